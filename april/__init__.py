@@ -14,7 +14,7 @@ __all__ = ["__version__", "connect"]
 
 
 def __getattr__(name: str) -> Any:
-    """`april.connect`, which needs torch, once it is asked for."""
+    """Import `april.connect`, which needs torch, only when it is asked for."""
     if name != "connect":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from april.rollouts import connect

@@ -1,5 +1,28 @@
-"""The error that a user is to read, apart from everything that raises it."""
+"""`ConfigError`, which a user is to read, and `refuse`, which words it."""
+
+from pathlib import Path
+from typing import Any, NoReturn
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work; the text says which key, which value and how to mend it."""
+    """A configuration or a command line that cannot work. Its text is one sentence that names key, value and fix."""
+
+
+def refuse(key: str, value: Any, why: str, fix: str, cause: BaseException | None = None) -> NoReturn:
+    """Raise the ConfigError `key 'KEY' = VALUE WHY; FIX`.
+
+    `key` is a key of the configuration, or an option of the command line with its dashes. A `value` of None is left
+    out. `why` is the rest of a sentence, whose subject is the key; `fix` is an imperative.
+
+        refuse("broker.renew_s", 60.0, "is not below broker.lease_s = 60.0", "lower it")
+    """
+    subject = f"{'option' if key.startswith('--') else 'key'} {key!r}"
+    assigned = "" if value is None else f" = {toml_like(value)}"
+    raise ConfigError(f"{subject}{assigned} {why}; {fix}") from cause
+
+
+def toml_like(value: Any) -> str:
+    """A value nearly as a configuration file has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(str(value) if isinstance(value, Path) else value)

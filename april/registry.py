@@ -1,11 +1,11 @@
-"""Where April takes a part by its name: one that is shipped, or anybody's, named as `package.module:Name`.
+"""Finds parts by name: engines, schedules, losses and so on, shipped ones or the user's, as `package.module:Name`.
 
-Each kind of part has one registry, in the room of its kind. A registry knows the configuration key that names a part,
-and where the shipped ones are; it imports one when it is asked for, so that a table costs nothing:
+Each kind of part has one registry in its package. A registry knows the configuration key that names the part, and the
+places of the shipped parts, which it imports only when they are asked for:
 
     ENGINES = Registry("worker.engine", "engine", {"torch": "april.workers.engines.embedded.entry:TorchEntry"})
     ENGINES.find("torch")
-    ENGINES.find("my_engine:Engine")     # a file of somebody's own; nothing else of April changes
+    ENGINES.find("my_engine:Engine")     # the user's own file
 """
 
 import difflib
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from april.errors import ConfigError
+from april.errors import refuse
 
-PLACE = "package.module:Name"
-ROOMS = {
+PART_SYNTAX = "package.module:Name"
+REGISTRIES = {
     "worker.engine": "april.workers.engines:ENGINES",
     "schedule.kind": "april.broker.schedules:SCHEDULES",
     "learner.backend": "april.learner.backends:BACKENDS",
@@ -39,21 +39,20 @@ ROOMS = {
     "run.target": "april.launch:TARGETS",
     "launch.on": "april.launch.clusters:LAUNCHERS",
 }
-"""Where the registry of a configuration key is. Named, not imported: the configuration asks its registries, and all
-rooms rest on the configuration."""
+"""Place of the registry by configuration key. They are not imported here: the configuration asks its registries, and
+all packages import the configuration."""
 
 
-FOLDERS = "APRIL_FOLDERS"
-"""environment variable that tells the parts of a run where somebody's own are found, as PYTHONPATH does"""
+FOLDERS_VARIABLE = "APRIL_FOLDERS"
+"""Environment variable with the folders of the user's own parts, for processes that this one starts; as PYTHONPATH."""
 
 
-def look_in(*folders: Path) -> None:
-    """Parts of one's own are found in the working directory and in these folders, too, behind what Python finds itself;
-    by this process and by those that it starts."""
-    inherited = [text for text in os.environ.get(FOLDERS, "").split(os.pathsep) if text]
+def add_import_folders(*folders: Path) -> None:
+    """Append the working directory and `folders` to Python's path, in this process and in those that it starts."""
+    inherited = [text for text in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if text]
     wanted = dict.fromkeys([os.getcwd(), *(str(folder.resolve()) for folder in folders), *inherited])
     sys.path += [folder for folder in wanted if folder not in sys.path]
-    os.environ[FOLDERS] = os.pathsep.join(wanted)
+    os.environ[FOLDERS_VARIABLE] = os.pathsep.join(wanted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,91 +60,88 @@ class Registry:
     """The parts of one kind."""
 
     key: str
-    """of the configuration, by which one is named"""
+    """Key of the configuration that names a part."""
     noun: str
-    """what one is, in a sentence: "is no engine" """
+    """What a part is called in a sentence, as in "is no engine"."""
     shipped: Mapping[str, str] = field(default_factory=dict)
-    """`package.module:Name` by name"""
+    """`package.module:Name` of each shipped part by its name."""
     base: str = ""
-    """the class that a part derives from, as `package.module:Name`; none: anything that can be called"""
+    """Base class of the parts, as `package.module:Name`; empty: any callable is a part."""
     prefixes: tuple[str, ...] = ()
-    """may stand before a name, one of them or several in this order, and mean something to whoever uses the part"""
+    """Prefixes that a name may have, in this order; they are removed here and have a meaning where the part is used."""
 
     def find(self, name: str, key: str = "") -> Any:
-        """The part of that name. `key`: where the name was given, if not under this registry's own.
+        """Import the part called `name`. `key`: key that it was given under, if not this registry's own.
 
-        Raises ConfigError for a name that leads nowhere, or to something of another kind.
+        Raises ConfigError if it cannot be imported or is something of another kind.
         """
         self.check_name(name, key)
         try:
-            bare = self.bare(name)
-            found = lead(self.shipped.get(bare, bare))
-        except LeadsNowhere as error:
-            raise self._refusal(name, key, str(error)) from error
+            stripped = self.without_prefix(name)
+            found = import_object(self.shipped.get(stripped, stripped))
+        except ImportFailed as error:
+            self._refuse(name, key, str(error), error)
         if objection := self._objection(found):
-            raise self._refusal(name, key, objection)
+            self._refuse(name, key, objection)
         return found
 
     def check_name(self, name: str, key: str = "") -> None:
-        """Refuse what is neither shipped nor written as a place, without importing anything. Raises ConfigError."""
-        bare = self.bare(name)
-        module, colon, attribute = bare.partition(":")
-        written = colon and attribute and all(map(str.isidentifier, (*module.split("."), *attribute.split("."))))
-        if bare not in self.shipped and not written:
-            raise self._refusal(name, key, "")
+        """Refuse a name that is neither shipped nor `package.module:Name`, without importing it. Raises ConfigError."""
+        stripped = self.without_prefix(name)
+        module, colon, attribute = stripped.partition(":")
+        is_place = colon and attribute and all(map(str.isidentifier, (*module.split("."), *attribute.split("."))))
+        if stripped not in self.shipped and not is_place:
+            self._refuse(name, key)
 
-    def bare(self, name: str) -> str:
-        """Without what may stand before it."""
+    def without_prefix(self, name: str) -> str:
         for prefix in self.prefixes:
             name = name.removeprefix(prefix)
         return name
 
-    def those(self, fits: Callable[[Any], bool]) -> str:
-        """Names of the shipped parts that `fits` says yes to, for a sentence that says which could be used instead."""
+    def names_where(self, fits: Callable[[Any], bool]) -> str:
+        """Names of the shipped parts for which `fits` is true, joined by "or", for a sentence that offers them."""
         return " or ".join(repr(name) for name in self.shipped if fits(self.find(name)))
 
     def _objection(self, found: Any) -> str:
         if not self.base:
             return "" if callable(found) else f"it is {found!r}, which cannot be called"
-        base = lead(self.base)
+        base = import_object(self.base)
         fits = isinstance(found, type) and issubclass(found, base)
         return "" if fits else f"it is {found!r}, and has to be a class that derives from {self.base}"
 
-    def _refusal(self, name: str, key: str, why: str) -> ConfigError:
-        mend = "" if name in self.shipped else did_you_mean(name, self.shipped)
-        there = f"use one of {', '.join(map(repr, self.shipped))} or name" if self.shipped else "name"
-        because = f" ({why})" if why else ""
-        return ConfigError(
-            f"key {key or self.key!r} = {name!r} is no {self.noun}{because}; {mend}{there} your own as {PLACE}"
-        )
+    def _refuse(self, name: str, key: str, detail: str = "", cause: Exception | None = None) -> NoReturn:
+        hint = "" if name in self.shipped else did_you_mean(name, self.shipped)
+        choices = f"use one of {', '.join(map(repr, self.shipped))} or name" if self.shipped else "name"
+        reason = f" ({detail})" if detail else ""
+        refuse(key or self.key, name, f"is no {self.noun}{reason}", f"{hint}{choices} your own as {PART_SYNTAX}", cause)
 
 
 def registry_of(key: str) -> Registry:
-    """Of the parts that a key names."""
-    return lead(ROOMS[key])
+    """The registry of the parts that a configuration key names."""
+    return import_object(REGISTRIES[key])
 
 
-class LeadsNowhere(LookupError):
-    """The text says at which part of a place."""
+class ImportFailed(LookupError):
+    """An object that could not be imported; the text says why."""
 
 
 @cache
-def lead(place: str) -> Any:
-    """What is at `package.module:Name`. Raises LeadsNowhere, whatever its module raises when it is imported."""
+def import_object(place: str) -> Any:
+    """The object at `package.module:Name`. Raises ImportFailed, whatever importing its module raises."""
     module, _, attribute = place.partition(":")
     try:
         found = importlib.import_module(module)
     except Exception as error:
-        raise LeadsNowhere(f"importing {module} raised {type(error).__name__}: {error}") from error
+        raise ImportFailed(f"importing {module} raised {type(error).__name__}: {error}") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
             hint = did_you_mean(name, (other for other in dir(found) if not other.startswith("_")))
-            raise LeadsNowhere(f"{module} has no {name!r}{hint and f', {hint}'}".rstrip())
+            raise ImportFailed(f"{module} has no {name!r}{hint and f', {hint}'}".rstrip())
         found = getattr(found, name)
     return found
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """A question with what is nearly the same, empty where nothing is; goes before a mend."""
+    """The question `did you mean 'NAME'? ` with the most similar name; empty if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {close[0]!r}? " if close else ""

@@ -1,9 +1,9 @@
 """A run in a script or a notebook: its steps, samples and ledger as tables.
 
     run = april.runs.load("runs/quickstart")
-    run.steps            # a line of metrics.jsonl each
-    run.samples()        # what is kept of all steps; run.samples(10) of one
-    run.ledger           # after each step, where every generated token is
+    run.steps            # a row for each line of metrics.jsonl
+    run.samples()        # the samples kept of all steps; run.samples(10): of one step
+    run.ledger           # after each step, the states of all generated tokens
 
 Tables are pandas data frames where pandas is installed; otherwise steps and ledger are lists of dictionaries, and
 samples are a pyarrow table.
@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError
-from april.report.run_folder import Run, read_run
-from april.report.samples import files
+from april.report.run_folder import RunFolder, read_run
+from april.report.samples import sample_files
 
-PLACES = ("trained", "delivered", "ready", "open")
-"""of tokens that are not discarded"""
+TOKEN_STATES = ("trained", "delivered", "ready", "open")
+"""States of tokens that are not discarded."""
 
 
 class LoadedRun:
-    """A run folder, read when it was loaded; samples are read when they are asked for."""
+    """The content of a run folder when it was loaded; samples are read when they are asked for."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self._run = run
 
     @property
@@ -40,20 +40,20 @@ class LoadedRun:
 
     @property
     def steps(self) -> Any:
-        """A row a step; in a data frame, the figures within figures as `learner.loss`."""
+        """A row for each step; in a data frame, nested figures have columns such as `learner.loss`."""
         pandas = find_pandas()
         return self._run.steps if pandas is None else pandas.json_normalize(self._run.steps, max_level=1)
 
     @property
     def ledger(self) -> Any:
-        """A row a step: the tokens in each place, those of each discard as `discarded.REASON`, and whether it `closes`:
-        whether they add up to what was `generated`. The last row is the summary's, which is newer than its step's."""
-        told = {step["step"]: step["tokens_ledger"] for step in self._run.steps if step.get("tokens_ledger")}
+        """A row for each step: tokens in each state, tokens discarded by reason as `discarded.REASON`, and `closes`,
+        whether these add up to the tokens `generated`. The last row is the run summary's, newer than its step's."""
+        ledger_by_step = {step["step"]: step["tokens_ledger"] for step in self._run.steps if step.get("tokens_ledger")}
         summary = self._run.summary
         if summary.get("tokens"):
-            told[summary.get("steps", 0)] = summary["tokens"]
-        reasons = sorted({reason for tokens in told.values() for reason in tokens.get("discarded") or {}})
-        rows = [ledger_row(step, tokens, reasons) for step, tokens in told.items()]
+            ledger_by_step[summary.get("steps", 0)] = summary["tokens"]
+        reasons = sorted({reason for tokens in ledger_by_step.values() for reason in tokens.get("discarded") or {}})
+        rows = [ledger_row(step, tokens, reasons) for step, tokens in ledger_by_step.items()]
         pandas = find_pandas()
         return rows if pandas is None else pandas.DataFrame(rows)
 
@@ -63,17 +63,17 @@ class LoadedRun:
 
     @property
     def sample_steps(self) -> list[int]:
-        """Steps of which samples are kept."""
-        return sorted(files(self.path))
+        """Policy steps whose samples are kept."""
+        return sorted(sample_files(self.path))
 
     def samples(self, step: int | None = None, columns: list[str] | None = None) -> Any:
-        """Of one step or all that are kept; of all columns or those named. Raises ConfigError for a step without."""
-        kept = files(self.path)
+        """The kept samples of one step or of all, with all columns or some. Raises ConfigError if there are none."""
+        kept = sample_files(self.path)
         if step is not None and step not in kept:
             raise ConfigError(f"step {step} has no samples in {self.path}; sample_steps lists those that have")
         import pyarrow.dataset as dataset
 
-        paths = [str(kept[one]) for one in sorted(kept) if step in (None, one)]
+        paths = [str(kept[kept_step]) for kept_step in sorted(kept) if step in (None, kept_step)]
         if not paths:
             raise ConfigError(f"{self.path} has kept no samples; set samples.every above 0 in the next run")
         table = dataset.dataset(paths, format="parquet").to_table(columns=columns)
@@ -84,12 +84,12 @@ def ledger_row(step: int, tokens: dict[str, Any], reasons: list[str]) -> dict[st
     discarded = tokens.get("discarded") or {}
     row = {"step": step} | {name: count for name, count in tokens.items() if name != "discarded"}
     row |= {f"discarded.{reason}": discarded.get(reason, 0) for reason in reasons}
-    accounted = sum(tokens[place] for place in PLACES) + sum(discarded.values())
+    accounted = sum(tokens[state] for state in TOKEN_STATES) + sum(discarded.values())
     return row | {"closes": tokens["generated"] == accounted}
 
 
 def load(run_dir: str | Path) -> LoadedRun:
-    """`runs/NAME`, also while the run is going on. Raises ConfigError for a folder that is not a run's."""
+    """Read a run folder, such as runs/NAME, also while the run is going on. Raises ConfigError for another folder."""
     return LoadedRun(read_run(run_dir))
 
 

@@ -1,13 +1,13 @@
-"""Counted things in sentences."""
+"""Counts and sizes as text."""
 
 
-def counted(count: int, one: str, many: str = "") -> str:
-    """`3 workers`, `1 worker`; `many` where the plural is more than an s."""
-    return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
+def counted(count: int, singular: str, plural: str = "") -> str:
+    """The count with its noun, such as `3 workers` or `1 worker`; the plural is the singular with an s unless given."""
+    return f"{count} {singular}" if count == 1 else f"{count} {plural or singular + 's'}"
 
 
-def size(count: float) -> str:
-    """Of bytes."""
+def format_bytes(count: float) -> str:
+    """A number of bytes with a binary unit, such as `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"

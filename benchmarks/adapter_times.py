@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from april import config as configuration
 from april.config import Config
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import TrainingBatch, TrainSample
 from april.rollouts.aio import AsyncRollouts
 from april.rollouts.run import Rollouts
 from april.wire.version import Version
@@ -44,10 +44,10 @@ class Instant:
     def start(self, checkpoint_step: int) -> tuple[int, int]:
         return 0, 0
 
-    def fetch(self, step: int) -> Batch:
+    def fetch(self, step: int) -> TrainingBatch:
         first = step * self.schedule.rollout_batch_size
         groups = [[self.sample] * self.schedule.n_samples_per_prompt] * self.schedule.rollout_batch_size
-        return Batch(step, groups, list(enumerate(self.extras))[first : first + len(groups)])
+        return TrainingBatch(step, groups, list(enumerate(self.extras))[first : first + len(groups)])
 
     def submit(self, first: int, prompts: list, ids: np.ndarray) -> int:
         self.extras[first:] = [one.extra for one in prompts]
@@ -97,11 +97,11 @@ def of_slime(config: Config, tokens: int) -> Callable[[], None]:
 
 
 def of_openrlhf(config: Config, tokens: int) -> Callable[[], None]:
-    from april.adapters.openrlhf import Engine
+    from april.adapters.openrlhf import OpenRlhfEngine
 
     model, tokenizer = (auto.from_pretrained(config.model.path) for auto in (AutoModelForCausalLM, AutoTokenizer))
     source, loop = Instant(config, tokens), asyncio.new_event_loop()
-    engine = Engine(lambda: AsyncRollouts(lambda: Rollouts(config, 0, source, source)), "none")
+    engine = OpenRlhfEngine(lambda: AsyncRollouts(lambda: Rollouts(config, 0, source, source)), "none")
     loop.run_until_complete(engine.start())
     engine._receive = lambda tensor: None
     weights = [(name, tensor.dtype, tensor.shape) for name, tensor in model.named_parameters()]
@@ -120,16 +120,16 @@ def of_areal(config: Config, tokens: int) -> Callable[[], None]:
     from tests.rollouts import areal_types
 
     areal_types.install(pytest.MonkeyPatch())
-    from april.adapters.areal import Engine, Rows
+    from april.adapters.areal import ArealEngine, CountingLoader
 
     folder = Path(tempfile.mkdtemp())
     model = AutoModelForCausalLM.from_pretrained(config.model.path)
     weights = {name: tensor.clone() for name, tensor in model.named_parameters()}
     source, size = Instant(config, tokens), config.schedule.rollout_batch_size
-    engine = Engine(
+    engine = ArealEngine(
         Rollouts(config, 0, source, source), lambda version: str(folder / str(version)), lambda: (0, folder)
     )
-    rows = Rows(areal_types.Loader([{"messages": [3] * PROMPT_TOKENS}] * size, size))
+    rows = CountingLoader(areal_types.Loader([{"messages": [3] * PROMPT_TOKENS}] * size, size))
     for version in range(1, STEPS + 1):  # AReaL's actor has left them
         (folder / str(version)).mkdir()
         save_file(weights, folder / str(version) / "model.safetensors")

@@ -148,7 +148,7 @@ def answer_at_once(address: str) -> None:
     """A worker that has the tokens of a turn when it is granted."""
     connection = BrokerConnection(address, "worker", "scripted", uuid.uuid4().hex)
     connection.hello([])
-    connection.send(wire.Holding(Version(0, 0), 100_000))
+    connection.send(wire.WorkerCapacity(Version(0, 0), 100_000))
     ids = np.arange(4, 4 + TURN_TOKENS, dtype="<i4").tobytes()
     payload, leases = ids + bytes(4 * TURN_TOKENS), set()
     while True:

@@ -23,18 +23,18 @@ import torch.distributed as dist
 from common import Row, parser, report
 
 from april.config import Config
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.trainer import Trainer
 from april.policy.make_policy import make_policy
 from april.policy.model import VOCABULARY
 from april.weights.canary import Canary
-from april.weights.receiver import Staged
+from april.weights.receiver import StagedWeights
 from april.weights.snapshot import pack
 from april.wire.version import Version
 from april.workers.engines.base import Engine
 from april.workers.engines.conformance.faults import FAULTS
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.proof import Proof, WrongWeights
+from april.workers.engines.proof import WeightCheck, WrongWeights
 from april.workers.engines.sglang.client import SGLangClient
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.server import ServerSettings, SGLangServer
@@ -87,8 +87,8 @@ class Published:
     canary: Canary
     checksum: int
 
-    def staged(self) -> Staged:
-        return Staged(self.version, self.tensors, 0.0, canary=self.canary, checksum=self.checksum)
+    def staged(self) -> StagedWeights:
+        return StagedWeights(self.version, self.tensors, 0.0, canary=self.canary, checksum=self.checksum)
 
 
 def trainer_of(policy: Path, folder: Path, lr: float) -> Trainer:
@@ -117,14 +117,14 @@ def publish(trainer: Trainer) -> Published:
     return Published(version, kept, canary, pack(version, kept).checksum)
 
 
-def random_batch(step: int, rng: np.random.Generator, groups: int, response_tokens: int) -> Batch:
+def random_batch(step: int, rng: np.random.Generator, groups: int, response_tokens: int) -> TrainingBatch:
     def sample() -> TrainSample:
         tokens = rng.integers(0, len(VOCABULARY), 8 + response_tokens).astype(np.int32)
         logprobs = np.full(response_tokens, -np.log(len(VOCABULARY)), np.float32)
         segments = ((0, response_tokens, Version(0, step)),)
         return TrainSample(tokens, 8, logprobs, float(rng.integers(2)), segments)
 
-    return Batch(step, [[sample() for _ in range(GROUP)] for _ in range(groups)])
+    return TrainingBatch(step, [[sample() for _ in range(GROUP)] for _ in range(groups)])
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ ENGINES: dict[str, Callable] = {"torch": torch_engine, "sglang": sglang_engine}
 def measure(name: str, engine: Engine, runs: list[list[Published]]) -> Iterator[Row]:
     alarms, missed, noise, largest = [], [], [], []
     for published in runs:
-        proof = Proof()
+        proof = WeightCheck()
         alarms.append(float(sum(not holds(engine, proof, one, one.tensors) for one in published)))
         before, last = published[-2:]
         apart = np.abs(engine.score(last.canary.text) - last.canary.logprobs)
@@ -185,7 +185,7 @@ def together(rows: list[Row], name: str) -> Row:
     return Row(name, [one for row in own for one in row.measured], own[0].unit, of=sum)
 
 
-def holds(engine: Engine, proof: Proof, published: Published, tensors: dict[str, torch.Tensor]) -> bool:
+def holds(engine: Engine, proof: WeightCheck, published: Published, tensors: dict[str, torch.Tensor]) -> bool:
     """Whether an engine with these tensors passes for one that holds the version."""
     engine.load_weights(published.version, tensors)
     try:
@@ -197,7 +197,7 @@ def holds(engine: Engine, proof: Proof, published: Published, tensors: dict[str,
 
 def follows(engine: Engine, before: Published, last: Published, tensors: dict[str, torch.Tensor]) -> bool:
     """The same of one that has held the version before, and been proven."""
-    proof = Proof()
+    proof = WeightCheck()
     return holds(engine, proof, before, before.tensors) and holds(engine, proof, last, tensors)
 
 

@@ -1,22 +1,31 @@
-"""What every benchmark shares: its command line, its rows, the machine it ran on, the table and the JSON file."""
+"""The harness of all benchmarks: command line, rows, turns of two sides, processes, the machine, table and JSON file."""
 
 import argparse
+import contextlib
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import orjson
 
+ROOT = Path(__file__).resolve().parents[1]
+APRIL = (sys.executable, "-m", "april.cli")
+END_S = 10.0
+"""How long a process may take to leave before it is killed (seconds)."""
+RUN_S = 3600.0
+"""Longest time of a run; a longer one has failed (seconds)."""
+
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, measured n times in one call; `of` makes its value of them: the median, unless its goal says else."""
+    """A figure with its n measurements; `of` reduces them to its value, by default the median."""
 
     name: str
     measured: list[float]
@@ -42,8 +51,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def report(rows: list[Row], json_path: Path | None, tables: dict | None = None, **machine_facts) -> None:
-    """Print the rows; write the file when one was asked for, with what else was printed and further facts of the
-    machine."""
+    """Print the rows, and write them to the JSON file, if there is one, with further tables and facts of the machine."""
     print(table(rows))
     if json_path is not None:
         result = {"machine": machine() | machine_facts, "commit": commit(), "rows": [row.to_json() for row in rows]}
@@ -69,8 +77,84 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def in_turns(turn: int, ours: Callable, theirs: Callable) -> tuple[Callable, Callable]:
+    """The order of two sides in a turn: they take turns at going first."""
+    return (ours, theirs) if turn % 2 == 0 else (theirs, ours)
+
+
+def ratios(ours: Iterable[float], theirs: Iterable[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+# --- runs and processes -----------------------------------------------------------------------------------------------
+
+
+def quickstart_policy(folder: Path, quick: bool) -> Path:
+    """The quickstart's warm-started policy, from the cache; a quick one has hardly been trained."""
+    from april.policy.make_policy import make_policy
+    from april.policy.warm_start import Recipe
+
+    if quick:
+        return make_policy(folder / "policy", recipe=Recipe(easy_steps=2, clean_steps=2, noisy_steps=2))
+    return make_policy(ROOT / "cache/policy", log=lambda line: print(line, file=sys.stderr)).absolute()
+
+
+def write_lines(path: Path, rows: Iterable[dict]) -> Path:
+    """Write a JSONL file."""
+    path.write_bytes(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+    return path
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def execute(command: Iterable[object], log: Path, threads: int, **variables: str) -> None:
+    """Run a command to its end, on so many threads. Ends the benchmark if it fails."""
+    words = [str(word) for word in command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)} | variables
+    with log.open("wb") as output:
+        done = subprocess.run(words, stdout=output, stderr=output, env=environment, cwd=ROOT, timeout=RUN_S)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} ended with status {done.returncode}:\n{log.read_text()[-3000:]}")
+
+
+@contextlib.contextmanager
+def process(command: Iterable[object], log: Path, **options) -> Iterator[subprocess.Popen]:
+    """A process that is asked to leave at the end of the block, and killed if it does not."""
+    with log.open("wb") as output:
+        started = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output, **options)
+    try:
+        yield started
+    finally:
+        started.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            started.wait(END_S)
+        started.kill()
+        started.wait()
+
+
+def wait_for(condition: Callable, what: str, timeout_s: float = 300.0, alive: subprocess.Popen | None = None):
+    """Poll until the condition is true, and return its value. Ends the benchmark after the time, or with the process."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if time.monotonic() > deadline or (alive and alive.poll() is not None):
+            sys.exit(f"{what}: not within {timeout_s:g} s, or its process has ended")
+        time.sleep(0.005)
+    return found
+
+
+def processor_s(process_id: int) -> float:
+    """Processor time that a process has taken, user and system (seconds)."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# --- runs that are kept -----------------------------------------------------------------------------------------------
+
+
 def read_runs(path: Path | None) -> list[dict]:
-    """The lines that `write_run` has written to a file, if there is one; those of other commits are left out."""
+    """Runs that `write_run` has appended to a file at this commit; none without a file."""
     lines = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path and path.exists() else []
     here = commit()
     found = [line for line in lines if line.pop("commit", None) == here]
@@ -80,14 +164,17 @@ def read_runs(path: Path | None) -> list[dict]:
 
 
 def write_run(path: Path | None, run: dict) -> None:
-    """Append a line of JSON, if a file was asked for."""
+    """Append a run to the file of runs, if there is one."""
     if path:
         with path.open("ab") as file:
             file.write(orjson.dumps(run | {"commit": commit()}, option=orjson.OPT_APPEND_NEWLINE))
 
 
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
 def machine() -> dict:
-    """What the figures depend on; nothing that names the host."""
+    """Facts of the machine that figures depend on, without the name of the host."""
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

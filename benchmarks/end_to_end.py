@@ -5,8 +5,6 @@ with the same loss (April's tokens that are stale are corrected as by default, T
 step, sampling and fp32; lengths are long-tailed. The seeds are paired, and who goes first alternates.
 """
 
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,31 +13,34 @@ from math import inf
 from pathlib import Path
 
 import orjson
-from common import Row, parser, read_runs, report, write_run
+from common import (
+    APRIL, ROOT, Row, execute, in_turns, parser, quickstart_policy, ratios, read_lines, read_runs, report, write_run,
+)  # fmt: skip
 
 from april import config as configuration
 from april.data.make_data import make_data
-from april.policy.make_policy import make_policy
-from april.policy.warm_start import Recipe
 from april.report.run_folder import read_records
 
-ROOT = Path(__file__).parent.parent
 STEPS, SEEDS = 12, 5
 REWARD = 0.8
 WINDOW_STEPS = 3
-"""the reward is a mean over the last so many steps"""
+"""Steps over which the reward is a mean."""
 CORES = 2
-LONGEST_S = 3600.0
-"""a run that takes longer has failed"""
 
 
 @dataclass(frozen=True)
 class Course:
-    """What a run has reached when: seconds since its processes were started."""
+    """Rewards of a run's steps, and when they ended (seconds, by default since its processes were started)."""
 
     seconds: list[float]
     rewards: list[float]
     tokens: int
+
+    @classmethod
+    def of_steps(cls, steps: list[dict], began: float) -> "Course":
+        """From the records of steps; `began` in Unix seconds."""
+        seconds = [step["time"] - began for step in steps]
+        return cls(seconds, [step["reward"] for step in steps], sum(step["tokens"] for step in steps))
 
     @property
     def tokens_per_s(self) -> float:
@@ -61,21 +62,15 @@ def ratio_of_times(ours: Course, theirs: Course, reward: float) -> float:
 
 
 def run_april(folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str]) -> Course:
-    chosen = ["--run.dir", str(folder), "--run.name", f"april{seed}", "--seed", str(seed)]
-    paths = ["--model.path", str(policy), "--data.path", str(prompts)]
-    command = [sys.executable, "-m", "april.cli", "run", str(configuration_file(folder)), *chosen, *paths, *overrides]
+    chosen = ["--run.dir", folder, "--run.name", f"april{seed}", "--seed", seed]
+    chosen += ["--model.path", policy, "--data.path", prompts, *overrides]
     started = time.time()
-    execute(command, folder / f"april{seed}.log", threads=1)
-    steps = read_records(folder / f"april{seed}/metrics.jsonl")
-    return Course(
-        [step["time"] - started for step in steps],
-        [step["reward"] for step in steps],
-        sum(step["tokens"] for step in steps),
-    )
+    execute([*APRIL, "run", configuration_file(folder), *chosen], folder / f"april{seed}.log", threads=1)
+    return Course.of_steps(read_records(folder / f"april{seed}/metrics.jsonl"), started)
 
 
 def run_trl(
-    folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str], backend: str, threads: int = CORES
+    folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str], threads: int = CORES
 ) -> Course:
     config = configuration.load(
         configuration_file(folder), ["--model.path", str(policy), "--data.path", str(prompts), *overrides]
@@ -92,48 +87,29 @@ def run_trl(
         "lr": config.learner.lr,
         "warmup_steps": config.learner.warmup_steps,
         "betas": config.learner.betas,
-        "backend": backend,
     }
     path, log = folder / f"trl{seed}.json", folder / f"trl{seed}.jsonl"
     path.write_bytes(orjson.dumps(settings))
-    script = Path(__file__).with_name("trl_run.py")
+    script = Path(__file__).with_name("trl_side.py")
     started = time.time()
-    execute([sys.executable, str(script), str(path), str(log)], folder / f"trl{seed}.log", threads=threads)
-    steps = [orjson.loads(line) for line in log.read_bytes().splitlines()]
-    return Course(
-        [step["time"] - started for step in steps], [step["reward"] for step in steps], int(steps[-1]["tokens"])
-    )
+    execute([sys.executable, script, path, log], folder / f"trl{seed}.log", threads=threads)
+    steps = read_lines(log)
+    return Course([step["time"] - started for step in steps], [step["reward"] for step in steps], steps[-1]["tokens"])
 
 
-def configuration_file(folder: Path, name: str = "quickstart.toml") -> Path:
-    """The quickstart's or another, without evaluation."""
-    path = folder / name
-    lines = (ROOT / "configs" / name).read_text().splitlines()
+def configuration_file(folder: Path) -> Path:
+    """The quickstart's configuration without evaluation."""
+    path = folder / "quickstart.toml"
+    lines = (ROOT / "configs/quickstart.toml").read_text().splitlines()
     path.write_text("\n".join(line for line in lines if not line.startswith("eval_path")))
     return path
 
 
-def execute(command: list[str], log: Path, threads: int, **environment: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)} | environment
-    with log.open("wb") as output:
-        done = subprocess.run(command, stdout=output, stderr=output, env=environment, cwd=ROOT, timeout=LONGEST_S)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with status {done.returncode}:\n{log.read_text()[-3000:]}")
-
-
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument(
-        "--backend", choices=("generate", "continuous"), default="continuous", help="TRL's generation"
-    )
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=SEEDS)
-    arguments.add_argument(
-        "--runs",
-        type=Path,
-        metavar="FILE",
-        help="each run is a line of JSON there; pairs that it has are not run again",
-    )
+    arguments.add_argument("--runs", type=Path, metavar="FILE", help="JSONL file of runs; those in it are not run again")
     options = arguments.parse_args()
     if options.quick and options.runs:
         arguments.error("--runs keeps runs that count, and those of --quick do not; leave one of them out")
@@ -143,61 +119,51 @@ def main() -> None:
         overrides = ["--schedule.rollout_batch_size", "4", "--schedule.over_sampling_batch_size", "6"]
         overrides += ["--sampling.max_response_tokens", "64"]
     overrides += ["--schedule.max_steps", str(steps)]
-    courses = {"april": [], "trl": []}
+    courses = {run_april: [], run_trl: []}
     with tempfile.TemporaryDirectory(prefix="april-end-to-end-") as made:
         folder = Path(made)
-        if options.quick:
-            policy = make_policy(folder / "policy", recipe=Recipe(easy_steps=2, clean_steps=2, noisy_steps=2))
-        else:
-            policy = make_policy(ROOT / "cache/policy", log=lambda line: print(line, file=sys.stderr))
+        policy = quickstart_policy(folder, options.quick)
         prompts, _ = make_data(folder / "data")
-        before = known_courses(options.runs, options.backend, steps)
+        before = known_courses(options.runs, steps)
         for seed in range(seeds):
-            if before.keys() >= {("april", seed), ("trl", seed)}:
-                for name in courses:
-                    courses[name].append(before[name, seed])
-                continue
-            runs = {
-                "april": lambda seed=seed: run_april(folder, policy, prompts, seed, overrides),
-                "trl": lambda seed=seed: run_trl(folder, policy, prompts, seed, overrides, options.backend),
-            }
-            for name in sorted(runs, reverse=bool(seed % 2)):
-                courses[name].append(runs[name]())
-                log(name, seed, courses[name][-1], wanted, options.runs, options.backend)
-    pairs = list(zip(courses["april"], courses["trl"], strict=True))
-    times = [(ours.seconds_to(wanted), theirs.seconds_to(wanted)) for ours, theirs in pairs]
-    whole = [
-        (ours or pair[0].seconds[-1], theirs or pair[1].seconds[-1])
-        for (ours, theirs), pair in zip(times, pairs, strict=True)
-    ]
-    rows = [
-        Row("e2e_vs_trl", [ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs], "ratio"),
-        Row("time_to_reward_vs_trl", [ratio_of_times(ours, theirs, wanted) for ours, theirs in pairs], "ratio"),
-        Row("april_tokens_per_s", [ours.tokens_per_s for ours, _ in pairs], "tokens/s"),
-        Row("trl_tokens_per_s", [theirs.tokens_per_s for _, theirs in pairs], "tokens/s"),
-        Row("april_time_to_reward", [ours for ours, _ in whole], "s"),
-        Row("trl_time_to_reward", [theirs for _, theirs in whole], "s"),
-        Row("april_seeds_that_never_reached_it", [float(sum(ours is None for ours, _ in times))], "seeds"),
-        Row("trl_seeds_that_never_reached_it", [float(sum(theirs is None for _, theirs in times))], "seeds"),
-    ]
+            known = all((side.__name__, seed) in before for side in courses)
+            for side in in_turns(seed, run_april, run_trl):
+                name = side.__name__
+                course = before[name, seed] if known else side(folder, policy, prompts, seed, overrides)
+                courses[side].append(course)
+                if not known:
+                    note(f"{name}, seed {seed}", course, wanted)
+                    write_run(options.runs, {"side": name, "seed": seed} | asdict(course))
+    ours, theirs = courses.values()
+    speeds = [[course.tokens_per_s for course in side] for side in (ours, theirs)]
+    times = [[course.seconds_to(wanted) for course in side] for side in (ours, theirs)]
+    vs_trl = [ratio_of_times(*pair, wanted) for pair in zip(ours, theirs, strict=True)]
+    rows = [Row("e2e_vs_trl", ratios(*speeds), "ratio"), Row("time_to_reward_vs_trl", vs_trl, "ratio")]
+    for name, courses_of_side, speed, seconds in zip(("april", "trl"), (ours, theirs), speeds, times, strict=True):
+        reached = [at or course.seconds[-1] for at, course in zip(seconds, courses_of_side, strict=True)]
+        rows += [
+            Row(f"{name}_tokens_per_s", speed, "tokens/s"),
+            Row(f"{name}_time_to_reward", reached, "s"),
+            Row(f"{name}_seeds_that_never_reached_it", [sum(at is None for at in seconds)], "seeds"),
+        ]
     report(rows, options.json)
 
 
-def known_courses(path: Path | None, backend: str, steps: int) -> dict[tuple[str, int], Course]:
-    """What `log` has written of runs of so many steps beside that backend, by side and seed."""
+def known_courses(path: Path | None, steps: int) -> dict[tuple[str, int], Course]:
+    """Courses of so many steps in a file of runs, by side and seed."""
     return {
         (line["side"], line["seed"]): Course(line["seconds"], line["rewards"], line["tokens"])
         for line in read_runs(path)
-        if line["backend"] == backend and len(line["seconds"]) == steps
+        if len(line["seconds"]) == steps
     }
 
 
-def log(name: str, seed: int, course: Course, wanted: float, path: Path | None, backend: str) -> None:
+def note(name: str, course: Course, wanted: float, more: str = "") -> None:
+    """Print what a run has reached."""
     reached, end = course.seconds_to(wanted), course.rewards[-1]
     when = "never" if reached is None else f"after {reached:.1f} s"
     said = f"{course.tokens_per_s:,.0f} tokens/s, reward {wanted:g} {when}, {end:.3f} after {course.seconds[-1]:.1f} s"
-    print(f"{name}, seed {seed}: {said}", file=sys.stderr, flush=True)
-    write_run(path, {"side": name, "seed": seed, "backend": backend} | asdict(course))
+    print(f"{name}: {said}{more}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import april.workers.worker as worker_module
 from april import config as configuration
 from april.simulate.scenario import load_scenario
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.run import Run
+from april.workers.engines.sglang.run import StreamedRequest
 from april.workers.process import run_worker
-from april.workers.scoring import Lease
+from april.workers.scoring import LeasedTask
 from april.workers.worker import Worker
 
 NOTE_S = 0.2
@@ -46,7 +46,7 @@ class ForcedWorker(Worker):
     def __init__(self, *arguments, scenario: Path, gauge: Path, core: int | None):
         """`core`: of the thread that drives the engine; none: where it is."""
         super().__init__(*arguments)
-        self.turns.stops = frozenset()
+        self.environment_turns.stop_token_ids = frozenset()
         loaded = load_scenario(scenario)
         self.lengths, self.slots = loaded.make_lengths(), loaded.engines.slots
         self.gauge = gauge.open("wb", buffering=0)
@@ -58,17 +58,17 @@ class ForcedWorker(Worker):
         """(since when, tokens generated before)"""
         self.serves = self.config.worker.engine == "sglang"
         if self.serves:
-            (server,) = self.engine.parts
+            (server,) = self.engine.engines
             self._watch_server(server)
         if core is not None:
             os.sched_setaffinity(0, {core})
 
-    def _accept(self, lease: Lease) -> None:
+    def _accept(self, lease: LeasedTask) -> None:
         grant, task, tokens = lease
         length = sum(map(len, tokens[1:]))
         if not grant.scoring:
             left = self.lengths.of(task.group)[grant.index] - length
-            lease = Lease(msgspec.structs.replace(grant, max_new_tokens=left), task, tokens)
+            lease = LeasedTask(msgspec.structs.replace(grant, max_new_tokens=left), task, tokens)
             self.reading.recomputed += 0 if self.serves else length
         super()._accept(lease)
 
@@ -76,9 +76,9 @@ class ForcedWorker(Worker):
         """Note when a server's weights are changed, beside everything else, and what each answer's context costs it."""
         take, change = engine._take, engine._change_weights
 
-        def noted(run: Run, event: dict) -> dict | None:
-            meta, work = event["meta_info"], self.works.get(run.request.id)
-            if work and not run.received and meta.get("completion_tokens"):
+        def noted(run: StreamedRequest, event: dict) -> dict | None:
+            meta, work = event["meta_info"], self.active.get(run.request.id)
+            if work and not run.attempt_tokens and meta.get("completion_tokens"):
                 context = len(run.request.tokens) + len(run.generated)
                 found = max(len(work.tokens[0]), meta["cached_tokens"])
                 self.reading.recomputed += max(0, context - found)
@@ -92,9 +92,9 @@ class ForcedWorker(Worker):
 
         engine._take, engine._change_weights = noted, timed
 
-    def _take_weights(self) -> None:
+    def _load_weights(self) -> None:
         began, before = time.monotonic(), self.engine.version
-        super()._take_weights()
+        super()._load_weights()
         if before is not None and self.engine.version != before and self.engine.live:
             self._updating = began, self.engine.generated_tokens
 
@@ -102,15 +102,15 @@ class ForcedWorker(Worker):
         self._in_engine = min(self.engine.live, self.slots)
         super()._generate()
 
-    def turn(self) -> None:
-        super().turn()
+    def run_once(self) -> None:
+        super().run_once()
         now, reading, live = time.monotonic(), self.reading, self._in_engine
         reading.busy_slot_s += live * (now - reading.at)
         reading.at, reading.generated = now, self.engine.generated_tokens
         if self._updating and reading.generated > self._updating[1]:
             reading.update_slot_s += live * (now - self._updating[0])
             if self.config.engine.pause != "in_place" and not self.serves:
-                reading.recomputed += sum(work.length for work in self.works.values() if not work.finished)
+                reading.recomputed += sum(work.length for work in self.active.values() if not work.finished)
             self._updating = None
         if now >= self._next_note:
             self._next_note = now + NOTE_S

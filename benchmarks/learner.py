@@ -34,16 +34,16 @@ from transformers.utils import logging
 
 from april.config import Config, WeightsSection
 from april.learner import flops
-from april.learner.batch import Batch, TrainSample, encode
+from april.learner.batch import TrainingBatch, TrainSample, encode
 from april.learner.model import Policy, load, score_tokens
 from april.learner.packing import input_tokens, pack, plan
-from april.learner.samples import SampleKeeper
+from april.learner.samples import SampleWriter
 from april.learner.trainer import Trainer
 from april.policy.model import build_model, build_tokenizer, save_policy
 from april.policy.warm_start import Recipe
-from april.weights.base import Adapted
+from april.weights.base import AdapterWeights
 from april.weights.publisher import WeightPublisher
-from april.wire.training import Stay
+from april.wire.training import SampleSpan
 from april.wire.version import Version
 
 BUDGET_TOKENS = 4096
@@ -53,7 +53,7 @@ RANKS = 4
 LR = 1e-6
 CPU = torch.device("cpu")
 STEP_MEASURES = ("step_vs_bare", "step_vs_padded", "step_vs_trl")
-STAYS = tuple(Stay("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _ in range(3))
+STAYS = tuple(SampleSpan("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _ in range(3))
 LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full", "lora_worker")
 PUBLISH_MEASURES = ("lora_publish_vs_full", "lora_publish")
 MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
@@ -100,7 +100,7 @@ def trainer_of(folder: Path, **lora: float | bool) -> Trainer:
     return Trainer(config, CPU)
 
 
-def longtail_batch(vocabulary: int, groups: int, seed: int) -> Batch:
+def longtail_batch(vocabulary: int, groups: int, seed: int) -> TrainingBatch:
     rng = np.random.default_rng(seed)
 
     def sample() -> TrainSample:
@@ -110,13 +110,13 @@ def longtail_batch(vocabulary: int, groups: int, seed: int) -> Batch:
         logprobs = np.full(response, -np.log(vocabulary), np.float32)
         return TrainSample(tokens, prompt, logprobs, float(rng.normal()), ((0, response, Version(0, 0)),))
 
-    return Batch(0, [[sample() for _ in range(GROUP)] for _ in range(groups)])
+    return TrainingBatch(0, [[sample() for _ in range(GROUP)] for _ in range(groups)])
 
 
 class Bare:
     """Packed forward, backward and AdamW in the plainest way: no shards, all logits of a pass at once."""
 
-    def __init__(self, folder: Path, batch: Batch):
+    def __init__(self, folder: Path, batch: TrainingBatch):
         self.policy = load(folder, temperature=1.0)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LR, fused=True)
         self.samples = batch.samples
@@ -142,7 +142,7 @@ class Padded:
     and a mask takes those of the padding out of the loss.
     """
 
-    def __init__(self, folder: Path, batch: Batch):
+    def __init__(self, folder: Path, batch: TrainingBatch):
         self.lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
         self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=LR, fused=True)
         self.tokens = sum(sample.response_tokens for sample in batch.samples)
@@ -205,7 +205,7 @@ def compare(
     return Row(name, ratios[1:], "ratio")
 
 
-def rank_imbalance(policy: Policy, batch: Batch, rounds: int) -> float:
+def rank_imbalance(policy: Policy, batch: TrainingBatch, rounds: int) -> float:
     """The slowest of `RANKS` over their mean, of passes that run side by side and wait for each other.
 
     Each pass is timed alone, so that ranks do not compete for this machine's cores; the least of its times counts,
@@ -233,7 +233,7 @@ def step_rows(folder: Path, vocabulary: int, wanted: set[str], quick: bool) -> l
     rounds, groups = (1, 1) if quick else (5, 6)
     batch, trainer, rows = longtail_batch(vocabulary, groups, seed=1), trainer_of(folder), []
 
-    def ours(batch: Batch = batch) -> None:
+    def ours(batch: TrainingBatch = batch) -> None:
         assert not trainer.step(batch)["update_skipped"]
 
     if "step_vs_bare" in wanted:
@@ -270,8 +270,8 @@ def lora_rows(folder: Path, quick: bool) -> list[Row]:
 def worker_row(trainer: Trainer) -> Row:
     """What it costs a worker to make the weights of a version, in bfloat16, of what it is sent; the first time its
     files are mapped."""
-    published, seconds = trainer.backend.published(torch.bfloat16), []
-    assert isinstance(published, Adapted)
+    published, seconds = trainer.backend.weights_to_publish(torch.bfloat16), []
+    assert isinstance(published, AdapterWeights)
     for _ in range(4):
         began = time.process_time()
         weights = dict(published.base.with_adapter(published.adapter, published.tensors))
@@ -287,7 +287,9 @@ def publish_rows(folder: Path) -> list[Row]:
     sizes = []
     for section in (lora, {}):
         publisher = WeightPublisher(WeightsSection(), "benchmark", "cpu")
-        sizes.append(publisher.publish(Version(0, 0), trainer_of(folder, **section).published())["publish_bytes"])
+        sizes.append(
+            publisher.publish(Version(0, 0), trainer_of(folder, **section).weights_to_publish())["publish_bytes"]
+        )
         publisher.close()
     adapter, whole = sizes
     return [Row("lora_publish_vs_full", [adapter / whole], "ratio"), Row("lora_publish", [adapter], "bytes")]
@@ -305,16 +307,16 @@ def keeping_row(folder: Path, vocabulary: int, quick: bool) -> Row:
     """Processor time of writing a step's samples, by default 8 groups and their lives, over that of the step."""
     build_tokenizer().save_pretrained(folder)
     trainer, shares = trainer_of(folder), []
-    keeper = SampleKeeper(trainer.config)
+    keeper = SampleWriter(trainer.config)
     batch = longtail_batch(vocabulary, 4 if quick else 16, seed=5)
-    batch = Batch(
-        0, [[replace(sample, stays=STAYS, details={"correct": 1.0}) for sample in one] for one in batch.groups]
+    batch = TrainingBatch(
+        0, [[replace(sample, spans=STAYS, details={"correct": 1.0}) for sample in one] for one in batch.groups]
     )
     for _ in range(2 if quick else 4):
         ready, began = trainer.prepare(batch), time.process_time()
         trainer.step(batch, ready)
         stepped = time.process_time()
-        keeper._write(batch, ready.prepared, trainer.seen, False)
+        keeper._write(batch, ready.prepared, trainer.token_stats, False)
         shares.append((time.process_time() - stepped) / (stepped - began))
     return Row("samples_cost", shares[1:], "of a step")
 

@@ -9,7 +9,7 @@ from head_memory import status_bytes
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from april.learner.model import load_sharded, outline
+from april.learner.model import load_sharded, empty_policy
 
 RANKS = 4
 
@@ -34,10 +34,10 @@ def peaks_over_bound(folder: Path) -> list[float]:
 def measure(folder: Path, small: Path, rank: int, store: Path, writer) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
-    load_sharded(outline(small, 1.0), small, torch.device("cpu"))  # imports are not what is measured
+    load_sharded(empty_policy(small, 1.0), small, torch.device("cpu"))  # imports are not what is measured
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status_bytes("VmRSS")
-    policy = load_sharded(outline(folder, 1.0), folder, torch.device("cpu"))
+    policy = load_sharded(empty_policy(folder, 1.0), folder, torch.device("cpu"))
     writer.send(status_bytes("VmHWM") - before)
     assert sum(parameter.to_local().numel() for parameter in policy.parameters()) > 0
     dist.barrier()

@@ -15,7 +15,7 @@ from common import Row, parser, report
 from april.broker.telemetry.length_drift import drift_of
 from april.simulate.pipeline import Pipeline
 from april.simulate.scenario import Scenario, load_scenario
-from april.simulate.variants import COLUMNS, Outcome, columns, evaluate, table, variants, with_schedule
+from april.simulate.variants import COLUMNS, SimulationResult, columns, evaluate, table, variants, with_schedule
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
 COSTS = ("h100", "mi300x", "plain")
@@ -56,7 +56,7 @@ class Results:
             self._waiting[key] = [self.pool.submit(evaluate, "", one) for one in seeded]
         return self._waiting[key]
 
-    def of(self, scenario: Scenario) -> list[Outcome]:
+    def of(self, scenario: Scenario) -> list[SimulationResult]:
         return [waiting.result() for waiting in self.start(scenario)]
 
     def gain(self, ours: Scenario, theirs: Scenario) -> list[float]:
@@ -84,7 +84,7 @@ WINDOW_STEPS = 20
 """in which the lengths trained are compared with those of `sync`"""
 
 
-def window_ratios(ours: Outcome, sync: Outcome, statistic) -> float:
+def window_ratios(ours: SimulationResult, sync: SimulationResult, statistic) -> float:
     """Of the lengths trained in each window over those that `sync` trains in it, the ratio farthest from 1."""
     ratios = []
     for start in range(0, len(sync.measures.steps) - WINDOW_STEPS + 1, WINDOW_STEPS):

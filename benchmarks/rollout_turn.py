@@ -240,7 +240,7 @@ class Looks(Watcher):
 
     def _run(self) -> None:
         connection = BrokerConnection(self.address, "monitor", "benchmark", uuid.uuid4().hex, TURN_S)
-        connection.hello(leases=[])
+        connection.hello(lease_ids=[])
         while not self._over():
             status = content(connection.request(wire.StatusRequest(), TURN_S))
             self.seen.append((time.monotonic(), status["leased"]))

@@ -29,7 +29,7 @@ from common import Row, parser, report
 from april import wire
 from april.config import WeightsSection
 from april.data.tokenizer import Tokenizer
-from april.launch.operate import Target
+from april.launch.operate import RunAddress
 from april.learner.source import BrokerSource
 from april.policy.make_policy import make_policy
 from april.weights.publisher import WeightPublisher
@@ -38,7 +38,7 @@ from april.workers.engines.base import Request
 from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.engines.sglang.client import SGLangClient
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.run import Run
+from april.workers.engines.sglang.run import StreamedRequest
 from april.workers.engines.sglang.server import ServerSettings, SGLangServer
 
 ROOT = Path(__file__).parent.parent
@@ -97,8 +97,8 @@ def direct(bench: Bench, rows: int) -> float:
             request = Request(
                 group * GROUP + index, prompts[group], RESPONSE_TOKENS, stop_token_ids=stops, temperature=TEMPERATURE
             )
-            asked = Run(request)
-            asked.begin()
+            asked = StreamedRequest(request)
+            asked.start_attempt()
             async with gate:
                 async for event in client.generate(asked.body(V0, STREAM_TOKENS)):
                     tokens = event["meta_info"]["completion_tokens"]
@@ -126,7 +126,7 @@ def pipeline(bench: Bench, rows: int) -> float:
 
 
 @contextlib.contextmanager
-def run_parts(bench: Bench, rows: int) -> Iterator[tuple[Target, BrokerSource]]:
+def run_parts(bench: Bench, rows: int) -> Iterator[tuple[RunAddress, BrokerSource]]:
     """Broker and worker in processes of their own, the weights from here; the operator's and the learner's side."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=bench.folder) as folder, contextlib.ExitStack() as parts:
         config = write_run(Path(folder), bench, rows)
@@ -145,7 +145,7 @@ def run_parts(bench: Bench, rows: int) -> Iterator[tuple[Target, BrokerSource]]:
         )
         branch, _ = source.start(0)
         publisher.publish(Version(branch, 0), bench.tensors)
-        yield Target(None, address, None), source
+        yield RunAddress(None, address, None), source
 
 
 def write_run(folder: Path, bench: Bench, rows: int) -> Path:

@@ -10,7 +10,7 @@ from statistics import fmean
 from common import Row, parser, report
 
 from april.simulate.scenario import load_scenario
-from april.simulate.shards import Shards
+from april.simulate.shards import ShardedSimulation
 from april.simulate.variants import with_schedule
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
@@ -40,7 +40,7 @@ def main() -> int:
         "warmup_steps": BATCHES_IN_FLIGHT,
         "steps": options.steps,
     }
-    shards = Shards(with_schedule(base.with_keys(**keys), "continuous", in_flight=in_flight), options.brokers)
+    shards = ShardedSimulation(with_schedule(base.with_keys(**keys), "continuous", in_flight=in_flight), options.brokers)
     started_s, instants_s = time.process_time(), []
     last = shards.pipelines[-1].measures
     note = last.trained

@@ -1,4 +1,4 @@
-"""The tests and the house they stand in: how long tests take, what they catch, how large the core is.
+"""The tests and the code they test: how long tests take, what they catch, how large and how divided the code is.
 
 `--static` measures only what needs no run of the suite. Otherwise a fresh clone of HEAD is installed and tested, with
 what is changed and not committed left out; `--quick` leaves out the long form.
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import orjson
@@ -20,7 +20,9 @@ from common import Row, parser, report
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "april"
 CORE = ("broker/ledger", "broker/schedules", "broker/journal", "wire")
-"""what everything rests on"""
+"""folders of ledger, schedules, journal and protocol; folders inside them do not count"""
+SMALL_LINES = 120
+"""longest module that is counted by `single_importer_modules`"""
 ENGINES = PACKAGE / "workers" / "engines"
 OTHER_NAMES = (PACKAGE / "config", PACKAGE / "convert", PACKAGE / "data" / "tokenizer.py")
 """where names are defaults and presets, what other frameworks' scripts say, or the package torch"""
@@ -69,7 +71,7 @@ def main() -> None:
     if given.blind:
         rows = [mutants_caught(blind=True)]
     else:
-        rows = [*core_lines(), import_cycles(), files_touched_by_a_new_engine()]
+        rows = [*sizes(), *divisions(), import_cycles(), files_touched_by_a_new_engine()]
         if not given.static:
             rows += [suite("suite_s"), mutants_caught()]
             rows += [] if given.quick else [suite("suite_all_s", "--all")]
@@ -79,12 +81,49 @@ def main() -> None:
 # --- what the source says ---------------------------------------------------------------------------------------------
 
 
-def core_lines() -> list[Row]:
-    texts = [path.read_text() for room in CORE for path in (PACKAGE / room).rglob("*.py")]
+def sizes() -> list[Row]:
+    """Lines of Python: of the package, of its core, and of tests and benchmarks."""
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    core = [text for path, text in texts.items() if str(path.parent.relative_to(PACKAGE)) in CORE]
+    around = [path.read_text() for room in ("tests", "benchmarks") for path in (ROOT / room).rglob("*.py")]
     return [
-        Row("core_lines", [sum(len(text.splitlines()) for text in texts)], "lines"),
-        Row("core_code_lines", [sum(map(code_lines, texts))], "lines"),
+        Row("product_lines", [lines(texts.values())], "lines"),
+        Row("code_lines", [sum(map(code_lines, texts.values()))], "lines"),
+        Row("core_lines", [lines(core)], "lines"),
+        Row("core_code_lines", [sum(map(code_lines, core))], "lines"),
+        Row("test_and_benchmark_lines", [lines(around)], "lines"),
+        Row("longest_file", [max(map(lines, ([text] for text in texts.values())))], "lines"),
     ]
+
+
+def divisions() -> list[Row]:
+    """How the package is divided: folders at its top, modules, small modules with one reader, ambiguous class names."""
+    modules = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    importers: dict[str, set[str]] = {name: set() for name in modules}
+    classes: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        tree = ast.parse(path.read_text())
+        for imported in imported_modules(ast.walk(tree), name, path, modules):
+            importers[imported].add(name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, set()).add(name)
+    alone = [
+        name for name, path in modules.items() if len(importers[name]) == 1 and lines([path.read_text()]) <= SMALL_LINES
+    ]
+    twice = {name for name, places in classes.items() if len(places) > 1}
+    for name in sorted(twice):
+        print("a class name in several modules:", name, *sorted(classes[name]))
+    return [
+        Row("rooms", [sum(path.is_dir() and path.name != "__pycache__" for path in PACKAGE.iterdir())], "folders"),
+        Row("modules", [len(modules)], "modules"),
+        Row("single_importer_modules", [len(alone)], "modules"),
+        Row("class_names_twice", [len(twice)], "names"),
+    ]
+
+
+def lines(texts: Iterable[str]) -> int:
+    return sum(len(text.splitlines()) for text in texts)
 
 
 def code_lines(text: str) -> int:
@@ -116,16 +155,23 @@ def module_name(path: Path) -> str:
 
 
 def imports(name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """The modules of April that one imports at its top, itself left out where a package names its own module."""
-    for node in at_the_top(ast.parse(path.read_text())):
+    """Modules of April that module `name` imports at its top; a package that names its own module is left out."""
+    return imported_modules(at_the_top(ast.parse(path.read_text())), name, path, modules)
+
+
+def imported_modules(nodes: Iterable[ast.AST], name: str, path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    """Modules of April that the import statements among `nodes` name, without module `name` itself."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
+        elif not isinstance(node, ast.ImportFrom):
+            continue
         elif node.level:
             raise SystemExit(f"{path} has a relative import, which is not followed; name the module whole")
         else:
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            found = [one if one in modules else node.module for one in whole]
-        yield from (one for one in found if one in modules and one != name)
+            found = [imported if imported in modules else str(node.module) for imported in whole]
+        yield from (imported for imported in found if imported in modules and imported != name)
 
 
 def at_the_top(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:

@@ -12,7 +12,7 @@ import torch
 
 from april.config import Config
 from april.learner import loop
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.trainer import ReadyBatch, Trainer
 from april.simulate.scenario import LearnerCost
 
@@ -38,7 +38,7 @@ class Counted:
         self.warmup_steps, self.steps = warmup_steps, steps
         self.trained: list[Trained] = []
 
-    def note(self, began: float, batch: Batch) -> None:
+    def note(self, began: float, batch: TrainingBatch) -> None:
         now, tokens = time.monotonic(), sum(sample.response_tokens for sample in batch.samples)
         self.trained.append(Trained(now, tokens, now - began))
 
@@ -66,10 +66,10 @@ class TimedTrainer(Counted, Trainer):
         Trainer.__init__(self, config, torch.device("cpu"))
         self.cost = cost
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: TrainingBatch) -> None:
         """There is nothing to make ready."""
 
-    def step(self, batch: Batch, ready: None) -> dict[str, float]:
+    def step(self, batch: TrainingBatch, ready: None) -> dict[str, float]:
         began, tokens = time.monotonic(), sum(sample.response_tokens for sample in batch.samples)
         time.sleep(self.cost.step_s + self.cost.token_s * tokens)
         self.note(began, batch)
@@ -83,9 +83,9 @@ class RealTrainer(Counted, Trainer):
     def __init__(self, config: Config, warmup_steps: int, steps: int):
         Counted.__init__(self, warmup_steps, steps)
         Trainer.__init__(self, config, torch.device("cpu"))
-        self.batches: list[Batch] = []
+        self.batches: list[TrainingBatch] = []
 
-    def step(self, batch: Batch, ready: ReadyBatch | None = None) -> dict[str, float]:
+    def step(self, batch: TrainingBatch, ready: ReadyBatch | None = None) -> dict[str, float]:
         began = time.monotonic()
         metrics = super().step(batch, ready)
         self.note(began, batch)
@@ -118,7 +118,7 @@ class RealTrainer(Counted, Trainer):
             working.result()
 
 
-def consume(config: Config, trainer: Counted, source: loop.Source, publisher: loop.Publisher) -> None:
+def consume(config: Config, trainer: Counted, source: loop.BatchSource, publisher: loop.Publisher) -> None:
     """Take batches until the trainer has enough. The default process group, of one rank, is there."""
     try:
         loop.run(config, trainer, source, publisher)

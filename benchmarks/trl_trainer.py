@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 
 ROWS = 8
 """of a micro-batch, TRL's default"""
@@ -39,7 +39,7 @@ class Stopwatch(TrainerCallback):
         self.between()
 
 
-def train_steps(model, vocabulary: int, batch: Batch, steps: int, lr: float, between: Callable[[], None]) -> list:
+def train_steps(model, vocabulary: int, batch: TrainingBatch, steps: int, lr: float, between: Callable[[], None]) -> list:
     """Seconds of each of `steps` of GRPOTrainer's optimizer steps over `batch`, generation replaced by a look-up."""
     size = len(batch.groups[0])
     longest = max(sample.response_tokens for sample in batch.samples)

@@ -1,14 +1,12 @@
 """The reference pages of the site, made from the code at each build: keys, metrics, events, messages.
 
-mkdocs calls `on_files`, as `hooks` in mkdocs.yml asks it to. What a key costs is not in the code but in costs.toml,
-with a line for each key; a build without one, or with one too many, ends with a sentence.
+mkdocs calls `on_files`, as `hooks` in mkdocs.yml asks it to.
 """
 
 import ast
 import inspect
 import sys
 import textwrap
-import tomllib
 import typing
 from collections.abc import Iterable, Iterator
 from itertools import compress, pairwise
@@ -18,26 +16,25 @@ from typing import Any, Literal
 
 import msgspec
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from april import wire
 from april.broker.ledger.events import AnyEvent
-from april.broker.views.exporter import Exporter, Picture
+from april.broker.views.exporter import Exporter, MetricsSnapshot
 from april.broker.views.metrics import METRICS, SYNC_BUCKETS_S, Histogram
 from april.config import Config, SourceSection, known_keys
 from april.config.evaluation import EvaluationSetSection
 from april.config.overrides import FLAGS
-from april.registry import PLACE, ROOMS, registry_of
-from april.weights.lane_messages import AnyLaneMessage
+from april.registry import PART_SYNTAX, REGISTRIES, registry_of
+from april.weights.lane_messages import AnyChannelMessage
 
-COSTS, PROTOCOL = (Path(__file__).with_name(name) for name in ("costs.toml", "protocol.md"))
-UNITS = ("seconds", "tokens", "MiB", "TFLOP/s", "policy steps")
+PROTOCOL = Path(__file__).with_name("protocol.md")
+UNITS = ("seconds", "tokens", "MiB", "GiB", "TFLOP/s", "policy steps")
 UNITS_BY_SUFFIX = {"_tokens": "tokens", "_s": "seconds", "_mb": "MiB"}
-"""where the description does not name the unit"""
+"""Units of keys whose description names none."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 SEVERAL = {"data.sources": SourceSection, "evaluation.sets": EvaluationSetSection}
-"""sections of which a configuration may have several"""
+"""Tables that a configuration may have several of."""
 EMPTY = (None, "", [], {}, ())
 
 
@@ -70,21 +67,17 @@ def page(title: str, introduction: str, lines: Iterable[str]) -> str:
 
 
 def configuration_page() -> str:
-    costs = read_costs()
     sections: dict[str, list[list[str]]] = {}
     for key, field in keys_with_sources():
         section = key.rpartition(".")[0]
-        sections.setdefault(section, []).append(key_row(key, field, costs.pop(key)))
+        sections.setdefault(section, []).append(key_row(key, field))
     lines = []
     for section, rows in sections.items():
         heading = {"data.sources": "[[data.sources]]", "evaluation.sets": "[evaluation.sets.NAME]"}.get(
             section, f"[{section}]"
         )
         lines += [f"## `{heading}` {{#{section.replace('.', '-')}}}" if section else "## Outside of any section", ""]
-        lines += [
-            *section_docstring(section),
-            *table(("key", "default", "unit", "what it is", "what it costs"), rows),
-        ]
+        lines += [*section_docstring(section), *table(("key", "default", "unit", "what it is"), rows)]
     lines += ["## Short flags", ""]
     lines += table(("flag", "key"), ([f"`--{flag}`", f"`{key}`"] for flag, key in FLAGS.items()))
     return page("Configuration", CONFIGURATION_INTRODUCTION, lines)
@@ -92,13 +85,13 @@ def configuration_page() -> str:
 
 CONFIGURATION_INTRODUCTION = """
     A run is described by one TOML file. Each key can be overridden on the command line: `--schedule.max_staleness 3`.
-    This page is made from the code; `april run --help` lists the same keys. A key that does not exist, and a value that
-    cannot work, is refused before anything starts.
+    This page is made from the code; `april run --help` says the same of each key. A key that does not exist,
+    and a value that cannot work, is refused before anything starts.
 """
 
 
 def keys_with_sources() -> Iterator[tuple[str, Any]]:
-    """As `known_keys`, and behind a section the keys of those of which it has several."""
+    """The keys of `known_keys`, each section followed by the keys of its repeated tables (`SEVERAL`)."""
     keys = known_keys()
     last = {key.partition(".")[0]: key for key in keys}
     for key, field in keys.items():
@@ -108,48 +101,26 @@ def keys_with_sources() -> Iterator[tuple[str, Any]]:
                 yield from ((f"{several}.{name}", field) for name, field in model.model_fields.items())
 
 
-def read_costs() -> dict[str, str]:
-    """By key, for exactly the keys that there are. Raises PluginError."""
-    costs = dict(flatten(tomllib.loads(COSTS.read_text())))
-    keys = {key for key, _ in keys_with_sources()}
-    if missing := sorted(keys - costs.keys()):
-        raise PluginError(f"{COSTS} says nothing of {', '.join(missing)}; add what it costs, or 'Nothing.'")
-    if gone := sorted(costs.keys() - keys):
-        raise PluginError(f"{COSTS} names {', '.join(gone)}, which the configuration does not have; remove it")
-    return costs
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
 def section_docstring(section: str) -> list[str]:
     field = Config.model_fields.get(section)
     words = vars(field.annotation).get("__doc__") if field else None
     return [inspect.cleandoc(words), ""] if words else []
 
 
-def key_row(key: str, field: Any, cost: str) -> list[str]:
+def key_row(key: str, field: Any) -> list[str]:
     name = key.rpartition(".")[2]
     meaning, unit = split_unit(name, field.description or "")
     values = ", ".join(filter(None, [parts(key), allowed(field.annotation), bounds(field.metadata)]))
-    begins_with_a_value = f"`{meaning.split()[0].rstrip(':')}`" in values
-    meaning = (f"{meaning}." if begins_with_a_value else sentence(meaning)) + (
-        f"<br>*Values:* {values}" if values else ""
-    )
+    meaning += f"<br>*Values:* {values}" if values else ""
     default = "required" if field.is_required() else shown(field.default)
-    return [f"`{name}`", default, unit, meaning, cost]
+    return [f"`{name}`", default, unit, meaning]
 
 
 def split_unit(name: str, description: str) -> tuple[str, str]:
-    """('start_s', 'longest start of the server (seconds)') -> ('longest start of the server', 'seconds')"""
+    """('start_s', 'Longest start of a server (seconds).') -> ('Longest start of a server.', 'seconds')"""
     for unit in UNITS:
-        if description.endswith(f" ({unit})"):
-            return description.removesuffix(f" ({unit})"), unit
+        if f" ({unit})" in description:
+            return description.replace(f" ({unit})", ""), unit
     return description, next((unit for suffix, unit in UNITS_BY_SUFFIX.items() if name.endswith(suffix)), "")
 
 
@@ -166,13 +137,13 @@ def shown(default: Any) -> str:
 
 
 def parts(key: str) -> str:
-    """What ships where a key names a part; empty where it does not."""
-    names = registry_of(key).shipped if key in ROOMS else ()
-    return ", ".join([*(f"`{name}`" for name in names), f"your own as `{PLACE}`"]) if names else ""
+    """Shipped parts that `key` can name; empty for a key that names no part."""
+    names = registry_of(key).shipped if key in REGISTRIES else ()
+    return ", ".join([*(f"`{name}`" for name in names), f"your own as `{PART_SYNTAX}`"]) if names else ""
 
 
 def allowed(annotation: Any) -> str:
-    """The values of a Literal, also of one that may be None."""
+    """The values of a Literal, also of an optional one; empty for other types."""
     if typing.get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
     if typing.get_origin(annotation) in (UnionType, typing.Union, tuple):
@@ -200,10 +171,10 @@ def metrics_page() -> str:
 
 
 def metrics_of_the_exporter() -> list[tuple[str, str, str]]:
-    """(name, kind, meaning) of what it adds to a picture without any series."""
+    """(name, kind, meaning) of the metrics that it adds to a snapshot without any series."""
     exporter = Exporter("127.0.0.1", 0, stuck_after_s=1.0)
     try:
-        exporter.picture = Picture(None, {}, Histogram((0,) * (len(SYNC_BUCKETS_S) + 1), 0.0))
+        exporter.snapshot = MetricsSnapshot(None, {}, Histogram((0,) * (len(SYNC_BUCKETS_S) + 1), 0.0))
         return [(family.name, family.type, family.documentation) for family in exporter.collect()]
     finally:
         exporter.close()
@@ -230,7 +201,7 @@ EVENTS_INTRODUCTION = """
 
 def messages_page() -> str:
     lines, protocol = [], PROTOCOL.read_text()
-    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage)]
+    kinds = [*wire.MESSAGES, *typing.get_args(AnyChannelMessage)]
     kinds.sort(key=lambda kind: protocol.find(f"| `{kind.__name__}` |"))
     for module in dict.fromkeys(kind.__module__ for kind in kinds):
         heading = module.rpartition(".")[2].replace("_", " ").capitalize()

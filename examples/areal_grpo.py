@@ -8,13 +8,13 @@ import sys
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
 
-from april.adapters.areal import Trainer
+from april.adapters.areal import ArealTrainer
 
 
 def main() -> None:
     run, *words = sys.argv[1:]
     config, _ = load_expr_config(words, GRPOConfig)
-    with Trainer(run, config) as trainer:
+    with ArealTrainer(run, config) as trainer:
         trainer.train()
 
 

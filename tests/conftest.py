@@ -1,4 +1,4 @@
-"""What most tests need: a policy folder that takes seconds to make, and prompts for it."""
+"""Fixtures of most tests: a tiny policy, prompts for it and a run's configuration; and the suite's collection rules."""
 
 import os
 import random
@@ -32,31 +32,31 @@ SERVERS = {
     "sinks": ".venv-sinks/installed",
     "store": ".venv-store/installed",
 }
-"""marks of tests that need an environment of their own, or a program, and where it is"""
+"""Marks of tests that need another environment or program, and its path."""
 
 GUESSING_STEPS = 60
 FILLER, ANSWERS = ",", "01"
 
 
 PROMPTS = 64
-"""rows of the training file"""
+"""Rows of the training file."""
 BEFORE = pytest.StashKey[set]()
-"""what was in the checkout when the tests began"""
+"""Files in the checkout when the tests began."""
 FOLDERS = pytest.StashKey[dict]()
-"""that tests have been looked for in, by their paths"""
+"""Collected folders by path."""
 
 
 def full(value, **options):
-    """A parameter that the short form leaves out."""
+    """A parameter that the short form of the suite leaves out."""
     return pytest.param(value, marks=pytest.mark.full, **options)
 
 
 CACHES = re.compile(r"__pycache__|\..*|.*\.egg-info")
-"""folders of Python's and of its tools', which may be left behind"""
+"""Names of cache folders, which may be left behind."""
 
 
 def checkout(config):
-    """Every file and folder of it."""
+    """Paths of all files and folders in the checkout, without caches."""
     found = set()
     for folder, folders, names in os.walk(config.rootpath):
         folders[:] = [name for name in folders if not CACHES.fullmatch(name)]
@@ -71,29 +71,29 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-    """The suite leaves nothing behind in the checkout."""
-    left = checkout(session.config) - session.config.stash.get(BEFORE, set())
-    if BEFORE in session.config.stash and left:
+    """Fail if the suite has left files behind in the checkout."""
+    leftover = checkout(session.config) - session.config.stash.get(BEFORE, set())
+    if BEFORE in session.config.stash and leftover:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line(f"\nleft behind in the checkout: {', '.join(sorted(left))}", red=True)
+        reporter.write_line(f"\nleft behind in the checkout: {', '.join(sorted(leftover))}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_directory(path, parent):
-    """Each folder once. With a file above it between two of its own, pytest 9.1 makes another node of it, without the
-    fixtures of its conftest.py (pytest-dev/pytest#14635)."""
+    """Collect each folder once. Otherwise pytest 9.1 may make a second node of a folder, without the fixtures of its
+    conftest.py (pytest-dev/pytest#14635)."""
     return parent.session.stash.setdefault(FOLDERS, {}).setdefault(path, (yield))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """What needs a server or a program is full and of one process (there is one for all), left out where it lacks; of a
-    test with two groups xdist makes a third one."""
+    """Tests that need a server or program are part of the full suite and run in one process per server; they are
+    deselected if it is not installed. A test gets one group only, since xdist makes a third one of two."""
     missing = [mark for mark, program in SERVERS.items() if not (config.rootpath / program).exists()]
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in missing)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    deselected = [item for item in items if any(item.get_closest_marker(mark) for mark in missing)]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
     for item in items:
         needed = [mark for mark in SERVERS if item.get_closest_marker(mark)]
         if needed:
@@ -167,7 +167,7 @@ learner = {{ lr = 1e-3, checkpoint_every = 1, keep_checkpoints = 10 }}
 
 @pytest.fixture
 def server_python(tmp_path):
-    """An interpreter that says that it has a server."""
+    """A fake interpreter that reports the version of an installed server."""
     (tmp_path / "python").write_text("#!/bin/sh\necho 0.5.23\n")
     (tmp_path / "python").chmod(0o755)
     return str(tmp_path / "python")

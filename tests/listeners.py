@@ -1,4 +1,4 @@
-"""Where a process can be reached: the addresses of its listening TCP sockets (Linux)."""
+"""The addresses of a process's listening TCP sockets (Linux)."""
 
 import contextlib
 import ipaddress
@@ -9,21 +9,21 @@ LISTENING = "0A"
 
 
 def listeners(pid: int | str = "self") -> set[str]:
-    """IP addresses, each of which stands for one listening socket or more."""
+    """IP addresses on which the process has at least one listening socket."""
     folder = Path("/proc") / str(pid)
-    held, found = set(), set()
+    sockets, addresses = set(), set()
     for descriptor in (folder / "fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            held.add(os.readlink(descriptor))
+            sockets.add(os.readlink(descriptor))
     for table in ("tcp", "tcp6"):
         for line in (folder / "net" / table).read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
-            if state == LISTENING and f"socket:[{inode}]" in held:
-                found.add(address(local.partition(":")[0]))
-    return found
+            if state == LISTENING and f"socket:[{inode}]" in sockets:
+                addresses.add(address(local.partition(":")[0]))
+    return addresses
 
 
 def address(words: str) -> str:
-    """Of what /proc/net has: hexadecimal words of four bytes, each with its lowest byte first."""
+    """The IP address of an entry of /proc/net: hexadecimal words of four bytes, each with its lowest byte first."""
     network_order = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     return str(ipaddress.ip_address(network_order))

@@ -1,4 +1,4 @@
-"""A client of the broker's in any role, written from docs/protocol.md alone: it shares no code with the package."""
+"""A client of the broker in any role, written from docs/protocol.md alone; it shares no code with the package."""
 
 import struct
 import time
@@ -9,7 +9,7 @@ import zmq
 
 HEADER = struct.Struct("<2sBBIQQ")
 ROW = struct.Struct("<QdIIIIIIBBB5x")
-ENDINGS = ["", "stop", "length"]
+FINISH_REASONS = ["", "stop", "length"]
 DTYPES = {"i4": "i", "f4": "f", "u1": "B"}
 PATIENCE_S = 60.0
 
@@ -18,19 +18,19 @@ def pack(tag, *fields, arrays=(), session=0, sequence=0):
     """Frames of a message; arrays are (dtype, values)."""
     raw = [struct.pack(f"<{len(values)}{DTYPES[dtype]}", *values) for dtype, values in arrays]
     heads = [[dtype, len(values), zlib.crc32(data)] for (dtype, values), data in zip(arrays, raw, strict=True)]
-    header = HEADER.pack(b"AP", 6, 0, len(heads), session, sequence)
+    header = HEADER.pack(b"AP", 7, 0, len(heads), session, sequence)
     return [header, msgpack.packb([[tag, *fields], heads]), *([b"".join(raw)] if any(raw) else [])]
 
 
 def row(lease_id, start, ids, logprobs, version, finish_reason=""):
-    """Of new tokens of the policy, and its payload."""
+    """A report row of new tokens of the policy, and its payload."""
     payload = struct.pack(f"<{len(ids)}i{len(logprobs)}f", *ids, *logprobs)
     head = (lease_id, time.time(), start, len(ids), *version, len(payload), zlib.crc32(payload))
-    return ROW.pack(*head, 0, ENDINGS.index(finish_reason), 0), payload
+    return ROW.pack(*head, 0, FINISH_REASONS.index(finish_reason), 0), payload
 
 
 def tables(rows):
-    """The arrays of a report."""
+    """The arrays of a report with these (row, payload) pairs."""
     return [("u1", b"".join(row for row, _ in rows)), ("u1", b"".join(payload for _, payload in rows))] if rows else []
 
 
@@ -39,7 +39,7 @@ class Received:
         header, body, *frames = frames
         magic, protocol, _, count, self.session, self.sequence = HEADER.unpack(header)
         (self.tag, *self.fields), heads = msgpack.unpackb(body)
-        assert (magic, protocol, count) == (b"AP", 6, len(heads))
+        assert (magic, protocol, count) == (b"AP", 7, len(heads))
         self.connection = connection
         self.arrays = []
         raw, at = b"".join(frames), 0
@@ -52,7 +52,7 @@ class Received:
 
 
 class Client:
-    """Two connections, one session. What arrives collects in `inbox`."""
+    """Two connections, one session. Received messages collect in `inbox`."""
 
     def __init__(self, address, role, name):
         self.role, self.name, self.uid = role, name, f"{name}-uid"
@@ -66,8 +66,8 @@ class Client:
             self.sockets[connection] = self.context.socket(zmq.DEALER)
             self.sockets[connection].connect(address)
 
-    def hello(self, leases=()):
-        sequence = self.send("Hello", self.role, self.name, self.uid, list(leases))
+    def hello(self, lease_ids=()):
+        sequence = self.send("Hello", self.role, self.name, self.uid, list(lease_ids))
         welcome = self.take("Welcome")
         assert welcome.connection == "data" and welcome.sequence == sequence
         assert welcome.session == welcome.fields[0]
@@ -107,19 +107,19 @@ class Client:
         return self.find(*tags)[0]
 
     def take(self, *tags):
-        """The same, and out of the inbox."""
+        """As `wait_for`, and removes the message from the inbox."""
         self.inbox.remove(found := self.wait_for(*tags))
         return found
 
     def ask(self, answer, tag, *fields, arrays=()):
-        """A request whose answer echoes the sequence number."""
+        """Send a request and wait for its answer, which echoes the sequence number."""
         sequence = self.send(tag, *fields, arrays=arrays)
         received = self.take(answer, "Refused")
         assert received.tag == answer and received.sequence == sequence, received.fields
         return received
 
     def close(self):
-        """Leave, so that a broker which ends need not wait for a goodbye."""
+        """Say goodbye, so that a broker that ends need not wait for it."""
         self.send("Goodbye")
         for socket in self.sockets.values():
             socket.close(linger=2000)
@@ -127,16 +127,16 @@ class Client:
 
 
 class Lease:
-    """A grant, and all response tokens of its sample as the page tells to count them."""
+    """A grant, and all response tokens of its sample, counted as the page says."""
 
     def __init__(self, task, grant, prompt, response):
         group, self.evaluation, self.label, self.reward, self.temperature, self.top_p, self.top_k, self.min_p = task
         self.id, _, index, self.scoring, self.budget, self.seed, self.finish_reason, *rest = grant
-        self.hand_over, self.together, *self.turn = rest
+        self.hand_over, self.group_scored, *self.turn = rest
         self.sample = (group, index)
         self.prompt, self.ids = prompt, list(response)
         self.logprobs = []
-        """of the tokens that were sampled here"""
+        """Log-probabilities of the tokens that this client has sampled."""
 
 
 def reward_of(lease):
@@ -149,7 +149,7 @@ class Worker(Client):
         self.leases, self.unseen = {}, []
         self.watermark = 0
         self.acknowledged = {"generated": 0, "evaluation": 0}
-        """tokens"""
+        """Acknowledged tokens of training and of evaluation."""
 
     def next_lease(self):
         if not self.unseen:
@@ -166,17 +166,17 @@ class Worker(Client):
 
     @property
     def has_leases(self):
-        """Whether there are some that nobody has looked at."""
+        """Whether grants have arrived that `next_lease` has not returned."""
         return bool(self.unseen or self.find("Grants"))
 
     def next_training_lease(self, version):
-        """Completes the evaluation samples that come before it, and hands back what an abort covers."""
+        """The next training lease. Completes evaluation samples before it, gives back leases under an abort."""
         while (lease := self.next_lease()).evaluation or lease.id <= self.watermark:
             self.end(lease, version)
         return lease
 
     def end(self, lease, version):
-        """After an abort: evaluation goes on, training is handed back."""
+        """End a lease as after an abort: complete an evaluation sample, give back a training sample."""
         if lease.evaluation:
             self.complete(lease, 2, version)
         else:
@@ -190,8 +190,8 @@ class Worker(Client):
     def generate(self, lease, count, version, finish_reason=""):
         """Sample `count` tokens, stream them, and wait for the acknowledgement."""
         start = len(lease.ids)
-        ids = [2 + (lease.id + place) % 40 for place in range(start, start + count)]
-        logprobs = [-(1 + place % 16) / 8 for place in range(start, start + count)]
+        ids = [2 + (lease.id + position) % 40 for position in range(start, start + count)]
+        logprobs = [-(1 + position % 16) / 8 for position in range(start, start + count)]
         self.send_chunk(lease, start, ids, logprobs, version, finish_reason)
         lease.ids += ids
         lease.logprobs += logprobs

@@ -1,4 +1,4 @@
-"""A record of our own in the schema of each published dataset, by the name of its mapping."""
+"""An example record in the schema of each published dataset, by the name of its mapping."""
 
 RECORDS = {
     "dapo_math": {

@@ -1,4 +1,4 @@
-"""Object stores that the tests have: a folder, this process's memory, and, where s3fs is installed, a server of S3."""
+"""Object stores for tests: a folder, this process's memory and, if s3fs is installed, an S3 server."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ SECRET = "not-to-be-seen-anywhere"
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory):
-    """A real one on loopback, with one bucket; its address."""
+    """The address of an S3 server on loopback."""
     command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
     log = tmp_path_factory.mktemp("s3") / "log"
     with log.open("wb") as file, Popen(command, stdout=file, stderr=file, preexec_fn=end_with_parent) as server:
@@ -34,7 +34,7 @@ def s3_server(tmp_path_factory):
 
 @pytest.fixture
 def s3(s3_server, monkeypatch):
-    """What a user has in the environment; a URL in the bucket."""
+    """Sets the environment variables of S3 clients; a URL in a new bucket."""
     import boto3
 
     for name, value in {

@@ -1,5 +1,6 @@
-"""A configuration that cannot work is refused with one sentence: the key, the value, the mend."""
+"""Configurations: files, overrides, presets and paths; and refusals in one sentence with key, value and fix."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,8 @@ def file(tmp_path):
         ([*AUTO, "--schedule.kind", "sync"], ["over_sampling_batch_size", "auto", "'sync'", "leave the key out"]),
         ([*AUTO, "--schedule.kind", "continuous"], ["over_sampling_batch_size", "auto", "schedule.in_flight"]),
         (["--schedule.in_flight", "auto"], ["schedule.in_flight", "auto", "schedule.over_sampling_batch_size"]),
-        ([*CONTINUOUS, "--no-partial-rollout"], ["schedule.partial_rollout", "False", "'april'"]),
-        ([*CONTINUOUS, "--schedule.overlap"], ["schedule.overlap", "True", "'april'"]),
+        ([*CONTINUOUS, "--no-partial-rollout"], ["schedule.partial_rollout", "false", "'april'"]),
+        ([*CONTINUOUS, "--schedule.overlap"], ["schedule.overlap", "true", "'april'"]),
         (["--schedule.min_group_size", "9"], ["min_group_size", "9", "n = 8"]),
         (
             ["--algorithm.proximal", "behaviour", "--algorithm.corrections", '["icepop"]'],
@@ -101,7 +102,7 @@ def file(tmp_path):
         (["--model", "3"], ["'model'", "3", "[model]"]),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_sentence(file, overrides, named):
+def test_a_configuration_that_cannot_work_is_refused_with_key_value_and_fix(file, overrides, named):
     with pytest.raises(ConfigError) as refusal:
         configuration.load(file, overrides)
     sentence = str(refusal.value)
@@ -111,13 +112,13 @@ def test_what_cannot_work_is_refused_with_a_sentence(file, overrides, named):
 
 
 @pytest.mark.parametrize(("text", "named"), [("[schedule", "not TOML"), ("", "model")])
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, named):
+def test_a_malformed_file_is_refused(tmp_path, text, named):
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(ConfigError, match=named):
         configuration.load(tmp_path / "bad.toml")
 
 
-def test_parts_that_read_no_prompts_need_none(file):
+def test_a_process_that_reads_no_prompts_needs_none(file):
     with pytest.raises(ConfigError, match="does not exist"):
         configuration.load(file, ["--data.path", "/nowhere.jsonl"])
     assert configuration.load(file, ["--data.path", "/nowhere.jsonl"], inputs=["model"]).data.path == Path(
@@ -142,7 +143,7 @@ def test_the_published_flags_have_their_own_names(file):
     assert configuration.load(file, ["--partial-rollout"]).schedule.partial_rollout is True
 
 
-def test_the_engine_has_a_flag_of_its_own_beside_the_section_of_its_keys(file):
+def test_the_flag_engine_and_the_keys_of_section_engine_do_not_collide(file):
     config = configuration.load(file, ["--engine", "sglang", "--engine.url", "http://a:1", "--engine.pause=abort"])
     assert (config.worker.engine, config.engine.url, config.engine.pause) == ("sglang", ["http://a:1"], "abort")
     assert configuration.load(file, ["--engine=torch"]) == configuration.load(file)
@@ -157,13 +158,13 @@ def test_every_key_can_be_overridden_on_the_command_line(file):
             assert configuration.load(file, [f"--{key}", str(value)]) == config
 
 
-def test_stale_tokens_are_corrected_unless_told_otherwise(file):
+def test_stale_tokens_are_corrected_by_default(file):
     algorithm = configuration.load(file).algorithm
     assert (algorithm.proximal, algorithm.corrections) == ("recomputed", ("truncated_sequence",))
     assert (algorithm.sequence_truncation, algorithm.behaviour_coef) == (2.0, 0.3)
 
 
-def test_a_preset_sets_what_its_paper_sets(file):
+def test_a_preset_sets_the_keys_of_its_paper(file):
     dapo = configuration.load(file, ["--algorithm.preset", "dapo", "--sampling.max_response_tokens", "500"])
     assert (dapo.algorithm.clip_low, dapo.algorithm.clip_high, dapo.algorithm.kl_coef) == (0.2, 0.28, 0)
     assert (dapo.algorithm.normalisation, dapo.schedule.dynamic_sampling) == ("token_mean", True)
@@ -202,7 +203,7 @@ def test_the_resolved_configuration_reads_back_unchanged(file, tmp_path):
     assert configuration.load(tmp_path / "again.toml") == config
 
 
-def test_paths_are_relative_to_the_file_that_has_them_and_on_the_command_line_to_where_one_is(tmp_path, monkeypatch):
+def test_paths_in_a_file_are_relative_to_it_and_on_the_command_line_to_the_working_directory(tmp_path, monkeypatch):
     place, here, other = (tmp_path / name for name in ("place", "here", "other"))
     for folder in (place / "model", here, other):
         folder.mkdir(parents=True)
@@ -238,7 +239,18 @@ def test_help_lists_every_key_with_its_default():
         assert field.description in listing
 
 
-def test_what_other_trainers_call_a_key_leads_to_one_that_exists():
+UNITS = {"_s": "(seconds)", "_tokens": "oken", "_mb": "(MiB)", "_gb": "(GiB)", "_gib": "(GiB)", "_tflops": "(TFLOP/s)"}
+
+
+@pytest.mark.parametrize("key", known_keys())
+def test_a_key_s_help_is_sentences_and_names_the_unit(key):
+    text = known_keys()[key].description
+    assert re.match(r"[A-Z]|[a-zA-Z']+: |https://|fsspec ", text) and text.endswith(".")
+    unit = next((unit for suffix, unit in UNITS.items() if key.endswith(suffix)), "")
+    assert unit in text
+
+
+def test_synonyms_name_known_keys():
     assert set(SYNONYMS.values()) <= known_keys().keys()
 
 

@@ -1,4 +1,4 @@
-"""Learner and engines take turns on an accelerator: who has it, what is refused, and what is there in between."""
+"""Time sharing of an accelerator by learner and engines: who holds it, what is refused, and how state is offloaded."""
 
 import os
 import resource
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from april.config import ConfigError, load
-from april.launch.memory import bounded, division_of
-from april.learner.parking import Parking, keep_in_memory
-from april.processes.device_turns import EngineTurns, LearnerTurns, TurnLate
-from april.workers.device_turns import WorkerTurns
+from april.launch.memory import plan_memory, with_memory_limits
+from april.learner.parking import HostOffload, offload_to_memory
+from april.processes.device_turns import EngineTimeSharing, LearnerTimeSharing, TimeSliceLate
+from april.workers.device_turns import WorkerTimeSharing
 from april.workers.engines.sglang.factory import server_settings
 from tests.test_sharing import SHARED
 
-TURNS = [*SHARED, "--devices.turns", "true"]
+TIME_SHARED = [*SHARED, "--devices.turns", "true"]
 PATIENCE_S = 60.0
 
 REFUSED = {
@@ -30,23 +30,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_take_turns_is_refused_with_a_sentence(config_file, case):
+def test_configurations_without_time_sharing_are_refused_with_a_sentence(config_file, case):
     words, why = REFUSED[case]
-    assert load(config_file, TURNS).devices.turns
+    assert load(config_file, TIME_SHARED).devices.turns
     with pytest.raises(ConfigError, match=why):
-        load(config_file, [*TURNS, *words])
+        load(config_file, [*TIME_SHARED, *words])
 
 
-def test_rounds_take_turns_and_what_never_stops_divides_memory(config_file):
+def test_rounds_time_share_and_continuous_schedules_divide_the_memory(config_file):
     never = ["--schedule.kind", "continuous", "--schedule.over_sampling_batch_size", "4"]
-    assert load(config_file, [*TURNS, "--schedule.kind", "sync", "--schedule.over_sampling_batch_size", "4"])
+    assert load(config_file, [*TIME_SHARED, "--schedule.kind", "sync", "--schedule.over_sampling_batch_size", "4"])
     assert load(config_file, [*SHARED, *never]) and load(config_file, [*SHARED, "--schedule.overlap", "true"])
 
 
-def test_in_turns_the_server_gets_what_the_learner_would_take_and_is_told_to_let_go(config_file):
-    divided, taking = (load(config_file, [*words, "--devices.memory_gib", "24"]) for words in (SHARED, TURNS))
-    assert ", in turns: the learner takes" in division_of(taking, []).said
-    more, less = (bounded(each, ["0"]).engine.server["mem_fraction_static"] for each in (taking, divided))
+def test_with_time_sharing_the_server_gets_the_learner_s_memory_too_and_can_release_its_own(config_file):
+    divided, taking = (load(config_file, [*words, "--devices.memory_gib", "24"]) for words in (SHARED, TIME_SHARED))
+    assert ", time-shared: the learner takes" in plan_memory(taking, []).description
+    more, less = (with_memory_limits(each, ["0"]).engine.server["mem_fraction_static"] for each in (taking, divided))
     assert 1 > more > less
     [on_gpu], [on_cpu] = (server_settings(taking, device, "worker-0") for device in ("cuda", "cpu"))
     assert "--enable-memory-saver" in on_gpu.arguments(1) and "--enable-memory-saver" not in on_cpu.arguments(1)
@@ -54,66 +54,72 @@ def test_in_turns_the_server_gets_what_the_learner_would_take_and_is_told_to_let
 
 
 @pytest.fixture
-def turns(tmp_path):
-    """turns(kind) -> one more process's, of the same two accelerators"""
-    made = []
+def time_sharing(tmp_path):
+    """time_sharing(kind) -> the time sharing of another process, on the same two accelerators"""
+    opened = []
 
     def make(kind):
-        made.append(kind(tmp_path, ["GPU-a/1", "GPU-b"]))
-        return made[-1]
+        opened.append(kind(tmp_path, ["GPU-a/1", "GPU-b"]))
+        return opened[-1]
 
     yield make
-    for each in made:
+    for each in opened:
         each.close()
 
 
-def test_engines_have_a_turn_together_and_the_learner_has_one_alone(turns):
-    first, second, learner = turns(EngineTurns), turns(EngineTurns), turns(LearnerTurns)
-    assert first.take() and second.take() and not first.wanted
-    with pytest.raises(TurnLate, match=r"workers have not let go .* devices\.turn_s = 0 s"):
+def test_engines_share_a_time_slice_and_the_learner_has_its_own(time_sharing):
+    first, second, learner = (
+        time_sharing(EngineTimeSharing),
+        time_sharing(EngineTimeSharing),
+        time_sharing(LearnerTimeSharing),
+    )
+    assert first.take() and second.take() and not first.is_requested
+    with pytest.raises(TimeSliceLate, match=r"workers have not let go .* devices\.turn_s = 0 s"):
         learner.take(0.0)
-    assert first.wanted, "it stays wanted"
-    first.give()
-    assert not first.take(), "while the learner wants one"
+    assert first.is_requested, "the request stays"
+    first.release()
+    assert not first.take(), "while the learner requests a slice"
     taking = threading.Thread(target=learner.take, args=[PATIENCE_S])
     taking.start()
-    second.give()
+    second.release()
     taking.join(PATIENCE_S)
-    assert learner.has and not first.take() and second.wanted
-    with pytest.raises(TurnLate, match="learner has not let go"):
+    assert learner.has_slice and not first.take() and second.is_requested
+    with pytest.raises(TimeSliceLate, match="learner has not let go"):
         first.wait(0.0)
-    learner.give()
-    assert first.take() and second.take() and not second.wanted
+    learner.release()
+    assert first.take() and second.take() and not second.is_requested
 
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from april.processes.device_turns import {kind}
-turns = {kind}(Path(sys.argv[1]), ["GPU-a/1", "GPU-b"])
+sharing = {kind}(Path(sys.argv[1]), ["GPU-a/1", "GPU-b"])
 {take}
 print("has it", flush=True)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("kind, take", [("LearnerTurns", "turns.take(60)"), ("EngineTurns", "assert turns.take()")])
-def test_whoever_is_killed_lets_go(turns, tmp_path, kind, take):
-    own = turns(EngineTurns if kind == "LearnerTurns" else LearnerTurns)
+@pytest.mark.parametrize(
+    "kind, take", [("LearnerTimeSharing", "sharing.take(60)"), ("EngineTimeSharing", "assert sharing.take()")]
+)
+def test_a_killed_process_releases_the_accelerator(time_sharing, tmp_path, kind, take):
+    own = time_sharing(EngineTimeSharing if kind == "LearnerTimeSharing" else LearnerTimeSharing)
     command = [sys.executable, "-c", HOLD.format(kind=kind, take=take), str(tmp_path)]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "has it\n"
-    with pytest.raises(TurnLate):
-        own.wait(0.0) if kind == "LearnerTurns" else own.take(0.0)
+    with pytest.raises(TimeSliceLate):
+        own.wait(0.0) if kind == "LearnerTimeSharing" else own.take(0.0)
     other.kill()
     other.wait(PATIENCE_S)
     other.stdout.close()
-    own.wait(PATIENCE_S) if kind == "LearnerTurns" else own.take(PATIENCE_S)
-    assert own.has
+    own.wait(PATIENCE_S) if kind == "LearnerTimeSharing" else own.take(PATIENCE_S)
+    assert own.has_slice
 
 
 class Engine:
-    """Says what it was asked for."""
+    """Records the calls to it."""
 
     live = 0
 
@@ -127,25 +133,31 @@ class Engine:
         self.calls.append("resume")
 
 
-def test_an_engine_lets_go_once_nothing_runs_and_comes_back_for_new_weights(config_file, tmp_path):
-    config, engine = load(config_file, TURNS), Engine()
-    worker, learner = WorkerTurns(config, "cpu"), LearnerTurns(config.run_dir, ["cpu"])
+def test_an_engine_releases_its_slice_once_nothing_runs_and_resumes_for_new_weights(config_file, tmp_path):
+    config, engine = load(config_file, TIME_SHARED), Engine()
+    worker, learner = WorkerTimeSharing(config, "cpu"), LearnerTimeSharing(config.run_dir, ["cpu"])
     worker.wait()
-    assert worker.has and worker.lasts and not worker.gave(engine, loading=False, staged=True)
-    with pytest.raises(TurnLate):
+    assert worker.holds_device and worker.keeps_device and not worker.switch(engine, loading=False, staged=True)
+    with pytest.raises(TimeSliceLate):
         learner.take(0.0)
-    assert worker.has and not worker.lasts, "no more work is taken on"
+    assert worker.holds_device and not worker.keeps_device, "no new work is started"
     engine.live = 1
-    assert not worker.gave(engine, loading=False, staged=False) and worker.has, "what runs ends first"
+    assert not worker.switch(engine, loading=False, staged=False) and worker.holds_device, "running samples end first"
     engine.live = 0
-    assert not worker.gave(engine, loading=True, staged=False) and worker.has, "so do weights on their way"
-    assert worker.gave(engine, loading=False, staged=False) and not worker.has
+    assert not worker.switch(engine, loading=True, staged=False) and worker.holds_device, "so does a load of weights"
+    assert worker.switch(engine, loading=False, staged=False) and not worker.holds_device
     learner.take(PATIENCE_S)
-    assert not worker.gave(engine, loading=False, staged=True) and not worker.has
-    learner.give()
-    assert not worker.gave(engine, loading=False, staged=False) and not worker.has, "nothing to generate with has come"
+    assert not worker.switch(engine, loading=False, staged=True) and not worker.holds_device
+    learner.release()
+    assert not worker.switch(engine, loading=False, staged=False) and not worker.holds_device, (
+        "no new weights have come"
+    )
     assert engine.calls == ["release"]
-    assert not worker.gave(engine, loading=False, staged=True) and worker.has and engine.calls == ["release", "resume"]
+    assert (
+        not worker.switch(engine, loading=False, staged=True)
+        and worker.holds_device
+        and engine.calls == ["release", "resume"]
+    )
     learner.close()
 
 
@@ -154,11 +166,11 @@ def resident_bytes():
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def test_on_an_accelerator_state_is_kept_in_memory():
-    """As it would be; here on the CPU, where nothing is saved by it."""
+def test_state_of_an_accelerator_is_offloaded_to_host_memory():
+    """Run on the CPU, where this saves no memory."""
     state = [torch.randn(1000), torch.randn(10, 10).T, torch.tensor(3.0)]
     before, storages = [tensor.clone() for tensor in state], [tensor.untyped_storage() for tensor in state]
-    sizes, fill = [storage.nbytes() for storage in storages], keep_in_memory(storages)
+    sizes, fill = [storage.nbytes() for storage in storages], offload_to_memory(storages)
     for storage in storages:
         storage.resize_(0)
     for storage, size in zip(storages, sizes, strict=True):
@@ -167,7 +179,7 @@ def test_on_an_accelerator_state_is_kept_in_memory():
     assert all(map(torch.equal, state, before))
 
 
-def test_parked_state_is_out_of_memory_and_comes_back_bitwise(tmp_path):
+def test_offloaded_state_frees_memory_and_is_restored_bitwise(tmp_path):
     """Storages are emptied in place: parameters, views of them and moments are the same objects before and after."""
     torch.manual_seed(0)
     model = nn.Linear(4000, 4000)
@@ -178,11 +190,11 @@ def test_parked_state_is_out_of_memory_and_comes_back_bitwise(tmp_path):
     state = [model.weight, model.bias, model.weight[:2], *(t for s in optimizer.state.values() for t in s.values())]
     before, objects = [tensor.detach().clone().sum().item() for tensor in state], list(map(id, state))
     sample = [tensor.detach().flatten()[:1000].clone() for tensor in state]
-    parking, full_bytes = Parking(torch.device("cpu"), tmp_path), resident_bytes()
-    parked = parking.park(state)
+    parking, full_bytes = HostOffload(torch.device("cpu"), tmp_path), resident_bytes()
+    parked = parking.offload(state)
     freed = full_bytes - resident_bytes()
     assert parked > 3 * 4000 * 4000 * 4 and freed > 0.9 * parked, (parked, freed)
     assert os.listdir(tmp_path) == [], "the file has no name"
-    parking.unpark()
+    parking.restore()
     assert [tensor.detach().sum().item() for tensor in state] == before and list(map(id, state)) == objects
     assert all(torch.equal(tensor.detach().flatten()[:1000], old) for tensor, old in zip(state, sample, strict=True))

@@ -7,8 +7,8 @@ import pytest
 from april.cli import main
 from april.config import ConfigError, load
 from april.launch import devices, supervisor
-from april.launch.devices import place, visible_devices
-from april.workers.engines.devices import wanted
+from april.launch.devices import place_parts, visible_devices
+from april.workers.engines.devices import devices_wanted
 
 SGLANG, VLLM = ["--worker.engine", "sglang"], ["--worker.engine", "vllm"]
 TP2 = ["--engine.server.tp_size", "2"]
@@ -19,7 +19,7 @@ URL = ["--engine.url", "http://a:1,http://b:1"]
 
 @pytest.fixture
 def configured(config_file):
-    """Two workers and two learner ranks, on `auto`."""
+    """A configuration with two workers and two learner ranks on `auto`."""
     return lambda *words: load(config_file, ["--learner.ranks", "2", "--worker.count", "2", *words])
 
 
@@ -59,9 +59,9 @@ PLANS = {
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_learner_ranks_come_first_then_worker_after_worker(configured, case):
+def test_learner_ranks_get_the_first_accelerators_then_each_worker(configured, case):
     words, here, plan = PLANS[case]
-    assert spans(place(configured(*words), numbers(here))) == plan
+    assert spans(place_parts(configured(*words), numbers(here))) == plan
 
 
 REFUSED = {
@@ -75,13 +75,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_placed_is_refused_with_a_sentence(configured, case):
+def test_an_impossible_placement_is_refused_with_a_sentence(configured, case):
     words, here, why = REFUSED[case]
     with pytest.raises(ConfigError, match=why):
-        place(configured(*words), numbers(here))
+        place_parts(configured(*words), numbers(here))
 
 
-def test_devices_keep_the_names_under_which_this_process_sees_them(monkeypatch):
+def test_devices_keep_the_names_in_this_process_s_environment(monkeypatch):
     monkeypatch.setattr("april.launch.devices.DRIVERS", ("/dev/null",))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for variable in devices.VARIABLES:
@@ -93,11 +93,11 @@ def test_devices_keep_the_names_under_which_this_process_sees_them(monkeypatch):
     assert visible_devices() == ["GPU-a", "GPU-b"]
 
 
-def test_each_process_sees_its_own_devices_alone_and_others_what_was_there(configured, tmp_path, monkeypatch):
+def test_each_part_sees_only_its_own_devices_and_others_inherit_the_environment(configured, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
     config = configured("--run.dir", str(tmp_path))
-    run = supervisor.Supervisor(config, None, place(config, ["5", "6", "7", "8"]))
+    run = supervisor.Supervisor(config, None, place_parts(config, ["5", "6", "7", "8"]))
     run.logs.mkdir(parents=True)
     broker = run._part("broker", [], config.broker)
     learner, workers = run._learner_part("config", "address"), [run._worker_part(i, "config", "") for i in range(2)]
@@ -110,7 +110,7 @@ def test_each_process_sees_its_own_devices_alone_and_others_what_was_there(confi
     assert said == [["5,6,7", "None"], ["5,6", "5,6"], ["7", "7"], ["8", "8"]]
 
 
-def test_a_dry_run_counts_and_places_what_servers_take(config_file, capsys, monkeypatch):
+def test_a_dry_run_counts_and_places_the_servers_accelerators(config_file, capsys, monkeypatch):
     monkeypatch.setattr("april.workers.engines.sglang.installed.installed_server", lambda *_: "SGLang")
     words = [*SGLANG, *TP2, "--engine.servers", "2", "--worker.count", "2", "--learner.ranks", "2"]
     assert main(["run", str(config_file), "--dry-run", *words]) == 0
@@ -130,14 +130,14 @@ def test_a_dry_run_counts_and_places_what_servers_take(config_file, capsys, monk
     assert "memory     80.0 GiB of each accelerator: the learner takes about" in said
 
 
-def test_a_worker_whose_servers_are_kept_by_others_takes_none(configured):
-    assert wanted(configured(*SGLANG, *URL)) == (2, 0)
-    assert wanted(configured(*SGLANG)) == (2, 1)
+def test_a_worker_with_external_servers_takes_no_accelerator(configured):
+    assert devices_wanted(configured(*SGLANG, *URL)) == (2, 0)
+    assert devices_wanted(configured(*SGLANG)) == (2, 1)
 
 
 @pytest.fixture
 def two_nodes(tmp_path, monkeypatch):
-    """The files of a machine with four accelerators, of which the last is on a second node."""
+    """System files of a machine with four accelerators, the last one on a second NUMA node."""
     for index in range(4):
         address = f"0000:{index:02x}:00.0"
         facts, place_of = tmp_path / "proc/driver/nvidia/gpus" / address, tmp_path / "sys/bus/pci/devices" / address
@@ -147,14 +147,14 @@ def two_nodes(tmp_path, monkeypatch):
         (place_of / "numa_node").write_text(f"{int(index == 3)}\n")
     for node in range(2):
         (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
-    monkeypatch.setattr(devices, "uuids", lambda: [f"{index}abc-def" for index in range(4)])
+    monkeypatch.setattr(devices, "device_uuids", lambda: [f"{index}abc-def" for index in range(4)])
     return tmp_path
 
 
-def test_a_plan_names_numa_nodes_and_a_worker_over_two_is_refused_where_one_is_wanted(configured, two_nodes):
+def test_a_placement_names_numa_nodes_and_a_worker_on_two_is_refused_with_one_numa_node(configured, two_nodes):
     nodes = devices.numa_nodes(numbers(4), two_nodes)
     words = [*SGLANG, *TP2, "--worker.count", "1"]
-    placed = place(configured(*words), numbers(4))
+    placed = place_parts(configured(*words), numbers(4))
     assert devices.describe_placement(placed, nodes) == [
         "learner: 0,1, on NUMA node 0", "worker-0: 2,3, on NUMA nodes 0 and 1",
     ]  # fmt: skip
@@ -163,7 +163,7 @@ def test_a_plan_names_numa_nodes_and_a_worker_over_two_is_refused_where_one_is_w
         devices.check_nodes(configured(*words, "--worker.one_numa_node", "true"), placed, nodes)
 
 
-def test_a_machine_that_does_not_say_has_a_plan_without_nodes(two_nodes):
+def test_an_unknown_topology_gives_a_placement_without_nodes(two_nodes):
     assert devices.numa_nodes(numbers(4), two_nodes / "elsewhere") == {}
     (two_nodes / "sys/bus/pci/devices/0000:00:00.0/numa_node").write_text("-1\n")
     assert devices.numa_nodes(numbers(4), two_nodes) == {"1": 0, "2": 0, "3": 1}

@@ -1,4 +1,4 @@
-"""The published experiments as configurations: every combination resolves, says what it needs and what is missing."""
+"""Dry runs: every shipped configuration resolves, says what it needs, and lists what is missing."""
 
 import importlib.util
 import itertools
@@ -28,11 +28,11 @@ FOLDER = Path(__file__).parents[1] / "configs" / "published"
 PARTS = [sorted((FOLDER / part).glob("*.toml")) for part in ("models", "data", "algorithms", "schedules")]
 COMBINATIONS = list(itertools.product(*PARTS))
 GSM8K = [FOLDER.parent / "gsm8k.toml", FOLDER.parent / "gsm8k-cpu.toml"]
-"""the second is read behind the first"""
+"""The second file is read after the first, and overrides it."""
 ONE_GPU = FOLDER.parent / "one-gpu-qwen3-0.6b.toml"
 OTHERS = {*GSM8K, ONE_GPU, FOLDER.parent / "published.toml"}
 SHIPPED = [path for path in sorted(FOLDER.parent.glob("*.toml")) if path not in OTHERS]
-"""without the simulator's scenario"""
+"""The other configurations that can be run, without the simulator's scenario."""
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -56,7 +56,7 @@ MODELS = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""The shapes that the models' own config.json have."""
+"""Shapes of the models, from their config.json."""
 BILLIONS = {"Qwen3-4B": 4.02, "Qwen3-8B": 8.19, "DeepSeek-R1-Distill-Qwen-1.5B": 1.78}
 DATASETS = {
     "DAPO-Math-17k": "dapo_math", "DeepScaleR-Preview-Dataset": "deepscaler", "DeepMath-103K": "deepmath",
@@ -65,9 +65,9 @@ DATASETS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A working folder with models of which only the weights are hollow, and datasets of one row."""
-    root = tmp_path_factory.mktemp("place")
+def workspace(tmp_path_factory):
+    """A workspace with the configurations, datasets of one row, and models without tensors."""
+    root = tmp_path_factory.mktemp("workspace")
     for name, shape in MODELS.items():
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / "config.json").write_text(json.dumps(shape))
@@ -82,21 +82,21 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def here(place, monkeypatch):
-    """What configurations ask for is beside their folder."""
-    monkeypatch.chdir(place)
+def in_workspace(workspace, monkeypatch):
+    """Work in the workspace, where the configurations find models and datasets."""
+    monkeypatch.chdir(workspace)
 
 
-def beside(path):
-    """The copy in the working folder of a shipped configuration."""
+def copy_of(path):
+    """The copy of a shipped configuration in the workspace."""
     return Path("configs", *path.relative_to(FOLDER.parent).parts)
 
 
 def load(combination, *overrides, inputs=("model", "data")):
-    return configuration.load(list(map(beside, [FOLDER / "base.toml", *combination])), list(overrides), inputs=inputs)
+    return configuration.load(list(map(copy_of, [FOLDER / "base.toml", *combination])), list(overrides), inputs=inputs)
 
 
-def test_there_are_three_of_each():
+def test_there_are_three_models_datasets_algorithms_and_schedules():
     assert [len(part) for part in PARTS] == [3, 3, 3, 3] and len(COMBINATIONS) == 81
 
 
@@ -112,7 +112,7 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
     assert f"{BILLIONS[config.model.path.name]:.2f} billion parameters" in text
     assert "1 broker, 4 workers, 4 learner ranks, 16 verifiers" in text
     assert "8 accelerators: 4 for workers, 4 for the learner" in text
-    assert "lanes      4: learner rank 0 to each worker over nccl" in text
+    assert "channels   4: learner rank 0 to each worker over nccl" in text
     assert "ports      broker 127.0.0.1:*" in text
     assert "rewarded by deepscaler" in text and f"staleness at most {config.schedule.max_staleness}" in text
 
@@ -120,13 +120,13 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
 @pytest.mark.parametrize("combination", [COMBINATIONS[0], full(COMBINATIONS[40]), full(COMBINATIONS[80])], ids=str)
 def test_a_published_combination_lacks_nothing_but_accelerators(combination, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
-    assert ["accelerators" in sentence for sentence in examine(load(combination), [], 0).objections] == [True]
+    assert ["accelerators" in sentence for sentence in examine(load(combination), [], 0).errors] == [True]
     found = examine(load(combination), list(map(str, range(8))), 20)
-    assert not found.objections
+    assert not found.errors
     assert "deepscaler: 2 of 2 reference answers are right" in found.facts["rewards"]
 
 
-def test_a_preset_that_leaves_stale_tokens_uncorrected_is_remarked_upon():
+def test_a_preset_without_correction_of_stale_tokens_gets_a_warning():
     for combination in COMBINATIONS:
         *_, algorithm, schedule = combination
         remarked = "advice     algorithm.preset = 'gspo' corrects no stale token" in describe(load(combination), [])
@@ -137,10 +137,12 @@ def test_a_preset_that_leaves_stale_tokens_uncorrected_is_remarked_upon():
 def test_every_other_shipped_configuration_resolves_and_lacks_nothing(
     path, policy_folder, data_folder, server_python, capsys
 ):
-    """Given a policy and prompts, which `launch/quickstart.sh` makes."""
+    """With a policy and prompts as `launch/quickstart.sh` makes them."""
     served = ["--engine.python", server_python] if "sglang" in path.stem else []
     prompts = ["--data.path", str(data_folder / "train.jsonl"), "--data.eval_path", str(data_folder / "heldout.jsonl")]
-    assert cli.main(["run", str(beside(path)), "--dry-run", "--model.path", str(policy_folder), *prompts, *served]) == 0
+    assert (
+        cli.main(["run", str(copy_of(path)), "--dry-run", "--model.path", str(policy_folder), *prompts, *served]) == 0
+    )
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "nothing is missing" and f"{path.stem}, seed" in said
     assert f"engines    {'sglang' if 'sglang' in path.stem else 'torch'}, " in said
@@ -149,15 +151,15 @@ def test_every_other_shipped_configuration_resolves_and_lacks_nothing(
     assert f"installed  SGLang 0.5.23 of {server_python}" in said or "installed  torch 2" in said
 
 
-def test_gsm8k_wants_its_files_and_a_model_and_nothing_else(server_python, capsys, monkeypatch):
+def test_gsm8k_needs_only_its_files_and_a_model(server_python, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
     published = ["--data.path", "datasets/gsm8k/train-00000-of-00001.parquet", "--engine.python", server_python]
-    assert cli.main(["run", str(beside(GSM8K[0])), "--dry-run", "--hardware", "2", *published]) == 0
+    assert cli.main(["run", str(copy_of(GSM8K[0])), "--dry-run", "--hardware", "2", *published]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "nothing is missing"
     assert "1.54 billion parameters" in said and "as gsm8k, rewarded by gsm8k" in said
     assert "engines    sglang, 512 slots" in said and "2 accelerators: 1 for workers, 1 for the learner" in said
-    assert cli.main(["run", str(beside(GSM8K[0])), "--dry-run"]) == 2
+    assert cli.main(["run", str(copy_of(GSM8K[0])), "--dry-run"]) == 2
     assert "datasets/gsm8k/train.jsonl is not there" in capsys.readouterr().out
 
 
@@ -165,7 +167,7 @@ def test_gsm8k_wants_its_files_and_a_model_and_nothing_else(server_python, capsy
 def test_one_gpu_of_either_size_takes_learner_and_server(gib, fraction, cache, server_python, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
     here = ["--data.path", "datasets/gsm8k/train-00000-of-00001.parquet", "--engine.python", server_python]
-    words = [str(beside(ONE_GPU)), "--dry-run", *here, "--devices.memory_gib", str(gib)]
+    words = [str(copy_of(ONE_GPU)), "--dry-run", *here, "--devices.memory_gib", str(gib)]
     assert cli.main(["run", *words, "--hardware", "1"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "nothing is missing" and "596.05 million parameters" in said
@@ -176,8 +178,8 @@ def test_one_gpu_of_either_size_takes_learner_and_server(gib, fraction, cache, s
     assert ("does not suffice with 24.0 GiB an accelerator" in capsys.readouterr().out) == (gib == 24)
 
 
-def test_the_twin_of_gsm8k_differs_in_sizes_only(policy_folder, capsys):
-    twin = [*map(str, map(beside, GSM8K)), "--data.path", "datasets/gsm8k", "--model.path", str(policy_folder)]
+def test_the_cpu_version_of_gsm8k_differs_in_sizes_only(policy_folder, capsys):
+    twin = [*map(str, map(copy_of, GSM8K)), "--data.path", "datasets/gsm8k", "--model.path", str(policy_folder)]
     assert cli.main(["run", *twin, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "nothing is missing"
@@ -188,7 +190,7 @@ def test_the_twin_of_gsm8k_differs_in_sizes_only(policy_folder, capsys):
     assert all(getattr(small.schedule, key) == getattr(whole.schedule, key) for key in of_both)
 
 
-def test_scorers_are_counted_where_they_score():
+def test_a_dry_run_counts_scorers():
     text = describe(load(COMBINATIONS[0], "--reward.where", "scorer", "--scorer.count", "2"), [])
     assert "1 broker, 4 workers, 2 scorers, 4 learner ranks, 8 verifiers" in text
 
@@ -218,7 +220,7 @@ def test_an_adapter_s_parameters_are_counted_before_anything_starts(config_file,
     assert f"{2 * (64 + 64 + 160 + 64)} trained parameters, 1.5% of the model's" in said, said
 
 
-def test_a_store_of_checkpoints_is_tried_before_anything_starts(config_file, tmp_path, capsys):
+def test_the_checkpoint_store_is_tried_before_anything_starts(config_file, tmp_path, capsys):
     store = f"file://{tmp_path}/store"
     for url, status, sentence in (
         (store, 0, f"store      checkpoints can be written to {store}"),
@@ -235,7 +237,7 @@ def test_a_store_of_checkpoints_is_tried_before_anything_starts(config_file, tmp
     assert list((tmp_path / "store").iterdir()) == [], "nothing is left of the trial"
 
 
-def test_what_is_missing_is_said_all_at_once(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_lists_everything_that_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     files = [str(FOLDER / "base.toml"), *map(str, COMBINATIONS[0])]
     assert cli.main(["run", *files, "--dry-run", "--data.reward", "no_such"]) == 2
@@ -246,7 +248,7 @@ def test_what_is_missing_is_said_all_at_once(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
 
 
-OWN = """
+USER_CODE = """
 import os, time
 def raises(response, label): return {}[label]
 def text(response, label): return "yes"
@@ -262,9 +264,9 @@ def keep(group): return group.rewards > 1
 FAILING = ("mine:raises", "mine:text", "mine:dies", "mine:late", "group:mine:group")
 
 
-def own(folder, rows, monkeypatch):
-    """Overrides for rows of (label, verifier) whose verifiers are in a file beside the configuration."""
-    (folder / "mine.py").write_text(OWN)
+def user_dataset(folder, rows, monkeypatch):
+    """Overrides for a dataset with `rows` of (label, verifier); the verifiers are beside the configuration."""
+    (folder / "mine.py").write_text(USER_CODE)
     monkeypatch.syspath_prepend(folder)
     importlib.invalidate_caches()
     rows = [{"prompt": f"{at:02d}*3+60=", "label": label, "reward": name} for at, (label, name) in enumerate(rows)]
@@ -273,8 +275,8 @@ def own(folder, rows, monkeypatch):
     return ["--data.path", str(folder / "own.jsonl"), "--reward.allowed", allowed]
 
 
-def test_functions_of_one_s_own_are_called_once_before_anything_starts(config_file, tmp_path, monkeypatch, capsys):
-    keys = own(tmp_path, [("1", name) for name in FAILING], monkeypatch)
+def test_user_defined_functions_are_called_once_before_anything_starts(config_file, tmp_path, monkeypatch, capsys):
+    keys = user_dataset(tmp_path, [("1", name) for name in FAILING], monkeypatch)
     keys += ["--reward.timeout_s", "3", "--environment.name", "mine:turn", "--environment.turn_ends", '["="]']
     keys += ["--schedule.group_filter", "mine:keep"]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1000, 999, 1))
@@ -282,7 +284,7 @@ def test_functions_of_one_s_own_are_called_once_before_anything_starts(config_fi
     assert cli.main([*command, "--dry-run"]) == 2
     said = capsys.readouterr().out
     for sentence in (
-        f"'mine:raises' fails on {tmp_path}/own.jsonl, row 1: KeyError: '1'; mend it",
+        f"'mine:raises' fails on {tmp_path}/own.jsonl, row 1: KeyError: '1'; fix it",
         f'File "{tmp_path}/mine.py", line 3, in raises',
         "row 2: returned 'yes', which is not a number; return a number",
         "row 3: its process ended (exit code 3)",
@@ -301,11 +303,11 @@ def test_functions_of_one_s_own_are_called_once_before_anything_starts(config_fi
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_functions_of_one_s_own_say_is_printed_and_rows_that_do_not_match_themselves_are(
+def test_a_dry_run_prints_rewards_of_user_defined_functions_and_rows_whose_own_answer_is_not_right(
     config_file, tmp_path, monkeypatch, capsys
 ):
     rows = [("2", "mine:half"), ("0", "mine:half"), ("7", "mine:marked"), ("#1", "final_answer"), ("1", "choice")]
-    keys = own(tmp_path, [*rows, ("Б", "final_answer"), ("9" * 30, "final_answer")], monkeypatch)
+    keys = user_dataset(tmp_path, [*rows, ("Б", "final_answer"), ("9" * 30, "final_answer")], monkeypatch)
     assert cli.main(["run", str(config_file), *keys, "--data.eval_path", keys[1], "--dry-run"]) == 2
     said = capsys.readouterr().out
     file = f"{tmp_path}/own.jsonl"
@@ -355,13 +357,13 @@ def test_what_a_dry_run_finds_missing_keeps_a_run_from_starting(case, tmp_path, 
     assert len(said.err.splitlines()) == 1 and sorted(tmp_path.iterdir()) == before
 
 
-def test_a_run_that_lacks_nothing_says_so(config_file, capsys):
+def test_a_dry_run_says_that_nothing_is_missing(config_file, capsys):
     assert cli.main(["run", str(config_file), "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing is missing"
     assert not (config_file.parent / "runs").exists()
 
 
-def test_a_run_starts_without_what_its_report_needs_but_says_so(config_file, capsys, monkeypatch):
+def test_a_run_starts_without_the_packages_of_its_report_but_says_so(config_file, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert cli.main(["run", str(config_file), "--dry-run"]) == 0
@@ -377,7 +379,7 @@ def test_later_files_win_and_overrides_win_over_all(config_file, tmp_path):
         configuration.load([config_file, tmp_path / "nothing.toml"])
 
 
-def test_the_files_hold_nothing_but_keys_that_exist():
+def test_shipped_configurations_have_known_keys():
     known = configuration.known_keys()
     for path in (*FOLDER.rglob("*.toml"), *GSM8K):
         for section, keys in tomllib.loads(path.read_text()).items():

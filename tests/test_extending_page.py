@@ -1,4 +1,4 @@
-"""docs/extending.md: each of its examples is a whole file of less than 40 lines, and works as the page says."""
+"""docs/extending.md: each example is a complete file of less than 40 lines, and works as the page says."""
 
 import os
 import re
@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from april import config as configuration
-from april.broker.views.metrics import Photographer
+from april.broker.views.metrics import MetricsReader
 from april.cli import main
 from april.config import Config
-from april.config.sections import WeightsSection
-from april.environments.messages import Call
-from april.environments.process import ask
+from april.config.broker import WeightsSection
+from april.environments.messages import EnvironmentCall
+from april.environments.process import answer_call
 from april.filters.filters import CompleteGroup, GroupFilters
 from april.launch.supervisor import Supervisor
-from april.learner.batch import Batch, TrainSample
-from april.learner.diagnostics import TokenTotals
+from april.learner.batch import TrainingBatch, TrainSample
+from april.learner.diagnostics import StepTotals
 from april.learner.objective import Objective
-from april.registry import ROOMS
+from april.registry import REGISTRIES
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.wire.version import Version
@@ -46,7 +46,7 @@ cost = { decode_base_s = 0.01, decode_running_s = 1e-4, decode_kv_s = 0, prefill
 
 @pytest.fixture(autouse=True)
 def files(tmp_path, monkeypatch):
-    """A folder with the page's files, which is the current one."""
+    """Work in a folder that has the page's files."""
     for name, code in EXAMPLES.items():
         (tmp_path / name).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -61,7 +61,7 @@ def test_an_example_has_less_than_40_lines(name):
     assert len(EXAMPLES[name].splitlines()) < 40
 
 
-@pytest.mark.parametrize("key", ROOMS)
+@pytest.mark.parametrize("key", REGISTRIES)
 def test_the_page_has_a_line_for_each_kind_of_part(key):
     assert f"| `{key}` |" in PAGE
 
@@ -73,7 +73,7 @@ def test_the_engine_passes_its_check(capsys):
     assert "left out    greedy takes the likeliest token: it says that it has no true distribution" in said
 
 
-def test_an_engine_that_falls_short_is_told_where(files, capsys):
+def test_check_engine_reports_failed_checks_with_their_lines(files, capsys):
     code = EXAMPLES["my_engine.py"].replace("+ 1)", "+ 1 + (self.generated_tokens == 20))")
     (files / "bad_engine.py").write_text(code.replace(", False\n", ", False\n    returns_supports = True\n"))
     assert main(["check", "engine", "bad_engine:Engine"]) == 1
@@ -93,7 +93,7 @@ def test_the_schedule_passes_its_check_and_is_what_is_simulated_and_tuned(files,
     assert "schedule.over_sampling_batch_size = " in capsys.readouterr().out
 
 
-def test_a_schedule_that_never_ends_is_told_so(files, capsys):
+def test_check_schedule_reports_a_schedule_that_never_ends(files, capsys):
     more = "    def starved(self, ledger):\n        return False\n"
     (files / "stuck.py").write_text(f"{EXAMPLES['my_schedule.py']}\n{more}")
     assert main(["check", "schedule", "stuck:Schedule"]) == 1
@@ -114,12 +114,12 @@ def test_loss_correction_step_scale_and_advantage_make_an_objective():
         logprobs = np.log([0.5, 0.5]).astype(np.float32)
         return TrainSample(np.array([1, 2, 3], np.int32), 1, logprobs, reward, ((0, 2, Version(0, step)),))
 
-    batch = Batch(3, [[sample(0.0, 3), sample(1.0, 2), sample(2.0, 2)]])
+    batch = TrainingBatch(3, [[sample(0.0, 3), sample(1.0, 2), sample(2.0, 2)]])
     prepared = objective.prepare(batch)
     assert prepared.advantages.tolist() == [-1.0, 1.0], "less the median, and the one at it has no gradient"
     tokens = objective.tokens(prepared, [0, 1], torch.device("cpu"))
     logprobs = tokens.behaviour_logprobs.clone().requires_grad_()
-    loss = objective.loss(logprobs, torch.zeros(4), tokens, TokenTotals(torch.device("cpu")))
+    loss = objective.loss(logprobs, torch.zeros(4), tokens, StepTotals(torch.device("cpu")))
     loss.backward()
     weights = prepared.weights[0]
     assert logprobs.grad.tolist() == pytest.approx([weights, weights, -weights / 2, -weights / 2])
@@ -133,7 +133,7 @@ def test_the_reward_scores_a_response():
 def test_the_environment_answers_until_it_is_done():
     state, done = b"", []
     for number in range(3):
-        answer = ask("my_environment:environment", Call(0, "hm", number, True, state, "", ""))
+        answer = answer_call("my_environment:environment", EnvironmentCall(0, "hm", number, True, state, "", ""))
         state, done = answer.state, [*done, answer.done]
     assert (answer.text, done) == ("That was turn 3.\n", [False, False, True])
 
@@ -164,7 +164,7 @@ def test_the_sink_has_every_step_and_evaluation_and_one_that_raises_is_left_out(
     assert step == "1" and 0 <= float(reward) <= 1
     assert (talk.config.run_dir / "evaluations.csv").read_text() == "0,1.0\n"
     assert "bad_sink:Bad has failed, and is left out from here on" in caplog.text
-    figures = Photographer().read(talk.service.books, 0, talk.now)
+    figures = MetricsReader().read(talk.service.context, 0, talk.now)
     assert figures["april_sinks_failed_total"] == {("bad_sink:Bad",): 1}
 
 
@@ -185,7 +185,7 @@ def test_the_transport_carries_weights_from_the_learner_to_a_worker():
     try:
         worker.start()
         receiver.connect(publisher.address)
-        while not any(lane.state == "ready" for lane in list(publisher._lanes.values())):
+        while not any(channel.state == "ready" for channel in list(publisher._channels.values())):
             over.wait(0.01)
         figures = publisher.publish(Version(0, 1), tensors)
     finally:
@@ -197,7 +197,7 @@ def test_the_transport_carries_weights_from_the_learner_to_a_worker():
     assert all(torch.equal(loaded[0].tensors[name], tensor) for name, tensor in tensors.items())
 
 
-def test_the_launch_target_starts_looks_after_and_ends_a_program(config_file, tmp_path):
+def test_the_launch_target_starts_watches_and_ends_a_program(config_file, tmp_path):
     config = configuration.load(config_file, ["--run.target", "my_target:Nice"])
     run = Supervisor(config, None)
     run.logs.mkdir(parents=True)
@@ -211,7 +211,7 @@ def test_the_launch_target_starts_looks_after_and_ends_a_program(config_file, tm
     assert part.status == -9 and int(part.log.read_text()) == min(19, os.nice(0) + 10)
 
 
-def test_the_place_to_launch_on_has_a_script_for_each_part(config_file, capsys):
+def test_the_launcher_has_a_script_for_each_part(config_file, capsys):
     assert main(["launch", str(config_file), "--on", "my_cluster:Tmux", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[2] for line in shown.splitlines() if line.startswith("# ---")] == [
@@ -248,8 +248,8 @@ PARTS = {
 
 
 @pytest.mark.full
-def test_a_run_is_made_of_nothing_but_the_parts_of_the_page(start_run, run_dir):
-    assert PARTS.keys() - {"data.reward"} == ROOMS.keys() - {"reward.name", "agent.program"}, (
+def test_a_run_works_with_all_parts_of_the_page(start_run, run_dir):
+    assert PARTS.keys() - {"data.reward"} == REGISTRIES.keys() - {"reward.name", "agent.program"}, (
         "agents have their own page"
     )
     words = [word for key, name in PARTS.items() for word in (f"--{key}", name)]

@@ -130,7 +130,7 @@ def test_the_broker_tells_a_peer_of_another_protocol_in_that_protocol(config, de
         f"access denied: this peer speaks protocol {protocol} ({named}), the broker protocol {wire.PROTOCOL} "
         f"(April {minor(__version__)}); install the same April for both"
     )
-    assert server.service.sessions.refusals == {f"not a message of protocol {wire.PROTOCOL}": 1}
+    assert server.service.peers.refusals == {f"not a message of protocol {wire.PROTOCOL}": 1}
 
 
 def test_a_peer_of_an_older_broker_ends_with_a_sentence(tmp_path):

@@ -1,4 +1,4 @@
-"""Recipes of images: what they are made of is fixed, and all of it is there."""
+"""Image recipes: their inputs are pinned, and exist."""
 
 import os
 import re
@@ -17,7 +17,7 @@ HEALTH = ROOT / "launch/images/health.py"
 
 
 def instructions(recipe):
-    """(instruction, its words) of each."""
+    """(instruction, arguments) of each line."""
     lines = [line for line in recipe.read_text().splitlines() if not line.startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         if line:
@@ -32,7 +32,7 @@ def test_there_is_a_recipe_for_each_kind_of_machine():
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_is_pinned_built_in_stages_and_not_root_s(recipe):
+def test_a_recipe_is_pinned_staged_and_not_run_as_root(recipe):
     found = list(instructions(recipe))
     names = [name for name, _ in found]
     assert set(names) <= KNOWN
@@ -45,7 +45,7 @@ def test_a_recipe_is_pinned_built_in_stages_and_not_root_s(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_what_a_recipe_copies_and_calls_is_there(recipe):
+def test_every_file_and_command_of_a_recipe_exists(recipe):
     for name, words in instructions(recipe):
         if name == "COPY" and not words.startswith("--from=build /opt/april "):
             assert all((ROOT / path).exists() for path in words.split()[:-1]), words
@@ -55,7 +55,7 @@ def test_what_a_recipe_copies_and_calls_is_there(recipe):
             assert all(os.access(ROOT / path, os.X_OK) for path in called), words
 
 
-def test_a_container_is_well_while_its_part_runs():
+def test_a_container_is_healthy_while_its_part_runs():
     health = SimpleNamespace(**runpy.run_path(str(HEALTH)))
     with subprocess.Popen(["sleep", "60"]) as child:
         assert health.has_child(os.getpid()) and not health.has_child(child.pid)

@@ -101,14 +101,14 @@ def bare_checkout(tmp_path):
 
 @pytest.fixture
 def checkout(bare_checkout, empty_venv):
-    """With a .venv that has nothing but pip, which takes long to make anew."""
+    """The repository with a .venv that has only pip, because creating one takes long."""
     shutil.copytree(empty_venv, bare_checkout.root / ".venv", symlinks=True)
     return bare_checkout
 
 
 @pytest.fixture
 def cuda_torch(checkout):
-    """What the common index offers on Linux: a torch that needs CUDA packages."""
+    """The torch of the default index on Linux: it needs CUDA packages."""
     write_wheel(checkout.wheels, "torch", "2.13.0", "nvidia-cudnn-cu13==9.1")
     write_wheel(checkout.wheels, "nvidia_cudnn_cu13", "9.1")
 
@@ -228,7 +228,7 @@ def test_a_worker_without_a_name_gets_one(tmp_path, config):
 
 @pytest.mark.parametrize(("name", "version"), [("SGLang", "0.5.23"), ("vLLM", "0.32.0")])
 def test_a_server_has_an_environment_of_its_own_and_the_second_call_does_nothing(checkout, name, version):
-    """With an accelerator it is the ordinary package; the recipes for a CPU are what the suite itself runs on."""
+    """With an accelerator the ordinary package is installed; the suite itself runs on the CPU builds."""
     package = name.lower()
     (checkout.devices / "nvidia0").touch()
     write_wheel(checkout.wheels, package, version)

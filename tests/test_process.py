@@ -46,7 +46,7 @@ print(os.nice(0), *(session.read_text().split()[-1:] if session.exists() else ["
 """
 
 
-def test_what_gives_way_is_nice_to_its_session_and_to_all_others():
+def test_a_low_priority_process_lowers_its_session_s_priority_too():
     ended = subprocess.run([sys.executable, "-c", GIVES_WAY], capture_output=True, timeout=60, start_new_session=True)
     assert ended.stdout.split() == [b"10", b"10"], ended.stderr
 
@@ -61,6 +61,6 @@ logging.getLogger("april.x").info("found")
 """
 
 
-def test_lines_go_to_what_stderr_is_when_they_are_written():
+def test_log_lines_go_to_the_current_stderr():
     ended = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, timeout=60)
     assert ended.stdout.endswith(b" broker INFO found\n")

@@ -16,7 +16,7 @@ from tests.run.processes import assert_closed
 
 PAGE = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text()
 PROSE = " ".join(PAGE.split())
-# --- a broker, and who talks to it ------------------------------------------------------------------------------
+# --- a broker and its clients ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -42,18 +42,18 @@ def learner(join):
     """A learner that holds the starting policy; version 0.0 exists from here on."""
     learner = join(Client, "learner", "raw-learner")
     learner.hello()
-    branch, frontier = learner.ask("LearnerStarted", "LearnerStart", 0, "tcp://127.0.0.1:9").fields
-    assert (branch, frontier) == (0, 0)
+    incarnation, frontier = learner.ask("LearnerAdmitted", "StartLearner", 0, "tcp://127.0.0.1:9").fields
+    assert (incarnation, frontier) == (0, 0)
     return learner
 
 
 @pytest.fixture
 def worker(join, learner):
     worker = join(Worker)
-    session, run, epoch, round, watermark, lost, renew_s, *weights = worker.hello()
-    assert (run, epoch, watermark, lost, renew_s) == ("small", 1, 0, [], 15.0) and session and round in (-1, 0)
+    session, run, broker_start, round, watermark, lost, renew_s, *weights = worker.hello()
+    assert (run, broker_start, watermark, lost, renew_s) == ("small", 1, 0, [], 15.0) and session and round in (-1, 0)
     assert weights == ["tcp://127.0.0.1:9", ""]
-    worker.send("Holding", [0, 0], 10, 0.0)
+    worker.send("WorkerCapacity", [0, 0], 10, 0.0)
     return worker
 
 
@@ -89,8 +89,8 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     partial, other = worker.next_training_lease([0, 0]), worker.next_training_lease([0, 0])
     rows = [row(other.id, 0, [7], [-1.0], [0, 0]), row(partial.id, 0, [2, 3], [-0.5, -0.25], [0, 0])]
     worker.report(rows=[*rows, row(partial.id, 2, [4, 5], [-0.5, -0.25], [0, 0]), row(12345, 0, [1], [0.0], [0, 0])])
-    lengths, *rest = worker.take("Answers").fields
-    assert sorted(lengths) == sorted([[other.id, 1], [partial.id, 4]]), "one report, one answer"
+    acks, *rest = worker.take("Answers").fields
+    assert sorted(acks) == sorted([[other.id, 1], [partial.id, 4]]), "one report, one answer"
     assert rest == [[], [], [[12345, "the lease is not current"]]]
     other.ids, other.logprobs, partial.ids = [7], [-1.0], [2, 3, 4, 5]
     worker.acknowledged["generated"] += 5
@@ -99,25 +99,28 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     completed = make_batch(worker, [0, 0])
     batch = learner.take("Batch")
     assert batch.sequence == pending
-    step, place, total, groups = batch.fields
-    assert (step, place, total, len(groups)) == (0, 0, 4, 4)
+    step, first_group, total, groups = batch.fields
+    assert (step, first_group, total, len(groups)) == (0, 0, 4, 4)
     arrays = iter(batch.arrays)
     for group, prompt_tokens, samples, opened_at, delivered_at, number, extra, discarded in groups:
-        assert (number, extra, discarded) == (-1, b"", ""), "the prompt is of a file"
+        assert (number, extra, discarded) == (-1, b"", ""), "the prompt comes from a file"
         prompt = next(arrays)
         assert prompt_tokens == len(prompt)
         assert opened_at <= delivered_at
-        for index, length, reward, finish_reason, segments, details, stays, branch, *kept in samples:
+        for index, length, reward, finish_reason, segments, details, spans, fork, *kept in samples:
             lease = completed[group, index]
             assert (prompt, next(arrays), next(arrays)) == (lease.prompt, lease.ids, lease.logprobs)
             assert length == len(lease.ids)
             assert (reward, finish_reason) == (reward_of(lease), "stop")
             assert (segments, details) == ([[0, length, [0, 0]]], {})
-            assert branch == 0 and kept == [[], 0, "", 0, 0, 0], "nothing that it has not asked for"
-            assert [(what, how) for what, *_, how in stays][-2:] == [("generate", "stop"), ("score", "scored")]
+            assert fork == 0 and kept == [[], 0, "", 0, 0, 0], "what was not asked for is empty"
+            assert [(activity, outcome) for activity, *_, outcome in spans][-2:] == [
+                ("generate", "stop"),
+                ("score", "scored"),
+            ]
     assert list(arrays) == []
     assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}).connection == "data"
-    assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}), "saying so again is accepted"
+    assert learner.ask("Accepted", "Consumed", 0, {"loss": 0.5}), "a repetition is accepted"
     assert learner.ask("Accepted", "Durable", 1, 0)
 
     abort = worker.take("Abort")
@@ -128,7 +131,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
         lease = worker.next_lease()
         assert lease.id <= worker.watermark, "nothing of the next round before its version"
         worker.end(lease, [0, 0])
-    worker.send("Holding", [0, 1], 10, 0.5)
+    worker.send("WorkerCapacity", [0, 1], 10, 0.5)
     resumed = worker.next_training_lease([0, 1])
     assert resumed.sample == partial.sample, "partials go first"
     assert (resumed.ids, resumed.budget, resumed.seed) == (partial.ids, 20, partial.seed)
@@ -158,7 +161,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     assert not (broker.run_dir / "address").exists()
 
 
-def test_what_the_page_calls_refused_is_refused(learner, worker):
+def test_messages_that_the_page_calls_invalid_are_refused(learner, worker):
     lease = worker.next_training_lease([0, 0])
     worker.sockets["control"].send_multipart([b"nonsense"])
     refused = worker.take("Refused")
@@ -211,7 +214,7 @@ def test_a_new_hello_keeps_the_leases_that_it_lists(worker):
     old_session = worker.session
     welcome = worker.hello([kept.id, 12345])
     assert welcome[0] == worker.session != old_session and welcome[5] == [12345]
-    worker.send("Holding", [0, 0], 10, 0.0)
+    worker.send("WorkerCapacity", [0, 0], 10, 0.0)
     worker.complete(kept, 2, [0, 0])
     worker.report(["GiveBack", dropped.id, 0, "abort", ""])
     assert worker.take("Answers").fields[3] == [[dropped.id, "the lease is not current"]]
@@ -222,7 +225,7 @@ def test_a_new_hello_keeps_the_leases_that_it_lists(worker):
 
 
 @pytest.mark.full
-def test_what_is_given_back_as_recalled_is_granted_again_behind_its_tokens(worker):
+def test_a_recalled_sample_is_granted_again_with_its_tokens(worker):
     lease = worker.next_training_lease([0, 0])
     worker.generate(lease, 3, [0, 0])
     worker.give_back(lease, "recall")
@@ -233,12 +236,12 @@ def test_what_is_given_back_as_recalled_is_granted_again_behind_its_tokens(worke
 
 @pytest.mark.full
 @pytest.mark.parametrize("broker", [["--data.source", "submitted"]], indirect=True)
-def test_a_client_written_from_the_page_brings_prompts_and_gets_them_back(broker, learner, worker):
-    of_prompt = [2, "1", "", b"mine"]
-    assert learner.ask("Submitted", "Submit", 0, [of_prompt] * 3, arrays=[("i4", [5, 6] * 3)]).fields == [3]
-    assert learner.ask("Submitted", "Submit", 1, [of_prompt] * 3, arrays=[("i4", [7, 8] * 3)]).fields == [4]
+def test_a_client_written_from_the_page_submits_prompts_and_gets_them_back(broker, learner, worker):
+    submission = [2, "1", "", b"mine"]
+    assert learner.ask("Submitted", "Submit", 0, [submission] * 3, arrays=[("i4", [5, 6] * 3)]).fields == [3]
+    assert learner.ask("Submitted", "Submit", 1, [submission] * 3, arrays=[("i4", [7, 8] * 3)]).fields == [4]
     assert learner.ask("Submitted", "Submit", 0, [], arrays=[("i4", [])]).fields == [4]
-    learner.send("Submit", 9, [of_prompt], arrays=[("i4", [5, 6])])
+    learner.send("Submit", 9, [submission], arrays=[("i4", [5, 6])])
     assert "does not follow" in learner.take("Refused").fields[0]
     for _ in range(8):
         lease = worker.next_training_lease([0, 0])
@@ -252,7 +255,7 @@ def test_a_client_written_from_the_page_brings_prompts_and_gets_them_back(broker
 
 
 def rows(text):
-    """(name, [(field, type, default)], the cells behind) of every table row that describes a message or a part."""
+    """(name, [(field, type, default)], further cells) of every table row that describes a message or a part."""
     for line in text.splitlines():
         if found := re.match(r"\| `([A-Z]\w+)` \|(.*)\|$", line):
             fields, *cells = found[2].split("|")
@@ -261,7 +264,7 @@ def rows(text):
 
 
 def name_of(kind):
-    """A field's type as the page writes it."""
+    """A field's type in the notation of the page."""
     from april.wire import Name
     from april.wire.message import Address, Seconds
     from april.wire.version import Number
@@ -290,23 +293,23 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
 
     from april import wire
     from april.weights.canary import Canary
-    from april.weights.lane_messages import Adapter, AnyLaneMessage, TensorHead
+    from april.weights.lane_messages import Adapter, AnyChannelMessage, TensorHead
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
-    of_work = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.Closed, wire.Session, wire.TurnRequest]
+    of_work = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.Closed, wire.AgentSession, wire.TurnRequest]
     parts = [
         *of_work,
         wire.Slots,
         wire.Submission,
         wire.GroupHead,
         wire.SampleHead,
-        wire.Stay,
+        wire.SampleSpan,
         TensorHead,
         Canary,
         Adapter,
     ]
-    kinds = [*wire.MESSAGES, *typing.get_args(AnyLaneMessage), *parts]
+    kinds = [*wire.MESSAGES, *typing.get_args(AnyChannelMessage), *parts]
     assert sorted(described) == sorted(kind.__name__ for kind in kinds)
     for kind in kinds:
         expected = []
@@ -321,7 +324,7 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
 def test_the_page_says_who_may_send_what():
     from april.broker.service import MAY_SEND
 
-    senders = {name: cells[0] for name, _, cells in rows(PAGE.partition("## Weight lanes")[0]) if len(cells) == 3}
+    senders = {name: cells[0] for name, _, cells in rows(PAGE.partition("## Weight channels")[0]) if len(cells) == 3}
     always = {"Hello", "Bind", "Goodbye"}
     for role, permitted in MAY_SEND.items():
         may = {name for name, sender in senders.items() if {"any", role} & set(sender.split(", "))}
@@ -351,13 +354,13 @@ def test_the_page_states_the_broker_s_limits_and_deadlines():
     to_broker, from_broker = limits.FROM_PEER, limits.FROM_BROKER
     limit = f"{to_broker.frames} frames, {to_broker.arrays} arrays and {to_broker.message_bytes >> 20} MiB"
     assert f"at most {limit}" in PROSE
-    assert f"up to {wire.JOINED_BYTES >> 20} MiB to a frame" in PROSE
+    assert f"up to {wire.MAX_JOINED_BYTES >> 20} MiB to a frame" in PROSE
     assert f"its body {to_broker.body_bytes >> 10} KiB · max(1, k)." in PROSE
-    of_a_report = f"{limits.REPORT_ROWS:,} rows, each of at most {limits.CHUNK_TOKENS:,} tokens"
-    assert f"at most {of_a_report}, and {limits.REPORT_CLOSINGS} closings" in PROSE
+    of_a_report = f"{limits.MAX_REPORT_ROWS:,} rows, each of at most {limits.MAX_CHUNK_TOKENS:,} tokens"
+    assert f"at most {of_a_report}, and {limits.MAX_REPORT_CLOSINGS} closings" in PROSE
     assert f"a frame above {to_broker.frame_bytes >> 20} MiB costs" in PROSE
     assert f"a body has at most {from_broker.body_bytes >> 20} MiB · max(1, k)" in PROSE
     assert f"a frame {from_broker.frame_bytes >> 30} GiB" in PROSE
-    assert f"at most {limits.METRICS} of them" in PROSE
-    assert f"how many ids, from 1 to {limits.SUPPORT_IDS:,}" in PROSE
-    assert f"Its state, at most {limits.STATE_BYTES >> 10} KiB, is the environment's" in PROSE
+    assert f"at most {limits.MAX_STEP_METRICS} of them" in PROSE
+    assert f"how many ids, from 1 to {limits.MAX_SUPPORT_IDS:,}" in PROSE
+    assert f"Its state, at most {limits.MAX_STATE_BYTES >> 10} KiB, is the environment's" in PROSE

@@ -1,4 +1,4 @@
-"""Parts by their names: what a name leads to, what is said of one that leads nowhere, and who may know a name."""
+"""Registries: how a name is resolved to a part, how unknown names are refused, and which files may mention a name."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from april.config import ConfigError, load
-from april.registry import FOLDERS, ROOMS, Registry, lead, look_in, registry_of
+from april.registry import FOLDERS_VARIABLE, REGISTRIES, Registry, add_import_folders, import_object, registry_of
 from april.workers.engines import ENGINES
 from april.workers.engines.entry import EngineEntry
 
@@ -18,12 +18,12 @@ PACKAGE = ROOT / "april"
 
 
 class OwnEngine(EngineEntry):
-    """Somebody's."""
+    """A user-defined engine."""
 
 
 NOT_CALLABLE = 3
 
-NOWHERE = {
+UNKNOWN = {
     "sglan": r"'worker.engine' = 'sglan' is no engine; did you mean 'sglang'\? use one of 'torch', .* or name your own",
     "no_such:Engine": r"importing no_such raised ModuleNotFoundError: No module named 'no_such'",
     "tests.test_registries:OwnEngin": r"tests.test_registries has no 'OwnEngin', did you mean 'OwnEngine'\?\)",
@@ -35,22 +35,22 @@ NOWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", NOWHERE)
-def test_a_name_that_leads_nowhere_is_a_sentence_with_key_value_and_mend(name):
-    with pytest.raises(ConfigError, match=NOWHERE[name]) as caught:
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_name_is_refused_with_key_value_and_fix(name):
+    with pytest.raises(ConfigError, match=UNKNOWN[name]) as caught:
         ENGINES.find(name)
     assert str(caught.value).endswith("name your own as package.module:Name") and "\n" not in str(caught.value)
 
 
-def test_a_part_of_ones_own_is_found_like_a_shipped_one():
+def test_a_user_defined_part_is_found_like_a_shipped_one():
     assert ENGINES.find("tests.test_registries:OwnEngine") is OwnEngine
     anything = Registry("a.key", "thing")
-    assert anything.find("tests.test_registries:lead") is lead
+    assert anything.find("tests.test_registries:import_object") is import_object
     with pytest.raises(ConfigError, match=r"it is 3, which cannot be called\); name your own"):
         anything.find("tests.test_registries:NOT_CALLABLE", key="another")
 
 
-def test_a_module_that_fails_when_it_is_imported_is_a_sentence(tmp_path, monkeypatch):
+def test_a_module_that_cannot_be_imported_is_refused_with_its_error(tmp_path, monkeypatch):
     (tmp_path / "broken_part.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"importing broken_part raised .*No module named 'no_such_package'"):
@@ -59,31 +59,31 @@ def test_a_module_that_fails_when_it_is_imported_is_a_sentence(tmp_path, monkeyp
 
 def test_a_part_beside_the_configuration_is_found_by_every_process_of_the_run(tmp_path, monkeypatch):
     (tmp_path / "beside_it.py").write_text("def reward(response): return 1.0\n")
-    monkeypatch.setenv(FOLDERS, "")
+    monkeypatch.setenv(FOLDERS_VARIABLE, "")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    look_in(tmp_path)
-    asked = "from april.registry import *; look_in(); print(lead('beside_it:reward')('x'))"
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    add_import_folders(tmp_path)
+    program = "from april.registry import *; add_import_folders(); print(import_object('beside_it:reward')('x'))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
 
 
-SEVERAL = ("algorithm.corrections", "operations.alarms", "operations.sinks")
-"""keys that name a list of parts"""
+LIST_KEYS = ("algorithm.corrections", "operations.alarms", "operations.sinks")
+"""Keys that name a list of parts."""
 
 
-@pytest.mark.parametrize("key", ROOMS)
+@pytest.mark.parametrize("key", REGISTRIES)
 def test_every_shipped_part_is_found_and_every_key_is_checked_when_a_configuration_is_read(config_file, key):
     registry = registry_of(key)
     assert registry.key == key
     for name in registry.shipped:
         registry.find(name)
-    value = '["no such"]' if key in SEVERAL else "no such"
+    value = '["no such"]' if key in LIST_KEYS else "no such"
     with pytest.raises(ConfigError, match=f"key '{key}' = 'no such' is no {registry.noun}"):
         load(config_file, [f"--{key}", value])
 
 
-def test_a_part_of_ones_own_is_not_imported_where_a_configuration_is_only_read(config_file):
-    """Not every part of a run has it: the broker needs no engine."""
+def test_reading_a_configuration_does_not_import_user_defined_parts(config_file):
+    """Some processes of a run may lack it: the broker needs no engine."""
     assert load(config_file, ["--worker.engine", "no_such:Engine"]).worker.engine == "no_such:Engine"
 
 
@@ -91,28 +91,31 @@ def test_a_part_of_ones_own_is_not_imported_where_a_configuration_is_only_read(c
 
 
 def names_in(path: Path):
-    """(line, text) of every string in a module, but for docstrings."""
+    """(line, text) of every string in a module except docstrings."""
     tree = ast.parse(path.read_text())
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node.lineno, node.value
 
 
-def own_files(registry: Registry, name: str) -> set[Path]:
-    """Its module, all of the folder that is its alone, and its registry's table."""
-    room = ROOT / ROOMS[registry.key].partition(":")[0].replace(".", "/")
+def native_files(registry: Registry, name: str) -> set[Path]:
+    """The part's module, all files of its own folder, and the file of its registry."""
+    room = ROOT / REGISTRIES[registry.key].partition(":")[0].replace(".", "/")
     module = ROOT / (registry.shipped[name].partition(":")[0].replace(".", "/") + ".py")
     folder = set() if module.parent == room else set(module.parent.rglob("*.py"))
     return folder | {module, room / "__init__.py"}
 
 
-CONFIGURED = ("algorithm.py", "clusters.py", "data.py", "presets.py", "sections.py", "workers.py")
+CONFIGURED = (
+    "algorithm.py", "broker.py", "clusters.py", "data.py", "learner.py", "presets.py", "schedule.py", "sections.py",
+    "workers.py",
+)  # fmt: skip
 CONFIGURATION = {
     *(PACKAGE / "config" / name for name in CONFIGURED),
     *(PACKAGE / "convert").glob("*.py"),
 }
-"""the configuration, whose defaults and presets are names; and what others call April's parts"""
+"""Files that mention names as defaults and presets, or as translations of other frameworks' names."""
 ANOTHER_MEANING = {
     ("april/adapters/openrlhf.py", "truncated"): "a field of OpenRLHF's responses",
     ("april/adapters/verl.py", "april"): "what its adapter is called in verl's options",
@@ -129,7 +132,6 @@ ANOTHER_MEANING = {
     ("april/config/addresses.py", "local"): "the same",
     ("april/rollouts/run.py", "local"): "broker and workers as children of the trainer",
     ("april/broker/telemetry/recorder.py", "environment"): "a key of metrics.jsonl",
-    ("april/cli.py", "verifiers"): "a command, and the package that it is about",
     ("april/report/corrections.py", "truncated"): "a line of the picture: the share of tokens that a cap has touched",
     ("april/data/rows.py", "dapo"): "what a mapping of a published dataset says in its rows, as anybody's data do",
     ("april/data/rows.py", "deepscaler"): "the same",
@@ -137,7 +139,7 @@ ANOTHER_MEANING = {
     ("april/data/rows.py", "math"): "the same",
     ("april/data/rows.py", "gsm8k"): "the same",
     ("april/data/make_data.py", "final_answer"): "the same",
-    ("april/cli.py", "april"): "the program",
+    ("april/cli/__init__.py", "april"): "the program",
     ("april/report/live.py", "april"): "the program",
     ("april/launch/clusters/helm.py", "april"): "the chart",
     ("april/launch/clusters/kubernetes.py", "environment"): "a value",
@@ -145,22 +147,22 @@ ANOTHER_MEANING = {
     ("april/launch/clusters/manifests.py", "environment"): "a value",
     ("april/launch/clusters/layout.py", "april"): "the program",
 }
-"""names that are ordinary words, too"""
+"""Mentions of a name that mean something else, by file and name."""
 
 
-def test_no_other_file_knows_the_name_of_a_shipped_part():
-    """Neither alone nor quoted in a sentence: what is asked about a part, the part says."""
-    names = {name for key in ROOMS for name in registry_of(key).shipped}
+def test_no_other_file_mentions_a_shipped_part_by_name():
+    """Neither as a string nor quoted in a sentence: whatever depends on a part is an attribute of it."""
+    names = {name for key in REGISTRIES for name in registry_of(key).shipped}
     found = {
         (path, name): line
         for path in set(PACKAGE.rglob("*.py")) - CONFIGURATION
         for line, text in names_in(path)
         for name in names & {text, *re.findall(r"['\"`]([\w.-]+)['\"`]", text)}
     }
-    for registry in map(registry_of, ROOMS):
+    for registry in map(registry_of, REGISTRIES):
         for name in registry.shipped:
-            for path in own_files(registry, name):
+            for path in native_files(registry, name):
                 found.pop((path, name), None)
     places = {(str(path.relative_to(ROOT)), name): line for (path, name), line in found.items()}
     assert places.keys() <= ANOTHER_MEANING.keys(), {place: places[place] for place in places.keys() - ANOTHER_MEANING}
-    assert places.keys() >= ANOTHER_MEANING.keys(), "exceptions of which there is nothing any more"
+    assert places.keys() >= ANOTHER_MEANING.keys(), "exceptions that are no longer needed"

@@ -1,5 +1,7 @@
-"""Budgets of restarts: a fault of a minute ends no run, one that stays does, and whoever works gets his whole budget
-again. The supervisor is the real one, on a clock of the test's own, over parts that need no process."""
+"""Restart budgets: a fault of a minute does not end a run, a permanent one does, and a working part gets it back.
+
+The real supervisor runs on a fake clock, over parts without processes.
+"""
 
 import pytest
 
@@ -21,7 +23,7 @@ class Notes:
 
 
 class Programs:
-    """A target and its only program: alive, or ended with a status, as the test says."""
+    """A launch target and its only program, whose exit status the test sets."""
 
     def __init__(self):
         self.ended, self.starts = None, 0
@@ -42,7 +44,7 @@ class Programs:
 
 @pytest.fixture
 def watched(config_file, monkeypatch):
-    """`watched(name)`: a supervisor, one of its parts, and what that runs as; `watched.now` is the time."""
+    """`watched(name)`: (supervisor, one of its parts, that part's program); `watched.now` is the time."""
     now = [1000.0]
     monkeypatch.setattr(clock, "now", lambda: now[0])
     programs = Programs()
@@ -69,65 +71,65 @@ def status(step=0, tokens_per_s=0.0):
 
 
 def tend(run, part, programs, now, dies_until, seconds=600.0, with_status=1):
-    """Look after it every second; it dies as soon as it is started, up to that time."""
+    """Supervise the part every second. Until `dies_until` it exits with `with_status` as soon as it is started."""
     part.start()
     end = now[0] + seconds
     while now[0] < end:
-        programs.ended = with_status if now[0] < dies_until and part.start_at is None else None
-        run._tend(part)
+        programs.ended = with_status if now[0] < dies_until and part.restart_at is None else None
+        run._restart_if_needed(part)
         now[0] += 1.0
 
 
 @pytest.mark.parametrize("name", ["broker", "worker-0", "learner"])
-def test_a_fault_of_a_minute_ends_no_run(watched, name):
+def test_faults_for_a_minute_do_not_end_the_run(watched, name):
     run, part, programs = watched(name)
     tend(run, part, programs, watched.now, dies_until=watched.now[0] + FAULT_S)
     assert part.status is None and 0 < part.restarts <= part.max_restarts
 
 
 @pytest.mark.parametrize("name", ["broker", "worker-0", "learner"])
-def test_a_fault_that_stays_ends_it_with_the_part_s_last_lines(watched, name):
+def test_a_permanent_fault_ends_the_run_with_the_part_s_last_lines(watched, name):
     run, part, programs = watched(name)
     began = watched.now[0]
-    with pytest.raises(RunFailed, match=r"(restart|restarts) brought nothing.*\n.*its last line"):
+    with pytest.raises(RunFailed, match=r"(restart|restarts) did not help.*\n.*its last line"):
         tend(run, part, programs, watched.now, dies_until=began + 600.0)
     assert programs.starts == 1 + part.max_restarts
 
 
-def test_the_first_restart_is_at_once_and_no_delay_is_longer_than_the_last(watched):
+def test_the_first_restart_is_immediate_and_no_delay_exceeds_the_last(watched):
     for most in (1, 2, 3, 5, 20, 5000):
         delays = [restarts.delay_s(number, most) for number in range(1, most + 1)]
         assert delays[0] == 0.0 and delays == sorted(delays)
         assert most == 1 or delays[-1] == restarts.LONGEST_DELAY_S
 
 
-def test_a_worker_that_works_for_a_while_has_its_whole_budget_again_though_no_step_is_trained(watched):
+def test_a_worker_that_works_for_a_while_gets_its_restarts_back_without_a_step(watched):
     run, part, _ = watched("worker-0")
     part.start()
-    for seconds, left in ((1.0, 2), (restarts.STEADY_S, 0)):
+    for seconds, restarts_used in ((1.0, 2), (restarts.STEADY_S, 0)):
         part.restarts = 2
-        run._note_alive(status(tokens_per_s=5.0))
+        run._note_liveness(status(tokens_per_s=5.0))
         watched.now[0] += seconds
-        run._note_alive(status(tokens_per_s=5.0))
-        assert part.restarts == left
+        run._note_liveness(status(tokens_per_s=5.0))
+        assert part.restarts == restarts_used
     part.restarts = 2
     part.start()
-    run._note_alive(status(tokens_per_s=5.0))
-    assert part.restarts == 2, "what it did before it died counts for nothing"
+    run._note_liveness(status(tokens_per_s=5.0))
+    assert part.restarts == 2, "work before the restart does not count"
 
 
-def test_an_idle_worker_gets_no_budget_back_by_waiting(watched):
+def test_an_idle_worker_gets_no_restarts_back_by_waiting(watched):
     run, part, _ = watched("worker-0")
     part.start()
     part.restarts = 2
     for _ in range(3):
-        run._note_alive(status())
+        run._note_liveness(status())
         watched.now[0] += restarts.STEADY_S
     assert part.restarts == 2
 
 
-def test_a_drained_broker_may_be_stopped_as_often_as_its_operator_likes(watched):
+def test_stops_of_a_drained_broker_use_up_no_restarts(watched):
     run, part, programs = watched("broker")
     tend(run, part, programs, watched.now, dies_until=watched.now[0] + 40.0, with_status=STEPPED_ASIDE)
     assert part.restarts == 0 and programs.starts > 1 + part.max_restarts
-    assert part.status is None and supervisor.STEPPED_ASIDE not in supervisor.HOPELESS
+    assert part.status is None and supervisor.STEPPED_ASIDE not in supervisor.FATAL_STATUSES

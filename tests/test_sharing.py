@@ -1,4 +1,4 @@
-"""Learner and engine on the same accelerators: how they divide the memory, and what cannot be together there."""
+"""Learner and engine on the same accelerators: how the memory is divided, and which configurations are refused."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from april.config import ConfigError, load
 from april.launch import devices
 from april.launch.clusters.layout import check
-from april.launch.memory import activations_bytes, bounded, division_of, states_bytes
+from april.launch.memory import activations_bytes, plan_memory, states_bytes, with_memory_limits
 from april.launch.shape import read_shape
 from april.weights.publisher import weights_towards
 from april.workers.engines.sglang.factory import server_settings
@@ -25,25 +25,25 @@ REFUSED = {
     "two ranks of NCCL": (["--weights.backend", "nccl"], r"'weights\.backend' = 'nccl' .* takes one rank"),
     "an engine without a bound": (["--worker.engine", "torch"], r"worker\.engine = 'torch' takes .* use .*sglang"),
     "servers of others": (["--engine.url", "http://a:1"], r"engine\.url names those of others"),
-    "a server in the lane": (["--engine.weights", "broadcast"], r"'engine\.weights' = 'broadcast' cannot be"),
+    "a server in the weight channel": (["--engine.weights", "broadcast"], r"'engine\.weights' = 'broadcast' cannot be"),
     "nothing to divide": (["--devices.share", "false", "--devices.memory_gib", "24"], r"devices\.share = false"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_share_is_refused_with_a_sentence(config_file, case):
+def test_configurations_that_cannot_share_are_refused_with_a_sentence(config_file, case):
     words, why = REFUSED[case]
     with pytest.raises(ConfigError, match=why):
         load(config_file, [*SHARED, *words])
 
 
-def test_a_launched_run_whose_parts_get_their_own_is_refused(config_file):
+def test_sharing_is_refused_for_a_launched_run(config_file):
     with pytest.raises(ConfigError, match=r"'devices\.share' = true is for `april run`"):
         check(load(config_file, SHARED), on_network=False)
 
 
-def test_what_the_learner_leaves_bounds_the_server_that_is_started(config_file):
-    config = bounded(with_memory(config_file, 24), ["0"])
+def test_the_server_gets_the_memory_that_the_learner_does_not_need(config_file):
+    config = with_memory_limits(with_memory(config_file, 24), ["0"])
     fraction = config.engine.server["mem_fraction_static"]
     shape = read_shape(config.model.path)
     learner = states_bytes(config, shape) + activations_bytes(config, shape)
@@ -51,31 +51,31 @@ def test_what_the_learner_leaves_bounds_the_server_that_is_started(config_file):
     [settings] = server_settings(config, "cuda", "worker-0")
     words = settings.arguments(1)
     assert words[words.index("--mem-fraction-static") + 1] == str(fraction)
-    assert bounded(with_memory(config_file, 48), ["0"]).engine.server["mem_fraction_static"] > fraction
+    assert with_memory_limits(with_memory(config_file, 48), ["0"]).engine.server["mem_fraction_static"] > fraction
     assert weights_towards(config, "tcp://127.0.0.1:1").backend == "gloo"
 
 
-def test_a_fraction_of_ones_own_stays_and_nothing_is_bounded_without_accelerators(config_file):
+def test_a_configured_fraction_is_kept_and_nothing_is_limited_without_accelerators(config_file):
     own = with_memory(config_file, 24, *OWN, "0.5")
-    assert bounded(own, ["0"]) == own and "mem_fraction_static = 0.5: " in division_of(own, []).said
-    assert bounded(with_memory(config_file, 24), []).engine.server == {}
-    assert division_of(load(config_file, SHARED), []).said.startswith("divided once accelerators are here")
-    assert division_of(load(config_file), ["0"]) is None
+    assert with_memory_limits(own, ["0"]) == own and "mem_fraction_static = 0.5: " in plan_memory(own, []).description
+    assert with_memory_limits(with_memory(config_file, 24), []).engine.server == {}
+    assert plan_memory(load(config_file, SHARED), []).description.startswith("divided once accelerators are here")
+    assert plan_memory(load(config_file), ["0"]) is None
 
 
-def test_what_does_not_suffice_is_said_with_what_takes_it(config_file):
+def test_too_little_memory_is_refused_with_what_takes_it(config_file):
     with pytest.raises(ConfigError, match=r"does not suffice with 2\.0 GiB .* learner takes about .* of activations"):
-        bounded(with_memory(config_file, 2), ["0"])
+        with_memory_limits(with_memory(config_file, 2), ["0"])
 
 
 @pytest.mark.parametrize("asked", ["raise SystemExit('no driver')", "pass"])
-def test_memory_that_torch_does_not_tell_is_not_taken_for_none(config_file, monkeypatch, asked):
+def test_memory_that_torch_does_not_report_is_refused(config_file, monkeypatch, asked):
     monkeypatch.setattr(devices, "ASK_MEMORY", asked)
     with pytest.raises(ConfigError, match=r"torch does not say \((no driver|it sees none)\) .* devices\.memory_gib"):
-        bounded(load(config_file, SHARED), ["0"])
+        with_memory_limits(load(config_file, SHARED), ["0"])
 
 
-def test_what_the_learner_takes_follows_its_configuration(config_file):
+def test_the_learner_s_memory_follows_its_configuration(config_file):
     def taken(*words):
         config = load(config_file, ["--learner.ranks", "1", *words])
         shape = read_shape(config.model.path)

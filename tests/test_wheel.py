@@ -20,7 +20,7 @@ FEW = {"schedule.max_steps": 2, "evaluation.prompts": 16, "learner.ranks": 1, "w
 
 
 def execute(command, folder, **settings):
-    """In an environment that knows nothing of the checkout."""
+    """Python of an environment without the checkout."""
     outer = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "APRIL_"))}
     done = subprocess.run(
         command, cwd=folder, env=outer | settings, stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -31,7 +31,7 @@ def execute(command, folder, **settings):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """As `python -m build` makes it, by way of the source distribution, from a copy of what is tracked."""
+    """The wheel built by `python -m build` through the source distribution, from a copy of the tracked files."""
     folder = tmp_path_factory.mktemp("build")
     for name in SOURCES:
         source, copy = ROOT / name, folder / "april-rl" / name
@@ -44,7 +44,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_the_wheel_has_every_module_and_whatever_they_read(wheel):
+def test_the_wheel_has_every_module_and_data_file(wheel):
     shipped = [path for path in (ROOT / "april").rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -1,4 +1,4 @@
-"""Messages survive the wire unchanged; anything else is a WireError and nothing worse."""
+"""Decoding inverts encoding; anything that is not a message raises WireError and nothing else."""
 
 import msgspec
 import numpy as np
@@ -12,8 +12,8 @@ from april.wire.version import Version
 
 TASK = wire.Task(4, False, "12", "final_answer", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 GRANT = wire.Grant(
-    lease_id=(3 << 32) | 7, task=0, index=1, scoring=False, max_new_tokens=9, seed=2**62, finish_reason="",
-    hand_over=False, together=[], turns=0, turn_start=0, state=b"", stops=[],
+    lease_id=(3 << 32) | 7, task_index=0, index=1, scoring=False, max_new_tokens=9, seed=2**62, finish_reason="",
+    hand_over=False, group_scored=[], turns=0, turn_start=0, state=b"", stop_token_ids=[],
 )  # fmt: skip
 REPORT = wire.Report([wire.Scored(7, [1.0], [{"right": 1.0}]), wire.GiveBack(8, 3, "leave")])
 HEAD = wire.SampleHead(0, 3, 1.0, "stop", [(0, 3, Version(0, 1))])
@@ -37,7 +37,7 @@ def frames_of(message, arrays):
 
 
 @pytest.mark.parametrize(("message", "arrays"), EXAMPLES)
-def test_what_is_sent_is_what_arrives(message, arrays):
+def test_decode_inverts_encode(message, arrays):
     received = wire.decode(frames_of(message, arrays))
     assert (received.message, received.session, received.sequence) == (message, 5, 6)
     assert [(a.dtype, a.tolist()) for a in received.arrays] == [(a.dtype, a.tolist()) for a in arrays]
@@ -57,9 +57,9 @@ def test_arbitrary_frames_raise_only_wire_errors(frames):
 @settings(max_examples=500)
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_a_damaged_message_is_refused_or_harmless(example, data):
-    """A flipped bit, a cut or a lost frame is found, or still leaves a well-typed message."""
+    """A flipped bit, a cut or a lost frame is detected, or still decodes to a well-typed message."""
     frames = frames_of(*example)
-    which = data.draw(st.sampled_from([place for place, frame in enumerate(frames) if frame]))
+    which = data.draw(st.sampled_from([index for index, frame in enumerate(frames) if frame]))
     damage = data.draw(st.sampled_from(["flip", "cut", "drop", "repeat"]))
     if damage == "drop":
         del frames[which]
@@ -102,7 +102,7 @@ def test_a_message_larger_than_its_limits_is_refused_before_it_is_decoded():
 
 
 def test_arrays_are_joined_up_to_a_limit_and_a_larger_one_goes_alone(monkeypatch):
-    monkeypatch.setattr(wire.codec, "JOINED_BYTES", 16)
+    monkeypatch.setattr(wire.codec, "MAX_JOINED_BYTES", 16)
     arrays = [np.arange(length, dtype="i4") for length in (0, 1, 2, 3, 9, 0, 1, 0)]
     frames = frames_of(wire.Batch(0, 0, 0, []), arrays)
     assert [len(frame) for frame in frames[2:]] == [12, 12, 36, 4]
@@ -111,7 +111,7 @@ def test_arrays_are_joined_up_to_a_limit_and_a_larger_one_goes_alone(monkeypatch
 
 @pytest.mark.parametrize("split", [[8], [4, 4], [0, 8], [8, 0], [3, 5], [8, 1], [7]])
 def test_frames_hold_whole_arrays_and_nothing_else(split):
-    """Two arrays of one token each in frames of these sizes."""
+    """`split`: sizes of the frames that carry two arrays of one token each."""
     header, body, arrays = frames_of(wire.Report(), [np.ones(1, "i4"), np.ones(1, "f4")])
     rest = iter(arrays + bytes(8))
     frames = [header, body, *(bytes(next(rest) for _ in range(size)) for size in split)]

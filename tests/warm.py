@@ -1,10 +1,9 @@
-"""Programs in processes of their own that need not import torch first.
+"""Starts April's programs as forks of a process that has already imported torch and other packages.
 
 `Popen` is subprocess.Popen for commands such as `python -m april.cli run ...`: the program runs in a fork of a process
-that has imported what all programs need and has done nothing else, and is a child of whoever calls, with its own
-process id, command line, environment, output and session. It can be killed, stopped and waited for like any other, and
-starts its own programs in the same way, from a fork that was made before it did anything. Whatever else is called is
-started as ever.
+that has only done those imports. It is a child of the caller, with its own process id, command line, environment,
+output and session. It can be killed, stopped and waited for like any other, and starts its own programs in the same
+way, from a fork made before it did anything. Other commands are started as usual.
 """
 
 import array
@@ -29,21 +28,22 @@ PREPARED = (
     "jinja2.sandbox", "matplotlib.backends.backend_svg", "matplotlib.pyplot", "msgspec", "orjson",
     "prometheus_client", "pydantic.json_schema", "rich.live", "zmq.asyncio",
 )  # fmt: skip
-"""modules, of other packages alone: April's own are imported by each program anew"""
+"""Modules to import in advance, of other packages only; each program imports April's own modules itself."""
 PROGRAMS = ("april.cli", "april.learner", "tests.")
-"""how modules begin that are run in forks"""
+"""Prefixes of the modules that run in forks."""
 MARK = "APRIL_TEST_RUN"
-"""in the environment of all processes of a test's run; a fork, whose own is not seen from outside, has it as a word"""
+"""Environment variable of all processes of a test. A fork, whose environment is not visible from outside, has it in its
+command line."""
 ROOM = 16384
-"""bytes of a command line"""
+"""Longest command line in bytes."""
 PR_SET_CHILD_SUBREAPER = 36
 ENDS = {signal.SIGINT, signal.SIGTERM}
-"""signals that are not for what is forked from; one that comes to a fork before it runs its program is kept for that"""
+"""Signals blocked in the process that is forked. A fork that gets one before it runs its program handles it then."""
 
 cold_start = subprocess.Popen._execute_child
 preparer: socket.socket | None = None
-"""to the process whose forks are this one's programs"""
-one_at_a_time = threading.Lock()
+"""Connection to the process whose forks are this process's programs."""
+start_lock = threading.Lock()
 
 
 class Popen(subprocess.Popen):
@@ -65,8 +65,8 @@ def is_program(command: list[str]) -> bool:
 
 
 def start(program: tuple, files: list[int]) -> int:
-    """The process id of a new child of this process."""
-    with one_at_a_time:
+    """Start a program as a child of this process; returns its process id."""
+    with start_lock:
         adopt(True)
         connection = preparer or prepare()
         data = pickle.dumps(program)
@@ -79,7 +79,7 @@ def start(program: tuple, files: list[int]) -> int:
 
 
 def adopt(on: bool) -> None:
-    """Whether what a dead descendant leaves behind becomes a child of this process (Linux)."""
+    """Set whether orphaned descendants become children of this process (Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on))
 
 
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def serve(connection: socket.socket) -> tuple[tuple, list[int]]:
-    """Comes back in a fork alone, once it is its caller's child, with what to run there."""
+    """Fork for each request; returns only in a fork, once it is its caller's child, with (program, files) to run."""
     while True:
         head, files, *_ = socket.recv_fds(connection, 8, 3)
         if not head:
@@ -147,26 +147,26 @@ def serve(connection: socket.socket) -> tuple[tuple, list[int]]:
         return program, files
 
 
-def run(command: list[str], place: str, environment: dict[str, str], nice: int, new_session: bool, files: list[int]):
+def run(command: list[str], folder: str, environment: dict[str, str], nice: int, new_session: bool, files: list[int]):
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    os.chdir(place)
+    os.chdir(folder)
     os.nice(nice - os.nice(0))
     outer = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(environment)
     show_command([*command, *(f"{name}={value}" for name, value in environment.items() if name == MARK)])
     subprocess.Popen._execute_child = Popen._execute_child
-    unlike_its_brothers(environment)
+    restore_own_state(environment)
     words = command[1:]
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)
         words.pop(0)
     inner = environment.get("PYTHONPATH", "").split(os.pathsep)
-    path = [folder for folder in inner if folder] + [folder for folder in sys.path[1:] if folder not in outer]
+    path = [entry for entry in inner if entry] + [entry for entry in sys.path[1:] if entry not in outer]
     if words[0] == "-m":
-        sys.path[:] = [place, *path]
+        sys.path[:] = [folder, *path]
         sys.argv[:] = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
@@ -175,7 +175,7 @@ def run(command: list[str], place: str, environment: dict[str, str], nice: int, 
         runpy.run_path(words[0], run_name="__main__")
 
 
-def unlike_its_brothers(environment: dict[str, str]) -> None:
+def restore_own_state(environment: dict[str, str]) -> None:
     import numpy as np
     import torch
 
@@ -185,7 +185,7 @@ def unlike_its_brothers(environment: dict[str, str]) -> None:
 
 
 def show_command(words: list[str]) -> None:
-    """Make them this process's command line, in /proc and for ps."""
+    """Set this process's command line as shown in /proc and by ps."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     text = b"\0".join(map(os.fsencode, words))
     assert len(text) < end - begin, f"the command is too long: {words}"

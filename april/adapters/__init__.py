@@ -1,1 +1,1 @@
-"""April under other people's trainers, a module each, over `april.rollouts`."""
+"""Adapters of other frameworks' trainers to `april.rollouts`, one module each."""

@@ -1,11 +1,11 @@
-"""AReaL's trainer on April's rollouts: `Trainer` in the place of `areal.PPOTrainer`.
+"""AReaL's trainer on April's rollouts: `ArealTrainer` in place of `areal.PPOTrainer`.
 
     config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
-    with Trainer("my-run.toml", config) as trainer:
+    with ArealTrainer("my-run.toml", config) as trainer:
         trainer.train()
 
-Its inference engine is a run: no servers are started, and no workflow is called. One batch is one step of AReaL's, and
-after it the actor leaves the weights in a folder, from which they go on to April's workers.
+A run replaces the inference engine: no servers are started, and no workflow is called. One batch is one AReaL step,
+after which the actor writes the weights to a folder, and the adapter publishes them to April's workers.
 """
 
 import shutil
@@ -25,20 +25,20 @@ from torch import Tensor
 
 from april import rollouts
 from april.adapters.areal_options import check
-from april.adapters.parts import filled, sync_all, tensors_in
+from april.adapters.parts import fill_group, read_tensors, sync_folder
 from april.config import ConfigError
 from april.rollouts import Prompt, PromptsWanted, RolloutBatch, Rollouts
 
 
-class Workflow(RolloutWorkflow):
-    """What AReaL's trainer has to be given, and nobody calls."""
+class UnusedWorkflow(RolloutWorkflow):
+    """A workflow that AReaL's trainer requires and never calls."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> None:
         raise RuntimeError("April's workers generate; leave workflow out")
 
 
-class Rows:
-    """AReaL's data loader, and how many rows were drawn of it: AReaL's checkpoints keep both."""
+class CountingLoader:
+    """AReaL's data loader with a count of the drawn rows; AReaL's checkpoints store both."""
 
     def __init__(self, loader: Any):
         self.loader, self.batch_size, self.drawn = loader, loader.batch_size, 0
@@ -51,7 +51,7 @@ class Rows:
         return iter(self.loader)
 
     def draw(self) -> tuple[int, list[dict[str, Any]]]:
-        """The number of the first, from 0 over all epochs, and the rows."""
+        """The next rows, and the number of the first one, counted from 0 over all epochs."""
         if self._batches is None:
             self._batches = cycle_dataloader(self.loader)
         first, rows = self.drawn, next(self._batches)
@@ -67,15 +67,15 @@ class Rows:
 
 
 def prompt_of(row: dict[str, Any]) -> Prompt:
-    """Of a row as AReaL's own datasets have it."""
+    """The prompt of a row in the format of AReaL's own datasets."""
     return Prompt(row["messages"], str(row.get("answer", "")))
 
 
-class Engine(InferenceEngine):
-    """What AReaL's trainer asks of its rollout controller, answered by a run."""
+class ArealEngine(InferenceEngine):
+    """AReaL's inference engine interface, implemented by a run."""
 
     staleness_manager = None
-    """the run's schedule bounds staleness"""
+    """None: the run's schedule bounds staleness."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class Engine(InferenceEngine):
         saved: Callable[[], tuple[int, Path]],
         prompt: Callable[[dict[str, Any]], Prompt] = prompt_of,
     ):
-        """`folder_of`: where AReaL's actor leaves weights of a version; `saved`: step and folder of its checkpoint, 0
-        without one; `prompt`: of a row of AReaL's."""
+        """`folder_of`: folder to which AReaL's actor writes the weights of a version; `saved`: policy step and folder
+        of its checkpoint, 0 without one; `prompt`: makes a prompt of a row."""
         self.run, self._folder_of, self._saved, self._prompt = run, folder_of, saved, prompt
         self.batch: RolloutBatch | None = None
-        """in training"""
+        """The batch in training."""
         self._durable = run.step
-        self._brought = False
-        """whether the run has been given weights"""
+        self._has_weights = False
+        """Whether weights were published to the run."""
         self._server: ThreadingHTTPServer | None = None
 
     @property
@@ -100,30 +100,30 @@ class Engine(InferenceEngine):
 
     # --- rollouts -----------------------------------------------------------------------------------------------
 
-    def prepare_batch(self, dataloader: Rows, *_: Any, **__: Any) -> list[dict[str, Tensor]]:
-        """The next batch, a dictionary a group. With `data.source` = "submitted" the rows are its prompts; otherwise
-        they only count AReaL's steps. RuntimeError where the run is over before AReaL is."""
+    def prepare_batch(self, dataloader: CountingLoader, *_: Any, **__: Any) -> list[dict[str, Tensor]]:
+        """The next batch, one dictionary per group. With `data.source` = "submitted" the loader's rows are its prompts;
+        otherwise they only count AReaL's steps. Raises RuntimeError if the run is over before AReaL is."""
         config = self.run.config
-        if not self._brought:
+        if not self._has_weights:
             self._publish(config.model.path)
-        self._tell_checkpoint()
+        self._report_checkpoint()
         schedule = config.schedule
         ahead = max(schedule.groups_per_round, schedule.rollout_batch_size)
         wanted = self.run.step * schedule.rollout_batch_size + ahead
         while config.data.source == "submitted" and self.run.submitted < wanted:
-            self._bring(dataloader)
+            self._submit_prompts(dataloader)
         while True:
             try:
                 self.batch = self.run.take()
                 break
             except PromptsWanted:
-                self._bring(dataloader)
+                self._submit_prompts(dataloader)
         if self.batch is None:
             raise RuntimeError(f"the run is over after {self.run.step} batches; lower total_train_steps to that")
         return trajectories(self.batch, schedule.n_samples_per_prompt)
 
-    def _bring(self, rows: Rows) -> None:
-        """The next rows; those that were brought before a crash are passed over."""
+    def _submit_prompts(self, rows: CountingLoader) -> None:
+        """Submit the next rows; those submitted before a crash are skipped."""
         first, drawn = rows.draw()
         self.run.submit([self._prompt(row) for row in drawn], first=first)
 
@@ -135,7 +135,7 @@ class Engine(InferenceEngine):
     # --- weights ------------------------------------------------------------------------------------------------
 
     def set_version(self, version: int) -> None:
-        """The actor has left weights `version` in their folder: they contain the last batch."""
+        """Publish weights `version`, which the actor has written to their folder and which contain the last batch."""
         if version != self.run.step:
             raise RuntimeError(
                 f"AReaL is at version {version} and the run at {self.run.step}; go on from the same checkpoint"
@@ -150,22 +150,22 @@ class Engine(InferenceEngine):
         return self.run.step
 
     def _publish(self, folder: Path) -> None:
-        self.run.publish(tensors_in(folder))
-        self._brought = True
+        self.run.publish(read_tensors(folder))
+        self._has_weights = True
 
-    def _tell_checkpoint(self) -> None:
-        """AReaL's checkpoint is durable once it is on disk."""
+    def _report_checkpoint(self) -> None:
+        """Report AReaL's newest checkpoint as durable once it is synced to disk."""
         step, folder = self._saved()
         if self._durable < step <= self.run.step:
-            sync_all(folder)
+            sync_folder(folder)
             self.run.durable(step)
             self._durable = step
 
     @property
     def callback_addr(self) -> str:
-        """Where the actor's processes say what they do; nothing of it is read."""
+        """Address to which the actor's processes post their progress; it is ignored."""
         if self._server is None:
-            self._server = ThreadingHTTPServer((gethostip(), 0), Callback)
+            self._server = ThreadingHTTPServer((gethostip(), 0), CallbackHandler)
             threading.Thread(target=self._server.serve_forever, daemon=True).start()
         host, port = self._server.server_address[:2]
         return format_hostport(str(host), port)
@@ -173,24 +173,24 @@ class Engine(InferenceEngine):
     # --- life ---------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """April's workers go on while AReaL trains, as far as the schedule lets them."""
+        """Does nothing: April's workers continue while AReaL trains, as far as the schedule allows."""
 
     resume = pause_generation = continue_generation = offload = onload = pause
 
     def config_perf_tracer(self, *_: Any, **__: Any) -> None: ...
 
     def destroy(self) -> None:
-        """With the last step the run ends."""
+        """Close the connection; after the last step the run ends."""
         if self._server is not None:
             self._server.shutdown()
-        self._tell_checkpoint()
+        self._report_checkpoint()
         if self.run.step >= self.run.config.schedule.max_steps:
             self.run.take()
         self.run.__exit__(None, None, None)
 
 
-class Callback(BaseHTTPRequestHandler):
-    """An empty answer to whatever is said."""
+class CallbackHandler(BaseHTTPRequestHandler):
+    """Answers every callback with an empty object."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -203,24 +203,26 @@ class Callback(BaseHTTPRequestHandler):
 
 
 def trajectories(batch: RolloutBatch, size: int) -> list[dict[str, Tensor]]:
-    """Each group as AReaL's workflows give it: G = `size` rows, [G, L], padded on the right."""
-    found = []
+    """Each group in the format of AReaL's workflows: tensors [G, L] with G = `size` rows, padded on the right."""
+    groups_ = []
     for number in range(len(batch.groups)):
-        rows = torch.tensor(filled((batch.group == number).nonzero().flatten().tolist(), size))
+        rows = torch.tensor(fill_group((batch.group == number).nonzero().flatten().tolist(), size))
         longest = int(batch.attention_mask[rows].sum(1).max())
-        part = {
+        columns = {
             "input_ids": batch.input_ids.int(),
             "attention_mask": batch.attention_mask.bool(),
             "loss_mask": batch.response_mask.int(),
             "logprobs": batch.logprobs,
             "versions": batch.versions.int(),
         }
-        found.append({name: tensor[rows, :longest] for name, tensor in part.items()} | {"rewards": batch.rewards[rows]})
-    return found
+        groups_.append(
+            {name: tensor[rows, :longest] for name, tensor in columns.items()} | {"rewards": batch.rewards[rows]}
+        )
+    return groups_
 
 
-class Trainer(PPOTrainer):
-    """AReaL's, in its single-controller mode."""
+class ArealTrainer(PPOTrainer):
+    """AReaL's trainer in single-controller mode, with rollouts from April."""
 
     def __init__(
         self,
@@ -231,16 +233,16 @@ class Trainer(PPOTrainer):
         run: str = rollouts.LOCAL,
         overrides: Mapping[str, Any] | None = None,
     ):
-        """`config`: AReaL's; `train_dataset`: rows that are prompts where `data.source` = "submitted", otherwise left
-        out; `run`, `overrides`: as of `april.connect`."""
-        opened = rollouts.connect(run_config, recovered(config.recover)[0], run, overrides)
+        """`config`: AReaL's; `train_dataset`: prompts with `data.source` = "submitted", otherwise omitted; `run`,
+        `overrides`: as in `april.connect`."""
+        opened = rollouts.connect(run_config, recovery_point(config.recover)[0], run, overrides)
         try:
             check(opened.config, config, train_dataset)
             schedule = opened.config.schedule
-            self._engine = Engine(
+            self._engine = ArealEngine(
                 opened,
                 lambda version: self.weight_update_meta.with_version(version).path,
-                lambda: recovered(config.recover),
+                lambda: recovery_point(config.recover),
                 prompt,
             )
             if train_dataset is None:
@@ -250,29 +252,29 @@ class Trainer(PPOTrainer):
             opened.__exit__(type(error), error, None)
             raise
 
-    def _create_dataloader(self, *arguments: Any, **keys: Any) -> Rows:
-        return Rows(super()._create_dataloader(*arguments, **keys))
+    def _create_dataloader(self, *arguments: Any, **keys: Any) -> CountingLoader:
+        return CountingLoader(super()._create_dataloader(*arguments, **keys))
 
-    def _init_rollout(self, config: Any, is_eval: bool = False, lora_path: str | None = None) -> Engine | None:
-        """April evaluates, by `evaluation.every`."""
+    def _init_rollout(self, config: Any, is_eval: bool = False, lora_path: str | None = None) -> ArealEngine | None:
+        """The engine for training; None for evaluation, which April does itself (`evaluation.every`)."""
         return None if is_eval else self._engine
 
     def train(self) -> None:
-        """Raises ConfigError where AReaL takes another number of steps than the run."""
+        """Train all steps. Raises ConfigError if AReaL and the run have different numbers of steps."""
         steps = self.config.total_train_epochs * len(self.train_dataloader)
         steps = min(steps, self.config.total_train_steps or steps)
-        most = self._engine.run.config.schedule.max_steps
-        if steps != most:
+        run_steps = self._engine.run.config.schedule.max_steps
+        if steps != run_steps:
             raise ConfigError(
-                f"AReaL trains {steps} steps and the run {most}; set total_train_steps or total_train_epochs"
+                f"AReaL trains {steps} steps and the run {run_steps}; set total_train_steps or total_train_epochs"
             )
-        super().train(workflow=Workflow())
+        super().train(workflow=UnusedWorkflow())
 
 
-def recovered(recover: Any) -> tuple[int, Path]:
-    """The step that AReaL would go on from, 0 without one, and the folder of its checkpoints."""
-    place = recover.experiment_name, recover.trial_name, recover.fileroot
-    info = Path(RecoverHandler.recover_info_path(*place))
+def recovery_point(recover: Any) -> tuple[int, Path]:
+    """Policy step of AReaL's newest checkpoint, 0 without one, and the folder of its checkpoints."""
+    names = recover.experiment_name, recover.trial_name, recover.fileroot
+    info = Path(RecoverHandler.recover_info_path(*names))
     if recover.mode in ("disabled", "off"):
         return 0, info.parent
     try:

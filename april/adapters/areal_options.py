@@ -1,21 +1,23 @@
-"""Options of AReaL that have to say the same as the run. Names are those of areal/api/cli_args.py in AReaL 1.0.4."""
+"""Check that AReaL's options agree with the run. Option names are those of areal/api/cli_args.py in AReaL 1.0.4."""
 
 import os
 from typing import Any
 
 from april.config import Config, ConfigError
-from april.config.checks import cut_of
+from april.config.checks import first_cut_key
+from april.errors import refuse
 
 SPMD = "AREAL_SPMD_MODE"
-"""set where every rank of AReaL's runs the whole trainer"""
+"""Environment variable of AReaL's mode in which every rank runs the whole trainer."""
 
 
 def check(config: Config, theirs: Any, rows: Any = None) -> None:
-    """That one batch is one step of AReaL's, and that both mean the same by a log-probability."""
+    """Check that one batch is one AReaL step, and that both sides define log-probabilities alike. Raises
+    ConfigError."""
     if os.environ.get(SPMD, "").lower() in ("1", "true"):
         raise ConfigError(f"{SPMD} is set: every rank would ask for batches; start AReaL with scheduler.type=local")
     if config.data.source == "submitted" and rows is None:
-        raise ConfigError("key 'data.source' = 'submitted' wants AReaL's rows; give train_dataset")
+        refuse("data.source", "submitted", "wants AReaL's rows", "give train_dataset")
     schedule, sampling = config.schedule, config.sampling
     wanted = {
         "actor.path": (os.path.abspath(theirs.actor.path), str(config.model.path)),
@@ -33,7 +35,5 @@ def check(config: Config, theirs: Any, rows: Any = None) -> None:
         if value != fitting:
             raise ConfigError(f"AReaL's '{name}' = {value!r} does not fit the run; set it to {fitting!r}")
     if sampling.is_cut:
-        key, cut = cut_of(config)
-        raise ConfigError(
-            f"key 'sampling.{key}' = {cut} cuts the distribution, which AReaL does not follow; leave it out"
-        )
+        key, cut = first_cut_key(config)
+        refuse(f"sampling.{key}", cut, "cuts the distribution, which AReaL does not follow", "leave it out")

@@ -1,9 +1,10 @@
-"""OpenRLHF's trainer on April's rollouts: its launcher, with April in the place of its vLLM engines.
+"""OpenRLHF's trainer on April's rollouts: its launcher, with April in place of its vLLM engines.
 
     python -m april.adapters.openrlhf --april.config my-run.toml --rollout.batch_size 128 ...
 
-All other options are those of `openrlhf.cli.train_ppo_ray`. Its trainer sends a step's prompts to one Ray actor, which
-answers with a batch of the run; its actor model broadcasts its weights to the same. One batch is one step.
+All other options are those of `openrlhf.cli.train_ppo_ray`. Its trainer sends the prompts of a step to one Ray actor,
+which answers with a batch of the run; the actor model broadcasts its weights to the same Ray actor. One batch is one
+step.
 """
 
 import argparse
@@ -23,42 +24,42 @@ from torch import Tensor
 from april import config as configuration
 from april import rollouts
 from april.adapters.openrlhf_options import check, their_options
-from april.adapters.parts import filled, sync_all, tensors_in
+from april.adapters.parts import fill_group, read_tensors, sync_folder
 from april.config import ConfigError
 from april.learner.batch import TrainSample
 from april.rollouts import Prompt, RolloutBatch, aio
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
-GATHER_S = 120.0
-"""in which all prompts of a step arrive: OpenRLHF sends them at once"""
-OTHER_CALLS = 64
-"""that the actor takes beside those of a step's prompts"""
-NEWEST = "latest"
-TAG = "global_step"
+GATHER_TIMEOUT_S = 120.0
+"""Longest wait for all prompts of a step, which OpenRLHF sends at once."""
+SPARE_CALLS = 64
+"""Concurrent calls of the Ray actor besides those for a step's prompts."""
+LATEST_FILE = "latest"
+STEP_PREFIX = "global_step"
 
 
 @dataclass
-class Asked:
-    """A prompt of OpenRLHF's, as text, whose samples are awaited."""
+class PendingPrompt:
+    """A prompt from OpenRLHF whose group is awaited."""
 
     prompt: str
     label: str
     tokenizer: Any
-    answer: "asyncio.Future[list[dict[str, Any]]]"
+    response: "asyncio.Future[list[dict[str, Any]]]"
 
 
-class Engine:
-    """What OpenRLHF's trainer calls of a `RolloutRayActor`, on a run; a Ray actor of one asyncio loop."""
+class OpenRlhfEngine:
+    """The interface of OpenRLHF's `RolloutRayActor`, implemented by a run; an asyncio Ray actor."""
 
     def __init__(self, connect: Callable[[], aio.AsyncRollouts], checkpoints: str):
-        """`checkpoints`: OpenRLHF's folder of the actor's."""
+        """`checkpoints`: folder of the actor model's checkpoints."""
         self.run, self.checkpoints = connect(), Path(checkpoints)
         self.batch: RolloutBatch | None = None
-        """in training"""
-        self._asked: list[Asked] = []
-        self._arriving: dict[str, Tensor] = {}
-        self._brought = False
-        """whether the run has been given weights"""
+        """The batch in training."""
+        self._pending: list[PendingPrompt] = []
+        self._received: dict[str, Tensor] = {}
+        self._has_weights = False
+        """Whether weights were published to the run."""
 
     async def start(self) -> None:
         await self.run.__aenter__()
@@ -76,70 +77,76 @@ class Engine:
         num_samples: int = 1,
         images: Any = None,
     ) -> list[dict[str, Any]]:
-        """A group, once the step's other prompts are here. With `data.source` = "submitted" it is of this prompt;
-        otherwise of one of the run's own, and what belongs to the prompt is that one's.
+        """One group, once all prompts of the step have arrived. With `data.source` = "submitted" it belongs to this
+        prompt; otherwise to a prompt that April has drawn, whose text and label are returned.
 
-        Raises RuntimeError where the run is over before OpenRLHF is, or fewer prompts come than a batch has groups.
+        Raises RuntimeError if the run is over before OpenRLHF is, or fewer prompts arrive than a batch has groups.
         """
         if images:
             raise RuntimeError("April takes text alone; leave out --data.max_images_per_prompt")
         loop = asyncio.get_running_loop()
-        asked = Asked(prompt, label, hf_tokenizer, loop.create_future())
-        if not self._asked:
-            self._late = loop.call_later(GATHER_S, self._refuse_part)
-        self._asked.append(asked)
-        if len(self._asked) == self.run.config.schedule.rollout_batch_size:
-            self._late.cancel()
-            whole, self._asked = self._asked, []
-            self._serving = asyncio.create_task(self._serve(whole))
-        return await asked.answer
+        pending = PendingPrompt(prompt, label, hf_tokenizer, loop.create_future())
+        if not self._pending:
+            self._timer = loop.call_later(GATHER_TIMEOUT_S, self._refuse_incomplete)
+        self._pending.append(pending)
+        if len(self._pending) == self.run.config.schedule.rollout_batch_size:
+            self._timer.cancel()
+            complete, self._pending = self._pending, []
+            self._serving = asyncio.create_task(self._serve(complete))
+        return await pending.response
 
     def get_num_unfinished_requests(self) -> int:
-        return len(self._asked)
+        return len(self._pending)
 
-    def _refuse_part(self) -> None:
-        part, self._asked = self._asked, []
-        for one in part:
-            one.answer.set_exception(
+    def _refuse_incomplete(self) -> None:
+        incomplete, self._pending = self._pending, []
+        for request in incomplete:
+            request.response.set_exception(
                 RuntimeError(
-                    f"{len(part)} prompts came and no more, of which a batch has "
+                    f"{len(incomplete)} prompts came and no more, of which a batch has "
                     f"{self.run.config.schedule.rollout_batch_size}; give OpenRLHF a multiple of --rollout.batch_size"
                 )
             )
 
-    async def _serve(self, asked: list[Asked]) -> None:
+    async def _serve(self, pending: list[PendingPrompt]) -> None:
         try:
-            answers = await self._groups(asked)
+            responses = await self._groups(pending)
         except Exception as error:
-            for one in asked:
-                one.answer.set_exception(error)
+            for request in pending:
+                request.response.set_exception(error)
             return
-        for one, group in zip(asked, answers, strict=True):
-            one.answer.set_result(group)
+        for request, group in zip(pending, responses, strict=True):
+            request.response.set_result(group)
 
-    async def _groups(self, asked: list[Asked]) -> list[list[dict[str, Any]]]:
+    async def _groups(self, pending: list[PendingPrompt]) -> list[list[dict[str, Any]]]:
         run, config = self.run, self.run.config
         if run.step >= config.schedule.max_steps:
             raise RuntimeError(f"the run is over after {run.step} batches; raise schedule.max_steps")
-        if not self._brought:
-            await run.publish(tensors_in(Path(config.model.path)))
-            self._brought = True
-        await self._tell_checkpoint()
-        own = config.data.source != "submitted"
-        if not own:
-            prompts = [Prompt(encoded(one.tokenizer, one.prompt), str(one.label or "")) for one in asked]
-            await run.submit(prompts, first=run.step * len(asked))
+        if not self._has_weights:
+            await run.publish(read_tensors(Path(config.model.path)))
+            self._has_weights = True
+        await self._report_checkpoint()
+        draws_own_prompts = config.data.source != "submitted"
+        if not draws_own_prompts:
+            prompts = [
+                Prompt(encode(request.tokenizer, request.prompt), str(request.label or "")) for request in pending
+            ]
+            await run.submit(prompts, first=run.step * len(pending))
         self.batch = await run.take()
         assert self.batch, "the run has more batches"
         groups, size = self.batch.groups, config.schedule.n_samples_per_prompt
-        if not own:
-            groups = [groups[place] for place in np.argsort(self.batch.prompts)]
-        answers = []
-        for one, group in zip(asked, groups, strict=True):
-            prompt = one.tokenizer.decode(group[0].tokens[: group[0].prompt_tokens]) if own else one.prompt
-            origin = {"prompt": prompt, "label": "" if own else one.label}
-            answers.append([origin | described(sample) for sample in filled(group, size)])
-        return answers
+        if not draws_own_prompts:
+            groups = [groups[index] for index in np.argsort(self.batch.prompts)]
+        responses = []
+        for request, group in zip(pending, groups, strict=True):
+            prompt = (
+                request.tokenizer.decode(group[0].tokens[: group[0].prompt_tokens])
+                if draws_own_prompts
+                else request.prompt
+            )
+            origin = {"prompt": prompt, "label": "" if draws_own_prompts else request.label}
+            responses.append([origin | to_response(sample) for sample in fill_group(group, size)])
+        return responses
 
     # --- weights ------------------------------------------------------------------------------------------------
 
@@ -153,12 +160,12 @@ class Engine:
         backend: str = "nccl",
         use_ray: bool = False,
     ) -> None:
-        """As one engine of one rank has it."""
+        """Join the weight broadcast as the only engine, with one rank."""
         if use_ray:
             from ray.util import collective
 
-            meet = partial(collective.init_collective_group, world_size, rank_offset, backend, group_name)
-            await asyncio.to_thread(meet)
+            join = partial(collective.init_collective_group, world_size, rank_offset, backend, group_name)
+            await asyncio.to_thread(join)
             self._receive: Callable[[Tensor], Any] = partial(collective.broadcast, src_rank=0, group_name=group_name)
         else:
             from openrlhf.utils.distributed_util import stateless_init_process_group
@@ -172,46 +179,46 @@ class Engine:
     async def update_weight(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False
     ) -> None:
-        """Rank 0 broadcasts it; `empty_cache` is said of the last."""
+        """Receive one tensor from rank 0; `empty_cache` marks the last one of the weights."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
         await asyncio.to_thread(self._receive, tensor)
-        self._arriving[name] = tensor.cpu()
+        self._received[name] = tensor.cpu()
         if empty_cache:
-            weights, self._arriving = self._arriving, {}
-            await self._bring(weights)
+            weights, self._received = self._received, {}
+            await self._publish(weights)
 
     async def reset_prefix_cache(self) -> None:
-        """April's workers do that with every new version."""
+        """Does nothing: April's workers reset their cache with every version."""
 
-    async def _bring(self, weights: dict[str, Tensor]) -> None:
-        """They contain the last batch; those of the last step end the run."""
+    async def _publish(self, weights: dict[str, Tensor]) -> None:
+        """Publish weights that contain the last batch; after the last step the run ends."""
         run = self.run
         if self.batch:
             await run.consumed(self.batch, {"reward": self.batch.rewards.mean().item()})
         await run.publish(weights)
-        self._brought = True
+        self._has_weights = True
         if run.step >= run.config.schedule.max_steps:
-            await self._tell_checkpoint()
+            await self._report_checkpoint()
             await run.take()
             await run.__aexit__(None, None, None)
 
-    async def _tell_checkpoint(self) -> None:
-        """OpenRLHF's newest checkpoint is durable once it is on disk."""
+    async def _report_checkpoint(self) -> None:
+        """Report OpenRLHF's newest checkpoint as durable once it is synced to disk."""
         saved = newest_step(self.checkpoints)
         if self._durable < saved <= self.run.step:
-            sync_all(self.checkpoints / f"{TAG}{saved}")
-            kept = [step_of(folder.name) for folder in self.checkpoints.glob(f"{TAG}[0-9]*")]
+            sync_folder(self.checkpoints / f"{STEP_PREFIX}{saved}")
+            kept = [step_of(folder.name) for folder in self.checkpoints.glob(f"{STEP_PREFIX}[0-9]*")]
             await self.run.durable(saved, oldest=min(kept))
             self._durable = saved
 
 
-def encoded(tokenizer: Any, prompt: str) -> list[int]:
-    """As OpenRLHF's executor does it."""
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of the prompt, as OpenRLHF's own executor encodes it."""
     return tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
 
 
-def described(sample: TrainSample) -> dict[str, Any]:
-    """What OpenRLHF reads of a response."""
+def to_response(sample: TrainSample) -> dict[str, Any]:
+    """The fields of a response that OpenRLHF reads."""
     first = sample.prompt_tokens
     return {
         "images": None,
@@ -227,13 +234,13 @@ def described(sample: TrainSample) -> dict[str, Any]:
 
 
 def newest_step(checkpoints: Path) -> int:
-    """Of the checkpoint that OpenRLHF would go on from; 0 without one."""
-    path = checkpoints / NEWEST
+    """Policy step of the newest checkpoint; 0 without one."""
+    path = checkpoints / LATEST_FILE
     return step_of(path.read_text().strip()) if path.is_file() else 0
 
 
 def step_of(tag: str) -> int:
-    return int(tag.removeprefix(TAG))
+    return int(tag.removeprefix(STEP_PREFIX))
 
 
 # --- the launcher -----------------------------------------------------------------------------------------------
@@ -247,14 +254,14 @@ def own_options() -> argparse.ArgumentParser:
 
 
 def create_engines(path: str, address: str, theirs: dict[str, Any], *_: Any, **__: Any) -> list[Any]:
-    """In the place of `create_vllm_engines`: one Ray actor. It needs an accelerator to receive by NCCL alone."""
+    """Replacement of `create_vllm_engines`: one Ray actor, with a GPU only if it receives weights by NCCL."""
     import ray
 
     checkpoints = str(Path(theirs["ckpt.path"], "_actor").absolute())
     step = newest_step(Path(checkpoints)) if theirs["ckpt.load_enable"] else 0
     through_host = theirs["vllm.sync_with_ray"] and theirs["vllm.sync_backend"] != "nccl"
-    at_once = theirs["rollout.batch_size"] + OTHER_CALLS
-    actor = ray.remote(Engine).options(num_cpus=1, num_gpus=0 if through_host else 1, max_concurrency=at_once)
+    at_once = theirs["rollout.batch_size"] + SPARE_CALLS
+    actor = ray.remote(OpenRlhfEngine).options(num_cpus=1, num_gpus=0 if through_host else 1, max_concurrency=at_once)
     engine = actor.remote(partial(aio.connect, path, step, address), checkpoints)
     ray.get(engine.start.remote())
     return [engine]
@@ -268,7 +275,7 @@ def main(words: Sequence[str]) -> None:
     import openrlhf.trainer.ray
 
     openrlhf.trainer.ray.create_vllm_engines = partial(create_engines, str(Path(path).absolute()), address, theirs)
-    # OpenRLHF asks for no reward model of its own where an agent says the rewards.
+    # With an agent function OpenRLHF needs no reward model of its own.
     sys.argv[1:] = [*rest, "--train.agent_func_path", __file__]
     runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)
 

@@ -1,4 +1,4 @@
-"""Options of OpenRLHF that have to say the same as the run.
+"""Check that OpenRLHF's options agree with the run.
 
 Names and defaults are those of openrlhf/cli/train_ppo_ray.py in OpenRLHF 0.11.2.
 """
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from april.config import Config, ConfigError
-from april.config.checks import cut_of
+from april.config.checks import first_cut_key
+from april.errors import refuse
 
 OPTIONS: dict[str, tuple[type, Any]] = {
     "actor.model_name_or_path": (Path, None),
@@ -26,6 +27,7 @@ OPTIONS: dict[str, tuple[type, Any]] = {
     "eval.dataset": (str, None),
     "train.agent_func_path": (str, None),
 }
+"""(type, default) of OpenRLHF's options by name."""
 FLAGS = (
     "algo.dynamic_filtering_enable",
     "ckpt.load_enable",
@@ -36,7 +38,7 @@ FLAGS = (
 
 
 def their_options(words: list[str]) -> dict[str, Any]:
-    """What the words of its command say of these; the others are its own business."""
+    """Values of OPTIONS and FLAGS on OpenRLHF's command line; other options are ignored."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, (kind, default) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, default=default)
@@ -46,7 +48,8 @@ def their_options(words: list[str]) -> dict[str, Any]:
 
 
 def check(config: Config, theirs: dict[str, Any]) -> None:
-    """That one batch is one step of OpenRLHF's, and that both mean the same by a log-probability."""
+    """Check that one batch is one OpenRLHF step, and that both sides define log-probabilities alike. Raises
+    ConfigError."""
     schedule, sampling = config.schedule, config.sampling
     groups = schedule.rollout_batch_size
     wanted: dict[str, tuple] = {
@@ -68,16 +71,16 @@ def check(config: Config, theirs: dict[str, Any]) -> None:
     }
     for name, fitting in wanted.items():
         if theirs[name] not in fitting:
-            mend = "leave it out" if fitting[0] in (None, False) else f"set it to {' or '.join(map(str, fitting))}"
-            raise ConfigError(f"OpenRLHF's '--{name}' = {theirs[name]} does not fit the run; {mend}")
+            fix = "leave it out" if fitting[0] in (None, False) else f"set it to {' or '.join(map(str, fitting))}"
+            raise ConfigError(f"OpenRLHF's '--{name}' = {theirs[name]} does not fit the run; {fix}")
     if sampling.is_cut:
-        key, value = cut_of(config)
-        raise ConfigError(
-            f"key 'sampling.{key}' = {value} cuts the distribution, which OpenRLHF does not follow; leave it out"
-        )
-    theirs_alone = schedule.groups_per_round == groups and not schedule.filters_groups
-    if config.data.source == "submitted" and not theirs_alone:
-        raise ConfigError(
-            "key 'data.source' = 'submitted' trains the prompts of each of OpenRLHF's batches and no others; leave out "
-            "schedule.over_sampling_batch_size and filters, or let April draw the prompts: data.path"
+        key, value = first_cut_key(config)
+        refuse(f"sampling.{key}", value, "cuts the distribution, which OpenRLHF does not follow", "leave it out")
+    only_their_prompts = schedule.groups_per_round == groups and not schedule.filters_groups
+    if config.data.source == "submitted" and not only_their_prompts:
+        refuse(
+            "data.source",
+            "submitted",
+            "trains the prompts of each of OpenRLHF's batches and no others",
+            "leave out schedule.over_sampling_batch_size and filters, or let April draw the prompts: data.path",
         )

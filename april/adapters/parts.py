@@ -1,4 +1,4 @@
-"""What several adapters need: groups of one size, weights from a folder, a checkpoint that is on disk."""
+"""Helpers of several adapters: groups of equal size, weights from a folder, checkpoints synced to disk."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,20 +11,20 @@ from april.files.disk import sync
 from april.learner.batch import TrainSample
 
 
-def filled(group: list[TrainSample], size: int) -> list[TrainSample]:
-    """`size` samples: the trainer knows groups of one size alone, so one that has lost some has others twice."""
+def fill_group(group: list[TrainSample], size: int) -> list[TrainSample]:
+    """Repeat samples of a group that has lost some, up to `size`, for trainers that need groups of equal size."""
     return list(itertools.islice(itertools.cycle(group), size))
 
 
-def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Of a Hugging Face folder."""
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of a Hugging Face folder."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
 
 
-def sync_all(folder: Path) -> None:
-    """Put a checkpoint on disk: TRL has only written it."""
+def sync_folder(folder: Path) -> None:
+    """Sync a checkpoint's files and folders to disk, which trainers do not do when they write it."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
         sync(path)

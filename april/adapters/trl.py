@@ -12,8 +12,8 @@
         rollouts.train(trainer)
 
 April draws the prompts, generates, and scores. TRL computes advantages, corrects for stale tokens by the behaviour
-log-probabilities, trains and saves. One batch is one optimizer step. A checkpoint of TRL's makes its batch durable, and
-`train` goes on from the newest.
+log-probabilities, trains and saves. One batch is one optimizer step. TRL's checkpoints make their batches durable, and
+`train` resumes from the newest.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,45 +33,46 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from april import rollouts
-from april.adapters.parts import filled, sync_all
+from april.adapters.parts import fill_group, sync_folder
 from april.config import Config, ConfigError
-from april.config.checks import cut_of
+from april.config.checks import first_cut_key
+from april.errors import refuse
 from april.learner.batch import TrainSample
 from april.rollouts import RolloutBatch, Rollouts
 
-REWARD = "april_reward"
-"""what TRL hands on to `reward` with each sample"""
-CHECKPOINT = "checkpoint-"
+REWARD_COLUMN = "april_reward"
+"""Column in which TRL passes each sample's reward to `TrlRollouts.reward`."""
+CHECKPOINT_PREFIX = "checkpoint-"
 Scores: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
 Score: TypeAlias = Callable[..., Scores]
-"""log-probabilities [B, C], entropies, auxiliary loss"""
+"""TRL's scoring function, which returns log-probabilities [B, C], entropies [B, C] and an auxiliary loss."""
 
 
 class TrlRollouts:
-    """What `connect` gives: the parts that GRPOTrainer asks for, and the run behind them."""
+    """Dataset, reward and rollout functions for GRPOTrainer, backed by a run."""
 
     def __init__(self, run: Rollouts, arguments: GRPOConfig, resumed_from: str | None = None):
-        """`resumed_from`: TRL's checkpoint that the trainer will go on from."""
+        """`resumed_from`: TRL's checkpoint from which the trainer resumes."""
         self.run, self.arguments, self.resumed_from = run, arguments, resumed_from
         self.batch: RolloutBatch | None = None
-        """in training"""
+        """The batch in training."""
         self._batches: Iterator[RolloutBatch] = run.batches()
 
     @property
     def dataset(self) -> Dataset:
-        """Rows that count TRL's steps. Their prompts are not read: those of the run are."""
+        """Empty rows that only count TRL's steps; the prompts are the run's."""
         schedule = self.run.config.schedule
         return Dataset.from_dict({"prompt": [""] * schedule.rollout_batch_size * schedule.max_steps})
 
     def reward(self, **columns: Any) -> list[float]:
-        """What April's verifier has said of each sample."""
-        return columns[REWARD]
+        """TRL's reward function: the rewards of April's verifier."""
+        return columns[REWARD_COLUMN]
 
     def generate(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """This process's share of the next batch, as `rollout_func` has to give it. Collective.
+        """TRL's `rollout_func`: this rank's share of the next batch. Collective.
 
-        The `prompts` are TRL's own and have no part in it. RuntimeError where the run is over before TRL is, and where
-        TRL evaluates: April does that.
+        Of the `prompts`, which are TRL's own, only their number counts. Raises RuntimeError if the run is over before
+        TRL is, and if TRL evaluates, which April does itself.
         """
         if not trainer.model.training:
             raise RuntimeError(
@@ -81,30 +82,32 @@ class TrlRollouts:
         if self.batch is None:
             raise RuntimeError(f"the run is over after {self.run.step} batches; lower max_steps to that")
         size = self.run.config.schedule.n_samples_per_prompt
-        samples = [sample for group in self.batch.groups for sample in filled(group, size)]
+        samples = [sample for group in self.batch.groups for sample in fill_group(group, size)]
         first = (dist.get_rank() if dist.is_initialized() else 0) * len(prompts)
-        return described(samples[first : first + len(prompts)])
+        return to_trl(samples[first : first + len(prompts)])
 
     def attach(self, trainer: GRPOTrainer) -> None:
-        """Make a trainer take its rollouts, bring its weights, and report; done by `train`.
+        """Connect a trainer to the run: rollouts, weights and progress. `train` calls it.
 
-        TRL corrects by behaviour log-probabilities for a server's rollouts alone, and brings weights to that server
-        before it generates. From here on that server is April.
+        TRL corrects by behaviour log-probabilities only for rollouts of a generation server, to which it sends weights
+        before it generates. This makes April that server.
         """
         trainer.use_vllm = True
         trainer.vllm_generation = WeightsToApril(self.run, trainer)
         trainer._last_loaded_step = -1
-        trainer._get_per_token_logps_and_entropies = partial(by_length, trainer._get_per_token_logps_and_entropies)
-        trainer._prepare_inputs = partial(of_like_length, trainer, trainer._prepare_inputs)
-        trainer.add_callback(Reports(self, trainer))
+        trainer._get_per_token_logps_and_entropies = partial(
+            score_by_length, trainer._get_per_token_logps_and_entropies
+        )
+        trainer._prepare_inputs = partial(group_by_length, trainer, trainer._prepare_inputs)
+        trainer.add_callback(ProgressCallback(self, trainer))
 
     def train(self, trainer: GRPOTrainer) -> Any:
-        """`trainer.train` from the newest checkpoint in `output_dir`, if there is one."""
+        """Run `trainer.train` from the newest checkpoint in `output_dir`, if there is one."""
         self.attach(trainer)
         return trainer.train(resume_from_checkpoint=self.resumed_from)
 
     def finish(self) -> None:
-        """All batches are trained: the run may end, and evaluate the last weights."""
+        """After the last batch, let the run end and evaluate the last weights."""
         if self.run.step >= self.run.config.schedule.max_steps:
             next(self._batches, None)
 
@@ -117,7 +120,7 @@ class TrlRollouts:
 
 
 class WeightsToApril:
-    """In the place of TRL's generation server."""
+    """Stands in for TRL's generation server."""
 
     def __init__(self, run: Rollouts, trainer: GRPOTrainer):
         self.run, self.trainer = run, trainer
@@ -126,21 +129,21 @@ class WeightsToApril:
         self.run.publish(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
 
-class Reports(TrainerCallback):
-    """Tells April what has become of each batch."""
+class ProgressCallback(TrainerCallback):
+    """Reports consumed batches and durable checkpoints to the run."""
 
     def __init__(self, owner: TrlRollouts, trainer: GRPOTrainer):
         self.owner, self.trainer = owner, trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         batch = self.owner.batch
-        assert batch, "a step is made of a batch"
+        assert batch, "every step trains a batch"
         self.owner.run.consumed(batch, {"reward": batch.rewards.mean().item()})
 
     def on_save(self, arguments: GRPOConfig, *_: Any, **__: Any) -> None:
         if self.owner.batch:
             folders = checkpoints(arguments.output_dir)
-            sync_all(folders[self.owner.run.step])
+            sync_folder(folders[self.owner.run.step])
             self.owner.run.durable(self.owner.batch, oldest=min(folders))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -154,21 +157,22 @@ def connect(
     run: str = rollouts.LOCAL,
     overrides: Mapping[str, Any] | None = None,
 ) -> TrlRollouts:
-    """As `april.connect`, at the newest whole checkpoint in `arguments.output_dir`. Raises ConfigError for arguments
+    """As `april.connect`, at the newest complete checkpoint in `arguments.output_dir`. Raises ConfigError for arguments
     that do not fit the run."""
-    whole = {step: folder for step, folder in checkpoints(arguments.output_dir).items() if is_whole(folder)}
-    step = max(whole, default=0)
+    complete = {step: folder for step, folder in checkpoints(arguments.output_dir).items() if is_complete(folder)}
+    step = max(complete, default=0)
     connected = rollouts.connect(config, step, run, overrides)
     try:
         check(connected.config, arguments)
     except ConfigError as error:
         connected.__exit__(ConfigError, error, None)
         raise
-    return TrlRollouts(connected, arguments, str(whole[step]) if whole else None)
+    return TrlRollouts(connected, arguments, str(complete[step]) if complete else None)
 
 
 def check(config: Config, arguments: GRPOConfig) -> None:
-    """That one batch is one optimizer step of TRL's, and that both mean the same by a log-probability."""
+    """Check that one batch is one optimizer step, and that both sides define log-probabilities alike. Raises
+    ConfigError."""
     schedule = config.schedule
     for name, wanted, why in (
         ("num_generations", schedule.n_samples_per_prompt, "schedule.n_samples_per_prompt"),
@@ -186,40 +190,40 @@ def check(config: Config, arguments: GRPOConfig) -> None:
             raise ConfigError(f"GRPOConfig's '{name}' = {given!r} does not fit the run; set it to {wanted!r}, {why}")
 
     if config.sampling.is_cut:
-        key, value = cut_of(config)
-        raise ConfigError(
-            f"key 'sampling.{key}' = {value} cuts the distribution, which TRL does not follow; leave it out"
-        )
+        key, value = first_cut_key(config)
+        refuse(f"sampling.{key}", value, "cuts the distribution, which TRL does not follow", "leave it out")
 
 
-def by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int, **others: Any) -> Scores:
-    """`GRPOTrainer`'s log-probabilities and entropies, not padded to the longest response of a batch, but to that of
-    `batch_size` rows of like length. The same values; 0 behind the longest of them.
+def score_by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int, **options: Any) -> Scores:
+    """`GRPOTrainer`'s log-probabilities and entropies, computed on `batch_size` rows of similar length at a time, each
+    padded only to its own longest response. Values are the same; columns beyond that response are 0.
 
-    `ids`, `mask`: [B, P + C], prompts padded on the left, the C = `logits_to_keep` of responses on the right.
+    `ids`, `mask`: [B, P + C], prompts padded on the left, the C = `logits_to_keep` response tokens on the right.
     """
-    size, entropy = others.pop("batch_size", None) or len(ids), others.pop("compute_entropy", False)
-    if any(value is not None and value is not False for value in others.values()):
-        return score(model, ids, mask, logits_to_keep, batch_size=size, compute_entropy=entropy, **others)
+    size, entropy = options.pop("batch_size", None) or len(ids), options.pop("compute_entropy", False)
+    if any(value is not None and value is not False for value in options.values()):
+        return score(model, ids, mask, logits_to_keep, batch_size=size, compute_entropy=entropy, **options)
     lengths = mask[:, -logits_to_keep:].sum(1)
     order = lengths.argsort()
-    found = []
+    parts = []
     for rows in order.split(size):
-        behind = logits_to_keep - max(1, int(lengths[rows].max()))
-        end = ids.shape[1] - behind
+        padding = logits_to_keep - max(1, int(lengths[rows].max()))
+        end = ids.shape[1] - padding
         scores = score(
-            model, ids[rows, :end], mask[rows, :end], logits_to_keep - behind, batch_size=size, compute_entropy=entropy
+            model, ids[rows, :end], mask[rows, :end], logits_to_keep - padding, batch_size=size, compute_entropy=entropy
         )
-        found.append([None if each is None else pad(each, (0, behind)) for each in scores[:2]])
-    places = order.argsort()
-    logprobs, entropies = (None if each[0] is None else torch.cat(each)[places] for each in zip(*found, strict=True))
+        parts.append([None if each is None else pad(each, (0, padding)) for each in scores[:2]])
+    original_order = order.argsort()
+    logprobs, entropies = (
+        None if each[0] is None else torch.cat(each)[original_order] for each in zip(*parts, strict=True)
+    )
     assert logprobs is not None
     return logprobs, entropies, None
 
 
-def of_like_length(trainer: GRPOTrainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
-    """`GRPOTrainer._prepare_inputs`, with rows of like length in a micro-batch, where a step is the sum over its rows.
-    Where a micro-batch has a mean of its own, its rows are those that TRL has mixed."""
+def group_by_length(trainer: GRPOTrainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
+    """`GRPOTrainer._prepare_inputs` with rows sorted by length into micro-batches, if the loss is a sum over rows. If
+    each micro-batch has its own mean, TRL's order is kept."""
     before = trainer._buffered_inputs
     inputs = prepare(batch)
     batches = trainer._buffered_inputs
@@ -227,54 +231,57 @@ def of_like_length(trainer: GRPOTrainer, prepare: Callable[[Any], Any], batch: A
         return inputs
     if not all(value is None or isinstance(value, Tensor) for value in batches[0].values()):
         return inputs
-    whole = {
-        key: first if is_one(first) else torch.cat([part[key] for part in batches]) for key, first in batches[0].items()
+    complete = {
+        key: first if is_shared(first) else torch.cat([part[key] for part in batches])
+        for key, first in batches[0].items()
     }
-    order = whole["completion_mask"].sum(1).argsort()
-    sorted_rows = {key: value if is_one(value) else value[order] for key, value in whole.items()}
+    order = complete["completion_mask"].sum(1).argsort()
+    sorted_rows = {key: value if is_shared(value) else value[order] for key, value in complete.items()}
     trainer._buffered_inputs = split_tensor_dict(sorted_rows, len(batches))
     return trainer._buffered_inputs[trainer._step % len(batches)]
 
 
 def sums_over_rows(trainer: GRPOTrainer) -> bool:
-    """Whether it makes no difference to a step which rows share a micro-batch."""
-    own_mean = trainer.loss_type == "bnpo" or trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1.0
-    return not own_mean and not trainer.aux_loss_enabled
+    """Whether the loss of a step does not depend on which rows share a micro-batch."""
+    has_own_mean = trainer.loss_type == "bnpo" or trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1.0
+    return not has_own_mean and not trainer.aux_loss_enabled
 
 
-def is_one(value: Any) -> bool:
-    """Whether it is of all rows together."""
+def is_shared(value: Any) -> bool:
+    """Whether a value belongs to all rows together."""
     return value is None or value.ndim == 0
 
 
-def described(samples: list[TrainSample]) -> dict[str, list[Any]]:
+def to_trl(samples: list[TrainSample]) -> dict[str, list[Any]]:
+    """The samples as the columns that TRL expects of a `rollout_func`."""
     masks = []
     for sample in samples:
         mask = [0] * sample.response_tokens
-        for place in sample.sampled.tolist():
-            mask[place] = 1
+        for position in sample.sampled_positions.tolist():
+            mask[position] = 1
         masks.append(mask)
     return {
         "prompt_ids": [sample.tokens[: sample.prompt_tokens].tolist() for sample in samples],
         "completion_ids": [sample.tokens[sample.prompt_tokens :].tolist() for sample in samples],
         "logprobs": [sample.logprobs.tolist() for sample in samples],
         "env_mask": masks,
-        REWARD: [float(sample.reward) for sample in samples],
+        REWARD_COLUMN: [float(sample.reward) for sample in samples],
     }
 
 
 def checkpoints(output_dir: str) -> dict[int, Path]:
-    """TRL's, by their step."""
-    folders = Path(output_dir).glob(f"{CHECKPOINT}[0-9]*")
+    """TRL's checkpoint folders by policy step."""
+    folders = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}[0-9]*")
     return {step_of(folder): folder for folder in folders}
 
 
 def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(CHECKPOINT))
+    return int(checkpoint.name.removeprefix(CHECKPOINT_PREFIX))
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """A trainer that is killed while it saves leaves a part: the file that it reads here is the last that it writes."""
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the checkpoint is complete: a trainer killed while saving has not written the state file, the last
+    one."""
     try:
         return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step == step_of(checkpoint)
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""verl's trainer on April's rollouts: a `DataProto` of prompts in, a `DataProto` of trajectories out.
+"""verl's trainer on April's rollouts: takes a `DataProto` of prompts, and returns one of trajectories.
 
     actor_rollout_ref.rollout.agent.agent_loop_manager_class=april.adapters.verl.AgentLoopManager
     actor_rollout_ref.rollout.checkpoint_manager_class=april.adapters.verl.CheckpointManager
@@ -6,9 +6,8 @@
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=april.adapters.verl
     +actor_rollout_ref.rollout.custom.april.config=my-run.toml
 
-Both managers live in the process of verl's trainer, the engine in those of its actor, whose first rank leaves the
-weights in a folder that both see. One batch is one step of verl's.
-"""
+Both managers live in the process of verl's trainer, the checkpoint engine in those of its actor, whose first rank
+writes the weights to a folder that both can read. One batch is one verl step."""
 
 import os
 import tempfile
@@ -30,34 +29,36 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineManager, Ch
 from verl.utils.ray_utils import auto_await
 
 from april import rollouts
-from april.adapters.parts import filled, sync_all
+from april.adapters.parts import fill_group, sync_folder
 from april.config import Config, ConfigError
-from april.config.checks import cut_of
+from april.config.checks import first_cut_key
+from april.errors import refuse
 from april.learner.batch import TrainSample
 from april.rollouts import Prompt, RolloutBatch, Rollouts
 
 BACKEND = "april"
-NEWEST = "latest_checkpointed_iteration.txt"
+LATEST_FILE = "latest_checkpointed_iteration.txt"
 STEP_FOLDER = "global_step_"
-NOTHING = ("turn_scores", "tool_rewards", "extras")
-"""fields that verl expects of every trajectory, and April has nothing for"""
+EMPTY_FIELDS = ("turn_scores", "tool_rewards", "extras")
+"""Fields that verl expects of every trajectory and April leaves empty."""
 
 
 class AgentLoopManager:
-    """In the place of verl's own: it starts no agent loops, and takes batches of the run."""
+    """Replaces verl's agent loop manager: starts no agent loops, and takes batches of the run."""
 
     current: "AgentLoopManager | None" = None
-    """the last that was made in this process, whose weights the `CheckpointManager` brings"""
+    """The manager of this process, through which `CheckpointManager` publishes weights."""
 
     def __init__(self, config: Any, run: Rollouts | None = None):
-        """`config`: all of verl's; `run`: a connection that exists, None: as `rollout.custom.april` says."""
+        """`config`: verl's whole configuration; `run`: an existing connection, by default that of
+        `rollout.custom.april`."""
         self.config, self.rollout = config, config.actor_rollout_ref.rollout
         self.checkpoints = Path(config.trainer.default_local_dir)
         own = (self.rollout.get("custom") or {}).get("april") or {}
         if run is None:
             if not own.get("config"):
-                raise ConfigError(
-                    "key 'actor_rollout_ref.rollout.custom.april.config' is missing; name the TOML file of the run"
+                refuse(
+                    "actor_rollout_ref.rollout.custom.april.config", None, "is missing", "name the TOML file of the run"
                 )
             run = rollouts.connect(own["config"], resumed_step(config.trainer), own.get("run", rollouts.LOCAL))
         self.run = run
@@ -67,76 +68,77 @@ class AgentLoopManager:
             run.__exit__(ConfigError, error, None)
             raise
         self.batch: RolloutBatch | None = None
-        """in training"""
+        """The batch in training."""
         self._durable = run.step
         AgentLoopManager.current = self
 
     @classmethod
     @auto_await
     async def create(cls, config: Any, *_: Any, **__: Any) -> "AgentLoopManager":
-        """verl's servers, teacher and reward loop have no part."""
+        """As verl's own; servers, teacher and reward loop are ignored."""
         return cls(config)
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """The next batch. RuntimeError where verl validates: April evaluates; and where the run is over before verl is.
+        """The next batch. Raises RuntimeError if verl validates, which April does itself, and if the run is over before
+        verl is.
 
-        With `data.source` = "submitted" it is of these prompts, in their order. Otherwise of the run's own: then the
-        fields that verl keeps of its rows, `reward_model` among them, are not those of the trajectories.
+        With `data.source` = "submitted" the batch has these prompts in their order. Otherwise it has prompts that April
+        has drawn, and the fields that verl keeps of its rows, such as `reward_model`, do not belong to them.
         """
         if prompts.meta_info.get("validate"):
             raise RuntimeError(
                 "verl cannot validate on April's rollouts; set trainer.test_freq=-1 and "
                 "trainer.val_before_train=False, evaluation.every is April's"
             )
-        began, step = time.perf_counter(), int(prompts.meta_info["global_steps"]) - 1
+        started, step = time.perf_counter(), int(prompts.meta_info["global_steps"]) - 1
         if step != self.run.step:
             raise RuntimeError(f"verl is at step {step} and the run at {self.run.step}; go on from the same checkpoint")
-        self._tell_checkpoints()
+        self._report_checkpoint()
         schedule = self.run.config.schedule
         if self.run.config.data.source == "submitted":
             first = step * schedule.rollout_batch_size
-            self.run.submit(brought(prompts, schedule.n_samples_per_prompt), first=first)
+            self.run.submit(prompts_of(prompts, schedule.n_samples_per_prompt), first=first)
         self.batch = self.run.take()
         if self.batch is None:
             raise RuntimeError(f"the run is over after {self.run.step} batches; lower trainer.total_training_steps")
         groups, numbers = self.batch.groups, self.batch.prompts
         if numbers:
-            groups = [groups[place] for place in np.argsort(numbers)]
-        samples = [sample for group in groups for sample in filled(group, schedule.n_samples_per_prompt)]
+            groups = [groups[index] for index in np.argsort(numbers)]
+        samples = [sample for group in groups for sample in fill_group(group, schedule.n_samples_per_prompt)]
         output = to_proto(samples, self.rollout.prompt_length, self.rollout.response_length)
-        output.meta_info["timing"] = {"agent_loop/april/take": time.perf_counter() - began}
+        output.meta_info["timing"] = {"agent_loop/april/take": time.perf_counter() - started}
         return output
 
-    def _tell_checkpoints(self) -> None:
-        """verl's newest checkpoint is durable once it is on disk."""
+    def _report_checkpoint(self) -> None:
+        """Report verl's newest checkpoint as durable once it is synced to disk."""
         saved = newest_step(self.checkpoints)
         if saved > self._durable:
-            sync_all(self.checkpoints / f"{STEP_FOLDER}{saved}")
+            sync_folder(self.checkpoints / f"{STEP_FOLDER}{saved}")
             kept = [step_of(folder) for folder in self.checkpoints.glob(f"{STEP_FOLDER}[0-9]*")]
             self.run.durable(saved, oldest=min(kept))
             self._durable = saved
 
     def publish(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Bring the weights that the trainer holds now; those of the last step end the run."""
+        """Publish the trainer's current weights; after the last step the run ends."""
         if self.batch:
             self.run.consumed(self.batch, {"reward": self.batch.rewards.mean().item()})
         self.run.publish(weights)
         if self.run.step >= self.run.config.schedule.max_steps:
-            self._tell_checkpoints()
+            self._report_checkpoint()
             self.run.take()
             self.run.__exit__(None, None, None)
 
 
 @CheckpointEngineRegistry.register(BACKEND)
 class SnapshotEngine(CheckpointEngine):
-    """In each process of verl's actor: the first rank leaves whole weights in a folder."""
+    """Checkpoint engine in each process of verl's actor; the first rank writes whole weights to a folder."""
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, folder: str = "", **_: Any):
         self.is_master, self.folder = is_master, snapshot_folder(folder)
 
     async def send_weights(self, weights: Iterator[tuple[str, Tensor]], global_steps: int | None = None) -> None:
-        """Collective: every rank goes through all of them."""
+        """Write the weights. Collective: every rank iterates over all of them."""
         whole = {}
         for name, tensor in weights:
             if self.is_master:
@@ -164,7 +166,7 @@ class SnapshotEngine(CheckpointEngine):
 
 
 class CheckpointManager(CheckpointEngineManager):
-    """Brings the actor's weights to April's workers instead of verl's servers, which stay asleep."""
+    """Publishes the actor's weights to April's workers instead of verl's servers, which stay asleep."""
 
     def update_weights(self, global_steps: int | None = None) -> dict:
         ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=BACKEND))
@@ -181,8 +183,8 @@ def snapshot_folder(folder: str) -> Path:
     return Path(folder or Path(tempfile.gettempdir(), f"april-verl-{os.getuid()}"))
 
 
-def brought(prompts: DataProto, size: int) -> list[Prompt]:
-    """Of `size` rows each, one behind the other, that verl has made of a prompt."""
+def prompts_of(prompts: DataProto, size: int) -> list[Prompt]:
+    """The distinct prompts of a batch in which verl has repeated each one in `size` consecutive rows."""
     return [prompt_of(prompts[row].non_tensor_batch) for row in range(0, len(prompts), size)]
 
 
@@ -192,11 +194,11 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
     return Prompt(messages if isinstance(messages, str) else list(messages), str(label))
 
 
-def check(config: Config, theirs: Any) -> None:
-    """That one batch is one step of verl's, and that both mean the same by a log-probability."""
-    schedule, rollout = config.schedule, theirs.actor_rollout_ref.rollout
+def check(config: Config, options: Any) -> None:
+    """Check that one batch is one verl step, and that both sides define log-probabilities alike. Raises ConfigError."""
+    schedule, rollout = config.schedule, options.actor_rollout_ref.rollout
     given = {
-        "data.train_batch_size": (theirs.data.train_batch_size, schedule.rollout_batch_size),
+        "data.train_batch_size": (options.data.train_batch_size, schedule.rollout_batch_size),
         "actor_rollout_ref.rollout.n": (rollout.n, schedule.n_samples_per_prompt),
         "actor_rollout_ref.rollout.temperature": (rollout.temperature, config.sampling.temperature),
         "actor_rollout_ref.rollout.response_length": (rollout.response_length, config.sampling.max_response_tokens),
@@ -205,20 +207,21 @@ def check(config: Config, theirs: Any) -> None:
         if value != wanted:
             raise ConfigError(f"verl's '{name}' = {value!r} does not fit the run; set it to {wanted!r}")
     if config.sampling.is_cut:
-        key, value = cut_of(config)
-        raise ConfigError(
-            f"key 'sampling.{key}' = {value} cuts the distribution, which verl does not follow; leave it out"
-        )
-    theirs_alone = schedule.groups_per_round == schedule.rollout_batch_size and not schedule.filters_groups
-    if config.data.source == "submitted" and not theirs_alone:
-        raise ConfigError(
-            "key 'data.source' = 'submitted' trains the prompts of each of verl's batches and no others; leave out "
-            "schedule.over_sampling_batch_size and filters, or let April draw the prompts: data.path"
+        key, value = first_cut_key(config)
+        refuse(f"sampling.{key}", value, "cuts the distribution, which verl does not follow", "leave it out")
+    only_verl_prompts = schedule.groups_per_round == schedule.rollout_batch_size and not schedule.filters_groups
+    if config.data.source == "submitted" and not only_verl_prompts:
+        refuse(
+            "data.source",
+            "submitted",
+            "trains the prompts of each of verl's batches and no others",
+            "leave out schedule.over_sampling_batch_size and filters, or let April draw the prompts: data.path",
         )
 
 
 def to_proto(samples: Sequence[TrainSample], prompt_length: int, response_length: int) -> DataProto:
-    """B rows: prompts [B, P] padded on the left, responses [B, R] on the right, rewards at the last token."""
+    """The samples as a `DataProto`: prompts [B, P] padded on the left, responses [B, R] padded on the right, rewards at
+    the last token."""
     longest = max(sample.prompt_tokens for sample in samples)
     if longest > prompt_length:
         raise RuntimeError(f"a prompt has {longest} tokens; raise verl's data.max_prompt_length = {prompt_length}")
@@ -230,7 +233,7 @@ def to_proto(samples: Sequence[TrainSample], prompt_length: int, response_length
         first, length = sample.prompt_tokens, sample.response_tokens
         ids, left, right = torch.tensor(sample.tokens).long(), prompt_length - first, response_length - length
         sampled = torch.zeros(length, dtype=torch.int64)
-        sampled[torch.from_numpy(sample.sampled)] = 1
+        sampled[torch.from_numpy(sample.sampled_positions)] = 1
         score = torch.zeros(response_length)
         score[length - 1] = sample.reward
         columns["prompts"].append(pad(ids[:first], (left, 0)))
@@ -243,24 +246,24 @@ def to_proto(samples: Sequence[TrainSample], prompt_length: int, response_length
     tensors["input_ids"] = torch.cat([tensors["prompts"], tensors["responses"]], dim=1)
     tensors["position_ids"] = (tensors["attention_mask"].cumsum(1) - 1).clamp(min=0)
     steps = [[version.step for _, _, version in sample.segments] for sample in samples]
-    objects: dict[str, list[Any]] = {name: [None] * len(samples) for name in NOTHING}
+    objects: dict[str, list[Any]] = {name: [None] * len(samples) for name in EMPTY_FIELDS}
     objects["multi_modal_inputs"] = [{} for _ in samples]
-    objects["min_global_steps"] = [min(one, default=None) for one in steps]
-    objects["max_global_steps"] = [max(one, default=None) for one in steps]
+    objects["min_global_steps"] = [min(versions, default=None) for versions in steps]
+    objects["max_global_steps"] = [max(versions, default=None) for versions in steps]
     others = {name: np.fromiter(values, dtype=object, count=len(samples)) for name, values in objects.items()}
-    others["__num_turns__"] = np.array([2 * max(1, len(turns(sample))) for sample in samples], np.int32)
+    others["__num_turns__"] = np.array([2 * max(1, len(turn_starts(sample))) for sample in samples], np.int32)
     return DataProto(TensorDict(tensors, batch_size=len(samples)), others, {"reward_extra_keys": []})
 
 
-def turns(sample: TrainSample) -> list[int]:
-    """Where those of the policy begin: behind an observation, or at the start."""
+def turn_starts(sample: TrainSample) -> list[int]:
+    """Positions in the response at which turns of the policy start: at 0, or after an observation."""
     ends = [0, *(end for _, end, _ in sample.segments)]
     return [start for (start, _, _), end in zip(sample.segments, ends, strict=False) if start == 0 or start > end]
 
 
 def newest_step(checkpoints: Path) -> int:
-    """Of the checkpoint that verl would go on from; 0 without one."""
-    path = checkpoints / NEWEST
+    """Policy step of the newest checkpoint; 0 without one."""
+    path = checkpoints / LATEST_FILE
     return int(path.read_text()) if path.is_file() else 0
 
 

@@ -1,4 +1,4 @@
-"""Agents: programs of one's own that speak with the policy over HTTP, durably. `docs/agents.md` shows how."""
+"""Agents: the user's programs, which call the policy over HTTP in durable sessions. See `docs/agents.md`."""
 
 from april.registry import Registry
 

@@ -1,106 +1,109 @@
-"""An agents process at work: sessions come from the broker, programs run for them, closings go back.
+"""The sessions of an agents process: opened by the broker, run by programs, closed with a reward.
 
-A program that fails by itself starts from nothing, elsewhere perhaps. One that is lost with its process is run again
-at once, and is answered from the journal up to where it was.
+A session whose program fails is given back and starts from nothing, possibly in another process. A program that is lost
+with its process is run again at once, and its calls are answered from the journal up to the point it had reached.
 """
 
 import asyncio
 import logging
 
 from april import wire
-from april.agents.elsewhere import OVER
+from april.agents.elsewhere import OVER_STATUS
 from april.agents.gateway import Gateway, task_of
-from april.agents.host import Begin
-from april.agents.link import Link, Said
+from april.agents.host import StartProgram
+from april.agents.link import BrokerLink, RowWithPayload
 from april.agents.listening import Addresses
 from april.agents.programs import Runner
 from april.agents.rendering import Renderer
-from april.agents.session import AgentSession
+from april.agents.session import ConversationTree
 from april.config import AgentSection
 from april.wire.limits import clip
 
 log = logging.getLogger(__name__)
 
-MOST_DEATHS = 3
-"""of the process of a session's program without a turn in between, before the session is given back"""
+MAX_DEATHS = 3
+"""Deaths of the program's process without a new turn in between; after one more the session is given back."""
 
 
 class Agents:
-    """A `Listener` and an `Audience`."""
+    """All sessions of this process. Implements `Listener` (for the broker link) and `ProgramObserver` (for the
+    runner)."""
 
     def __init__(self, section: AgentSection, gateway: Gateway, renderer: Renderer):
         self.section = section
         self.gateway = gateway
         self.renderer = renderer
-        self.sessions: dict[int, AgentSession] = {}
+        self.sessions: dict[int, ConversationTree] = {}
         self.addresses: Addresses
         self.runner: Runner
-        self.link: Link
-        self.over = asyncio.Event()
+        self.link: BrokerLink
+        self.stopped = asyncio.Event()
         self.failure = ""
-        """why this process cannot go on"""
+        """Why this process cannot continue; "" while it can."""
         self.completed = 0
-        """sessions that were closed"""
+        """Number of sessions closed without an error."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._deaths: dict[int, tuple[int, int]] = {}
-        """(turns, deaths at that number of turns)"""
+        """By lease id: (turns at the last death, deaths at that number of turns)."""
 
     # --- from the broker --------------------------------------------------------------------------------------
 
-    def open(self, told: wire.Session, said: list[Said]) -> None:
-        if session := self.sessions.get(told.lease_id):
-            return session.hear(said)
-        rendered = self.section.history == "template"
-        session = AgentSession(told, self.renderer, self.link.say, self.section.max_turn_tokens, rendered)
-        session.hear(said)
-        self.sessions[told.lease_id] = session
+    def open_session(self, lease: wire.AgentSession, rows: list[RowWithPayload]) -> None:
+        if session := self.sessions.get(lease.lease_id):
+            return session.receive_rows(rows)
+        by_tokens = self.section.history == "template"
+        session = ConversationTree(
+            lease, self.renderer, self.link.send_observation, self.section.max_turn_tokens, by_tokens
+        )
+        session.receive_rows(rows)
+        self.sessions[lease.lease_id] = session
         self._run(session)
 
-    def hear(self, said: list[Said]) -> None:
-        for row, payload in said:
-            if session := self.sessions.get(wire.session_of(row.lease_id)):
-                session.hear([(row, payload)])
+    def receive_rows(self, rows: list[RowWithPayload]) -> None:
+        for row, payload in rows:
+            if session := self.sessions.get(wire.session_lease_id(row.lease_id)):
+                session.receive_rows([(row, payload)])
 
-    def lose(self, lease_id: int, why: str) -> None:
-        """The broker knows what becomes of it: who shows its key is told that."""
+    def drop(self, lease_id: int, why: str) -> None:
+        """Forget a session. Later requests with its key are answered by what the broker says of it."""
         if self._forget(lease_id, why, status=None):
-            self.runner.cease(lease_id)
+            self.runner.cancel(lease_id)
 
-    def found(self, holder: wire.Holder) -> None:
-        if self.gateway.elsewhere:
-            self.gateway.elsewhere.hear(holder)
+    def receive_holder(self, holder: wire.Holder) -> None:
+        if self.gateway.forwarder:
+            self.gateway.forwarder.receive_holder(holder)
 
     def stop(self, why: str) -> None:
-        if self.gateway.elsewhere:
-            self.gateway.elsewhere.ask = None
+        if self.gateway.forwarder:
+            self.gateway.forwarder.ask_broker = None
         for lease_id in list(self.sessions):
-            self.lose(lease_id, why)
-        self.over.set()
+            self.drop(lease_id, why)
+        self.stopped.set()
 
     # --- from programs ----------------------------------------------------------------------------------------
 
-    def began(self, key: int) -> None:
-        """Its time runs, and does not begin anew where it is run again."""
+    def program_started(self, key: int) -> None:
+        """Start the session's timeout; running the program again does not restart it."""
         if key not in self._timers:
             loop = asyncio.get_running_loop()
-            self._timers[key] = loop.call_later(self.section.timeout_s, self._overdue, key)
+            self._timers[key] = loop.call_later(self.section.timeout_s, self._time_out, key)
 
-    def ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
+    def program_ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
         session = self.sessions.get(key)
         if session is None:
             return
         if error:
             return self._give_back(key, error)
         reward = session.reward if reward is None else reward
-        behind, state = session.superseded(), state or session.state
-        closing: wire.Closing = wire.Closed(key, behind, state)
+        superseded, state = session.superseded_forks(), state or session.state
+        closing: wire.Closing = wire.Closed(key, superseded, state)
         if reward is not None:
-            closing = wire.Scored(key, [reward], [{}], behind, state)
+            closing = wire.Scored(key, [reward], [{}], superseded, state)
         self.completed += 1
         self._forget(key, "its agent has ended")
         self.link.close_session(closing)
 
-    def died(self, keys: list[int], why: str) -> None:
+    def process_died(self, keys: list[int], why: str) -> None:
         for key in keys:
             if session := self.sessions.get(key):
                 if self.section.replay == "discard" and session.turns:
@@ -110,36 +113,36 @@ class Agents:
                 turns, deaths = self._deaths.get(key, (0, 0))
                 deaths = deaths + 1 if turns == len(session.turns) else 1
                 self._deaths[key] = len(session.turns), deaths
-                if deaths > MOST_DEATHS:
+                if deaths > MAX_DEATHS:
                     self._give_back(key, why)
                 else:
                     self._run(session)
 
-    def broken(self, why: str) -> None:
-        """Others go on with what is open here."""
+    def runner_failed(self, why: str) -> None:
+        """Leave the run: other agents processes continue the open sessions."""
         self.failure = f"the process of agent.program = {self.section.program!r}: {why}"
         self.link.leave(self.failure)
 
     # --- sessions ---------------------------------------------------------------------------------------------
 
-    def _run(self, session: AgentSession) -> None:
+    def _run(self, session: ConversationTree) -> None:
         key = self.gateway.admit(session)
-        near, public = self.addresses.near, self.addresses.public
-        order = Begin(session.told.lease_id, near, key, task_of(session), session.replaying, public)
-        self.runner.begin(order)
+        local, public = self.addresses.local, self.addresses.public
+        order = StartProgram(session.lease.lease_id, local, key, task_of(session), session.replaying, public)
+        self.runner.start_program(order)
 
-    def _overdue(self, lease_id: int) -> None:
-        self.runner.cease(lease_id)
+    def _time_out(self, lease_id: int) -> None:
+        self.runner.cancel(lease_id)
         self._give_back(lease_id, f"it took longer than agent.timeout_s = {self.section.timeout_s:g}")
 
     def _give_back(self, lease_id: int, error: str) -> None:
-        """The session starts from nothing."""
+        """Report a failed program: its sample starts from nothing."""
         if session := self._forget(lease_id, "its agent has failed"):
-            ids = {"group": session.told.group, "sample": session.told.index}
+            ids = {"group": session.lease.group, "sample": session.lease.index}
             log.warning("an agent has failed: %s", error, extra=ids)
             self.link.close_session(wire.GiveBack(lease_id, 0, "agent_failed", clip(error.splitlines()[0])))
 
-    def _forget(self, lease_id: int, why: str, status: int | None = OVER) -> AgentSession | None:
+    def _forget(self, lease_id: int, why: str, status: int | None = OVER_STATUS) -> ConversationTree | None:
         session = self.sessions.pop(lease_id, None)
         if session:
             session.end(why)

@@ -1,6 +1,6 @@
-"""The HTTP server that agents speak with: one key a session, and only what is on the broker's disk is answered.
+"""The HTTP server of the policy's APIs: one key per session; only journaled tokens are ever returned.
 
-A call stays open until its answer is there, however often its sample is aborted, moved and resumed meanwhile.
+A call stays open until its answer is complete, however often its sample is aborted, moved and resumed meanwhile.
 """
 
 import secrets
@@ -13,75 +13,77 @@ import orjson
 from aiohttp import web
 
 from april.agents.dialects import Dialect
-from april.agents.dialects.base import Event
-from april.agents.elsewhere import KEY, MOVED, OVER, Elsewhere, key_of_session
-from april.agents.host import packed
+from april.agents.dialects.base import StreamEvent
+from april.agents.elsewhere import MOVED_STATUS, OVER_STATUS, SESSION_KEY, SessionForwarder, session_key
+from april.agents.host import pack_state
 from april.agents.rendering import BadMessages
-from april.agents.session import AgentSession, Refusal, Turn
+from april.agents.session import ConversationTree, Refusal, Turn
 
-BODY_BYTES = 8 << 20
-"""of a request"""
-FORMER_KEYS = 10_000
-"""that are remembered"""
-OF_NO_SESSION = ("/v1/models", "/v1/sessions")
-"""what is asked without the key of one"""
-SDK_RETRIES, SAME_CALL = "x-stainless-retry-count", "idempotency-key"
+MAX_BODY_BYTES = 8 << 20
+"""Largest request body."""
+MAX_FORMER_KEYS = 10_000
+"""Closed keys that are still answered by their own status; older ones count as unknown."""
+SESSIONLESS_PATHS = ("/v1/models", "/v1/sessions")
+"""Paths that need no session key."""
+RETRY_COUNT_HEADER, IDEMPOTENCY_HEADER = "x-stainless-retry-count", "idempotency-key"
 
 
 class Gateway:
-    """gateway = Gateway([Chat(tokenizer, model="my-run", ignores=False)])
-    key = gateway.admit(session)       # what its agent has to say with each call
+    """Answers the requests of agents, each authorized by the key of its session.
+
+    gateway = Gateway([Chat(tokenizer, model="my-run", ignore_overrides=False)])
+    key = gateway.admit(session)       # the agent sends it with each call
     """
 
     def __init__(self, dialects: list[Dialect]):
         self.dialects = dialects
-        self.of_path = {dialect.path: dialect for dialect in dialects}
-        self.sessions: dict[str, AgentSession] = {}
-        """by the key of the execution that may speak"""
-        self.former: dict[str, int] = {}
-        """keys that opened a session once, with the HTTP status that they get now"""
-        self.elsewhere: Elsewhere | None = None
-        """whoever else has sessions; None where nobody has"""
+        self.dialect_by_path = {dialect.path: dialect for dialect in dialects}
+        self.sessions: dict[str, ConversationTree] = {}
+        """Sessions by the API key of their current execution."""
+        self.former_keys: dict[str, int] = {}
+        """Closed keys and the HTTP status that requests with them get."""
+        self.forwarder: SessionForwarder | None = None
+        """Forwards requests for sessions of other processes; None where there are none."""
         self.counts: Counter[str] = Counter()
-        """of answers by HTTP status"""
+        """Responses by HTTP status."""
         self.refusals: Counter[str] = Counter()
-        """of requests by their code"""
-        self.app = web.Application(client_max_size=BODY_BYTES, middlewares=[self._errors])
+        """Refused requests by code."""
+        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._render_errors])
         for dialect in dialects:
-            self.app.router.add_post(dialect.path, self._converse)
+            self.app.router.add_post(dialect.path, self._complete)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/session/reward", self._reward)
         self.app.router.add_post("/v1/session/state", self._state)
         self.app.router.add_get("/v1/session", self._session)
 
-    def admit(self, session: AgentSession) -> str:
-        """The key of a new execution of its agent; older ones are told to end."""
-        self.dismiss(session, MOVED)
+    def admit(self, session: ConversationTree) -> str:
+        """The key of a new execution of the session's agent. Earlier keys get MOVED_STATUS from now on."""
+        self.dismiss(session, MOVED_STATUS)
         session.rewind()
-        told = session.told
-        key = key_of_session(told.group, told.index, told.lease_id, secrets.token_urlsafe(32))
+        lease = session.lease
+        key = session_key(lease.group, lease.index, lease.lease_id, secrets.token_urlsafe(32))
         self.sessions[key] = session
         return key
 
-    def dismiss(self, session: AgentSession, status: int | None = OVER) -> None:
-        """Its key opens nothing any more; `status`: what it gets now, None: the broker is asked."""
-        for key in [key for key, one in self.sessions.items() if one is session]:
+    def dismiss(self, session: ConversationTree, status: int | None = OVER_STATUS) -> None:
+        """Close the session's key. `status`: HTTP status of later requests with it; None: as the broker says."""
+        for key in [key for key, open_session in self.sessions.items() if open_session is session]:
             del self.sessions[key]
             if status is None:
                 continue
-            self.former[key] = status
-            if len(self.former) > FORMER_KEYS:
-                del self.former[next(iter(self.former))]
+            self.former_keys[key] = status
+            if len(self.former_keys) > MAX_FORMER_KEYS:
+                del self.former_keys[next(iter(self.former_keys))]
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.Response:
-        one = {"id": self.dialects[0].model, "object": "model", "created": 0, "owned_by": "april"}
-        return answer({"object": "list", "data": [one]})
+        model = {"id": self.dialects[0].model, "object": "model", "created": 0, "owned_by": "april"}
+        return json_response({"object": "list", "data": [model]})
 
     async def _session(self, request: web.Request) -> web.Response:
         session = self.session_of(request)
-        return answer({"replaying": session.replaying, "task": task_of(session), "reward": session.reward})
+        return json_response({"replaying": session.replaying, "task": task_of(session), "reward": session.reward})
 
     async def _reward(self, request: web.Request) -> web.Response:
         session, body = self.session_of(request), await read_body(request)
@@ -89,125 +91,128 @@ class Gateway:
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= 1e9:
             raise Refusal("invalid_value", f"'reward' = {reward!r} is no finite number up to 1e9")
         session.reward = float(reward)
-        return answer({"reward": session.reward})
+        return json_response({"reward": session.reward})
 
     async def _state(self, request: web.Request) -> web.Response:
         session, body = self.session_of(request), await read_body(request)
         try:
-            session.state = packed(body.get("state"))
+            session.state = pack_state(body.get("state"))
         except (ValueError, TypeError) as error:
             raise Refusal("invalid_value", f"'state': {error}") from None
-        return answer({"state": body.get("state")})
+        return json_response({"state": body.get("state")})
 
-    async def _converse(self, request: web.Request) -> web.StreamResponse:
-        dialect = self.of_path[request.path]
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        dialect = self.dialect_by_path[request.path]
         session, body = self.session_of(request), await read_body(request)
-        turn = session.ask(replace(dialect.wish(body, session), **call_of(request)))
-        turn.calls += 1
+        turn = session.request_turn(replace(dialect.parse(body, session), **call_identity(request)))
+        turn.pending_calls += 1
         try:
             if body.get("stream"):
                 return await self._stream(request, body, dialect, session, turn)
-            async for _ in news(session, turn):
+            async for _ in progress(session, turn):
                 pass
             turn.delivered = True
-            return answer(dialect.whole(session, turn))
+            return json_response(dialect.response_body(session, turn))
         finally:
-            turn.calls -= 1
+            turn.pending_calls -= 1
 
     async def _stream(
-        self, request: web.Request, body: dict[str, Any], dialect: Dialect, session: AgentSession, turn: Turn
+        self, request: web.Request, body: dict[str, Any], dialect: Dialect, session: ConversationTree, turn: Turn
     ) -> web.StreamResponse:
-        """Server-sent events: text as it reaches the disk; where answers are parsed, once they are whole."""
+        """Answer by server-sent events: text as it is journaled, or, where answers are parsed, once they are
+        complete."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        stream = Stream(response, dialect.numbered)
-        await stream.send(*dialect.begin(session, turn))
+        stream = ResponseStream(response, dialect.numbers_events)
+        await stream.send(*dialect.stream_start(session, turn))
         sent = ""
         try:
-            async for _ in news(session, turn):
+            async for _ in progress(session, turn):
                 text = session.text_so_far(turn)
                 if text.startswith(sent) and len(text) > len(sent):
-                    more, sent = text[len(sent) :], text
-                    await stream.send(dialect.more(session, turn, more))
+                    delta, sent = text[len(sent) :], text
+                    await stream.send(dialect.stream_delta(session, turn, delta))
         except Refusal as error:
-            await stream.send(Event(dialect.error(error.code, str(error), error.status), "error"))
+            await stream.send(StreamEvent(dialect.error(error.code, str(error), error.status), "error"))
             return response
         turn.delivered = True
-        await stream.send(*dialect.end(session, turn, body, bool(sent)))
-        await response.write(dialect.farewell)
+        await stream.send(*dialect.stream_end(session, turn, body, bool(sent)))
+        await response.write(dialect.stream_terminator)
         return response
 
     def key_of(self, request: web.Request) -> str:
-        """That a request shows, in the manner of any of the APIs."""
+        """The key of a request, from the header of any of the APIs; "" without one."""
         return next(filter(None, (dialect.key(request.headers) for dialect in self.dialects)), "")
 
-    def session_of(self, request: web.Request) -> AgentSession:
-        """The one that a request's key opens. Raises Refusal."""
+    def session_of(self, request: web.Request) -> ConversationTree:
+        """The session of the request's key. Raises Refusal."""
         key = self.key_of(request)
-        if self.former.get(key) == MOVED:
-            raise Refusal("session_moved", "another execution of this session's agent has taken its place", MOVED)
-        if key in self.former:
-            raise Refusal("session_over", "the session of this key is over", OVER)
+        if self.former_keys.get(key) == MOVED_STATUS:
+            raise Refusal(
+                "session_moved", "another execution of this session's agent has taken its place", MOVED_STATUS
+            )
+        if key in self.former_keys:
+            raise Refusal("session_over", "the session of this key is over", OVER_STATUS)
         if key not in self.sessions:
             raise Refusal("invalid_api_key", "this key opens no session", 401)
         return self.sessions[key]
 
-    def _is_of_others(self, request: web.Request) -> bool:
-        """Whether it shows a key of a session, and of none that was ever here."""
+    def _is_foreign_key(self, request: web.Request) -> bool:
+        """Whether the request carries a well-formed session key that this process has never issued."""
         key = self.key_of(request)
-        mine = key in self.sessions or key in self.former or request.path in OF_NO_SESSION
-        return not mine and KEY.fullmatch(key) is not None
+        is_own = key in self.sessions or key in self.former_keys or request.path in SESSIONLESS_PATHS
+        return not is_own and SESSION_KEY.fullmatch(key) is not None
 
     @web.middleware
-    async def _errors(
+    async def _render_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Refusals in the shape of the API: what an agent can handle, and does not try again for ever."""
-        refused = self.of_path.get(request.path, self.dialects[0]).error
+        """Middleware: forwards foreign sessions, and renders refusals in the form of the API that was called."""
+        render_error = self.dialect_by_path.get(request.path, self.dialects[0]).error
         try:
-            if self.elsewhere and self._is_of_others(request):
-                response = await self.elsewhere.answer(request, self.key_of(request))
+            if self.forwarder and self._is_foreign_key(request):
+                response = await self.forwarder.forward(request, self.key_of(request))
             else:
                 response = await handler(request)
         except Refusal as error:
             self.refusals[error.code] += 1
-            response = answer(refused(error.code, str(error), error.status), error.status)
+            response = json_response(render_error(error.code, str(error), error.status), error.status)
         except BadMessages as error:
-            response = answer(refused("invalid_messages", str(error), 400), 400)
+            response = json_response(render_error("invalid_messages", str(error), 400), 400)
         except web.HTTPException as error:
-            response = answer(refused("invalid_request", error.reason, error.status), error.status)
+            response = json_response(render_error("invalid_request", error.reason, error.status), error.status)
         self.counts[str(response.status)] += 1
         return response
 
 
-def task_of(session: AgentSession) -> dict[str, Any]:
-    """What its agent is to do: the row's prompt as `messages`, its `label`, and which sample it is."""
-    told = session.told
-    prompt = orjson.loads(told.prompt)
+def task_of(session: ConversationTree) -> dict[str, Any]:
+    """The task of the session's agent: the row's prompt as `messages`, its `label`, and the identity of the sample."""
+    lease = session.lease
+    prompt = orjson.loads(lease.prompt)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {
-        "messages": messages, "label": told.label, "group": told.group, "index": told.index,
-        "evaluation": told.evaluation,
+        "messages": messages, "label": lease.label, "group": lease.group, "index": lease.index,
+        "evaluation": lease.evaluation,
     }  # fmt: skip
 
 
-def call_of(request: web.Request) -> dict[str, Any]:
-    """What a client says of a call itself: its name, and whether it asks once more."""
-    retried = request.headers.get(SDK_RETRIES, "0") not in ("", "0")
-    return {"name": request.headers.get(SAME_CALL, ""), "repeated": retried}
+def call_identity(request: web.Request) -> dict[str, Any]:
+    """Fields of a `PolicyCall` that the request's headers set: idempotency key, and whether it is a retry."""
+    is_retry = request.headers.get(RETRY_COUNT_HEADER, "0") not in ("", "0")
+    return {"idempotency_key": request.headers.get(IDEMPOTENCY_HEADER, ""), "is_retry": is_retry}
 
 
-async def news(session: AgentSession, turn: Turn) -> Any:
-    """Yields whenever more of the turn is there, and once when it is over. Raises Refusal when the session is."""
+async def progress(session: ConversationTree, turn: Turn) -> Any:
+    """Yield whenever the turn has new tokens; return once it is complete. Raises Refusal when the session ends."""
     while True:
-        turn.news.clear()
+        turn.changed.clear()
         if turn.ids:
             yield
-        if turn.over:
+        if turn.complete:
             return
-        if session.ended:
-            raise Refusal("session_over", f"this session is over: {session.ended}", 410)
-        await turn.news.wait()
+        if session.end_reason:
+            raise Refusal("session_over", f"this session is over: {session.end_reason}", 410)
+        await turn.changed.wait()
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
@@ -220,21 +225,22 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def answer(body: dict[str, Any], status: int = 200) -> web.Response:
+def json_response(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
 
 @dataclass
-class Stream:
-    """Of server-sent events."""
+class ResponseStream:
+    """A response of server-sent events."""
 
     response: web.StreamResponse
-    numbered: bool
+    numbers_events: bool
+    """Whether each event carries a sequence number."""
     sent: int = 0
 
-    async def send(self, *events: Event) -> None:
+    async def send(self, *events: StreamEvent) -> None:
         for data, name in events:
-            number = {"sequence_number": self.sent} if self.numbered else {}
+            number = {"sequence_number": self.sent} if self.numbers_events else {}
             head = f"event: {name}\n".encode() if name else b""
             await self.response.write(head + b"data: " + orjson.dumps(data | number) + b"\n\n")
             self.sent += 1

@@ -1,32 +1,32 @@
-"""Environments of the package `gymnasium` as agents, by name: `agent.program = "gymnasium"`.
+"""Environments of the package `gymnasium` as agents: `agent.program = "gymnasium"`.
 
-Those whose actions can be said: a text, or one of a few with a name each. What the policy reads is what the environment
-shows as text. Siblings of a group begin alike, so that a program that is run again meets what it met before.
+Supported action spaces are Text, and Discrete with a word for each action; observations are rendered as text. All
+samples of a group start from the same seed, so that a replayed program sees the same observations.
 """
 
 import asyncio
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from april.agents.host import Session
-from april.config import ConfigError
+from april.agents.host import HostedSession
+from april.errors import refuse
 
-MARKED, COLOURS = re.compile(r"\x1b\[[\d;]*m(.+?)\x1b\[0m"), re.compile(r"\x1b\[[\d;]*m")
-"""what an environment marks by a colour, and colours alone"""
-TOO_LONG = "context_length_exceeded"
+HIGHLIGHT, COLOUR = re.compile(r"\x1b\[[\d;]*m(.+?)\x1b\[0m"), re.compile(r"\x1b\[[\d;]*m")
+"""Text that an environment has highlighted by a colour code, and any colour code."""
+CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 class Gymnasium:
-    """A program whose keys are `agent.options`."""
+    """The agent program; its constructor arguments are the keys of `agent.options`."""
 
     def __init__(
         self, name: str, arguments: dict[str, Any] | None = None, actions: Sequence[str] = (), turns: int = 32,
         reminder: str = "Say one of: {actions}",
     ):  # fmt: skip
-        """`actions`: words for those of the environment, in their order, numbers if there are none; `reminder`: what
-        an answer without any of them is answered. Raises ConfigError."""
+        """`actions`: a word for each action of the environment, in its order; by default their numbers. `reminder`: the
+        user message after an answer that names no action. Raises ConfigError."""
         self.name, self.arguments, self.turns, self.reminder = name, arguments or {}, turns, reminder
         environment = self._make()
         self.actions = actions_of(environment.action_space, name, list(actions))
@@ -35,58 +35,60 @@ class Gymnasium:
         from openai import DefaultAsyncHttpxClient
 
         self.http = DefaultAsyncHttpxClient(timeout=None)
-        """one for all sessions: making one takes longer than a turn"""
+        """One client for all sessions, because creating one takes longer than a turn."""
 
-    async def __call__(self, session: Session) -> float:
-        """The sum of what the environment gives. Raises what it raises: that is no reward of 0."""
+    async def __call__(self, session: HostedSession) -> float:
+        """The sum of the environment's rewards. Its exceptions are raised, because a crash is not a reward of 0."""
         environment = self._make()
         try:
             return await self._play(session, environment)
         finally:
             environment.close()
 
-    async def _play(self, session: Session, environment: Any) -> float:
+    async def _play(self, session: HostedSession, environment: Any) -> float:
         from openai import AsyncOpenAI, BadRequestError
 
         client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=self.http, timeout=None)
         observation, _ = await in_thread(partial(environment.reset, seed=seed_of(session.task)))
-        messages, worth = begun(session.task["messages"], text_of(environment, observation)), 0.0
+        messages, total_reward = first_messages(session.task["messages"], text_of(environment, observation)), 0.0
         for _ in range(self.turns):
             try:
                 reply = await client.chat.completions.create(model="policy", messages=messages)
             except BadRequestError as error:
-                if error.code == TOO_LONG:
-                    break  # the policy's own doing: the conversation ends there, and is worth what it is
+                if error.code == CONTEXT_EXCEEDED:
+                    break  # the policy filled its context: the episode ends here with the reward so far
                 raise
-            said = reply.choices[0].message.content or ""
-            action, shown = self._understood(said), self.reminder.format(actions=", ".join(self.actions or ()))
+            answer = reply.choices[0].message.content or ""
+            action = self._parse_action(answer)
+            observation_text = self.reminder.format(actions=", ".join(self.actions or ()))
             if action is not None:
-                observation, reward, ended, cut, _ = await in_thread(partial(environment.step, action))
-                worth += float(reward)
-                if ended or cut:
+                observation, reward, terminated, truncated, _ = await in_thread(partial(environment.step, action))
+                total_reward += float(reward)
+                if terminated or truncated:
                     break
-                shown = text_of(environment, observation)
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": shown}]
-        return worth
+                observation_text = text_of(environment, observation)
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": observation_text}]
+        return total_reward
 
     def _make(self) -> Any:
         try:
             import gymnasium
 
             return gymnasium.make(self.name, **self.arguments)
-        except Exception as error:  # of the package or of the environment, of whatever kind
-            raise unusable(self.name, f"makes no environment: {error}") from error
+        except Exception as error:  # whatever the package or the environment raises
+            refuse_environment(self.name, f"makes no environment: {error}", error)
 
-    def _understood(self, said: str) -> Any:
-        """The action that an answer names last; None if it names none."""
+    def _parse_action(self, answer: str) -> Any:
+        """The action that the answer names last; None if it names none."""
         if self.actions is None:
-            return said
-        found = self.pattern.findall(said.casefold())
+            return answer
+        found = self.pattern.findall(answer.casefold())
         return [word.casefold() for word in self.actions].index(found[-1]) if found else None
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """No thread can be ended alone. A cancellation waits for it, and where it hangs its process is ended instead."""
+    """Run a call in a thread. A cancellation waits for the call, since a thread cannot be killed; if it hangs, the
+    runner kills the process."""
     running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(running)
@@ -96,40 +98,38 @@ async def in_thread(call: Callable[[], Any]) -> Any:
 
 
 def actions_of(space: Any, name: str, words: list[str]) -> list[str] | None:
-    """What each action is called; None where it is said as it is. Raises ConfigError."""
+    """The word of each action; None where the answer itself is the action. Raises ConfigError."""
     from gymnasium.spaces import Discrete, Text
 
     if isinstance(space, Text) and not words:
         return None
     if not isinstance(space, Discrete) or space.start:
-        raise unusable(name, f"has actions that no word names, {space}")
+        refuse_environment(name, f"has actions that no word names, {space}")
     if words and len(words) != space.n:
-        raise unusable(name, f"has {space.n} actions, and 'actions' = {words!r} names {len(words)}")
+        refuse_environment(name, f"has {space.n} actions, and 'actions' = {words!r} names {len(words)}")
     return words or [str(number) for number in range(space.n)]
 
 
-def unusable(name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"key 'agent.options' = {{'name': {name!r}}} {why}; `pip install 'april-rl[gymnasium]'`, and see "
-        "docs/agents.md for those that can be used"
-    )
+def refuse_environment(name: str, why: str, cause: Exception | None = None) -> NoReturn:
+    fix = "`pip install 'april-rl[gymnasium]'`, and see docs/agents.md for those that can be used"
+    refuse("agent.options", {"name": name}, why, fix, cause)
 
 
 def seed_of(task: dict[str, Any]) -> int:
-    """The row's label if that is a number, otherwise the group's."""
+    """Seed of the environment: the row's label if that is a number, otherwise the group number."""
     return int(task["label"]) if task["label"].isdecimal() else abs(task["group"])
 
 
-def begun(messages: list[dict[str, Any]], shown: str) -> list[dict[str, Any]]:
-    """What the row tells the policy, and behind it what the environment shows first."""
+def first_messages(messages: list[dict[str, Any]], observation_text: str) -> list[dict[str, Any]]:
+    """The row's messages, with the first observation appended to the last user message."""
     *before, last = messages
     if last["role"] == "user" and isinstance(last["content"], str):
-        return [*before, last | {"content": f"{last['content']}\n{shown}"}]
-    return [*messages, {"role": "user", "content": shown}]
+        return [*before, last | {"content": f"{last['content']}\n{observation_text}"}]
+    return [*messages, {"role": "user", "content": observation_text}]
 
 
 def text_of(environment: Any, observation: Any) -> str:
-    """What is drawn as text, with marks in place of colours, or else the observation."""
+    """The observation as text: the ANSI rendering with highlights as [brackets], otherwise `str(observation)`."""
     if environment.render_mode == "ansi":
-        return COLOURS.sub("", MARKED.sub(r"[\1]", environment.render())).strip()
+        return COLOUR.sub("", HIGHLIGHT.sub(r"[\1]", environment.render())).strip()
     return str(observation)

@@ -1,9 +1,8 @@
-"""The process in which an agent's program runs, many sessions at a time: `python -m april.agents.host
-PLACE OPTIONS THREADS`.
+"""The process that runs the user's agent program for many sessions at once: `python -m april.agents.host PROGRAM
+OPTIONS THREADS`.
 
-It is told over a pipe what to run, and says how each ended. A coroutine runs in the event loop, a plain function in a
-thread of its own.
-"""
+Orders come over a pipe, and outcomes go back over another. A coroutine function runs in the event loop, a plain
+function in a thread."""
 
 import asyncio
 import inspect
@@ -20,14 +19,14 @@ from april.agents import PROGRAMS
 from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.lifetime import die_with_parent, end
-from april.wire.limits import LEFT_BYTES, REWARD, is_reward
+from april.wire.limits import MAX_AGENT_STATE_BYTES, MAX_REWARD, is_reward
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 ERROR_CHARACTERS = 2000
 
 
-class Begin(msgspec.Struct, tag=True, array_like=True):
-    """Run the program for a session."""
+class StartProgram(msgspec.Struct, tag=True, array_like=True):
+    """Order to run the program for a session; `key` is the session's lease id."""
 
     key: int
     base_url: str
@@ -35,57 +34,59 @@ class Begin(msgspec.Struct, tag=True, array_like=True):
     task: dict[str, Any]
     replaying: bool
     public_url: str
-    """of the API for others than this machine's"""
+    """Base URL of the API for clients on other machines."""
 
 
-class Cease(msgspec.Struct, tag=True, array_like=True):
+class CancelProgram(msgspec.Struct, tag=True, array_like=True):
+    """Order to cancel the program of a session."""
+
     key: int
 
 
-class Ended(msgspec.Struct, array_like=True):
-    """How a session's program ended; `key` 0 only says that the process lives."""
+class ProgramEnded(msgspec.Struct, array_like=True):
+    """Outcome of a session's program; with `key` 0 a heartbeat of the host process."""
 
     key: int
     reward: float | None = None
     error: str = ""
     state: bytes = b""
-    """MessagePack of what the program has left"""
+    """MessagePack of the program's `session.state`; b"" without one."""
 
 
 @dataclass
-class Session:
-    """What a program is given."""
+class HostedSession:
+    """The argument of an agent program: where to call the policy, and the task."""
 
     base_url: str
-    """of the API, with /v1; without it, as Anthropic's SDK wants it, `root_url`"""
+    """Base URL of the API, with /v1; `root_url` is the same without it, for Anthropic's SDK."""
     api_key: str
     task: dict[str, Any]
-    """`messages` and `label` of the row; `group`, `index` and `evaluation` of the sample"""
+    """`messages` and `label` of the row; `group`, `index` and `evaluation` of the sample."""
     replaying: bool
-    """it was run before, and what it asks first is answered from the journal"""
+    """Whether the program is run again: its first calls are then answered from the journal."""
     public_url: str = ""
-    """of the same API, for what the program starts in containers or on other machines"""
+    """Base URL of the same API for containers and other machines."""
     state: Any = None
-    """what the program leaves to a verifier, which may be one of the whole group: anything that MessagePack holds"""
+    """Final state that the program passes to the verifier: any value that MessagePack can encode."""
 
     @property
     def root_url(self) -> str:
         return self.base_url.removesuffix("/v1")
 
 
-def made(place: str, options: dict[str, Any]) -> Any:
-    """The program at that place; one that is a class is made here, of its options. What it raises then, each of its
-    sessions raises."""
-    program = PROGRAMS.find(place)
+def load_program(name: str, options: dict[str, Any]) -> Any:
+    """The program of a registry name. A class is instantiated with `options`; if that raises, every session of the
+    program raises the same error."""
+    program = PROGRAMS.find(name)
     if not inspect.isclass(program):
         return program
     try:
         return program(**options)
     except Exception as error:
-        return partial(fail, error)
+        return partial(raise_error, error)
 
 
-def fail(error: Exception, session: Session) -> None:
+def raise_error(error: Exception, session: HostedSession) -> None:
     raise error
 
 
@@ -103,64 +104,66 @@ class Host:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(incoming, "rb")
         )
         send(self.outgoing, READY)
-        beat = asyncio.create_task(self._beat())
+        heartbeat = asyncio.create_task(self._heartbeat())
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
-                self._take(msgspec.msgpack.decode(await reader.readexactly(size), type=Begin | Cease))
+                self._handle(msgspec.msgpack.decode(await reader.readexactly(size), type=StartProgram | CancelProgram))
         except asyncio.IncompleteReadError:
-            beat.cancel()
+            heartbeat.cancel()
 
-    def _take(self, order: Begin | Cease) -> None:
-        if isinstance(order, Begin):
+    def _handle(self, order: StartProgram | CancelProgram) -> None:
+        if isinstance(order, StartProgram):
             self.running[order.key] = asyncio.create_task(self._run(order))
         elif self.is_async and (task := self.running.get(order.key)):
-            task.cancel()  # a thread cannot be: if it does not end by itself, the process is
+            task.cancel()  # a thread cannot be cancelled: if it does not end in time, the process is killed
 
-    async def _run(self, order: Begin) -> None:
-        session = Session(order.base_url, order.api_key, order.task, order.replaying, order.public_url)
+    async def _run(self, order: StartProgram) -> None:
+        session = HostedSession(order.base_url, order.api_key, order.task, order.replaying, order.public_url)
         try:
             if self.is_async:
                 reward = await self.program(session)
             else:
                 reward = await asyncio.get_running_loop().run_in_executor(self.threads, self.program, session)
-            ended = self._ended(order.key, reward, packed(session.state))
+            ended = self._outcome(order.key, reward, pack_state(session.state))
         except asyncio.CancelledError:
-            ended = Ended(order.key, error="it was cancelled")
+            ended = ProgramEnded(order.key, error="it was cancelled")
         except BaseException as error:
-            ended = Ended(order.key, error=last_lines(error))
+            ended = ProgramEnded(order.key, error=error_text(error))
         self.running.pop(order.key, None)
         send(self.outgoing, frame(ended))
 
-    def _ended(self, key: int, reward: Any, state: bytes) -> Ended:
+    def _outcome(self, key: int, reward: Any, state: bytes) -> ProgramEnded:
         is_number = isinstance(reward, int | float) or hasattr(reward, "__float__")
         if reward is None or (is_number and is_reward(float(reward))):
-            return Ended(key, None if reward is None else float(reward), state=state)
-        return Ended(key, error=f"it returned {reward!r}, which is neither a finite number up to {REWARD:g} nor None")
+            return ProgramEnded(key, None if reward is None else float(reward), state=state)
+        return ProgramEnded(
+            key, error=f"it returned {reward!r}, which is neither a finite number up to {MAX_REWARD:g} nor None"
+        )
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         while True:
-            send(self.outgoing, frame(Ended(0)))
-            await asyncio.sleep(BEAT_S)
+            send(self.outgoing, frame(ProgramEnded(0)))
+            await asyncio.sleep(HEARTBEAT_S)
 
 
-def packed(state: Any) -> bytes:
-    """Raises ValueError and TypeError for what a session cannot leave."""
+def pack_state(state: Any) -> bytes:
+    """MessagePack of a session's state. Raises ValueError if it is too large, TypeError if it cannot be encoded."""
     data = b"" if state is None else msgspec.msgpack.encode(state)
-    if len(data) > LEFT_BYTES:
-        raise ValueError(f"the state that is left has {len(data)} bytes, and {LEFT_BYTES} is the most")
+    if len(data) > MAX_AGENT_STATE_BYTES:
+        raise ValueError(f"the state that is left has {len(data)} bytes, and {MAX_AGENT_STATE_BYTES} is the most")
     return data
 
 
-def last_lines(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}\n{raised(error)[-ERROR_CHARACTERS:]}"
 
 
 def main() -> None:
     die_with_parent()
-    place, options, threads = sys.argv[1], msgspec.json.decode(sys.argv[2]), int(sys.argv[3])
+    name, options, threads = sys.argv[1], msgspec.json.decode(sys.argv[2]), int(sys.argv[3])
     incoming, outgoing = private_pipes()
-    asyncio.run(Host(made(place, options), outgoing, threads).serve(incoming))
+    asyncio.run(Host(load_program(name, options), outgoing, threads).serve(incoming))
     end(0)
 
 

@@ -1,4 +1,4 @@
-"""Where the gateway listens: plain HTTP for what runs on this machine, TLS for all others."""
+"""Sockets of the gateway: plain HTTP for clients on this machine, TLS for all others."""
 
 import hmac
 import socket
@@ -7,56 +7,57 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from april.config import AgentSection, ConfigError, is_loopback
+from april.config import AgentSection, is_loopback
+from april.errors import refuse
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
-LEAST_KEY_CHARACTERS = 32
-"""of the key that a harness shows; sixteen random bytes as `openssl rand -hex` writes them"""
+LOOPBACK, ANY_ADDRESS = "127.0.0.1", "0.0.0.0"
+MIN_KEY_CHARACTERS = 32
+"""Shortest attach key: 16 random bytes as `openssl rand -hex` prints them."""
 
 
 @dataclass(frozen=True)
 class Addresses:
     """Base URLs of the API, with /v1."""
 
-    near: str
-    """for programs that April starts; their own connections elsewhere need no other certificates"""
+    local: str
+    """For programs that April starts: without TLS, so that their certificate settings are untouched."""
     public: str
-    """for all others"""
-    own: str
-    """for other agents processes: of this one alone"""
+    """For clients on other machines."""
+    peer: str
+    """For other agents processes: the address of exactly this process."""
 
 
 class AttachKey:
-    """What a harness shows when it comes for sessions; none where only this machine can come."""
+    """The key that authorizes a harness to take sessions; without a file any local client may."""
 
     def __init__(self, file: Path | None):
         """Raises ConfigError."""
         self._secret = read_secret(file) if file else ""
 
-    def opens(self, shown: str) -> bool:
+    def accepts(self, shown: str) -> bool:
         return not self._secret or hmac.compare_digest(self._secret.encode(), shown.encode(errors="replace"))
 
 
 def read_secret(file: Path) -> str:
     try:
         text = file.read_text().strip()
-        open_to_others = file.stat().st_mode & 0o077
+        readable_by_others = file.stat().st_mode & 0o077
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise refusal("attach_keyfile", file, f"cannot be read ({why})", f"`openssl rand -hex 32 > {file}`") from None
-    if open_to_others:
-        raise refusal("attach_keyfile", file, "can be read by others", f"run `chmod 600 {file}`")
-    if len(text) < LEAST_KEY_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
-        what = f"holds no key of {LEAST_KEY_CHARACTERS} characters or more in one line"
-        raise refusal("attach_keyfile", file, what, f"`openssl rand -hex 32 > {file}`")
+        refuse("agent.attach_keyfile", file, f"cannot be read ({why})", f"`openssl rand -hex 32 > {file}`")
+    if readable_by_others:
+        refuse("agent.attach_keyfile", file, "can be read by others", f"run `chmod 600 {file}`")
+    if len(text) < MIN_KEY_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
+        problem = f"holds no key of {MIN_KEY_CHARACTERS} characters or more in one line"
+        refuse("agent.attach_keyfile", file, problem, f"`openssl rand -hex 32 > {file}`")
     return text
 
 
-def tls_of(section: AgentSection) -> ssl.SSLContext | None:
-    """None where no certificate is given. Raises ConfigError."""
+def server_tls(section: AgentSection) -> ssl.SSLContext | None:
+    """TLS of the server; None where no certificate is configured. Raises ConfigError."""
     certificate, key = section.ssl_certfile, section.ssl_keyfile
     if certificate is None or key is None:
         return None
@@ -64,36 +65,33 @@ def tls_of(section: AgentSection) -> ssl.SSLContext | None:
         try:
             file.read_bytes()
         except OSError as error:
-            raise refusal(name, file, f"cannot be read ({error.strerror})", "give a PEM file that is there") from None
+            refuse(f"agent.{name}", file, f"cannot be read ({error.strerror})", "give a PEM file that is there")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # Without a password given OpenSSL would ask at the terminal for that of a key that has one.
+        # Without an explicit password OpenSSL would ask for that of an encrypted key at the terminal.
         context.load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, ValueError) as error:
-        what = f"is no certificate of the key in {str(key)!r} ({getattr(error, 'reason', None) or error})"
-        mend = "give PEM files of a certificate and of its key without a passphrase"
-        raise refusal("ssl_certfile", certificate, what, mend) from None
+        problem = f"is no certificate of the key in {str(key)!r} ({getattr(error, 'reason', None) or error})"
+        fix = "give PEM files of a certificate and of its key without a passphrase"
+        refuse("agent.ssl_certfile", certificate, problem, fix)
     return context
 
 
-def refusal(key: str, file: Path, what: str, mend: str) -> ConfigError:
-    return ConfigError(f"key 'agent.{key}' = {str(file)!r} {what}; {mend}")
-
-
 async def listen(http: "web.AppRunner", section: AgentSection, tls: ssl.SSLContext | None) -> Addresses:
-    """Programs and commands of this machine get a port of their own where others listen in. Raises OSError."""
+    """Open the sockets. If the main port uses TLS or is public, local programs get a loopback port of their own.
+    Raises OSError."""
     from aiohttp import web
 
     host, _, port = section.listen.rpartition(":")
     await web.TCPSite(http, host, int(port), ssl_context=tls).start()
-    own = f"{'https' if tls else 'http'}://{named(host)}:{http.addresses[0][1]}"
-    public = f"{section.public_url.rstrip('/') or own}/v1"
+    base_url = f"{'https' if tls else 'http'}://{reachable_name(host)}:{http.addresses[0][1]}"
+    public = f"{section.public_url.rstrip('/') or base_url}/v1"
     if section.attach or (tls is None and is_loopback(host)):
-        return Addresses(f"{own}/v1", public, f"{own}/v1")
+        return Addresses(f"{base_url}/v1", public, f"{base_url}/v1")
     await web.TCPSite(http, LOOPBACK, 0).start()
-    return Addresses(f"http://{LOOPBACK}:{http.addresses[-1][1]}/v1", public, f"{own}/v1")
+    return Addresses(f"http://{LOOPBACK}:{http.addresses[-1][1]}/v1", public, f"{base_url}/v1")
 
 
-def named(host: str) -> str:
-    """An address that can be told to others."""
-    return socket.gethostname() if host == EVERYWHERE else host
+def reachable_name(host: str) -> str:
+    """The host as other machines reach it: the host name in place of 0.0.0.0."""
+    return socket.gethostname() if host == ANY_ADDRESS else host

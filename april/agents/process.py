@@ -1,4 +1,4 @@
-"""An agents process, gateway, programs and the broker put together; `april agents`."""
+"""An agents process, `april agents`: gateway, program runner and broker link, wired together."""
 
 import asyncio
 import logging
@@ -9,10 +9,11 @@ from collections import Counter
 from typing import NoReturn
 
 from april.agents import PROGRAMS
-from april.agents.listening import AttachKey, listen, tls_of
-from april.config import Config, ConfigError
+from april.agents.listening import AttachKey, listen, server_tls
+from april.config import Config
 from april.connections.broker import AccessDenied, BrokerConnection
 from april.connections.identity import new_uid
+from april.errors import refuse
 from april.processes.lifetime import REFUSED, end
 from april.processes.logs import log_to_stderr
 from april.security.keys import Keys, load_keys
@@ -21,36 +22,36 @@ log = logging.getLogger(__name__)
 
 
 def run_agents(config: Config, address: str, name: str) -> NoReturn:
-    """Run agents for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
+    """Run agents for the broker at `address` until the run is over, then exit. Raises ConfigError before it starts."""
     if not config.agent.is_set:
-        raise ConfigError("key 'agent.program' = '' leaves nothing to an agents process; name a program or a command")
+        refuse("agent.program", "", "leaves nothing to an agents process", "name a program or a command")
     if config.agent.program:
         PROGRAMS.find(config.agent.program)
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     keys = load_keys(config.security.keys, "agents")
-    tls, attach_key = tls_of(config.agent), AttachKey(config.agent.attach_keyfile)
+    tls, attach_key = server_tls(config.agent), AttachKey(config.agent.attach_keyfile)
     end(asyncio.run(serve(config, address, name, keys, tls, attach_key)))
 
 
 async def serve(
     config: Config, address: str, name: str, keys: Keys | None, tls: ssl.SSLContext | None, attach_key: AttachKey
 ) -> int:
-    """Until the run is over; the exit status."""
+    """Serve until the run is over; returns the exit status."""
     from aiohttp import web
 
     from april.agents.agents import Agents
     from april.agents.attached import AttachedRunner
     from april.agents.dialects import DIALECTS
-    from april.agents.elsewhere import Elsewhere
+    from april.agents.elsewhere import SessionForwarder
     from april.agents.gateway import Gateway
-    from april.agents.link import Link
+    from april.agents.link import BrokerLink
     from april.agents.programs import CommandRunner, ProgramRunner
     from april.agents.rendering import Renderer
     from april.data.tokenizer import Tokenizer
 
     section, tokenizer = config.agent, Tokenizer(config.model.path)
-    ignores = section.overrides == "ignore"
-    gateway = Gateway([dialect(tokenizer, config.run.name, ignores) for dialect in DIALECTS])
+    ignore_overrides = section.overrides == "ignore"
+    gateway = Gateway([dialect(tokenizer, config.run.name, ignore_overrides) for dialect in DIALECTS])
     options = config.data.template_options
     renderer = Renderer(tokenizer, section.chat_template, options, section.response_template)
     agents = Agents(section, gateway, renderer)
@@ -64,7 +65,7 @@ async def serve(
     await http.setup()
     try:
         agents.addresses = await listen(http, section, tls)
-        gateway.elsewhere = elsewhere = Elsewhere(section, agents.addresses)
+        gateway.forwarder = forwarder = SessionForwarder(section, agents.addresses)
         await agents.runner.start()
     except OSError as error:
         print(f"april agents: key 'agent.listen' = {section.listen!r}: {error.strerror}", file=sys.stderr)
@@ -74,14 +75,14 @@ async def serve(
         return 1
     log.info("the API is at %s; connecting to %s", agents.addresses.public, address)
     connection = BrokerConnection(address, "agents", name, new_uid(name), config.broker.patience_s, keys)
-    agents.link = Link(connection, section.sessions, agents.addresses.own, agents)
-    elsewhere.ask = agents.link.ask
+    agents.link = BrokerLink(connection, section.sessions, agents.addresses.peer, agents)
+    forwarder.ask_broker = agents.link.find_holder
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(
             number, agents.link.leave, f"signal {signal.Signals(number).name}"
         )
     agents.link.start()
-    await agents.over.wait()
+    await agents.stopped.wait()
     log.info("stopping: %s; %d sessions closed", agents.link.stopping, agents.completed)
     ignored = sum((dialect.ignored for dialect in gateway.dialects), Counter())
     log.info(
@@ -90,7 +91,7 @@ async def serve(
     )  # fmt: skip
     await agents.runner.close()
     await http.cleanup()
-    await elsewhere.close()
+    await forwarder.close()
     agents.link.join()
     if agents.link.failure:
         print(f"april agents: {agents.link.failure}", file=sys.stderr)

@@ -1,8 +1,7 @@
-"""How agents run: a function of one's own in a host process, or a process for each session.
+"""Runners of agent programs: a Python function in a shared host process, or a command as one process per session.
 
-Neither can hold up the gateway. What ends, and how, is told to an `Audience`; what does not end is killed with all it
-has started.
-"""
+Neither can block the gateway. Outcomes go to a `ProgramObserver`; a program that does not end in time is killed
+together with every process it has started."""
 
 import asyncio
 import contextlib
@@ -16,80 +15,82 @@ from typing import Any, Protocol
 import msgspec
 import orjson
 
-from april.agents.host import Begin, Cease, Ended
+from april.agents.host import CancelProgram, ProgramEnded, StartProgram
 from april.processes.frames import LENGTH_BYTES, frame
 from april.processes.lifetime import SUPERVISED, end_with_parent
 from april.processes.tree import end_marked, new_mark
 
 GRACE_S = 5.0
-"""for a program that is told to end"""
-SILENT_S = 30.0
-"""a host process that says nothing for so long is blocked"""
-START_S = 120.0
-"""longest start of a host process: it imports the program"""
+"""Grace period of a cancelled program before its process is killed."""
+HEARTBEAT_TIMEOUT_S = 30.0
+"""A host process without a heartbeat for so long counts as blocked."""
+START_TIMEOUT_S = 120.0
+"""Longest start of a host process, which imports the program."""
 
 
-class Audience(Protocol):
-    def began(self, key: int) -> None:
-        """A session's program is under way: its time runs."""
+class ProgramObserver(Protocol):
+    """Receives the outcomes of programs; `key` is the session's lease id."""
 
-    def ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
-        """A session's program has ended; `state`: MessagePack of what it has left."""
+    def program_started(self, key: int) -> None:
+        """The session's program is running: its timeout starts."""
 
-    def died(self, keys: list[int], why: str) -> None:
-        """The process of these sessions' programs is gone; none of them has ended."""
+    def program_ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
+        """The session's program has ended. `state`: MessagePack of its final state."""
 
-    def broken(self, why: str) -> None:
-        """No program can be run here any more."""
+    def process_died(self, keys: list[int], why: str) -> None:
+        """The process that ran the programs of these sessions has died before they ended."""
+
+    def runner_failed(self, why: str) -> None:
+        """The runner cannot run programs any more."""
 
 
 class Runner(Protocol):
     async def start(self) -> None: ...
 
-    def begin(self, order: Begin) -> None:
+    def start_program(self, order: StartProgram) -> None:
         """Run the program for a session."""
 
-    def cease(self, key: int) -> None:
-        """Have it end; nothing is said of it any more."""
+    def cancel(self, key: int) -> None:
+        """Stop the session's program; the observer hears nothing more of it."""
 
     async def close(self) -> None: ...
 
 
 class ProgramRunner:
-    """A function, or a class that is made of its options, in a process that is replaced when it dies or is blocked."""
+    """Runs a function, or an instance of a class, in a host process, which is replaced when it dies or blocks."""
 
-    def __init__(self, place: str, options: dict[str, Any], threads: int, audience: Audience):
-        self.place, self.options, self.threads, self.audience = place, options, threads, audience
+    def __init__(self, program: str, options: dict[str, Any], threads: int, observer: ProgramObserver):
+        self.program, self.options, self.threads, self.observer = program, options, threads, observer
         self.running: set[int] = set()
-        self.ceasing: dict[int, asyncio.TimerHandle] = {}
+        self.cancelling: dict[int, asyncio.TimerHandle] = {}
         self.mark = new_mark()
         self.process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
 
     async def start(self) -> None:
-        """Raises TimeoutError and asyncio.IncompleteReadError for a program that does not come to its start."""
+        """Start the host process. Raises TimeoutError and asyncio.IncompleteReadError if it does not become ready."""
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "april.agents.host", self.place, orjson.dumps(self.options).decode(),
+            sys.executable, "-m", "april.agents.host", self.program, orjson.dumps(self.options).decode(),
             str(self.threads), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
             env=os.environ | self.mark
             | {SUPERVISED: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
         assert self.process.stdout
-        await asyncio.wait_for(self.process.stdout.readexactly(LENGTH_BYTES), START_S)
+        await asyncio.wait_for(self.process.stdout.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
         self._reading = asyncio.create_task(self._read(self.process))
 
-    def begin(self, order: Begin) -> None:
+    def start_program(self, order: StartProgram) -> None:
         self.running.add(order.key)
         self._send(order)
-        self.audience.began(order.key)
+        self.observer.program_started(order.key)
 
-    def cease(self, key: int) -> None:
-        if key in self.running and key not in self.ceasing:
-            self._send(Cease(key))
-            self.ceasing[key] = asyncio.get_running_loop().call_later(GRACE_S, self._kill)
+    def cancel(self, key: int) -> None:
+        if key in self.running and key not in self.cancelling:
+            self._send(CancelProgram(key))
+            self.cancelling[key] = asyncio.get_running_loop().call_later(GRACE_S, self._kill)
 
-    def _send(self, order: Begin | Cease) -> None:
+    def _send(self, order: StartProgram | CancelProgram) -> None:
         if self.process and self.process.stdin and not self.process.stdin.is_closing():
             self.process.stdin.write(frame(order))
 
@@ -98,38 +99,38 @@ class ProgramRunner:
         why = "its process ended"
         try:
             while True:
-                async with asyncio.timeout(SILENT_S):
+                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
                     size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
-                    ended = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Ended)
+                    ended = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=ProgramEnded)
                 if ended.key:
-                    self._take(ended)
+                    self._handle_ended(ended)
         except TimeoutError:
-            why = f"it blocked its process for {SILENT_S:g} s"
+            why = f"it blocked its process for {HEARTBEAT_TIMEOUT_S:g} s"
         except asyncio.IncompleteReadError:
             pass
         if not self._closed:
             await self._replace(process, why)
 
-    def _take(self, ended: Ended) -> None:
+    def _handle_ended(self, ended: ProgramEnded) -> None:
         self.running.discard(ended.key)
-        if timer := self.ceasing.pop(ended.key, None):
+        if timer := self.cancelling.pop(ended.key, None):
             timer.cancel()
         else:
-            self.audience.ended(ended.key, ended.reward, ended.error, ended.state)
+            self.observer.program_ended(ended.key, ended.reward, ended.error, ended.state)
 
     async def _replace(self, process: asyncio.subprocess.Process, why: str) -> None:
         self._kill()
         status = await process.wait()
         await asyncio.to_thread(end_marked, self.mark)
-        for timer in self.ceasing.values():
+        for timer in self.cancelling.values():
             timer.cancel()
-        gone = sorted(self.running - set(self.ceasing))
-        self.running, self.ceasing = set(), {}
+        lost = sorted(self.running - set(self.cancelling))
+        self.running, self.cancelling = set(), {}
         try:
             await self.start()
         except (TimeoutError, asyncio.IncompleteReadError):
-            return self.audience.broken(f"{why} (status {status}), and did not start again")
-        self.audience.died(gone, f"{why} (status {status})")
+            return self.observer.runner_failed(f"{why} (status {status}), and did not start again")
+        self.observer.process_died(lost, f"{why} (status {status})")
 
     def _kill(self) -> None:
         if self.process and self.process.returncode is None:
@@ -147,30 +148,30 @@ class ProgramRunner:
 
 
 class CommandRunner:
-    """A process for each session, told by its environment whom to speak with."""
+    """Runs a command as one process per session, which finds URLs, key and task in its environment variables."""
 
-    def __init__(self, command: Sequence[str], log: Path, audience: Audience):
-        """`log`: takes what the processes write."""
-        self.command, self.audience = list(command), audience
+    def __init__(self, command: Sequence[str], log: Path, observer: ProgramObserver):
+        """`log`: file for the output of the processes."""
+        self.command, self.observer = list(command), observer
         self.log = log
         self.processes: dict[int, asyncio.subprocess.Process] = {}
-        self.wanted: set[int] = set()
-        """sessions, those included whose process is being started"""
+        self.active: set[int] = set()
+        """Sessions whose process is running or being started."""
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, order: Begin) -> None:
-        self.wanted.add(order.key)
+    def start_program(self, order: StartProgram) -> None:
+        self.active.add(order.key)
         task = asyncio.create_task(self._run(order))
-        self.audience.began(order.key)
+        self.observer.program_started(order.key)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _run(self, order: Begin) -> None:
+    async def _run(self, order: StartProgram) -> None:
         root, mark = order.base_url.removesuffix("/v1"), new_mark()
-        told = {
+        variables = {
             "OPENAI_BASE_URL": order.base_url, "OPENAI_API_KEY": order.api_key, "ANTHROPIC_BASE_URL": root,
             "ANTHROPIC_API_KEY": order.api_key, "APRIL_TASK": orjson.dumps(order.task).decode(),
             "APRIL_REPLAYING": str(int(order.replaying)), "APRIL_PUBLIC_URL": order.public_url,
@@ -178,30 +179,31 @@ class CommandRunner:
         with self.log.open("ab") as log:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self.command, env=os.environ | told | mark, stdin=asyncio.subprocess.DEVNULL, stdout=log,
+                    *self.command, env=os.environ | variables | mark, stdin=asyncio.subprocess.DEVNULL, stdout=log,
                     stderr=log, start_new_session=True, preexec_fn=end_with_parent,
                 )  # fmt: skip
             except OSError as error:
-                return self.audience.ended(order.key, None, f"{self.command[0]!r} cannot be started: {error.strerror}")
+                failure = f"{self.command[0]!r} cannot be started: {error.strerror}"
+                return self.observer.program_ended(order.key, None, failure)
         self.processes[order.key] = process
-        if order.key not in self.wanted:
-            self.cease(order.key)
+        if order.key not in self.active:
+            self.cancel(order.key)
         status = await process.wait()
         kill_group(process.pid)
         await asyncio.to_thread(end_marked, mark)
         if self.processes.get(order.key) is process:
-            self.cease(order.key)
-            said = "" if status == 0 else f"its process ended with status {status}; {self.log} has what it wrote"
-            self.audience.ended(order.key, None, said)
+            self.cancel(order.key)
+            failure = "" if status == 0 else f"its process ended with status {status}; {self.log} has what it wrote"
+            self.observer.program_ended(order.key, None, failure)
 
-    def cease(self, key: int) -> None:
-        self.wanted.discard(key)
+    def cancel(self, key: int) -> None:
+        self.active.discard(key)
         if process := self.processes.pop(key, None):
             kill_group(process.pid)
 
     async def close(self) -> None:
-        for key in list(self.wanted):
-            self.cease(key)
+        for key in list(self.active):
+            self.cancel(key)
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 

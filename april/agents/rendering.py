@@ -1,6 +1,6 @@
-"""Messages to tokens: what is new of a conversation is rendered, what was said keeps the tokens that it was said in.
+"""Messages to tokens: new messages are rendered by the chat template, earlier answers keep their sampled tokens.
 
-Messages are compared as values, not as they are written: roles, texts, and what tools are called with.
+Messages are compared by value (role, text, tool-call arguments), not by their JSON spelling.
 """
 
 import hashlib
@@ -12,63 +12,69 @@ import numpy as np
 from april.data.tokenizer import Tokenizer
 
 Message = dict[str, Any]
-SAID = "\ue000said\ue000"
-"""stands for what the policy has said, where a template is asked for what follows it"""
+ANSWER_MARK = "\ue000said\ue000"
+"""Placeholder for the policy's answer, by which the text after it is found in a rendered template."""
 DIGEST_BYTES = 16
-TEXTS = ("text", "input_text", "output_text")
-"""types of a content's parts"""
+TEXT_TYPES = ("text", "input_text", "output_text")
+"""Types of content parts that are text."""
 
 
 class BadMessages(ValueError):
-    """Messages that are none, or that the chat template refuses; the text says why."""
+    """The messages are malformed, or the chat template refuses them; the text says why."""
 
 
 class Renderer:
-    """renderer = Renderer(tokenizer, template="", options={})
+    """Renders conversations to token ids, and parses answers to messages.
 
-    renderer.begin(messages, tools)                       # int32 [T]: the prompt of the first turn
-    renderer.go_on(before, new, tools, ended_by="<|im_end|>")     # what follows the policy's answer to `before`
+    renderer.render_prompt(messages, tools)                          # int32 [T]: prompt of the first turn
+    renderer.render_continuation(before, new, tools, last_token)     # int32 [T]: what follows the answer to `before`
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, options: dict[str, Any], response_template: dict[str, Any]):
-        """`template`, `response_template`: in place of the tokeniser's own; `options`: for the first."""
+        """`template`, `response_template`: used instead of the tokenizer's own; `options`: variables of `template`."""
         self.tokenizer = tokenizer
         self.template = template or None
         self.options = options
         self.response_template = response_template or getattr(tokenizer.inner, "response_template", None)
 
-    def begin(self, messages: list[Message], tools: list[Any] | None) -> np.ndarray:
+    def render_prompt(self, messages: list[Message], tools: list[Any] | None) -> np.ndarray:
         return self._encode(self._render(messages, tools))
 
-    def go_on(self, before: list[Message], new: list[Message], tools: list[Any] | None, last: int) -> np.ndarray:
-        """`last`: the token that the policy's answer ends with; the template's end of a message is not said twice."""
-        text = self._render([*before, {"role": "assistant", "content": SAID}, *new], tools)
-        behind = text.rpartition(SAID)[2]
-        ending = self.written([last])
-        if last in self.tokenizer.eos_token_ids and behind.startswith(ending):
-            behind = behind[len(ending) :]
-        return self._encode(behind)
+    def render_continuation(
+        self, before: list[Message], new: list[Message], tools: list[Any] | None, last_token: int
+    ) -> np.ndarray:
+        """Token ids, int32 [T], between the policy's answer to `before` and its next answer. If the answer already ends
+        with the template's end-of-message token, `last_token`, that is not repeated."""
+        text = self._render([*before, {"role": "assistant", "content": ANSWER_MARK}, *new], tools)
+        rest = text.rpartition(ANSWER_MARK)[2]
+        ending = self.decode_raw([last_token])
+        if last_token in self.tokenizer.eos_token_ids and rest.startswith(ending):
+            rest = rest[len(ending) :]
+        return self._encode(rest)
 
     @property
     def parses(self) -> bool:
-        """Whether answers are more than a text: calls of tools, thoughts."""
+        """Whether answers are parsed into text, tool calls and thoughts."""
         return self.response_template is not None
 
-    def parse(self, text: str, opening: str) -> Message:
-        """An answer as a message. What cannot be parsed is a text: the agent says what is wrong with it."""
+    def parse(self, text: str, prefix: str) -> Message:
+        """The answer as an assistant message. An answer that cannot be parsed becomes plain text, for the agent to
+        reject.
+
+        `prefix`: text before the answer, which may open a section of it."""
         message: Message = {"role": "assistant", "content": text}
         if not self.parses:
             return message
         try:
-            found = self.tokenizer.inner.parse_response(text, self.response_template, prefix=opening)
+            found = self.tokenizer.inner.parse_response(text, self.response_template, prefix=prefix)
             message["content"] = text_of(found.get("content"))
             calls = [tool_call(call) for call in found.get("tool_calls") or []]
         except (ValueError, TypeError):
             return {"role": "assistant", "content": text}
         return message | ({"tool_calls": calls} if calls else {})
 
-    def written(self, ids: Any) -> str:
-        """Text of the ids, special tokens included."""
+    def decode_raw(self, ids: Any) -> str:
+        """Text of the ids, including special tokens."""
         return self.tokenizer.inner.decode(ids, skip_special_tokens=False)
 
     def _render(self, messages: list[Message], tools: list[Any] | None) -> str:
@@ -86,30 +92,30 @@ class Renderer:
         return self.tokenizer.encode_prompt(text)
 
 
-def same_form(message: Any) -> Message:
-    """A message as the template is given it and as it is compared. Raises BadMessages."""
+def normalized(message: Any) -> Message:
+    """The canonical form of a message, for the chat template and for comparison. Raises BadMessages."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadMessages("a message is an object with a role")
-    formed: Message = {"role": "system" if message["role"] == "developer" else message["role"]}
-    formed["content"] = text_of(message.get("content"))
+    canonical: Message = {"role": "system" if message["role"] == "developer" else message["role"]}
+    canonical["content"] = text_of(message.get("content"))
     if calls := message.get("tool_calls"):
-        formed["tool_calls"] = [tool_call(call) for call in calls]
+        canonical["tool_calls"] = [tool_call(call) for call in calls]
     for key in ("tool_call_id", "name"):
         if message.get(key) is not None:
-            formed[key] = message[key]
-    return formed
+            canonical[key] = message[key]
+    return canonical
 
 
 def text_of(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in TEXTS for part in content):
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in TEXT_TYPES for part in content):
         return "".join(str(part.get("text", "")) for part in content)
     raise BadMessages("a message's content is text; images and sounds are not supported")
 
 
 def tool_call(call: Any) -> Message:
-    """With its arguments as a value, however they were written; its id is the client's."""
+    """The canonical form of a tool call: arguments decoded from JSON, without the client's id. Raises BadMessages."""
     try:
         function = call["function"]
         arguments = function["arguments"]
@@ -120,7 +126,7 @@ def tool_call(call: Any) -> Message:
         raise BadMessages("a tool call has a function with a name, and arguments as JSON") from None
 
 
-def digest(messages: list[Message], tools: list[Any] | None, rest: Any) -> bytes:
-    """The key of a request: of equal ones, it is equal."""
+def request_key(messages: list[Message], tools: list[Any] | None, rest: Any) -> bytes:
+    """Hash by which equal requests are recognised, DIGEST_BYTES long."""
     encoded = msgspec.json.encode([messages, tools or None, rest], order="sorted")
     return hashlib.blake2b(encoded, digest_size=DIGEST_BYTES).digest()

@@ -1,10 +1,10 @@
-"""One agent's session with the policy: a tree of conversations, turn by turn, as it stands in the journal.
+"""One agent's session with the policy: a tree of conversations, as the journal has it.
 
-A request goes on behind the answer that its messages repeat, and becomes an observation there; the next answer is
-what the policy samples behind it. Where something else follows that answer already, or where no answer is repeated, a
-new branch begins. Histories that are rendered anew, as a deployed model would read them, go on behind the last answer
-up to which they have the very tokens that were said. An agent that is run again, after a crash of anything, and asks
-the same again gets the answers that are there.
+A call continues after the last answer that its messages repeat: its new messages become an observation, and the policy
+samples the next answer after it. If another turn already follows that answer, or no answer is repeated, a new fork
+begins. With `agent.history = "template"` the whole history is rendered anew, as a deployed model would read it, and a
+call continues after the last answer up to which its tokens equal the sampled ones. An agent that is run again after a
+crash and makes the same calls gets the journaled answers.
 """
 
 import asyncio
@@ -17,19 +17,20 @@ import msgspec
 import numpy as np
 
 from april import wire
-from april.agents.link import Said
-from april.agents.rendering import Message, Renderer, digest
+from april.agents.link import RowWithPayload
+from april.agents.rendering import Message, Renderer, request_key
 from april.wire.rows import CHUNK
 
-UNFINISHED_TEXT = "\ufffd"
-"""the end of a text whose last character has not come whole"""
-CALLS = 64
-"""of a session that wait for their answers at once"""
-Say = Callable[[int, int, np.ndarray, wire.TurnRequest, int], None]
+REPLACEMENT_CHARACTER = "\ufffd"
+"""Decoded text ends with it while the last character's tokens are incomplete."""
+MAX_PENDING_CALLS = 64
+"""Calls of one session that may wait for answers at once."""
+SendObservation = Callable[[int, int, np.ndarray, wire.TurnRequest, int], None]
+"""`BrokerLink.send_observation`: (lease id of the fork, start, tokens, request, parent fork)."""
 
 
 class Refusal(ValueError):
-    """A request that cannot be answered; `code` is for programs."""
+    """A request that is answered by an HTTP error; `code` is its machine-readable reason."""
 
     def __init__(self, code: str, text: str, status: int = 400):
         super().__init__(text)
@@ -38,255 +39,266 @@ class Refusal(ValueError):
 
 @dataclass(eq=False)
 class Turn:
+    """An observation and the policy's answer to it."""
+
     request: wire.TurnRequest
-    branch: int
-    place: int
-    """among the turns of its branch"""
+    fork: int
+    index: int
+    """Index among the turns of its fork."""
     start: int
-    """tokens of the branch before the policy's own"""
-    read: np.ndarray
-    """int32 [T]: what the policy read last before it"""
+    """Tokens of the fork before the answer, shared ones included."""
+    observation: np.ndarray
+    """Tokens between the previous answer, if any, and this one, int32 [T]."""
     messages: list[Message] | None = None
-    """that it answers; None while only the journal knows of it"""
+    """Messages of the call; None for a journaled turn that this execution has not called for yet."""
     ids: list[int] = field(default_factory=list)
-    over: bool = False
-    asked: bool = False
-    """this execution of the agent has asked for it"""
-    calls: int = 0
-    """that wait for it now"""
+    """Sampled token ids of the answer so far."""
+    complete: bool = False
+    requested: bool = False
+    """Whether the current execution of the agent has called for it."""
+    pending_calls: int = 0
+    """HTTP calls that wait for it now."""
     delivered: bool = False
-    """its answer has reached the agent"""
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    """more of it is on disk, or the session is over"""
+    """Whether the complete answer was sent to the agent."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when more of the answer is journaled, or the session ends."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
 
     @property
-    def is_lost(self) -> bool:
-        """Whether whoever asked for it has gone away before it was answered."""
-        return not self.calls and not self.delivered
+    def is_abandoned(self) -> bool:
+        """Whether its callers have hung up before the answer was sent."""
+        return not self.pending_calls and not self.delivered
 
 
 @dataclass(eq=False)
-class Branch:
+class Fork:
+    """A conversation of the session: it shares the first `offset` tokens with its parent. Fork 0 is the root."""
+
     number: int
     parent: int
-    """the branch that it has left"""
-    shared: int
-    """tokens that it shares with that"""
+    offset: int
     length: int
-    """tokens of both sides, shared ones included"""
+    """Tokens of observations and answers, shared ones included."""
     turns: list[Turn] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a request asks for."""
+class PolicyCall:
+    """One call of the policy, parsed from the request of any API."""
 
     messages: list[Message]
     tools: list[Any] | None = None
     max_tokens: int | None = None
-    stops: tuple[int, ...] = ()
-    repeated: bool = False
-    """the client says that it asks once more"""
-    name: str = ""
-    """that the client gives to this call, and to whatever repeats it"""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, besides the usual ones."""
+    is_retry: bool = False
+    """Whether the client marks the call as a retry."""
+    idempotency_key: str = ""
+    """The client's name for this call and its retries; "" without one."""
 
 
-class AgentSession:
+class ConversationTree:
+    """All turns of a session, by fork; answers new calls from the journal or by new turns."""
+
     def __init__(
-        self, told: wire.Session, renderer: Renderer, say: Say, max_turn_tokens: int | None, rendered: bool = False
-    ):
-        """`rendered`: what was said is rendered anew with each request."""
-        self.told = told
+        self, lease: wire.AgentSession, renderer: Renderer, send_observation: SendObservation,
+        max_turn_tokens: int | None, by_tokens: bool = False,
+    ):  # fmt: skip
+        """`by_tokens`: render the whole history with each call, and continue where its tokens match."""
+        self.lease = lease
         self.renderer = renderer
-        self.say = say
+        self.send_observation = send_observation
         self.max_turn_tokens = max_turn_tokens
-        self._place = self._place_rendered if rendered else self._place_stored
-        self.branches = {0: Branch(0, 0, 0, 0)}
+        self._find_continuation = self._continue_by_tokens if by_tokens else self._continue_by_messages
+        self.forks = {0: Fork(0, 0, 0, 0)}
         self.turns: list[Turn] = []
-        """of all branches, as they were asked for"""
-        self.ended = ""
-        """why nothing can be asked any more"""
+        """Turns of all forks, in the order of their first call."""
+        self.end_reason = ""
+        """Why the session takes no more calls; "" while it does."""
         self.reward: float | None = None
-        """as the agent has said over HTTP"""
+        """Reward that the agent has posted; None without one."""
         self.state = b""
-        """MessagePack of what it has left over HTTP"""
-        self._of_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
-        self._asked: Counter[bytes] = Counter()
-        """how often this execution of the agent has asked the same, on purpose"""
-        self._named: dict[str, Turn] = {}
-        """by the name of the call"""
+        """MessagePack of the state that the agent has posted; b"" without one."""
+        self._turns_by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
+        self._request_counts: Counter[bytes] = Counter()
+        """By request key: calls of the current execution, retries not counted."""
+        self._turns_by_name: dict[str, Turn] = {}
+        """Turns by idempotency key of their call."""
 
-    # --- what is on disk --------------------------------------------------------------------------------------
+    # --- journaled turns --------------------------------------------------------------------------------------
 
-    def hear(self, said: list[Said]) -> None:
-        """What is new of rows that are on disk."""
-        for row, payload in said:
-            number = row.lease_id - self.told.lease_id
-            branch = self.branches.setdefault(number, Branch(number, row.parent, row.start, row.start))
-            if row.start < branch.length:
+    def receive_rows(self, rows: list[RowWithPayload]) -> None:
+        """Append journaled rows; rows that are known already are skipped."""
+        for row, payload in rows:
+            number = row.lease_id - self.lease.lease_id
+            fork = self.forks.setdefault(number, Fork(number, row.parent, row.start, row.start))
+            if row.start < fork.length:
                 continue
             ids = np.frombuffer(payload, "<i4", row.tokens)
             if row.kind == CHUNK:
-                turn = branch.turns[-1]
+                turn = fork.turns[-1]
                 turn.ids += ids.tolist()
-                turn.over = turn.over or bool(row.finish)
-                turn.news.set()
+                turn.complete = turn.complete or bool(row.finish)
+                turn.changed.set()
             else:
                 request = msgspec.msgpack.decode(payload[4 * row.tokens :], type=wire.TurnRequest)
-                self._add(branch, request, row.end, ids)
-            branch.length = row.end
+                self._add(fork, request, row.end, ids)
+            fork.length = row.end
 
-    def _add(self, branch: Branch, request: wire.TurnRequest, start: int, read: np.ndarray) -> Turn:
-        turn = Turn(request, branch.number, len(branch.turns), start, read)
-        for turns in (branch.turns, self.turns, self._of_key[request.key]):
+    def _add(self, fork: Fork, request: wire.TurnRequest, start: int, observation: np.ndarray) -> Turn:
+        turn = Turn(request, fork.number, len(fork.turns), start, observation)
+        for turns in (fork.turns, self.turns, self._turns_by_key[request.key]):
             turns.append(turn)
         return turn
 
     def end(self, why: str) -> None:
-        """Who waits is told; nothing can be asked any more."""
-        self.ended = self.ended or why
+        """End the session: waiting calls are woken and refused, as are later ones."""
+        self.end_reason = self.end_reason or why
         for turn in self.turns:
-            turn.news.set()
+            turn.changed.set()
 
     def rewind(self) -> None:
-        """The agent is run again from its beginning."""
-        self._asked.clear()
-        self._named.clear()
+        """Start a new execution of the agent, which has called for nothing yet."""
+        self._request_counts.clear()
+        self._turns_by_name.clear()
         for turn in self.turns:
-            turn.asked = turn.delivered = False
+            turn.requested = turn.delivered = False
 
     @property
     def replaying(self) -> bool:
-        """Whether there are answers that only an earlier execution has asked for."""
-        return not all(turn.asked for turn in self.turns)
+        """Whether journaled turns remain that the current execution has not called for."""
+        return not all(turn.requested for turn in self.turns)
 
-    def superseded(self) -> list[tuple[int, int]]:
-        """(branch, length) where an earlier execution has gone further than this one knows."""
+    def superseded_forks(self) -> list[tuple[int, int]]:
+        """(fork, length) of forks that an earlier execution has taken further: tokens from `length` on are
+        superseded."""
         known: Counter[int] = Counter()
         for turn in self.turns:
-            branch, length = self.branches[turn.branch], turn.end if turn.asked else 0
-            while length > known[branch.number]:
-                known[branch.number] = length
-                branch, length = self.branches[branch.parent], branch.shared
-        return [(number, known[number]) for number, one in self.branches.items() if known[number] < one.length]
+            fork, length = self.forks[turn.fork], turn.end if turn.requested else 0
+            while length > known[fork.number]:
+                known[fork.number] = length
+                fork, length = self.forks[fork.parent], fork.offset
+        return [(number, known[number]) for number, fork in self.forks.items() if known[number] < fork.length]
 
-    # --- what the agent asks ----------------------------------------------------------------------------------
+    # --- calls of the agent ----------------------------------------------------------------------------------
 
-    def ask(self, wish: Wish) -> Turn:
-        """The turn that answers; it may be over already. Raises Refusal and BadMessages."""
-        if self.ended:
-            raise Refusal("session_over", f"this session is over: {self.ended}", 410)
-        if sum(turn.calls for turn in self.turns) >= CALLS:
-            raise Refusal("too_many_calls", f"{CALLS} calls of this session wait for answers; ask fewer at once", 429)
-        key = digest(wish.messages, wish.tools, [wish.max_tokens, wish.stops])
-        turn = self._again(wish, key)
+    def request_turn(self, call: PolicyCall) -> Turn:
+        """The turn that answers the call; a journaled one may be complete already. Raises Refusal and BadMessages."""
+        if self.end_reason:
+            raise Refusal("session_over", f"this session is over: {self.end_reason}", 410)
+        if sum(turn.pending_calls for turn in self.turns) >= MAX_PENDING_CALLS:
+            reason = f"{MAX_PENDING_CALLS} calls of this session wait for answers; ask fewer at once"
+            raise Refusal("too_many_calls", reason, 429)
+        key = request_key(call.messages, call.tools, [call.max_tokens, call.stop_token_ids])
+        turn = self._retried_turn(call, key)
         if turn is None:
-            journalled = self._of_key[key][self._asked[key] :]
-            turn = journalled[0] if journalled else self._open(wish, key)
-            turn.messages, turn.asked = wish.messages, True
-            self._asked[key] += 1
-        if wish.name:
-            self._named[wish.name] = turn
+            journaled = self._turns_by_key[key][self._request_counts[key] :]
+            turn = journaled[0] if journaled else self._open_turn(call, key)
+            turn.messages, turn.requested = call.messages, True
+            self._request_counts[key] += 1
+        if call.idempotency_key:
+            self._turns_by_name[call.idempotency_key] = turn
         return turn
 
-    def _again(self, wish: Wish, key: bytes) -> Turn | None:
-        """A turn that this execution has asked for, and whose answer the client says or seems not to have."""
-        named = self._named.get(wish.name)
+    def _retried_turn(self, call: PolicyCall, key: bytes) -> Turn | None:
+        """The turn that the call retries: by idempotency key, by an abandoned equal call, or by the retry mark."""
+        named = self._turns_by_name.get(call.idempotency_key)
         if named and named.request.key == key:
             return named
-        asked = self._of_key[key][: self._asked[key]]
-        lost = [turn for turn in asked if turn.is_lost]
-        return next(iter(lost), asked[-1] if asked and wish.repeated else None)
+        requested = self._turns_by_key[key][: self._request_counts[key]]
+        abandoned = [turn for turn in requested if turn.is_abandoned]
+        return next(iter(abandoned), requested[-1] if requested and call.is_retry else None)
 
-    def _open(self, wish: Wish, key: bytes) -> Turn:
-        last, tokens = self._place(wish)
-        branch, shared = (self.branches[last.branch], last.end) if last else (self.branches[0], 0)
-        if shared < branch.length:
-            branch = self._fork(branch, shared)
-        start = shared + len(tokens)
-        left = self.told.max_tokens - start
-        if left < 1 or not len(tokens):
+    def _open_turn(self, call: PolicyCall, key: bytes) -> Turn:
+        last, tokens = self._find_continuation(call)
+        fork, offset = (self.forks[last.fork], last.end) if last else (self.forks[0], 0)
+        if offset < fork.length:
+            fork = self._new_fork(fork, offset)
+        start = offset + len(tokens)
+        remaining_tokens = self.lease.max_tokens - start
+        if remaining_tokens < 1 or not len(tokens):
             raise Refusal(
                 "context_length_exceeded",
-                f"this conversation has {start} tokens, and sampling.max_response_tokens = {self.told.max_tokens} "
+                f"this conversation has {start} tokens, and sampling.max_response_tokens = {self.lease.max_tokens} "
                 "leaves no room for an answer",
             )
-        wanted = wish.max_tokens or self.max_turn_tokens or left
-        request = wire.TurnRequest(key, min(wanted, left), list(wish.stops))
-        turn = self._add(branch, request, start, tokens)
-        self.branches[branch.number], branch.length = branch, start
-        self.say(self.told.lease_id + branch.number, shared, tokens, request, branch.parent)
+        max_tokens = call.max_tokens or self.max_turn_tokens or remaining_tokens
+        request = wire.TurnRequest(key, min(max_tokens, remaining_tokens), list(call.stop_token_ids))
+        turn = self._add(fork, request, start, tokens)
+        self.forks[fork.number], fork.length = fork, start
+        self.send_observation(self.lease.lease_id + fork.number, offset, tokens, request, fork.parent)
         return turn
 
-    def _place_stored(self, wish: Wish) -> tuple[Turn | None, np.ndarray]:
-        """The turn that a request goes on behind, and what is new: its messages decide."""
-        last = self._followed(wish.messages)
+    def _continue_by_messages(self, call: PolicyCall) -> tuple[Turn | None, np.ndarray]:
+        """The turn that the call continues, by its messages, and the new observation, int32 [T]."""
+        last = self._last_repeated_turn(call.messages)
         if last is None:
-            return None, self.renderer.begin(wish.messages, wish.tools)
+            return None, self.renderer.render_prompt(call.messages, call.tools)
         assert last.messages is not None
-        new = wish.messages[len(last.messages) + 1 :]
-        return last, self.renderer.go_on(last.messages, new, wish.tools, last.ids[-1])
+        new = call.messages[len(last.messages) + 1 :]
+        return last, self.renderer.render_continuation(last.messages, new, call.tools, last.ids[-1])
 
-    def _place_rendered(self, wish: Wish) -> tuple[Turn | None, np.ndarray]:
-        """The same, where all of the request is rendered, and the tokens decide."""
-        tokens = self.renderer.begin(wish.messages, wish.tools)
-        over = [turn for turn in self.turns if turn.over and turn.end < len(tokens)]
-        by_end = sorted(over, key=lambda turn: (-turn.end, turn.end < self._length_at(turn)))
-        last = next((turn for turn in by_end if np.array_equal(self._said_up_to(turn), tokens[: turn.end])), None)
+    def _continue_by_tokens(self, call: PolicyCall) -> tuple[Turn | None, np.ndarray]:
+        """The turn that the call continues, by its rendered tokens, and the new observation, int32 [T]."""
+        tokens = self.renderer.render_prompt(call.messages, call.tools)
+        complete = [turn for turn in self.turns if turn.complete and turn.end < len(tokens)]
+        by_end = sorted(complete, key=lambda turn: (-turn.end, turn.end < self._fork_length(turn)))
+        last = next((turn for turn in by_end if np.array_equal(self._tokens_up_to(turn), tokens[: turn.end])), None)
         return last, tokens[last.end :] if last else tokens
 
-    def _said_up_to(self, turn: Turn) -> np.ndarray:
-        """int32 [T]: tokens of both sides, from the session's beginning to the turn's end."""
-        branch = self.branches[turn.branch]
-        own = [piece for one in branch.turns[: turn.place + 1] for piece in (one.read, one.ids)]
-        left = next((one for one in self.branches[branch.parent].turns if one.end == branch.shared), None)
-        before = [self._said_up_to(left)] if left and branch.shared else []
+    def _tokens_up_to(self, turn: Turn) -> np.ndarray:
+        """All tokens of the conversation up to the end of the turn, int32 [T]."""
+        fork = self.forks[turn.fork]
+        own = [tokens for turn in fork.turns[: turn.index + 1] for tokens in (turn.observation, turn.ids)]
+        forked_from = next((turn for turn in self.forks[fork.parent].turns if turn.end == fork.offset), None)
+        before = [self._tokens_up_to(forked_from)] if forked_from and fork.offset else []
         return np.concatenate([*before, *own])
 
-    def _followed(self, messages: list[Message]) -> Turn | None:
-        """The turn whose answer is the last that the messages repeat; of several the one that nothing follows yet."""
-        over = [turn for turn in self.turns if turn.over and turn.messages is not None]
-        by_length = sorted(over, key=lambda turn: (-len(turn.messages or ()), turn.end < self._length_at(turn)))
-        return next((turn for turn in by_length if self._is_repeated(turn, messages)), None)
+    def _last_repeated_turn(self, messages: list[Message]) -> Turn | None:
+        """The turn whose answer is the last one that the messages repeat; of several, one without a following turn."""
+        complete = [turn for turn in self.turns if turn.complete and turn.messages is not None]
+        by_length = sorted(complete, key=lambda turn: (-len(turn.messages or ()), turn.end < self._fork_length(turn)))
+        return next((turn for turn in by_length if self._repeats_answer(turn, messages)), None)
 
-    def _length_at(self, turn: Turn) -> int:
-        return self.branches[turn.branch].length
+    def _fork_length(self, turn: Turn) -> int:
+        return self.forks[turn.fork].length
 
-    def _is_repeated(self, turn: Turn, messages: list[Message]) -> bool:
+    def _repeats_answer(self, turn: Turn, messages: list[Message]) -> bool:
         known = turn.messages or []
         length = len(known)
         return length + 1 < len(messages) and messages[length] == self.answer(turn) and messages[:length] == known
 
-    def _fork(self, branch: Branch, shared: int) -> Branch:
-        number = max(self.branches) + 1
-        if number >= wire.BRANCHES:
+    def _new_fork(self, fork: Fork, offset: int) -> Fork:
+        number = max(self.forks) + 1
+        if number >= wire.MAX_FORKS:
             raise Refusal(
                 "too_many_branches",
-                f"this session has {wire.BRANCHES} branches, as many as one may have; go on where an answer ended",
+                f"this session has {wire.MAX_FORKS} forks, as many as one may have; go on where an answer ended",
             )
-        return Branch(number, branch.number, shared, shared)
+        return Fork(number, fork.number, offset, offset)
 
-    # --- what it is answered ----------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     def ends_with_stop(self, turn: Turn) -> bool:
-        """Whether the policy has ended the turn, rather than its bound."""
-        return turn.over and turn.ids[-1] in self.renderer.tokenizer.eos_token_ids | set(turn.request.stops)
+        """Whether the policy ended the answer by a stop token, rather than the token limit."""
+        return turn.complete and turn.ids[-1] in self.renderer.tokenizer.eos_token_ids | set(
+            turn.request.stop_token_ids
+        )
 
     def text_so_far(self, turn: Turn) -> str:
-        """What can be told of the answer's text; where answers are parsed, nothing before they are whole."""
-        if turn.over:
+        """The part of the answer's text that can be streamed; where answers are parsed, "" until they are complete."""
+        if turn.complete:
             return str(self.answer(turn)["content"])
-        return "" if self.renderer.parses else self._text(turn).rstrip(UNFINISHED_TEXT)
+        return "" if self.renderer.parses else self._text(turn).rstrip(REPLACEMENT_CHARACTER)
 
     def answer(self, turn: Turn) -> Message:
-        """Of a turn that is over, as a message of the next request."""
-        return self.renderer.parse(self._text(turn), self.renderer.written(turn.read))
+        """The answer of a complete turn as the assistant message that the next call repeats."""
+        return self.renderer.parse(self._text(turn), self.renderer.decode_raw(turn.observation))
 
     def _text(self, turn: Turn) -> str:
-        """What the policy has said so far, without what ended it."""
+        """Text of the answer so far, without the stop token."""
         ids = turn.ids[:-1] if self.ends_with_stop(turn) else turn.ids
         return self.renderer.tokenizer.decode(ids)

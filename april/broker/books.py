@@ -1,4 +1,4 @@
-"""What the broker has in hand. Desks work on it, views show it, and the service brings it together."""
+"""The broker context: the components of a running broker, shared by the service, its handlers and its views."""
 
 import logging
 from collections import Counter
@@ -9,10 +9,10 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.payloads import Payloads
 from april.broker.prompts import PromptBook
 from april.broker.schedules.schedule import Schedule
-from april.broker.sessions import Sessions
+from april.broker.sessions import Peers
 from april.broker.snapshots import Snapshots
-from april.broker.telemetry.census import Census
-from april.broker.telemetry.lives import Lives
+from april.broker.telemetry.census import QueueScanner
+from april.broker.telemetry.lives import SampleHistory
 from april.broker.telemetry.recorder import Recorder
 from april.config import Config
 from april.processes.failures import Failures
@@ -23,37 +23,40 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunState:
-    """Whether the run goes on."""
+    """State of the run."""
 
     state: str = "running"
     """running | finished | stopped | failed | read only"""
     over: str = ""
-    """why there will be no batch any more; empty while the run goes on"""
+    """Reason for which no further batch will come; empty while the run goes on."""
     read_only: str = ""
-    """why nothing can be written; what is in memory is then ahead of the disk, and nobody is told of it"""
+    """Reason for which the journal cannot be written; empty otherwise. Memory is then ahead of the disk, and nothing is
+    acknowledged."""
     summary_is_old: bool = False
-    """a step was trained that summary.json does not show"""
+    """Whether summary.json lacks a trained step."""
 
 
 @dataclass
-class Books:
+class BrokerContext:
+    """The components of one broker process."""
+
     config: Config
     prompts: PromptBook
     journal: Journal
     snapshots: Snapshots
     ledger: Ledger
     schedule: Schedule
-    sessions: Sessions
+    peers: Peers
     payloads: Payloads
     recorder: Recorder
-    census: Census
-    lives: Lives
+    queue_scanner: QueueScanner
+    history: SampleHistory
     started_at: float
     credit_bytes: int
-    """arrays that a peer is sent ahead of what it says has reached it"""
+    """Most bytes of arrays sent to a peer ahead of its acknowledgement."""
     run: RunState = field(default_factory=RunState)
     audit: Audit = field(default_factory=Audit)
     failures: Failures = field(default_factory=lambda: Failures(log))
-    """of samples, since this broker started"""
+    """Failures of samples since this broker started."""
     failed_handshakes: Counter[str] = field(default_factory=Counter)
-    """by cause, as the server sees them"""
+    """Failed connection handshakes by cause, counted by the server."""

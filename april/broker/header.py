@@ -1,4 +1,4 @@
-"""What a run must keep of its configuration: its journal's first record, and who is refused by it."""
+"""The journal's first record: the settings that a run must keep, and the check of a restart against them."""
 
 from april.broker.fingerprints import NONE, fingerprints
 from april.broker.journal.files import JournalError
@@ -20,7 +20,7 @@ KEYS = {
     "support": "sampling.top_k",
     "temperature": "sampling.temperature",
 }
-"""of the header's other fields: where the configuration has them, or what follows from them"""
+"""Configuration key of each header field, or of the setting it follows from."""
 
 
 def make_header(config: Config, prompts: PromptBook) -> RunStarted:
@@ -42,7 +42,7 @@ def make_header(config: Config, prompts: PromptBook) -> RunStarted:
 
 
 def check_header(recorded: RunStarted, wanted: RunStarted) -> None:
-    """Raises JournalError, which names the keys with both values."""
+    """Raises JournalError if a setting has changed; the error names each key with both values."""
     changed = [
         f"key {key!r} was {getattr(recorded, field)!r} and is {getattr(wanted, field)!r} now"
         for field, key in KEYS.items()

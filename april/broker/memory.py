@@ -1,24 +1,24 @@
-"""How the broker keeps its memory: hundreds of thousands of small objects live long, a few large ones briefly."""
+"""Memory settings of the broker, whose heap has many small long-lived objects and a few large short-lived ones."""
 
 import gc
 
 from april.processes import clock, heap
 
 GC_THRESHOLDS = (50_000, 20, 100)
-"""looking for garbage among the ledger's objects is worth it less often than usual"""
+"""Collection thresholds, above the defaults: scanning the ledger's many live objects is rarely worth it."""
 LARGE_BLOCK_BYTES = 1 << 20
 KEPT_FREE_BYTES = 64 << 20
 TRIM_S, TRIM_SHARE = 5.0, 0.001
-"""how often free memory is given back, and most of the time that it may take"""
+"""Least interval of giving back free memory, and the largest share of time it may take."""
 
 
-def settle() -> None:
-    """Call once all that the process begins with is loaded.
+def apply_settings() -> None:
+    """Apply the settings; call it once everything is loaded.
 
-    glibc takes a large block from the system and returns it whole, but raises what is large to the size of each one
-    that is freed; large messages would soon fall between objects that live on. Here it stays at
-    `LARGE_BLOCK_BYTES`. What is free at the end of the heap is kept, up to `KEPT_FREE_BYTES`: otherwise the pages of
-    messages go back as they are handled, and have to be faulted in again.
+    glibc maps large blocks separately and returns them to the system when freed, but raises its threshold for "large"
+    with each one freed, so that large messages would soon fragment the heap. Here the threshold stays at
+    `LARGE_BLOCK_BYTES`. Up to `KEPT_FREE_BYTES` at the end of the heap are kept; otherwise the pages of messages would
+    be released and faulted in again for each message.
     """
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -26,14 +26,16 @@ def settle() -> None:
 
 
 class Trimmer:
-    """Gives back what is free between objects that live: after each batch there are tens of megabytes of it. That
-    takes a millisecond or two; where the heap is so large that it takes longer, it is done as much less often."""
+    """Gives free memory between live objects back to the system, tens of megabytes after each batch.
+
+    It takes a millisecond or two; with a larger heap, where it takes longer, it is done less often.
+    """
 
     def __init__(self) -> None:
         self._at = 0.0
 
-    def passed(self) -> None:
-        """Call in each pass of the loop."""
+    def trim_if_due(self) -> None:
+        """Give memory back if it is time; call it in each pass of the broker's loop."""
         if (began := clock.now()) >= self._at:
             heap.give_back()
             now = clock.now()

@@ -1,14 +1,14 @@
-"""Which straggler moves to another worker, and where: a pure rule over the ledger and what workers were seen to do.
+"""Migration of stragglers to faster workers: a pure rule over the ledger and the decode speeds seen so far.
 
-It is asked while some worker has room for which nothing waits. Time is an argument.
+It is consulted while some worker has room and nothing waits for it. Time is an argument.
 
     migration = Migration()
-    migration.saw("w0", running=12, token_s=0.03)         # whenever a worker's pace is known
-    for move in migration.choose(ledger, seats, now):     # asked for, and then:
-        ...                                               # its lease has ended, with its tokens
-    for move in migration.returned(ledger, now):
-        migration.moved(lease, now)                       # leased to move.target
-    migration.went_on(lease, tokens=7, running=3, now)    # its first tokens there: what the move has cost
+    migration.observe_speed("w0", running=12, token_s=0.03)     # whenever a worker's decode speed is known
+    for move in migration.choose(ledger, loads, now):
+        ...                                                     # recall the lease; its tokens come back first
+    for move in migration.take_returned(ledger, now):
+        migration.confirm(lease, now)                           # leased to move.target
+    migration.observe_arrival(lease, tokens=7, running=3, now)  # its first tokens there: measures the cost of the move
 """
 
 import heapq
@@ -20,39 +20,42 @@ from operator import attrgetter
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import GroupState, Lease, Sample, SampleState
 
-LOOK_S = 0.5
-"""how often stragglers are looked for that might move"""
-REMAINS = 0.5
-"""tokens that a response is expected to have still, over those that it has: with long tails, one that has become long
-is far from its end. More than half would move samples that end before their move has paid"""
+CHOICE_INTERVAL_S = 0.5
+"""Interval at which moves are chosen."""
+REMAINING_SHARE = 0.5
+"""Expected remaining tokens of a response over its present length: with heavy-tailed lengths, a long response is far
+from its end. A larger share would move samples that end before their move has paid off."""
 MARGIN = 0.05
-"""a move has to end a response sooner by this share of what it still takes: paces are known about as well"""
-KEPT = 0.95
-"""weight of older observations against the next one: contexts grow, and a line through old ones is too low"""
+"""Share of the remaining time that a move must save, about the error of the speed estimates."""
+DECAY = 0.95
+"""Weight of older observations against the next one: contexts grow, so that old ones underestimate token times."""
 PRIOR_PREFILL = 1 / 32
-"""of a decoded token's time that a token of context takes, until a move has shown it"""
+"""Time to prefill a token over the time to decode one, until a move has measured it."""
 PATIENCE_S = 10.0
-"""a sample that has not come back by then is not waited for"""
+"""Time after which a move whose sample has not come back is given up."""
 LengthOf = Callable[[Lease], int]
+"""Current response length of a lease's sample, tokens."""
 
 
 @dataclass
-class Line:
-    """Seconds that a token takes each sequence, over how many run together: least squares, the newest first."""
+class LinearFit:
+    """Least-squares line of seconds per token over the number of running sequences, with decaying weights."""
 
     sums: tuple[float, ...] = (0.0,) * 5
+    """Weighted sums of 1, running, token_s, running^2 and running * token_s."""
 
-    def see(self, running: float, token_s: float) -> None:
+    def add(self, running: float, token_s: float) -> None:
         new = (1.0, running, token_s, running * running, running * token_s)
-        self.sums = tuple(KEPT * old + one for old, one in zip(self.sums, new, strict=True))
+        self.sums = tuple(DECAY * total + term for total, term in zip(self.sums, new, strict=True))
 
     @property
     def spread(self) -> float:
-        """Standard deviation of how many ran together."""
+        """Standard deviation of the number of running sequences."""
         count, running, _, squares, _ = self.sums
         return max(0.0, squares / count - (running / count) ** 2) ** 0.5 if count else 0.0
 
     def at(self, running: float) -> float:
+        """Seconds per token with so many running sequences."""
         count, ran, token_s, _, products = self.sums
         variance = self.spread**2
         slope = max(0.0, (products / count - ran * token_s / count**2) / variance) if variance > 0.25 else 0.0
@@ -60,165 +63,181 @@ class Line:
         return max(mean_s + slope * (running - ran / count), mean_s / 16)
 
 
-NOTHING = Line()
+NO_FIT = LinearFit()
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A worker, as it stands."""
+class WorkerLoad:
+    """Present load of a worker."""
 
     worker: str
     running: int
-    """samples leased to it"""
+    """Samples leased to it for generation."""
     has_room: bool
-    """it takes another one"""
+    """Whether it can take another sample."""
     step: int
-    """of its weights"""
+    """Policy step of its weights."""
 
 
 @dataclass(frozen=True)
 class Straggler:
+    """A sample that the next batch probably waits for."""
+
     lease: Lease
     length: int
-    """response tokens by now"""
+    """Present response length, tokens."""
     remaining: float
-    """tokens that it is expected to have still"""
+    """Expected remaining tokens."""
 
 
 @dataclass
 class Move:
+    """The requested move of a sample to another worker."""
+
     sample: Sample
     lease_id: int
-    """that ends for it"""
+    """Lease that is recalled for it."""
     target: str
-    asked_at: float
+    """Uid of the worker it moves to."""
+    requested_at: float
 
 
 @dataclass
-class Pace:
-    """Of one worker, since it was last told."""
+class DecodeWindow:
+    """Decoding of one worker over a measurement window, in seconds on the caller's clock."""
 
-    since: float
-    at: float
+    began_at: float
+    updated_at: float
     sequence_s: float = 0.0
+    """Integral of running sequences over time."""
     tokens: int = 0
+    """Tokens decoded by all sequences."""
 
 
 @dataclass
 class Migration:
-    lines: defaultdict[str, Line] = field(default_factory=lambda: defaultdict(Line))
-    """by worker, and "" for all together"""
-    paces: dict[str, Pace] = field(default_factory=dict)
+    """Decode speeds of the workers, the moves in progress, and the choice of further moves."""
+
+    fits: defaultdict[str, LinearFit] = field(default_factory=lambda: defaultdict(LinearFit))
+    """Fit of the decode speed of each worker, and "" for all workers together."""
+    windows: dict[str, DecodeWindow] = field(default_factory=dict)
+    """Current measurement window of each worker."""
     moves: list[Move] = field(default_factory=list)
-    """asked for, and not done yet"""
-    settled: dict[int, float] = field(default_factory=dict)
-    """leases of samples that have moved, and when: they stay where they are"""
+    """Moves requested and not complete yet."""
+    moved: dict[int, float] = field(default_factory=dict)
+    """Time of the move by lease id of each moved sample; these do not move again."""
     arriving: set[int] = field(default_factory=set)
-    """those of them of which nothing has been heard"""
-    context_s: float = 0.0
-    contexts: float = 0.0
-    """seconds and tokens of the contexts that moves have had computed anew"""
+    """Lease ids of moved samples without new tokens yet."""
+    prefill_s: float = 0.0
+    prefill_tokens: float = 0.0
+    """Decayed sums of the seconds and tokens of contexts recomputed after moves."""
 
-    # --- what is seen -------------------------------------------------------------------------------------------
+    # --- observations -------------------------------------------------------------------------------------------
 
-    def saw(self, worker: str, running: float, token_s: float) -> None:
-        """A token takes each of so many sequences so long."""
-        self.lines[worker].see(running, token_s)
-        self.lines[""].see(running, token_s)
+    def observe_speed(self, worker: str, running: float, token_s: float) -> None:
+        """With `running` sequences, each takes `token_s` seconds per token."""
+        self.fits[worker].add(running, token_s)
+        self.fits[""].add(running, token_s)
 
-    def reported(self, worker: str, running: int, tokens: int, now: float, every_s: float) -> None:
-        """New tokens of a worker that has so many samples; its pace is that of `every_s` seconds."""
-        pace = self.paces.get(worker)
-        if pace is None:
-            self.paces[worker] = Pace(now, now)
+    def observe_tokens(self, worker: str, running: int, tokens: int, now: float, window_s: float) -> None:
+        """A worker with `running` samples has reported new tokens; its speed is measured over `window_s` seconds."""
+        window = self.windows.get(worker)
+        if window is None:
+            self.windows[worker] = DecodeWindow(now, now)
             return
-        pace.sequence_s, pace.at = pace.sequence_s + running * (now - pace.at), now
-        pace.tokens += tokens
-        if now - pace.since >= every_s:
-            if pace.sequence_s and pace.tokens:
-                self.saw(worker, pace.sequence_s / (now - pace.since), pace.sequence_s / pace.tokens)
-            self.paces[worker] = Pace(now, now)
+        window.sequence_s, window.updated_at = window.sequence_s + running * (now - window.updated_at), now
+        window.tokens += tokens
+        if (elapsed_s := now - window.began_at) >= window_s:
+            if window.sequence_s and window.tokens:
+                self.observe_speed(worker, window.sequence_s / elapsed_s, window.sequence_s / window.tokens)
+            self.windows[worker] = DecodeWindow(now, now)
 
-    def went_on(self, lease: Lease, tokens: int, running: int, now: float) -> None:
-        """The first tokens, so many, of a sample since it has moved; its worker has so many samples."""
+    def observe_arrival(self, lease: Lease, tokens: int, running: int, now: float) -> None:
+        """A moved sample has its first `tokens` new tokens, on a worker with `running` samples."""
         self.arriving.discard(lease.id)
         context = lease.sample.group.prompt_tokens + lease.sample.length - tokens
-        self.resumed(context, now - self.settled[lease.id] - tokens * self.token_s(lease.worker, running))
+        decode_s = tokens * self.token_s(lease.worker, running)
+        self.observe_prefill(context, now - self.moved[lease.id] - decode_s)
 
-    def resumed(self, context: int, seconds: float) -> None:
-        """To compute so many tokens of context took so long."""
-        self.context_s = KEPT * self.context_s + seconds
-        self.contexts = KEPT * self.contexts + context
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Recomputing a context of `tokens` took `seconds`."""
+        self.prefill_s = DECAY * self.prefill_s + seconds
+        self.prefill_tokens = DECAY * self.prefill_tokens + tokens
 
     def token_s(self, worker: str, running: int) -> float:
-        """Seconds that a token is expected to take each of so many sequences; 0 while nothing is known."""
-        own, everybody = self.lines.get(worker, NOTHING), self.lines[""]
-        if not everybody.sums[0]:
+        """Expected seconds per token of each of `running` sequences on a worker; 0 while nothing is known."""
+        own, overall = self.fits.get(worker, NO_FIT), self.fits[""]
+        if not overall.sums[0]:
             return 0.0
-        return (own if own.spread > 1.0 else everybody).at(running)
+        return (own if own.spread > 1.0 else overall).at(running)
 
-    # --- what is decided ----------------------------------------------------------------------------------------
+    # --- decisions ----------------------------------------------------------------------------------------------
 
     def choose(
-        self, ledger: Ledger, seats: Iterable[Seat], now: float, length_of: LengthOf = attrgetter("sample.length")
+        self, ledger: Ledger, loads: Iterable[WorkerLoad], now: float, length_of: LengthOf = attrgetter("sample.length")
     ) -> list[Move]:
-        """Moves to be asked for now, one for a worker with room at most: a sample of a group that the next batch is
-        likely to have goes where it is expected to end sooner, its context computed anew included.
+        """Choose moves to request now, at most one for each worker with room.
 
-        That a worker has room for it says that nothing waits which it might have. `length_of`: response tokens by now.
+        A straggler moves to a worker on which it is expected to end sooner, recomputing its context included.
+        `WorkerLoad.has_room` implies that no waiting sample could use that room.
         """
-        self.settled = {lease_id: at for lease_id, at in self.settled.items() if lease_id in ledger.leases}
-        self.arriving &= self.settled.keys()
-        awaited = {move.target for move in self.moves}
-        by_worker = {seat.worker: seat for seat in seats}
-        for seen in (self.lines, self.paces):
-            for gone in seen.keys() - by_worker.keys() - {""}:
-                del seen[gone]
-        idle = [seat for seat in by_worker.values() if seat.has_room and seat.worker not in awaited]
-        if not idle or not self.lines[""].sums[0]:
+        self.moved = {lease_id: at for lease_id, at in self.moved.items() if lease_id in ledger.leases}
+        self.arriving &= self.moved.keys()
+        targets = {move.target for move in self.moves}
+        by_worker = {load.worker: load for load in loads}
+        for measured in (self.fits, self.windows):
+            for gone in measured.keys() - by_worker.keys() - {""}:
+                del measured[gone]
+        idle = [load for load in by_worker.values() if load.has_room and load.worker not in targets]
+        if not idle or not self.fits[""].sums[0]:
             return []
-        fastest_s = min(self.token_s(seat.worker, seat.running + 1) for seat in idle)
-        slowest_s = max(self.token_s(seat.worker, seat.running) for seat in by_worker.values())
+        fastest_s = min(self.token_s(load.worker, load.running + 1) for load in idle)
+        slowest_s = max(self.token_s(load.worker, load.running) for load in by_worker.values())
         if fastest_s > (1 - MARGIN) * slowest_s:
             return []
-        fixed = self.settled.keys() | {move.lease_id for move in self.moves}
-        stragglers = [one for one in _stragglers(ledger, length_of) if one.lease.id not in fixed]
-        stragglers.sort(key=lambda one: one.remaining, reverse=True)
+        excluded = self.moved.keys() | {move.lease_id for move in self.moves}
+        stragglers = [straggler for straggler in _stragglers(ledger, length_of) if straggler.lease.id not in excluded]
+        stragglers.sort(key=lambda straggler: straggler.remaining, reverse=True)
         chosen = []
-        for seat in sorted(idle, key=lambda seat: self.token_s(seat.worker, seat.running + 1)):
-            for one in stragglers:
-                source = by_worker.get(one.lease.worker)
-                if source and source is not seat and self._pays(one, source, seat):
-                    chosen.append(Move(one.lease.sample, one.lease.id, seat.worker, now))
-                    stragglers.remove(one)
+        for target in sorted(idle, key=lambda load: self.token_s(load.worker, load.running + 1)):
+            for straggler in stragglers:
+                source = by_worker.get(straggler.lease.worker)
+                if source and source is not target and self._pays_off(straggler, source, target):
+                    chosen.append(Move(straggler.lease.sample, straggler.lease.id, target.worker, now))
+                    stragglers.remove(straggler)
                     break
         self.moves += chosen
         return chosen
 
-    def _pays(self, one: Straggler, source: Seat, target: Seat) -> bool:
-        sample = one.lease.sample
-        here_s, there_s = self.token_s(source.worker, source.running), self.token_s(target.worker, target.running + 1)
-        if there_s >= here_s or target.step < sample.first_step:
+    def _pays_off(self, straggler: Straggler, source: WorkerLoad, target: WorkerLoad) -> bool:
+        sample = straggler.lease.sample
+        source_s = self.token_s(source.worker, source.running)
+        target_s = self.token_s(target.worker, target.running + 1)
+        if target_s >= source_s or target.step < sample.first_step:
             return False
-        prefill_s = max(0.0, self.context_s / self.contexts) if self.contexts else PRIOR_PREFILL * here_s
-        costs_s = prefill_s * (sample.group.prompt_tokens + one.length)
-        return (here_s - there_s) * one.remaining - costs_s > MARGIN * here_s * one.remaining
+        token_prefill_s = PRIOR_PREFILL * source_s
+        if self.prefill_tokens:
+            token_prefill_s = max(0.0, self.prefill_s / self.prefill_tokens)
+        cost_s = token_prefill_s * (sample.group.prompt_tokens + straggler.length)
+        return (source_s - target_s) * straggler.remaining - cost_s > MARGIN * source_s * straggler.remaining
 
-    def returned(self, ledger: Ledger, now: float) -> list[Move]:
-        """Moves whose sample waits, to be leased to their target at once. Those that will not come are forgotten: a
-        sample that is lost or ends meanwhile is one like any other."""
-        back = [move for move in self.moves if _waits(move.sample)]
+    def take_returned(self, ledger: Ledger, now: float) -> list[Move]:
+        """Moves whose sample now waits, to be leased to their target at once.
+
+        Moves whose sample was lost, ended or did not come back in time are dropped.
+        """
+        returned = [move for move in self.moves if _waits(move.sample)]
         self.moves = [
             move
             for move in self.moves
             if move.sample.lease_id == move.lease_id and move.lease_id in ledger.leases
-            and now - move.asked_at < PATIENCE_S
+            and now - move.requested_at < PATIENCE_S
         ]  # fmt: skip
-        return back
+        return returned
 
-    def moved(self, lease: Lease, now: float) -> None:
-        """It has been granted to its target."""
-        self.settled[lease.id] = now
+    def confirm(self, lease: Lease, now: float) -> None:
+        """A move is complete: its sample has been leased to its target."""
+        self.moved[lease.id] = now
         self.arriving.add(lease.id)
 
 
@@ -226,21 +245,28 @@ def _waits(sample: Sample) -> bool:
     return sample.state is SampleState.PARTIAL and not sample.lease_id and sample.group.state is GroupState.OPEN
 
 
-def _straggler(lease: Lease, length: int, most: int) -> Straggler:
-    return Straggler(lease, length, min(REMAINS * length, most - length))
+def _straggler(lease: Lease, length: int, max_tokens: int) -> Straggler:
+    return Straggler(lease, length, min(REMAINING_SHARE * length, max_tokens - length))
 
 
 def _stragglers(ledger: Ledger, length_of: LengthOf) -> Iterator[Straggler]:
-    """Samples that the next batch is likely to wait for: of as many groups as it lacks, those that are expected to be
-    complete first. Only those with the fewest responses to come are looked at, twice as many, so that a look does not
-    take longer with more in flight."""
+    """The generating samples of the groups that are expected to complete the next batch.
+
+    To bound the time, only twice as many groups as the batch lacks are considered: those with the fewest pending
+    samples."""
     lacking = ledger.rules.batch_groups - len(ledger.ready)
     if lacking <= 0 or not ledger.round_open:
         return
-    found, most = dict[int, list[Straggler]](), ledger.rules.max_response_tokens
-    for group in heapq.nsmallest(2 * lacking, ledger.open_groups(), key=attrgetter("left")):
+    by_group, max_tokens = dict[int, list[Straggler]](), ledger.rules.max_response_tokens
+    for group in heapq.nsmallest(2 * lacking, ledger.open_groups(), key=attrgetter("pending_samples")):
         leases = (ledger.leases.get(sample.lease_id) for sample in group.samples)
-        found[group.id] = [_straggler(lease, length_of(lease), most) for lease in leases if lease and lease.generating]
-    latest = {group: max((one.remaining for one in those), default=0.0) for group, those in found.items()}
-    for number in heapq.nsmallest(lacking, latest, key=lambda number: latest[number]):
-        yield from (one for one in found[number] if one.length and not ledger.is_aborted(one.lease.id))
+        generating = (lease for lease in leases if lease and lease.generating)
+        by_group[group.id] = [_straggler(lease, length_of(lease), max_tokens) for lease in generating]
+    remaining = {
+        group_id: max((straggler.remaining for straggler in stragglers), default=0.0)
+        for group_id, stragglers in by_group.items()
+    }
+    for group_id in heapq.nsmallest(lacking, remaining, key=lambda group_id: remaining[group_id]):
+        for straggler in by_group[group_id]:
+            if straggler.length and not ledger.is_aborted(straggler.lease.id):
+                yield straggler

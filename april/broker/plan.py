@@ -1,4 +1,4 @@
-"""What a configuration's [schedule] comes to: the ledger's rules, the schedule that drives it, what it can yield."""
+"""From the configuration's [schedule] to the ledger's rules, the schedule and the plan that April prints."""
 
 from april.broker.ledger.prompts import Prompts
 from april.broker.ledger.rules import Rules
@@ -8,7 +8,7 @@ from april.config import Config, ScheduleSection
 from april.config.algorithm import AlgorithmSection
 
 EXAMPLE_RATIO = 10.0
-"""longest response over mean response, in the plan's example"""
+"""Ratio of longest to mean response length in the plan's example."""
 
 
 def ledger_rules(config: Config) -> Rules:
@@ -29,12 +29,12 @@ def ledger_rules(config: Config) -> Rules:
 
 
 def make_schedule(section: ScheduleSection, prompts: Prompts) -> Schedule:
-    """Raises ConfigError for a kind that cannot be found."""
+    """The schedule of `section.kind`. Raises ConfigError if it cannot be found."""
     return SCHEDULES.find(section.kind).from_config(section, prompts)
 
 
 def describe_plan(section: ScheduleSection) -> str:
-    """What is started at a time, the bound, and the share of the throughput that it leaves; a line or two."""
+    """One or two lines: samples in flight, staleness bound, and the share of the throughput it leaves."""
     kind = SCHEDULES.find(section.kind)
     plan = (
         f"plan: {section.kind}, batches of {section.rollout_batch_size} groups of {section.n_samples_per_prompt}, "
@@ -46,7 +46,7 @@ def describe_plan(section: ScheduleSection) -> str:
 
 
 def advice(config: Config) -> str:
-    """A sentence where tokens of older policy versions may be trained and nothing corrects them; otherwise empty."""
+    """A warning if stale tokens may be trained and no correction is configured; otherwise empty."""
     schedule, algorithm, default = config.schedule, config.algorithm, AlgorithmSection()
     outlive = SCHEDULES.find(schedule.kind).groups_outlive_a_round(schedule)
     stale = schedule.max_staleness and (outlive or schedule.overlap)
@@ -61,7 +61,7 @@ def advice(config: Config) -> str:
 
 
 def describe_cap(section: ScheduleSection) -> str:
-    """The cap as a function of the lengths, which are not known before the run, with an example."""
+    """The throughput cap as a function of response lengths, which are unknown before the run, with an example."""
     kind = SCHEDULES.find(section.kind)
     n, in_flight = section.n_samples_per_prompt, kind.samples_in_flight(section)
     batches, groups = kind.in_reach(section)

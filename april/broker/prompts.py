@@ -1,4 +1,4 @@
-"""The dataset as the broker draws from it: rows in seeded epoch order, tokenised once, when they are drawn."""
+"""The broker's prompts: dataset rows in a seeded order per epoch, tokenised when they are drawn."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -9,34 +9,34 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from april import wire
-from april.broker.ledger.events import Event, Part, PromptSubmitted
+from april.broker.ledger.events import Event, EventArray, PromptSubmitted
 from april.broker.ledger.state import LedgerState
 from april.config import Config, ConfigError
 from april.config.evaluation import EvaluationSet
 from april.data.dataset import Dataset, load_dataset
-from april.data.rows import BadRow, Row
+from april.data.rows import BadRow, DatasetRow
 from april.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-ReadBack: TypeAlias = Callable[[Any], tuple[Event, list[Part]]]
-"""the event behind a reference, and its arrays"""
+ReadBack: TypeAlias = Callable[[Any], tuple[Event, list[EventArray]]]
+"""Reads the event of a journal reference, and its arrays."""
 ROWS_CACHED = 16_384
-"""rows whose tokens are kept for the next epoch"""
+"""Rows whose token ids are cached for the next epoch."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of prompts for evaluation."""
+    """A set of held-out prompts for evaluation."""
 
-    asked: EvaluationSet
+    settings: EvaluationSet
     rows: Dataset
     tokens: list[tuple[int, bytes]]
-    """(position, token ids) of those that are short enough"""
+    """(position, token ids) of the prompts that are short enough."""
 
 
 class PromptBook:
-    """Training prompts by (epoch, position), evaluation prompts by (number of their set, position)."""
+    """Training prompts by (epoch, position), evaluation prompts by (number of the set, position)."""
 
     def __init__(self, config: Config):
         data = config.data
@@ -46,19 +46,22 @@ class PromptBook:
         self.fingerprint = self.rows.fingerprint
         self.max_prompt_tokens = config.longest_prompt_tokens
         self.too_long: set[int] = set()
-        """rows that were to be drawn, but have no token, or more than a prompt may have"""
-        self.refused: set[int] = set()
-        """rows that were to be drawn, but that the chat template refuses"""
+        """Drawn row numbers that were skipped for having no token or more than `max_prompt_tokens`."""
+        self.untokenisable: set[int] = set()
+        """Drawn row numbers that were skipped because the chat template rejects them."""
         self._config = config
         self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         self._drawn = lru_cache(maxsize=16)(self._draw)
-        """a schedule may look at the same prompt several times before it opens the group"""
-        self.held_out = {one.number: self._held_out(one, allowed) for one in config.evaluation_sets}
-        """by the number of the set, in order"""
+        """Cached, as a schedule may look at a prompt several times before it opens the group."""
+        self.held_out = {settings.number: self._held_out(settings, allowed) for settings in config.evaluation_sets}
+        """Evaluation sets by number, in order."""
         self.draw((0, 0))
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
-        """(epoch, position, token ids) of the first prompt at the cursor or behind it that is short enough."""
+        """(epoch, position, token ids) of the first prompt from the cursor on that is short enough; None if exhausted.
+
+        Raises ConfigError if no prompt is short enough.
+        """
         return self._drawn(cursor)
 
     def _draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
@@ -80,29 +83,31 @@ class PromptBook:
         )
 
     def bind(self, ledger: LedgerState, read: ReadBack) -> None:
-        """Where prompts are that the trainer has brought, and how they are read back."""
+        """Give access to submitted prompts: the ledger knows their references, and `read` reads them."""
 
-    def brought(self, message: wire.Submit, arrays: list[wire.Packed]) -> Iterator[tuple[PromptSubmitted, bytes]]:
-        """What the trainer brings now, with token ids. Raises BadRow for what cannot be a prompt of this run."""
+    def decode_submission(
+        self, message: wire.Submit, arrays: list[wire.PackedArray]
+    ) -> Iterator[tuple[PromptSubmitted, bytes]]:
+        """Events and token ids of the prompts in a trainer's message. Raises BadRow for prompts this run cannot use."""
         raise BadRow("this run draws its prompts from files: set data.source to 'submitted' to bring them")
 
-    def origin(self, row: int) -> tuple[int, bytes]:
-        """(number, extra) of a prompt that the trainer has brought, -1 for others."""
+    def submission(self, row: int) -> tuple[int, bytes]:
+        """(number, extra) of a prompt that the trainer submitted; (-1, b"") for prompts from files."""
         return -1, b""
 
-    def row(self, epoch: int, position: int) -> Row:
+    def row(self, epoch: int, position: int) -> DatasetRow:
         return self.rows[self.row_number(epoch, position)]
 
-    def held_out_row(self, number: int, position: int) -> Row:
+    def held_out_row(self, number: int, position: int) -> DatasetRow:
         return self.held_out[number].rows[position]
 
     def row_number(self, epoch: int, position: int) -> int:
-        """Its place in the dataset, from 0, bad rows left out."""
+        """Number of the dataset row at a position of an epoch, from 0, bad rows excluded."""
         return int(self._order(epoch)[position])
 
     def counts(self) -> dict[str, int]:
-        """Rows of the training prompts, those left out as bad, and those found too long (or empty) so far."""
-        bad_rows = self.rows.bad_rows + len(self.refused)
+        """Training rows, rows excluded as bad, and rows skipped so far as too long or empty."""
+        bad_rows = self.rows.bad_rows + len(self.untokenisable)
         return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)}
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -112,8 +117,8 @@ class PromptBook:
         try:
             tokens = self._encode(self.rows[number])
         except BadRow as error:
-            if number not in self.refused:
-                self.refused.add(number)
+            if number not in self.untokenisable:
+                self.untokenisable.add(number)
                 log.warning("row %d skipped: %s", number, error)
             return None
         if tokens is None and number not in self.too_long:
@@ -125,19 +130,20 @@ class PromptBook:
                 )  # fmt: skip
         return tokens
 
-    def _held_out(self, asked: EvaluationSet, allowed: Collection[str]) -> HeldOut:
-        rows = load_dataset([asked.source], self._config.data, asked.prompts, allowed)
-        encoded = [(place, self._encode_held_out(rows, place)) for place in range(len(rows))]
-        return HeldOut(asked, rows, [(place, tokens) for place, tokens in encoded if tokens is not None])
+    def _held_out(self, settings: EvaluationSet, allowed: Collection[str]) -> HeldOut:
+        rows = load_dataset([settings.source], self._config.data, settings.prompts, allowed)
+        encoded = [(index, self._encode_held_out(rows, index)) for index in range(len(rows))]
+        return HeldOut(settings, rows, [(index, tokens) for index, tokens in encoded if tokens is not None])
 
-    def _encode_held_out(self, rows: Dataset, place: int) -> bytes | None:
+    def _encode_held_out(self, rows: Dataset, index: int) -> bytes | None:
         try:
-            return self._encode(rows[place])
+            return self._encode(rows[index])
         except BadRow as error:
-            raise ConfigError(f"held-out prompt {place}: {error}; mend it, or data.template_options") from None
+            raise ConfigError(f"held-out prompt {index}: {error}; mend it, or data.template_options") from None
 
-    def _encode(self, row: Row) -> bytes | None:
-        """Token ids; none of a row that is an agent's task, since the agent says what the policy is told."""
+    def _encode(self, row: DatasetRow) -> bytes | None:
+        """Token ids of a row's prompt; empty in a run with agents, which write the prompts; None if too long or
+        empty."""
         if self._config.agent.is_set:
             return b""
         tokens = self.tokenizer.encode_prompt(row.prompt, self._config.data.template_options)

@@ -1,7 +1,7 @@
-"""A ledger rebuilt from a run's journal, and whether that journal still holds what the folder's other files prove.
+"""Recovery of a run: rebuilds the ledger, and checks the journal against the other files of the run folder.
 
-A step has its line in metrics.jsonl, and the journal's end its note, only behind the sync that put them on disk; a
-checkpoint contains batches that were delivered before. So whatever is ahead of the journal proves that it lost its end.
+A step's line in metrics.jsonl and the sync note are written only after the sync they refer to, and a checkpoint only
+contains batches delivered before. So if one of them is ahead of the journal, the journal has lost its end.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, JournalError
 from april.broker.journal.journal import Journal
-from april.broker.journal.place import journal_of
+from april.broker.journal.place import journal_folder
 from april.broker.journal.snapshot import SnapshotStore
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
-from april.broker.replay import put_back
-from april.broker.telemetry.lives import Lives
+from april.broker.replay import rebuild_ledger
+from april.broker.telemetry.lives import SampleHistory
 from april.broker.telemetry.past import read_lines
 from april.config import Config
 from april.formats.metrics import is_step
@@ -34,17 +34,18 @@ log = logging.getLogger(__name__)
 
 NOTE_FILE = "synced"
 NOTE = struct.Struct(">QI")
-"""position and its crc32"""
+"""Layout of the sync note: position and its crc32."""
 CHECKPOINT = re.compile(r"step_(\d{6,})")
 TAIL_BYTES = 8 << 20
-"""in which the last line of metrics.jsonl ends and begins"""
+"""Bytes at the end of metrics.jsonl that are searched for its last line."""
 CHOICE = "april run CONFIG --resume --accept-loss"
+"""Command that goes on without the lost events."""
 
 
 class SyncNote:
-    """Up to where a journal is on disk, noted beside it behind every sync.
+    """A file with the position up to which the journal is on disk, written after every sync.
 
-    Nobody syncs the note itself: what a crash leaves of it is true, or older and true as well.
+    The note itself is not synced: after a crash it is current or older, and true either way.
     """
 
     def __init__(self, folder: Path):
@@ -53,7 +54,7 @@ class SyncNote:
 
     @property
     def position(self) -> int:
-        """0 where none was noted, or the note is torn."""
+        """The noted position; 0 if there is no note or it is torn."""
         data = self._path.read_bytes() if self._path.exists() else b""
         if len(data) < NOTE.size:
             return 0
@@ -61,7 +62,7 @@ class SyncNote:
         return position if checksum == crc32(data[:8]) else 0
 
     def write(self, position: int) -> None:
-        """A disk that takes no note has the one before, which is true as well."""
+        """Write the note; a failed write leaves the previous one, which is still true."""
         with contextlib.suppress(OSError):
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -74,32 +75,36 @@ class SyncNote:
 
 
 def rebuild(
-    ledger: Ledger, journal: Journal, snapshots: SnapshotStore, noted: int = 0, lives: Lives | None = None
+    ledger: Ledger, journal: Journal, snapshots: SnapshotStore, noted: int = 0, history: SampleHistory | None = None
 ) -> int:
-    """Put an empty ledger into the state that is on disk, of which at least the first `noted` bytes were once synced;
-    the position of the snapshot that it began with. Raises JournalError where the journal is damaged, or shorter."""
-    journal.noted = noted
+    """Rebuild an empty ledger from disk; returns the position of the snapshot used.
+
+    `noted`: bytes of the journal known to have been synced. Raises JournalError if the journal is damaged.
+    """
+    journal.known_synced = noted
     try:
-        return put_back(ledger, lives or Lives(ledger), snapshots, journal.replay)
+        return rebuild_ledger(ledger, history or SampleHistory(ledger), snapshots, journal.replay)
     except Damaged as error:
         raise Damaged(f"{error}, or go on without what follows it: {CHOICE}") from None
 
 
-def check_whole(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> None:
-    """Raises JournalError where the run folder proves that the journal has lost what was once in it, or a checkpoint in
-    a store does; `stored`: their steps."""
-    if lost := losses(run_dir, journal, ledger, stored):
+def check_complete(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> None:
+    """Raises JournalError if other files prove that the journal has lost its end.
+
+    `stored`: steps of checkpoints in an object store.
+    """
+    if lost := proofs_of_loss(run_dir, journal, ledger, stored):
         raise JournalError(
             f"journal {journal.folder} has lost acknowledged facts: {'; '.join(lost)}; restore it from a copy, or go "
             f"on without them: {CHOICE}"
         )
 
 
-def losses(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> list[str]:
-    """What else was in a journal that `ledger` was rebuilt from."""
+def proofs_of_loss(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> list[str]:
+    """One sentence for each proof that the journal `ledger` was rebuilt from has lost its end."""
     found, step, checkpoints = [], last_step(run_dir / "metrics.jsonl"), {*checkpoints_of(run_dir), *stored}
-    if (missing := journal.noted - journal.end) > 0:
-        found.append(f"it ends at {journal.end} and was on disk up to {journal.noted}, {missing} bytes further")
+    if (missing := journal.known_synced - journal.end) > 0:
+        found.append(f"it ends at {journal.end} and was on disk up to {journal.known_synced}, {missing} bytes further")
     if step > ledger.frontier:
         found.append(f"metrics.jsonl has step {step}, and it {ledger.frontier} trained ones")
     if checkpoints and max(checkpoints) > ledger.next_step:
@@ -108,7 +113,7 @@ def losses(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[i
 
 
 def last_step(metrics: Path) -> int:
-    """Of the last whole line of one; 0 without one."""
+    """Step of the last complete step line of metrics.jsonl; 0 without one."""
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:
@@ -122,26 +127,26 @@ def last_step(metrics: Path) -> int:
 
 
 def checkpoints_of(run_dir: Path) -> dict[int, Path]:
-    """Those of the learner, by step."""
+    """Folders of the learner's local checkpoints, by step."""
     folder = run_dir / "checkpoints"
     found = ((CHECKPOINT.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
     return {int(name[1]): path for name, path in found if name}
 
 
 def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list[str]:
-    """Make what is left of a run's journal the whole of it. What was given up for that, one sentence each.
+    """Accept a damaged or shortened journal as it is; returns one sentence for each loss.
 
-    What is cut off is kept beside it, and so are checkpoints that nothing leads to any more, also `stored` ones. Raises
-    JournalError where that is not enough to go on from, and StoreError.
+    Bytes cut off are kept in a file next to the journal; checkpoints ahead of the journal, also `stored` ones, are
+    renamed. Raises JournalError if the rest is not enough to go on from, and StoreError.
     """
     in_store = stored.steps() if stored else set()
-    run_dir, folder = config.run_dir, journal_of(config.run_dir)
-    said = list(cut_damage(folder))
+    run_dir, folder = config.run_dir, journal_folder(config.run_dir)
+    lost = list(cut_damaged_tail(folder))
     ledger, journal, note = Ledger(ledger_rules(config)), Journal(folder), SyncNote(folder)
     try:
         rebuild(ledger, journal, SnapshotStore(folder))
-        journal.noted = note.position
-        said += losses(run_dir, journal, ledger, in_store)
+        journal.known_synced = note.position
+        lost += proofs_of_loss(run_dir, journal, ledger, in_store)
         note.write(journal.end)
     finally:
         journal.close()
@@ -154,11 +159,12 @@ def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list
     for step in in_store:
         if stored and step > ledger.next_step:
             stored.set_aside(step, "beyond")
-    return said
+    return lost
 
 
-def cut_damage(folder: Path) -> Iterator[str]:
-    """Take from the last journal file what follows its last whole record, into a file of its own."""
+def cut_damaged_tail(folder: Path) -> Iterator[str]:
+    """Move everything after the last whole record of the last journal file to a file of its own; yields what was
+    cut."""
     path = max(folder.glob(f"*{SUFFIX}"), default=None)
     if path is None or not (size := path.stat().st_size):
         return

@@ -1,4 +1,4 @@
-"""A ledger put back from a snapshot and the facts behind it: at a broker's start, and for the next snapshot."""
+"""Rebuilding a ledger from a snapshot and the events after it: at a broker's start, and for the next snapshot."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,22 +6,25 @@ from april.broker.journal.files import Reference
 from april.broker.journal.snapshot import SnapshotStore, thaw
 from april.broker.ledger.events import Event
 from april.broker.ledger.ledger import Ledger
-from april.broker.telemetry.lives import Lives
+from april.broker.telemetry.lives import SampleHistory
 
 
-def put_back(
+def rebuild_ledger(
     ledger: Ledger,
-    lives: Lives,
+    history: SampleHistory,
     snapshots: SnapshotStore,
-    facts_from: Callable[[int], Iterable[tuple[Event, Reference]]],
+    events_from: Callable[[int], Iterable[tuple[Event, Reference]]],
 ) -> int:
-    """Put an empty ledger, and what is told beside it, into the state of the newest whole snapshot and of all the facts
-    from its position on; returns that position, 0 where there is none."""
+    """Rebuild an empty ledger and its sample history from the newest whole snapshot and the events after it.
+
+    `events_from(position)`: (event, reference) of each record from that position on. Returns the snapshot's position, 0
+    without a snapshot.
+    """
     position, image = next(snapshots.newest_first(), (0, None))
     if image:
-        lives.thaw(thaw(image, ledger))
+        history.thaw(thaw(image, ledger))
     image = None
-    for event, reference in facts_from(position):
-        lives.see(event)
+    for event, reference in events_from(position):
+        history.record(event)
         ledger.apply(event, reference)
     return position

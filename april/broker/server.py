@@ -1,4 +1,4 @@
-"""The broker's process: one thread, one poll loop, one ROUTER. Drain, apply, sync, and only then answer."""
+"""The broker's process: one thread, one poll loop, one ROUTER socket. Drain messages, apply them, sync, then answer."""
 
 import contextlib
 import errno
@@ -18,14 +18,14 @@ from april.broker import memory
 from april.broker.inbox import Inbox
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
-from april.broker.journal.place import place_journal
+from april.broker.journal.place import locate_journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
 from april.broker.sessions import Outgoing
 from april.broker.submitted import open_prompts
-from april.broker.views.exporter import Exporter, Picture
-from april.broker.views.health import condition
-from april.broker.views.metrics import Photographer, SyncTimes
+from april.broker.views.exporter import Exporter, MetricsSnapshot
+from april.broker.views.health import health_snapshot
+from april.broker.views.metrics import MetricsReader, SyncTimes
 from april.config import Config, is_loopback
 from april.connections import sockets
 from april.connections.address import ADDRESS_FILE
@@ -35,7 +35,7 @@ from april.processes import clock
 from april.processes.descriptors import NO_DESCRIPTORS, raise_limit
 from april.processes.lifetime import STEP_ASIDE
 from april.security.allow_list import AllowList
-from april.security.door import Door
+from april.security.door import AccessControl
 from april.security.keys import ALLOW_LIST, load_keys
 from april.wire import limits
 
@@ -43,33 +43,34 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 50
 DRAIN_S = 0.004
-"""longest handling of messages in one pass: what arrives meanwhile waits, and the answers do"""
+"""Longest handling of messages in one pass, after which answers are sent."""
 UNSYNCED_BYTES = 32 << 20
-"""most that is handled while a sync is under way; then it is waited for"""
+"""Unsynced bytes of the journal from which on the running sync is waited for."""
 SMALL_SYNC_BYTES = 256 << 10
-"""so much is sooner on disk than another thread at work"""
+"""Bytes up to which a sync is faster in the loop than in another thread."""
 OUTBOX_MESSAGES = 1024
-"""most messages kept for a peer that does not read; more end its session"""
+"""Most messages kept for a peer that does not read; its session ends beyond that."""
 HTTP_FILE = "http"
-"""in the run folder: the base of the URLs of metrics and health"""
+"""File in the run folder with the base URL of metrics and health."""
 ZERO_COPY_RECV = 10
-"""libzmq's context option, which pyzmq has no name for; left on, every small message that waits keeps the 8 KB it
-came in"""
+"""Context option of libzmq that pyzmq has no name for. If it is on, every small message that waits keeps the 8 KB
+buffer it was received in."""
 RETRY_S = 5.0
-"""how often a broker that ran out of disk looks for room"""
+"""Seconds between a read-only broker's attempts to write again."""
 PROBE_BYTES = 16 << 20
-HEALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *NO_DESCRIPTORS)
-"""refusals after which the disk can be written again"""
+"""Bytes that have to fit on the disk before a read-only broker goes on."""
+RECOVERABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *NO_DESCRIPTORS)
+"""Error numbers after which the disk may become writable again."""
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
-"""longest wait for the port of a broker that was killed, and how often it is tried"""
+"""Longest wait for the port of a killed broker, and seconds between attempts."""
 LEAVE_S = 600.0
-"""longest wait at the end of a run for workers and learner to say goodbye, or as long as a learner may take to save"""
+"""Longest wait at the end of a run for goodbyes; longer if `learner.load_s` is."""
 LEAVE_AFTER_SIGNAL_S = 60.0
-"""the same after a signal"""
+"""Longest wait for goodbyes after a signal."""
 
 
 class BindError(RuntimeError):
-    """The broker's address cannot be used; the text says why."""
+    """An address of the broker cannot be used; the text names the key and says why."""
 
 
 class Server:
@@ -90,10 +91,10 @@ class Server:
         if new:
             replace_file(config.run_dir / "config.toml", config.to_toml().encode())
         self.config = config
-        self.door: Door | None = None
-        """None where there are no keys"""
+        self.access_control: AccessControl | None = None
+        """None without CURVE keys."""
         self._synced = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """can be read when a sync has ended"""
+        """Event file that becomes readable when a sync has ended."""
         self._open(open_prompts(config))
         self.context = zmq.Context()
         self.context.set(ZERO_COPY_RECV, 0)
@@ -106,9 +107,9 @@ class Server:
         self.socket.setsockopt(zmq.MAXMSGSIZE, limits.FROM_PEER.frame_bytes)
         self.socket.setsockopt(zmq.RCVHWM, limits.UPLOAD_QUEUE_MESSAGES)
         if keys and allow_list:
-            self.door = Door(self.context, keys, allow_list)
-            self.door.guard(self.socket)
-            self.service.books.failed_handshakes = self.door.failures
+            self.access_control = AccessControl(self.context, keys, allow_list)
+            self.access_control.guard(self.socket)
+            self.service.context.failed_handshakes = self.access_control.failures
         self.inbox = Inbox(self.socket)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
@@ -118,40 +119,44 @@ class Server:
             self._bind(config.broker.bind)
             self.exporter = start_exporter(config)
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._photographer, self._sync_times = Photographer(), SyncTimes()
+        self._metrics_reader, self._sync_times = MetricsReader(), SyncTimes()
         self._leave_s = max(LEAVE_S, config.learner.load_s)
         self._signal = ""
         self._trimmer = memory.Trimmer()
         self._retry_at = 0.0
         self._ended: tuple[str, str] | None = None
-        """reason and state of a run that was over when its disk failed"""
+        """(reason, state) of a run that was over when its disk failed."""
         self._unsent: list[Outgoing] = []
-        """answers that wait for the sync under way"""
-        self._in_sync = self.service.recorder.mark()
-        """what the sync under way puts on disk"""
-        self._late: dict[bytes, deque[Outgoing]] = {}
+        """Answers that wait for the running sync."""
+        self._in_sync = self.service.recorder.sync_mark()
+        """What the running sync covers."""
+        self._outboxes: dict[bytes, deque[Outgoing]] = {}
+        """Messages by route of peers that do not read at present."""
 
     def _open(self, prompts: PromptBook) -> None:
-        """Rebuild the service from what is on disk."""
+        """Open the journal and rebuild the service from it."""
         broker = self.config.broker
-        folder = place_journal(self.config.run_dir, broker.journal_dir)
+        folder = locate_journal(self.config.run_dir, broker.journal_dir)
         self.journal = Journal(folder, broker.journal_file_mb << 20, broker.journal_file_records)
         self.journal.on_sync_ended = partial(os.eventfd_write, self._synced, 1)
         self.service = Service(self.config, prompts, self.journal, clock.now())
-        if self.door:
-            self.service.books.failed_handshakes = self.door.failures
+        if self.access_control:
+            self.service.context.failed_handshakes = self.access_control.failures
         self.journal.sync()
 
     def _bind(self, endpoint: str) -> None:
-        """Bind; where any port will do, that of a broker of this run that was killed, as its peers come back to it."""
-        mend = "give a free one of this machine"
+        """Bind the socket. If any port will do, take that of the run's last broker, as peers reconnect to it.
+
+        Raises BindError.
+        """
+        fix = "give a free one of this machine"
         deadline = clock.now()
         if endpoint.endswith(":*") and self.address_file.exists():
             endpoint = endpoint[:-1] + self.address_file.read_text().rpartition(":")[2]
-            mend = f"the run's peers look for it there: free it, or remove {self.address_file} if none is left"
+            fix = f"the run's peers look for it there: free it, or remove {self.address_file} if none is left"
             deadline += BIND_S
         while True:
             try:
@@ -159,17 +164,18 @@ class Server:
                 return
             except zmq.ZMQError as error:
                 if clock.now() >= deadline:
-                    raise BindError(f"key 'broker.bind' = {endpoint!r} cannot be used ({error}); {mend}") from None
+                    raise BindError(f"key 'broker.bind' = {endpoint!r} cannot be used ({error}); {fix}") from None
             time.sleep(BIND_AGAIN_S)
 
     def serve(self) -> None:
+        """Serve until the run is over and everyone has left, or a signal tells the broker to step aside."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(STEP_ASIDE, self._on_signal)
-        self.say_where()
+        self.write_address()
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
-        memory.settle()
+        memory.apply_settings()
         self.service.begin(clock.now())
         self.service.verifier.start()
         try:
@@ -186,25 +192,24 @@ class Server:
         finally:
             self.close()
 
-    def say_where(self) -> None:
-        """In the run folder, once it serves: whoever finds it there may tell the broker to leave, too."""
+    def write_address(self) -> None:
+        """Write the addresses to the run folder once the broker serves and its signal handlers are set."""
         replace_file(self.address_file, self.address.encode())
         if self.exporter:
             replace_file(self.config.run_dir / HTTP_FILE, self.exporter.address.encode())
 
     @property
     def steps_aside(self) -> bool:
-        """Told to do so, or to leave while drained or while nothing can be written down any more: another broker of
-        this run, here or elsewhere, goes on from its journal."""
+        """Whether the broker exits without ending the run, which another broker continues from its journal: told to
+        step aside, or told to exit while drained or read only."""
         run = self.service.run
         aside = self._signal == STEP_ASIDE.name or self.service.ledger.draining
         return bool(self._signal and (run.read_only or (aside and not run.over)))
 
     def serve_once(self) -> None:
-        """Handle what has arrived, and send the answers that a sync has covered.
+        """Handle the messages that have arrived, and send the answers that a sync has covered.
 
-        While some records are being synced, what comes meanwhile is handled already; its answers wait for the next
-        sync.
+        Messages are also handled while a sync runs; their answers wait for the next sync.
         """
         if not self.inbox.has_message:
             self._wait(0 if self.service.has_more else POLL_MS)
@@ -215,11 +220,11 @@ class Server:
         if self.service.run.read_only and clock.now() >= self._retry_at:
             self._recover()
         if self.exporter:
-            self.exporter.passed(clock.now(), self._picture)
-        self._trimmer.passed()
+            self.exporter.passed(clock.now(), self._read_metrics)
+        self._trimmer.trim_if_due()
 
     def _wait(self, timeout_ms: int) -> None:
-        """For a message, or the end of a sync."""
+        """Wait for a message, or for the end of a sync."""
         while ready := dict(self._poller.poll(timeout_ms)):
             if self._synced in ready:
                 os.eventfd_read(self._synced)
@@ -228,27 +233,27 @@ class Server:
 
     def _work(self) -> None:
         caught_up = self._drain()
-        if self.door and self.door.watch() and not self.service.run.read_only:
+        if self.access_control and self.access_control.watch() and not self.service.run.read_only:
             self._end_revoked()
         if self._signal and not self.steps_aside:
             self.service.stop(f"signal {self._signal}", "stopped", clock.now())
         self.service.tick(clock.now(), caught_up)
-        self._send(self.service.sessions.take_at_once())
+        self._send(self.service.peers.take_immediate())
         if self.service.run.read_only:
-            return self._send(self.service.sessions.take_outgoing())
+            return self._send(self.service.peers.take_outgoing())
         if self.journal.sync_runs and self.journal.unsynced_bytes < UNSYNCED_BYTES:
             return
         self._finish_sync()
-        self._unsent = self.service.sessions.take_outgoing()
-        self._in_sync = self.service.recorder.mark()
-        in_a_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or self.inbox.has_message
-        self.journal.begin_sync(aside=in_a_thread and not self.journal.file_full)
+        self._unsent = self.service.peers.take_outgoing()
+        self._in_sync = self.service.recorder.sync_mark()
+        in_thread = self.journal.unsynced_bytes > SMALL_SYNC_BYTES or self.inbox.has_message
+        self.journal.begin_sync(in_thread=in_thread and not self.journal.file_full)
         if not self.journal.sync_runs:
             self._finish_sync()
             self.service.end_file()
 
     def _finish_sync(self) -> None:
-        """Wait for the sync that is under way, and send what it has covered."""
+        """Wait for the running sync, and send the answers it covers."""
         if self.journal.syncing:
             self.journal.finish_sync()
             self._sync_times.observe(self.journal.sync_s)
@@ -256,22 +261,22 @@ class Server:
         unsent, self._unsent = self._unsent, []
         self._send(unsent)
 
-    def _picture(self) -> Picture:
-        outbox_messages = sum(len(waiting) for waiting in self._late.values())
+    def _read_metrics(self) -> MetricsSnapshot:
+        outbox_messages = sum(len(outbox) for outbox in self._outboxes.values())
         now = clock.now()
-        series = self._photographer.read(self.service.books, outbox_messages, now)
-        return Picture(condition(self.service.books, now), series, self._sync_times.picture())
+        series = self._metrics_reader.read(self.service.context, outbox_messages, now)
+        return MetricsSnapshot(health_snapshot(self.service.context, now), series, self._sync_times.histogram())
 
     def _fail(self, error: JournalError | OSError) -> None:
-        """Stay up without a disk: nothing is acknowledged, questions are answered, and room is waited for."""
+        """Go read only after a disk error: acknowledge nothing, answer questions, and wait for room."""
         if not isinstance(error, JournalError):
             error = self.journal.fail(error)
-        self.service.sessions.outgoing[:0], self._unsent = self._unsent, []
-        self.service.fall_silent(str(error))
-        self._retry_at = clock.now() + RETRY_S if error.errno in HEALS else math.inf
+        self.service.peers.outgoing[:0], self._unsent = self._unsent, []
+        self.service.enter_read_only(str(error))
+        self._retry_at = clock.now() + RETRY_S if error.errno in RECOVERABLE else math.inf
 
     def _recover(self) -> None:
-        """Once there is room again, go on from what is on disk, as after a crash; peers say hello again."""
+        """Try to write again; if there is room, resume from what is on disk as after a crash. Peers say hello again."""
         self._retry_at = clock.now() + RETRY_S
         if self.service.run.over:
             self._ended = self.service.run.over, self.service.run.state
@@ -281,7 +286,7 @@ class Server:
             self.service.note.close()
             self.service.verifier.close()
             self.service.snapshots.close()
-            self.service.recorder.lines.write()
+            self.service.recorder.metrics_file.write()
             self._open(self.service.prompts)
         except (JournalError, OSError) as error:
             log.error("there is still no going on: %s", error)
@@ -292,40 +297,42 @@ class Server:
             log.warning("the journal can be written again; going on as start %d", self.service.ledger.starts)
 
     def _drain(self) -> bool:
-        """Handle what has arrived, heartbeats answered at once; True if nothing is left."""
+        """Handle messages for up to `DRAIN_S`, and send the immediate answers; True if no message is left."""
         until = clock.now() + DRAIN_S
-        while (now := clock.now()) < until and (arrived := self.inbox.next(self.service.sessions.by_id)):
+        while (now := clock.now()) < until and (arrived := self.inbox.next(self.service.peers.by_id)):
             route, *frames = arrived
-            peer = self.door.peer_of(route) if self.door else None
-            self.service.handle(route.bytes, frames, now, peer)
-        self._send(self.service.sessions.take_at_once())
+            key_owner = self.access_control.peer_of(route) if self.access_control else None
+            self.service.handle(route.bytes, frames, now, key_owner)
+        self._send(self.service.peers.take_immediate())
         return now < until
 
     def _end_revoked(self) -> None:
-        """End the sessions of keys that are not on the allow-list any more, or have another role there."""
-        for session in list(self.service.sessions.by_id.values()):
-            if self.door and self.door.allow_list.find(session.key).role != session.role:
-                self.service.end_session(session, "its key is off the allow-list", clock.now())
+        """End the sessions of peers whose key is off the allow-list, or has another role there."""
+        for peer in list(self.service.peers.by_id.values()):
+            if self.access_control and self.access_control.allow_list.find(peer.key).role != peer.role:
+                self.service.end_session(peer, "its key is off the allow-list", clock.now())
 
     def _send(self, outgoing: list[Outgoing]) -> None:
-        """Send, after what a peer has not read yet; what it does not read now waits in its outbox."""
-        for route in list(self._late):
-            waiting = self._late.pop(route)
-            while waiting and self._send_one(waiting[0]):
-                waiting.popleft()
-            if waiting:
-                self._late[route] = waiting
+        """Send messages, behind those in the peer's outbox; what a peer does not read now waits in its outbox."""
+        for route in list(self._outboxes):
+            outbox = self._outboxes.pop(route)
+            while outbox and self._send_one(outbox[0]):
+                outbox.popleft()
+            if outbox:
+                self._outboxes[route] = outbox
         for message in outgoing:
-            if message.route not in self._late and self._send_one(message):
+            if message.route not in self._outboxes and self._send_one(message):
                 continue
-            waiting = self._late.setdefault(message.route, deque())
-            waiting.append(message)
-            if len(waiting) > OUTBOX_MESSAGES:
+            outbox = self._outboxes.setdefault(message.route, deque())
+            outbox.append(message)
+            if len(outbox) > OUTBOX_MESSAGES:
                 self._drop_peer(message.route)
 
     def _send_one(self, message: Outgoing) -> bool:
-        """False if the peer does not read at present. One that is gone gets nothing; its session is void, so that it
-        says hello when it is back, and if it does not, its silence ends it."""
+        """Send one message; False if the peer does not read at present.
+
+        A peer that is gone gets nothing: its session loses its routes, until it says hello or times out.
+        """
         if not message.route:
             return True
         frames = wire.encode(message.message, message.arrays, message.session, message.sequence, message.protocol)
@@ -337,14 +344,15 @@ class Server:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             log.info("a peer is gone before its %s", type(message.message).__name__)
-            self.service.sessions.void(message.route)
+            self.service.peers.invalidate(message.route)
         return True
 
     def _drop_peer(self, route: bytes) -> None:
-        self._late.pop(route, None)
-        for session in list(self.service.sessions.by_id.values()):
-            if route in (session.data_route, session.control_route):
-                self.service.end_session(session, "it does not read its messages", clock.now())
+        """End the session of a peer that does not read its messages."""
+        self._outboxes.pop(route, None)
+        for peer in list(self.service.peers.by_id.values()):
+            if route in (peer.data_route, peer.control_route):
+                self.service.end_session(peer, "it does not read its messages", clock.now())
 
     def _on_signal(self, number: int, frame) -> None:
         self._leave_s = LEAVE_AFTER_SIGNAL_S
@@ -354,17 +362,17 @@ class Server:
         with contextlib.suppress(JournalError):
             self._finish_sync()
             self.journal.sync()
-            self.service.synced(self.service.recorder.mark())
+            self.service.synced(self.service.recorder.sync_mark())
         self.service.close(clock.now())
         if self.exporter:
             self.exporter.close()
             (self.config.run_dir / HTTP_FILE).unlink(missing_ok=True)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
-        """Of its sockets, its threads and its journal."""
-        if self.door:
-            self.door.close()
+    def _release(self) -> None:
+        """Close sockets, threads and journal."""
+        if self.access_control:
+            self.access_control.close()
         self.socket.close()
         self.context.term()
         self.journal.close()
@@ -372,7 +380,7 @@ class Server:
 
 
 def probe_disk(folder: Path) -> None:
-    """Raise OSError if there is no room for a while's records."""
+    """Raise OSError unless `PROBE_BYTES` can be written to the disk of `folder`."""
     path = folder / "probe"
     try:
         with path.open("wb") as file:
@@ -384,7 +392,7 @@ def probe_disk(folder: Path) -> None:
 
 
 def start_exporter(config: Config) -> Exporter | None:
-    """Serve /metrics and /health as `operations.http` says."""
+    """Serve /metrics and /health at `operations.http`; None if that is `none`. Raises BindError."""
     wanted = config.operations.http_address
     if wanted is None:
         return None

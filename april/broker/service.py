@@ -1,7 +1,7 @@
-"""The broker without its sockets: decoded messages in, ledger and journal changed, messages out.
+"""The broker without its sockets: takes messages, changes ledger and journal, and queues the answers.
 
-`handle` and `tick` only queue what is to be sent; the caller syncs the journal before it sends any of it,
-except what `Sessions.at_once` holds: that rests on nothing that is not on disk.
+The caller syncs the journal before it sends what `handle` and `tick` have queued. Only `Peers.immediate` may be sent
+before, as it rests on nothing that is not on disk.
 """
 
 import logging
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from april import wire
-from april.broker.books import Books
-from april.broker.desks.agents import AgentDesk
+from april.broker.books import BrokerContext
+from april.broker.desks.agents import AgentHandler
 from april.broker.desks.evaluations import Evaluations
-from april.broker.desks.holders import HolderDesk
-from april.broker.desks.learner import LearnerDesk
-from april.broker.desks.monitors import MonitorDesk
-from april.broker.desks.nodes import NodeDesk
-from april.broker.desks.scorers import ScorerDesk
-from april.broker.desks.workers import WorkerDesk
+from april.broker.desks.holders import LeaseHolderHandler
+from april.broker.desks.learner import LearnerHandler
+from april.broker.desks.monitors import MonitorHandler
+from april.broker.desks.nodes import NodeHandler
+from april.broker.desks.scorers import ScorerHandler
+from april.broker.desks.workers import WorkerHandler
 from april.broker.header import check_header, make_header
 from april.broker.journal.files import Damaged, Reference
 from april.broker.journal.journal import Journal
@@ -29,49 +29,49 @@ from april.broker.ledger.state import DEAD_ROUNDS
 from april.broker.payloads import Payloads
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
-from april.broker.recovery import SyncNote, check_whole, rebuild
-from april.broker.sessions import HOLDERS, Session, Sessions
+from april.broker.recovery import SyncNote, check_complete, rebuild
+from april.broker.sessions import HOLDERS, Peer, Peers
 from april.broker.snapshots import Snapshots
-from april.broker.telemetry.census import Census
-from april.broker.telemetry.lives import Lives
-from april.broker.telemetry.recorder import Mark, Recorder
-from april.broker.verification import Verifier, groups_at
+from april.broker.telemetry.census import QueueScanner
+from april.broker.telemetry.lives import SampleHistory
+from april.broker.telemetry.recorder import Recorder, SyncMark
+from april.broker.verification import JournalVerifier, groups_with_damage
 from april.config import Config
 from april.filters.filters import FilterFailed, GroupFilters
 from april.formats.versions import protocols_differ
-from april.security.allow_list import Peer
+from april.security.allow_list import KeyOwner
 from april.wire import limits
 
 log = logging.getLogger(__name__)
 
 FILTERED_ROUNDS = 20
-"""rounds of which every group is filtered out before the run is given up"""
+"""Rounds in which every group is filtered out, after which the run fails."""
 SWEEP_S = 0.25
-"""how often silent sessions and old leases are looked for"""
+"""Seconds between checks for silent peers and expired leases."""
 CLOCK_S = 0.05
-"""how exactly the journal tells the time"""
+"""Resolution of the times in the journal."""
 SUMMARY_S = 0.25
-"""`summary.json` is written after a step, but not more often"""
-BEHIND_S = 0.05
-"""while messages wait to be handled, work is handed out only so often: what is done is acknowledged first"""
+"""Least seconds between two writes of `summary.json`, which follow trained steps."""
+BUSY_HAND_OUT_S = 0.05
+"""Seconds between passes that grant leases while messages wait, so that reports are acknowledged first."""
 
 MAY_SEND = {
-    "worker": {"Heartbeat", "Holding", "Lane", "Report"},
-    "scorer": {"Heartbeat", "Room", "Report"},
-    "agents": {"Heartbeat", "Room", "Report", "Whose"},
-    "learner": {"Heartbeat", "LearnerStart", "Submit", "Fetch", "Consumed", "Durable", "BestWanted"},
-    "node": {"Heartbeat", "Meet"},
+    "worker": {"Heartbeat", "WorkerCapacity", "ActivitySpan", "Report"},
+    "scorer": {"Heartbeat", "HolderCapacity", "Report"},
+    "agents": {"Heartbeat", "HolderCapacity", "Report", "HolderRequest"},
+    "learner": {"Heartbeat", "StartLearner", "Submit", "Fetch", "Consumed", "Durable", "BestRequest"},
+    "node": {"Heartbeat", "Rendezvous"},
     "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
 }
 
 KEY_OF = {"node": "learner"}
-"""roles whose peers show the key of another one"""
-QUESTIONS_ANSWERED = (wire.Welcome, wire.Status, wire.DeadLetters, wire.Refused)
-"""what a monitor may be told though nothing that it rests on is on disk"""
+"""Roles whose peers use the key of another role."""
+READ_ONLY_ANSWERS = (wire.Welcome, wire.Status, wire.DeadLetters, wire.Refused)
+"""Answers that a monitor gets from a read-only broker, though their facts may not be on disk."""
 
 
-class AccessDenied(wire.WireError):
-    """The key of the connection is not one for this message; the text says why."""
+class KeyRefused(wire.WireError):
+    """The key of the connection may not send this message; the text says why."""
 
 
 class Service:
@@ -80,56 +80,56 @@ class Service:
     service = Service(config, prompts, journal, now)
     service.handle(route, frames, now)      # for each message that has arrived
     service.tick(now)                       # then: rounds, batches, leases
-    service.sessions.take_outgoing()        # to send, once the journal is synced
+    service.peers.take_outgoing()           # to send, once the journal is synced
     """
 
     def __init__(self, config: Config, prompts: PromptBook, journal: Journal, now: float):
         self.config = config
         self.prompts = prompts
         self.journal = journal
-        self.sessions = Sessions()
+        self.peers = Peers()
         self.payloads = Payloads(journal, prompts, config.reward.name, config.sampling.is_cut)
-        self.ledger = Ledger(ledger_rules(config), write=self._write, together=self.payloads.scored_together)
-        self.lives = Lives(self.ledger)
+        self.ledger = Ledger(ledger_rules(config), write=self._write, group_scored=self.payloads.is_group_scored)
+        self.history = SampleHistory(self.ledger)
         self._now = now
         self.prompts.bind(self.ledger, journal.read)
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
         self.snapshots, self.note = Snapshots(journal.folder, self.ledger.rules), SyncNote(journal.folder)
-        self._said = ""
-        """the last complaint about a file that others do not depend on"""
+        self._last_warning = ""
+        """The last warning about a file that the run can do without."""
         self._recover()
-        self.sessions.number_from(self.ledger.starts)
+        self.peers.start_ids(self.ledger.starts)
         self.recorder = Recorder(
-            config.run_dir, config.run.name, config.schedule.max_steps, now, self.ledger, self.sessions,
+            config.run_dir, config.run.name, config.schedule.max_steps, now, self.ledger, self.peers,
             config.operations.sinks, config.engine.paced, config.operations.alarms,
         )  # fmt: skip
-        self.census = Census(self.ledger, config.broker.max_run_s)
-        self.books = Books(
-            config, prompts, journal, self.snapshots, self.ledger, self.schedule, self.sessions, self.payloads,
-            self.recorder, self.census, self.lives, started_at=now, credit_bytes=config.broker.credit_mb << 20,
+        self.queue_scanner = QueueScanner(self.ledger, config.broker.max_run_s)
+        self.context = BrokerContext(
+            config, prompts, journal, self.snapshots, self.ledger, self.schedule, self.peers, self.payloads,
+            self.recorder, self.queue_scanner, self.history, started_at=now, credit_bytes=config.broker.credit_mb << 20,
         )  # fmt: skip
-        self.run = self.books.run
-        self.evaluations = Evaluations(self.books)
-        self.agents = AgentDesk(self.books)
-        self.workers = WorkerDesk(self.books, tell_agents=self.agents.tell)
-        self.scorers = ScorerDesk(self.books)
-        self.learner = LearnerDesk(self.books, self.evaluations)
-        self.monitors = MonitorDesk(self.books, stop=self.stop, abort=self.workers.abort)
-        self.holders: dict[str, HolderDesk] = {
+        self.run = self.context.run
+        self.evaluations = Evaluations(self.context)
+        self.agents = AgentHandler(self.context)
+        self.workers = WorkerHandler(self.context, forward_to_agents=self.agents.forward_rows)
+        self.scorers = ScorerHandler(self.context)
+        self.learner = LearnerHandler(self.context, self.evaluations)
+        self.monitors = MonitorHandler(self.context, stop=self.stop, abort=self.workers.abort)
+        self.holder_handlers: dict[str, LeaseHolderHandler] = {
             "worker": self.workers, "scorer": self.scorers, "agents": self.agents,
         }  # fmt: skip
-        nodes = NodeDesk(self.sessions)
-        self.desks = {**self.holders, "learner": self.learner, "node": nodes, "monitor": self.monitors}
+        nodes = NodeHandler(self.peers)
+        self.handlers = {**self.holder_handlers, "learner": self.learner, "node": nodes, "monitor": self.monitors}
         self.begin(now)
 
     # --- start ----------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Rebuild the ledger from snapshot and journal."""
-        position = rebuild(self.ledger, self.journal, self.snapshots.store, self.note.position, self.lives)
-        check_whole(self.config.run_dir, self.journal, self.ledger)
-        self.verifier = Verifier(self.journal.folder, self.ledger, below=position)
+        """Rebuild ledger and history from the snapshot and the journal."""
+        position = rebuild(self.ledger, self.journal, self.snapshots.store, self.note.position, self.history)
+        check_complete(self.config.run_dir, self.journal, self.ledger)
+        self.verifier = JournalVerifier(self.journal.folder, self.ledger, below=position)
         header = make_header(self.config, self.prompts)
         if self.ledger.header is None:
             self.ledger.commit(header)
@@ -137,14 +137,14 @@ class Service:
             check_header(self.ledger.header, header)
         self.ledger.commit(events.BrokerStarted(self.ledger.starts + 1))
 
-    def _write(self, event: events.Event, arrays: Sequence[events.Part]) -> Reference:
+    def _write(self, event: events.Event, arrays: Sequence[events.EventArray]) -> Reference:
         if self._now - self.ledger.now >= CLOCK_S and not isinstance(event, events.TimePassed | events.RunStarted):
             self.ledger.commit(events.TimePassed(self._now))
-        self.lives.see(event)
+        self.history.record(event)
         return self.journal.append(event, arrays)
 
     def begin(self, now: float) -> None:
-        """Peers can reach the broker from now on: former holders of leases have `readopt_s` to come back."""
+        """Start the clocks when peers can reach the broker: holders of leases have `readopt_s` to come back."""
         self._last_tick = self._next_sweep = self._next_hand_out = self._next_summary = now
         for lease in self.ledger.leases.values():
             lease.ends_at = math.inf if lease.agent else now + self.config.broker.max_run_s
@@ -152,166 +152,169 @@ class Service:
 
     # --- messages -------------------------------------------------------------------------------------------
 
-    def handle(self, route: bytes, frames: list, now: float, peer: Peer | None = None) -> None:
-        """Take one multipart message; what is wrong with it is counted and answered, never raised.
+    def handle(self, route: bytes, frames: list, now: float, key_owner: KeyOwner | None = None) -> None:
+        """Handle one multipart message; a bad one is counted and answered, never raised.
 
-        `peer` is whom the connection's key belongs to, None without CURVE: then the role that a session states counts.
+        `key_owner`: owner of the connection's key. None without CURVE, when the role that the peer states counts.
         """
         self._now = now
         try:
-            if peer and not peer.role:
-                raise AccessDenied("this key is not on the allow-list")
+            if key_owner and not key_owner.role:
+                raise KeyRefused("this key is not on the allow-list")
             received = wire.decode(frames, limits.FROM_PEER)
             answer = self._answer_read_only if self.run.read_only else self._dispatch
-            answer(route, received, now, peer)
+            answer(route, received, now, key_owner)
         except Damaged as error:
-            self._lose(groups_at(self.ledger, error), error, now)
-        except AccessDenied as error:
-            self.books.audit.say("access denied to %s: %s", peer and (peer.name or peer.key), error)
-            self.sessions.refuse("access denied", f"{wire.DENIED}{error}", route)
-        except wire.OtherProtocol as error:
+            self._discard_unreadable(groups_with_damage(self.ledger, error), error, now)
+        except KeyRefused as error:
+            self.context.audit.warn("access denied to %s: %s", key_owner and (key_owner.name or key_owner.key), error)
+            self.peers.refuse("access denied", f"{wire.DENIED}{error}", route)
+        except wire.ProtocolMismatch as error:
             reason = protocols_differ("this peer", error.protocol, "the broker")
-            self.books.audit.say("not let in: %s", reason)
-            self.sessions.refuse_protocol(error, f"{wire.DENIED}{reason}", route)
+            self.context.audit.warn("not let in: %s", reason)
+            self.peers.refuse_protocol(error, f"{wire.DENIED}{reason}", route)
         except wire.WireError as error:
-            self.books.audit.say("bad message: %s", error)
-            self.sessions.refuse(error.cause, f"bad message: {error}", route)
+            self.context.audit.warn("bad message: %s", error)
+            self.peers.refuse(error.cause, f"bad message: {error}", route)
 
-    def _dispatch(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
+    def _dispatch(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
         message = received.message
         if isinstance(message, wire.Hello):
-            return self._hello(route, received, now, peer)
-        session = self.sessions.by_id.get(received.session)
-        binds = isinstance(message, wire.Bind) and session is not None and session.control_route is None
-        if session is None or not (binds or route in (session.data_route, session.control_route)):
+            return self._hello(route, received, now, key_owner)
+        peer = self.peers.by_id.get(received.session)
+        binds = isinstance(message, wire.Bind) and peer is not None and peer.control_route is None
+        if peer is None or not (binds or route in (peer.data_route, peer.control_route)):
             reason = "unknown session; say hello"
-            return self.sessions.refuse("unknown session", reason, route, received.session, received.sequence)
-        if peer and (peer.key, peer.role) != (session.key, KEY_OF.get(session.role, session.role)):
-            raise AccessDenied(f"the session belongs to another key, of a {session.role}")
-        session.last_seen = now
+            return self.peers.refuse("unknown session", reason, route, received.session, received.sequence)
+        if key_owner and (key_owner.key, key_owner.role) != (peer.key, KEY_OF.get(peer.role, peer.role)):
+            raise KeyRefused(f"the session belongs to another key, of a {peer.role}")
+        peer.last_seen = now
         if isinstance(message, wire.Heartbeat):
-            session.hear(message, now)
+            peer.note_heartbeat(message, now)
         kind = type(message).__name__
-        if session.role == "worker":
-            self.workers.hungry[session.id] = session
+        if peer.role == "worker":
+            self.workers.maybe_ready[peer.id] = peer
         if isinstance(message, wire.Bind):
-            session.control_route = route
+            peer.control_route = route
         elif isinstance(message, wire.Goodbye):
-            self._goodbye(session)
-        elif kind not in MAY_SEND[session.role]:
-            raise wire.WireError(f"not for a {session.role} to send: {kind}")
-        elif kind == "Heartbeat" and session.role not in HOLDERS:
-            self.sessions.answer_heartbeat(session, [])
+            self._goodbye(peer)
+        elif kind not in MAY_SEND[peer.role]:
+            raise wire.WireError(f"not for a {peer.role} to send: {kind}")
+        elif kind == "Heartbeat" and peer.role not in HOLDERS:
+            self.peers.answer_heartbeat(peer, [])
         else:
-            getattr(self.desks[session.role], f"on_{kind}")(session, received, now)
+            getattr(self.handlers[peer.role], f"on_{kind}")(peer, received, now)
 
-    def _answer_read_only(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
-        """Peers learn that the broker lives, monitors what they ask; whatever would change something has to wait."""
-        message, session = received.message, self.sessions.by_id.get(received.session)
+    def _answer_read_only(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
+        """Handle a message while nothing can be written: answer heartbeats and monitors, and ignore what would change
+        the ledger, which peers send again."""
+        message, peer = received.message, self.peers.by_id.get(received.session)
         if isinstance(message, wire.Hello) and message.role == "monitor":
-            self._hello(route, received, now, peer)
-        elif session and session.role == "monitor":
-            self._dispatch(route, received, now, peer)
-        elif session and isinstance(message, wire.Heartbeat):
-            self.sessions.answer_heartbeat(session, [])
-        elif session and isinstance(message, wire.Goodbye):
-            self.sessions.close(session)
+            self._hello(route, received, now, key_owner)
+        elif peer and peer.role == "monitor":
+            self._dispatch(route, received, now, key_owner)
+        elif peer and isinstance(message, wire.Heartbeat):
+            self.peers.answer_heartbeat(peer, [])
+        elif peer and isinstance(message, wire.Goodbye):
+            self.peers.close(peer)
 
-    def fall_silent(self, reason: str) -> None:
-        """Nothing can be written any more: forget what peers were to be told, and change nothing from here on.
-        Monitors still get answers to what they asked; what they had ordered is refused."""
+    def enter_read_only(self, reason: str) -> None:
+        """Stop changing anything, as nothing can be written: drop the messages queued for peers.
+
+        Monitors still get answers to their questions; commands of theirs that are not on disk are refused.
+        """
         log.critical("READ ONLY: %s", reason)
-        monitors = {session.id for session in self.sessions.by_id.values() if session.role == "monitor"}
-        self.sessions.outgoing = [
-            answer if isinstance(answer.message, QUESTIONS_ANSWERED) else replace(answer, message=wire.Refused(reason))
-            for answer in self.sessions.take_outgoing()
+        monitors = {peer.id for peer in self.peers.by_id.values() if peer.role == "monitor"}
+        self.peers.outgoing = [
+            answer if isinstance(answer.message, READ_ONLY_ANSWERS) else replace(answer, message=wire.Refused(reason))
+            for answer in self.peers.take_outgoing()
             if answer.session in monitors
         ]
         self.run.read_only, self.run.state = reason, self.run.state if self.run.over else "read only"
 
-    def _hello(self, route: bytes, received: wire.Received, now: float, peer: Peer | None) -> None:
+    def _hello(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
         hello = received.message
         if hello.role not in MAY_SEND:
             raise wire.WireError("unknown role")
-        if len(hello.leases) > self.config.security.max_leases:
+        if len(hello.lease_ids) > self.config.security.max_leases:
             raise wire.WireError("more leases than a worker may hold")
-        if peer:
-            self._check_identity(hello, peer)
+        if key_owner:
+            self._check_identity(hello, key_owner)
         if self._is_full(hello):
             count = self.config.security.max_sessions
             reason = f"the broker has {count} peers, all that 'security.max_sessions' allows; raise it"
-            return self.sessions.refuse("too many sessions", reason, route, 0, received.sequence)
-        session, lost = self.sessions.open(hello, route, now, peer.key if peer else ""), []
+            return self.peers.refuse("too many sessions", reason, route, 0, received.sequence)
+        peer, lost = self.peers.open(hello, route, now, key_owner.key if key_owner else ""), []
         if hello.role in HOLDERS:
-            lost = self.holders[hello.role].hello(session, hello, now)
+            lost = self.holder_handlers[hello.role].hello(peer, hello, now)
         elif hello.role == "learner":
-            self.learner.hello(session)
+            self.learner.hello(peer)
         else:
-            self._close_namesakes(session)
+            self._close_namesakes(peer)
         welcome = wire.Welcome(
-            session=session.id,
+            session=peer.id,
             run=self.config.run.name,
-            start=self.ledger.starts,
+            broker_start=self.ledger.starts,
             round=self.ledger.round,
             watermark=self.ledger.watermark,
-            lost=lost,
+            lost_lease_ids=lost,
             renew_s=self.config.broker.renew_s,
             weights_address=self.ledger.weights_address,
             weights_key=self.ledger.weights_key,
         )
-        self.sessions.send(session, welcome, sequence=received.sequence)
+        self.peers.send(peer, welcome, sequence=received.sequence)
         if hello.role in HOLDERS:
-            self.holders[hello.role].welcomed(session)
+            self.holder_handlers[hello.role].after_welcome(peer)
         if self.run.over and hello.role in HOLDERS:
-            self.sessions.send_control(session, wire.Stop(self.run.over))
+            self.peers.send_control(peer, wire.Stop(self.run.over))
 
-    def _check_identity(self, hello: wire.Hello, peer: Peer) -> None:
-        """A key has one role, and nobody takes the place of another key's session."""
-        if KEY_OF.get(hello.role, hello.role) != peer.role:
-            raise AccessDenied(f"the key of {peer.name} is a {peer.role}'s, not a {hello.role}'s")
-        for other in self.sessions.by_id.values():
+    def _check_identity(self, hello: wire.Hello, key_owner: KeyOwner) -> None:
+        """Raise KeyRefused unless the key has this role, and no peer of another key has this process uid or name."""
+        if KEY_OF.get(hello.role, hello.role) != key_owner.role:
+            raise KeyRefused(f"the key of {key_owner.name} is a {key_owner.role}'s, not a {hello.role}'s")
+        for other in self.peers.by_id.values():
             namesake = other.role in HOLDERS and (other.role, other.name) == (hello.role, hello.name)
-            same = other.uid == hello.uid or namesake
-            if same and other.key != peer.key:
-                raise AccessDenied(f"another key works under the name {hello.name}; choose another with --name")
+            is_same = other.uid == hello.uid or namesake
+            if is_same and other.key != key_owner.key:
+                raise KeyRefused(f"another key works under the name {hello.name}; choose another with --name")
 
     def _is_full(self, hello: wire.Hello) -> bool:
-        sessions = self.sessions.by_id.values()
-        return len(sessions) >= self.config.security.max_sessions and all(s.uid != hello.uid for s in sessions)
+        peers = self.peers.by_id.values()
+        return len(peers) >= self.config.security.max_sessions and all(s.uid != hello.uid for s in peers)
 
-    def _close_namesakes(self, session: Session) -> None:
-        """A monitor that says hello again has no use for its old session."""
-        for other in list(self.sessions.by_id.values()):
-            if other is not session and other.role == session.role and other.uid == session.uid:
-                self.sessions.close(other)
+    def _close_namesakes(self, peer: Peer) -> None:
+        """Close older sessions of the same monitor or node process, which has said hello again."""
+        for other in list(self.peers.by_id.values()):
+            if other is not peer and other.role == peer.role and other.uid == peer.uid:
+                self.peers.close(other)
 
-    def end_session(self, session: Session, why: str, now: float) -> None:
-        """Without the peer's doing."""
-        ids = {"role": session.role} | ({"worker": session.name} if session.role in HOLDERS else {})
-        log.warning("the session of %s %s ends: %s", session.role, session.name, why, extra=ids)
-        if session.role in HOLDERS:
-            return self.holders[session.role].lose(session, why, now)
-        if session.role == "learner":
-            self.learner.waiting = None
-        self.sessions.close(session)
+    def end_session(self, peer: Peer, why: str, now: float) -> None:
+        """End the session of a peer that has not said goodbye."""
+        ids = {"role": peer.role} | ({"worker": peer.name} if peer.role in HOLDERS else {})
+        log.warning("the session of %s %s ends: %s", peer.role, peer.name, why, extra=ids)
+        if peer.role in HOLDERS:
+            return self.holder_handlers[peer.role].lose(peer, why, now)
+        if peer.role == "learner":
+            self.learner.pending_fetch = None
+        self.peers.close(peer)
 
-    def _goodbye(self, session: Session) -> None:
-        if session.role in HOLDERS:
-            self.holders[session.role].goodbye(session)
+    def _goodbye(self, peer: Peer) -> None:
+        if peer.role in HOLDERS:
+            self.holder_handlers[peer.role].goodbye(peer)
         else:
-            self.sessions.close(session)
+            self.peers.close(peer)
 
-    def synced(self, mark: Mark) -> None:
-        """What the recorder had marked is on disk now."""
+    def synced(self, mark: SyncMark) -> None:
+        """Note a finished sync of the journal; `mark`: what it covers for the recorder."""
         self.note.write(self.journal.synced)
         self.recorder.synced(mark)
 
     # --- time -----------------------------------------------------------------------------------------------
 
     def tick(self, now: float, caught_up: bool = True) -> None:
-        """What follows from the messages handled since the last tick, and from time passing.
+        """Do what follows from the messages handled since the last tick and from the time: rounds, batches, leases.
 
-        `caught_up`: no message waits to be handled, so that who seems silent is silent.
+        `caught_up`: no message waits to be handled, so a peer that seems silent is silent.
         """
         self._now = now
         if self.run.read_only:
@@ -319,13 +322,15 @@ class Service:
         try:
             self._tick(now, caught_up)
         except Damaged as error:
-            self._lose(groups_at(self.ledger, error), error, now)
+            self._discard_unreadable(groups_with_damage(self.ledger, error), error, now)
 
-    def _lose(self, groups: list[Group], why: Damaged | None, now: float) -> None:
-        """Groups that the journal cannot give back are discarded and counted, and the rest goes on; a batch that has
-        nothing left ends the run. Raises `why` where no group is to blame."""
-        if why and not groups:
-            raise why
+    def _discard_unreadable(self, groups: list[Group], error: Damaged | None, now: float) -> None:
+        """Discard groups that the journal cannot read back; a batch without any other group ends the run.
+
+        Raises `error` if it concerns no group.
+        """
+        if error and not groups:
+            raise error
         for group in groups:
             if group.state is GroupState.TRAINED:
                 continue  # nobody needs it, unless a learner goes back
@@ -333,15 +338,15 @@ class Service:
             step = group.step
             self.ledger.discard(group, "unreadable")
             if step in self.ledger.deliveries:
-                self.learner.begin_again(step)
+                self.learner.restart_fetch(step)
                 if not self.ledger.deliveries[step]:
                     self.stop(f"nothing of batch {step} can be read back from the journal", "failed", now)
 
     def _tick(self, now: float, caught_up: bool) -> None:
-        bad = [group for number in self.verifier.take() if (group := self.ledger.groups.get(number))]
-        self._lose(bad, None, now)
+        unreadable = [group for number in self.verifier.take() if (group := self.ledger.groups.get(number))]
+        self._discard_unreadable(unreadable, None, now)
         if self.ledger.generating:
-            self.recorder.generating(now - self._last_tick)
+            self.recorder.add_generating_time(now - self._last_tick)
         self._last_tick = now
         if self.run.summary_is_old and now >= self._next_summary:
             self._write_summary(now)
@@ -351,51 +356,51 @@ class Service:
             self._advance(now)
         self.learner.answer_fetch()
         if not self.run.over and (caught_up or now >= self._next_hand_out):
-            self._next_hand_out = now + BEHIND_S
+            self._next_hand_out = now + BUSY_HAND_OUT_S
             self.agents.hand_out(now)
             self.workers.hand_out(now)
             self.scorers.hand_out(now)
-        self._cancel_voided()
+        self._cancel_revoked()
         self.monitors.log_deaths()
-        self.recorder.buffered(self.ledger)
-        self.census.advance(now)
-        self.snapshots.follow(self.journal.file_begins, self.journal.let_go, now)
+        self.recorder.update_peak(self.ledger)
+        self.queue_scanner.advance(now)
+        self.snapshots.follow(self.journal.file_start, self.journal.release_files, now)
 
     @property
     def has_more(self) -> bool:
-        """Whether the next pass has something to send that follows from no message."""
+        """Whether the next pass has something to send without a further message."""
         return self.learner.can_send or (self.workers.has_more and not (self.run.over or self.run.read_only))
 
     def _sweep(self, now: float) -> None:
-        """End the sessions of peers that have not been heard of, and the leases that were not renewed."""
+        """End the sessions of silent peers and the leases that were not renewed, and check the main loops."""
         self._next_sweep = now + SWEEP_S
-        for session in list(self.sessions.by_id.values()):
-            is_learner = session.role == "learner"
+        for peer in list(self.peers.by_id.values()):
+            is_learner = peer.role == "learner"
             timeout_s = self.config.learner.hung_s if is_learner else self.config.broker.session_timeout_s
-            if now - session.last_seen <= timeout_s:
+            if now - peer.last_seen <= timeout_s:
                 continue
-            if session.role in HOLDERS:
-                self.holders[session.role].lose(session, f"silent for {timeout_s:g} s", now)
+            if peer.role in HOLDERS:
+                self.holder_handlers[peer.role].lose(peer, f"silent for {timeout_s:g} s", now)
             elif is_learner:
-                self.end_session(session, f"silent for {timeout_s:g} s", now)
+                self.end_session(peer, f"silent for {timeout_s:g} s", now)
             else:
-                self.sessions.close(session)
-        slots = sum(max(0, one.capacity - self.config.worker.prefetch) for one in self.sessions.workers())
+                self.peers.close(peer)
+        slots = sum(max(0, peer.capacity - self.config.worker.prefetch) for peer in self.peers.workers())
         waiting = sum(map(self.ledger.open_samples.count, TO_GENERATE))
-        self.recorder.occupied(self.ledger.generating, slots, waiting)
+        self.recorder.add_slot_usage(self.ledger.generating, slots, waiting)
         for lease in self.ledger.expire(now):
             self._cancel(lease.worker, lease.id)
-        self.recorder.alarms.watch([session.stay(now) for session in self.sessions.by_id.values() if session.place])
+        self.recorder.alarms.watch([peer.loop(now) for peer in self.peers.by_id.values() if peer.loop_position])
 
-    def _cancel_voided(self) -> None:
-        """Tell the holders which of their samples have gone with their group."""
-        voided, self.ledger.voided = self.ledger.voided, []
-        for holder, lease_id in voided:
+    def _cancel_revoked(self) -> None:
+        """Tell the holders of revoked leases to drop their samples, whose groups have been discarded."""
+        revoked, self.ledger.revoked = self.ledger.revoked, []
+        for holder, lease_id in revoked:
             self._cancel(holder, lease_id)
 
     def _cancel(self, holder: str, lease_id: int) -> None:
-        if session := self.sessions.of_uid(holder):
-            self.holders[session.role].cancel(session, lease_id)
+        if peer := self.peers.holder(holder):
+            self.holder_handlers[peer.role].cancel(peer, lease_id)
 
     def _advance(self, now: float) -> None:
         step = self.ledger.consumed
@@ -419,37 +424,41 @@ class Service:
             self.stop(why, "finished", now)
 
     def end_file(self) -> None:
-        """When a file of the journal is full, begin a new one; a snapshot of those that are closed follows."""
+        """Begin a new file of the journal if the current one is full; a snapshot of the closed files follows."""
         if not self.journal.file_full:
             return
         try:
             position = self.journal.rotate()
         except OSError as error:
-            return self._say_once(f"the journal's file grows on, as no other can be opened ({error})")
-        self._said = ""
-        if self.snapshots.helpless:
-            self.snapshots.make_here(position, self.ledger, self.lives, self.journal.let_go)
+            return self._warn_once(f"the journal's file grows on, as no other can be opened ({error})")
+        self._last_warning = ""
+        if self.snapshots.processes_failed:
+            self.snapshots.make_in_broker(position, self.ledger, self.history, self.journal.release_files)
 
     # --- the end --------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, state: str, now: float) -> None:
-        """No batch any more: workers leave, the learner is told at its next fetch."""
+        """End the run: lease holders are told to stop, the learner is told at its next fetch."""
         if not self.run.over:
             log.info("the run is over: %s", reason)
             self.run.over, self.run.state = reason, state
-            self.sessions.broadcast(wire.Stop(reason))
+            self.peers.broadcast(wire.Stop(reason))
             self._write_summary(now)
 
     def everyone_left(self) -> bool:
-        """The run is over and no worker, scorer or learner is connected any more. Where all steps are done, the learner
-        has to come once if the policy that it exports is missing."""
-        if not self.run.over or self.sessions.holders() or self.sessions.of_role("learner"):
+        """Whether the run is over and no lease holder or learner is connected any more.
+
+        After the last step a learner has to have connected if the exported policy is missing.
+        """
+        if not self.run.over or self.peers.holders() or self.peers.learner():
             return False
-        return not (self.run.state == "finished" and not (self.learner.came or self.config.exported_policy.is_dir()))
+        return not (
+            self.run.state == "finished" and not (self.learner.has_connected or self.config.exported_policy.is_dir())
+        )
 
     def close(self, now: float) -> None:
         self._write_summary(now)
-        self.recorder.lines.write()
+        self.recorder.metrics_file.write()
         self.note.close()
         self.verifier.close()
         self.recorder.sinks.close()
@@ -464,9 +473,9 @@ class Service:
             self.monitors.write_dead_letters()
         except OSError as error:
             self.run.summary_is_old = True
-            self._say_once(f"the summary cannot be written ({error}); it is tried again")
+            self._warn_once(f"the summary cannot be written ({error}); it is tried again")
 
-    def _say_once(self, what: str) -> None:
-        if what != self._said:
-            log.warning("%s", what)
-        self._said = what
+    def _warn_once(self, warning: str) -> None:
+        if warning != self._last_warning:
+            log.warning("%s", warning)
+        self._last_warning = warning

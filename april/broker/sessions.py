@@ -1,4 +1,5 @@
-"""Who is connected: one session per peer, with a data and a control connection, and what it was last known to do."""
+"""Connected processes: a session per peer with a data and a control connection, its last known state, and the
+messages queued for it."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -12,313 +13,337 @@ from april.wire import limits
 from april.wire.version import Version
 
 HOLDERS = ("worker", "scorer", "agents")
-"""roles that hold leases"""
-PACE_S = 5.0
-"""window over which a worker's speed is told"""
+"""Roles that hold leases."""
+SPEED_WINDOW_S = 5.0
+"""Window over which a worker's tokens per second are measured."""
 
 
-class Stay(NamedTuple):
-    """Where a peer's main loop is."""
+class PeerLoop(NamedTuple):
+    """Position of a peer's main loop, as its last heartbeat said."""
 
     peer: str
-    place: str
+    """Name of the peer."""
+    position: str
+    """Stage the loop is in, such as `a micro-batch`; empty if the peer does not report it."""
     for_s: float
+    """Seconds it has been there."""
     usual_s: float
-    """0: unknown"""
+    """Median seconds it stays there; 0 if unknown."""
 
 
 @dataclass(slots=True)
-class NewLeases:
-    """A message of grants in the making."""
+class GrantBuilder:
+    """A `wire.Grants` message that is being built."""
 
-    places: dict[int, int] = field(default_factory=dict)
-    """of the tasks, by group"""
+    task_indices: dict[int, int] = field(default_factory=dict)
+    """Index in `tasks`, by group."""
     tasks: list[wire.Task] = field(default_factory=list)
     grants: list[wire.Grant] = field(default_factory=list)
-    prompts: list[wire.Packed] = field(default_factory=list)
-    responses: list[wire.Packed] = field(default_factory=list)
+    prompts: list[wire.PackedArray] = field(default_factory=list)
+    responses: list[wire.PackedArray] = field(default_factory=list)
 
-    def add_task(self, task: wire.Task, prompt: wire.Packed) -> int:
-        """Returns its place."""
+    def add_task(self, task: wire.Task, prompt: wire.PackedArray) -> int:
+        """Append a group's task and prompt; returns its index in `tasks`."""
         self.tasks.append(task)
         self.prompts.append(prompt)
-        return self.places.setdefault(task.group, len(self.tasks) - 1)
+        return self.task_indices.setdefault(task.group, len(self.tasks) - 1)
 
-    def add(self, grant: wire.Grant, responses: list[wire.Packed]) -> None:
+    def add(self, grant: wire.Grant, responses: list[wire.PackedArray]) -> None:
         self.grants.append(grant)
         self.responses += responses
 
     @property
-    def arrays(self) -> list[wire.Packed]:
+    def arrays(self) -> list[wire.PackedArray]:
         return [*self.prompts, *self.responses]
 
 
 @dataclass(slots=True)
-class Answers:
-    """What a holder of leases is told after the journal's next sync: what became of its reports, and new leases."""
+class PendingAnswers:
+    """What a lease holder is sent after the journal's next sync: acks, nacks and rejects of its reports, and grants."""
 
-    lengths: dict[int, int] = field(default_factory=dict)
+    acks: dict[int, int] = field(default_factory=dict)
+    """Durable response tokens, by lease."""
     done: list[int] = field(default_factory=list)
-    resend: dict[int, int] = field(default_factory=dict)
-    refused: list[tuple[int, str]] = field(default_factory=list)
-    """as in `wire.Answers`, by lease"""
-    leases: list[NewLeases] = field(default_factory=list)
+    """Leases that have ended as the holder reported."""
+    nacks: dict[int, int] = field(default_factory=dict)
+    """Response tokens the broker has, by lease that has to report again from there."""
+    rejects: list[tuple[int, str]] = field(default_factory=list)
+    """(lease id, reason) of reports that were not accepted."""
+    leases: list[GrantBuilder] = field(default_factory=list)
 
-    def new_leases(self) -> NewLeases:
-        """The message to which the next grant is added."""
-        if not self.leases or len(self.leases[-1].responses) >= limits.GRANT_ARRAYS:
-            self.leases.append(NewLeases())
+    def new_leases(self) -> GrantBuilder:
+        """The message that takes the next grant; a full one is followed by a new one."""
+        if not self.leases or len(self.leases[-1].responses) >= limits.MAX_GRANT_ARRAYS:
+            self.leases.append(GrantBuilder())
         return self.leases[-1]
 
-    def messages(self) -> Iterator[tuple[wire.Message, list[wire.Packed]]]:
-        """With their arrays."""
-        if self.lengths or self.done or self.resend or self.refused:
-            lengths, resend = list(self.lengths.items()), list(self.resend.items())
-            yield wire.Answers(lengths, self.done, resend, self.refused), []
+    def messages(self) -> Iterator[tuple[wire.Message, list[wire.PackedArray]]]:
+        """The queued messages, each with its arrays."""
+        if self.acks or self.done or self.nacks or self.rejects:
+            yield wire.Answers(list(self.acks.items()), self.done, list(self.nacks.items()), self.rejects), []
         for leases in self.leases:
             yield wire.Grants(leases.tasks, leases.grants), leases.arrays
 
 
 @dataclass(slots=True)
-class Session:
+class Peer:
+    """A connected process, from its hello to the end of its session."""
+
     id: int
+    """Session id; never used again in a run."""
     role: str
     name: str
     uid: str
-    """of the process: the holder of its leases"""
+    """Unique id of the process, which its leases are recorded under."""
     data_route: bytes
     last_seen: float
+    """Time of its last message."""
     control_route: bytes | None = None
-    """None before it is bound, empty once its connections are gone"""
+    """None before the control connection is bound; empty once the connections are gone."""
     key: str = ""
-    """CURVE key of its connections, "" without CURVE"""
+    """CURVE key of its connections; empty without CURVE."""
     version: Version | None = None
+    """Weights that a worker has loaded."""
     capacity: int = 0
+    """Most leases it takes at once."""
     address: str = ""
-    """base URL of the API of an agents process"""
+    """Base URL of an agents process's API."""
     started: bool = False
-    """a learner that has said which checkpoint it holds"""
+    """Whether a learner has said which checkpoint it holds."""
     sent_bytes: int = 0
+    """Bytes of arrays sent to it in this session."""
     received_bytes: int = 0
-    """of arrays: what was sent to it, and what it says has reached it"""
-    answers: Answers = field(default_factory=Answers)
-    """what it is told next of its leases"""
-    place: str = ""
-    place_since: float = 0.0
-    usual_s: float = 0.0
-    """where its main loop is, since when, and how long that usually takes; "" where it does not say"""
+    """Bytes of arrays it says it has received."""
+    pending: PendingAnswers = field(default_factory=PendingAnswers)
+    """Answers and grants it is sent after the next sync."""
+    loop_position: str = ""
+    """Stage its main loop is in; empty if it does not report it."""
+    loop_since: float = 0.0
+    """Time since when the loop is there."""
+    loop_usual_s: float = 0.0
+    """Median seconds the loop stays there."""
     slots: wire.Slots | None = None
-    """what a worker's samples are at, as it has said last"""
-    recent: deque[tuple[float, int]] = field(default_factory=deque)
-    """(time, tokens) of the chunks of the last seconds"""
+    """Use of a worker's slots, by its last heartbeat that reported it."""
+    recent_tokens: deque[tuple[float, int]] = field(default_factory=deque)
+    """(time, tokens) of the chunks accepted within `SPEED_WINDOW_S`."""
 
-    def hear(self, beat: wire.Heartbeat, now: float) -> None:
+    def note_heartbeat(self, beat: wire.Heartbeat, now: float) -> None:
         self.received_bytes = max(self.received_bytes, beat.received_bytes)
-        if beat.place:
-            self.place, self.place_since, self.usual_s = beat.place, now - beat.for_s, beat.usual_s
+        if beat.loop_position:
+            self.loop_position, self.loop_since, self.loop_usual_s = (
+                beat.loop_position,
+                now - beat.loop_elapsed_s,
+                beat.loop_usual_s,
+            )
 
-    def stay(self, now: float) -> Stay:
-        return Stay(self.name, self.place, now - self.place_since if self.place else 0.0, self.usual_s)
+    def loop(self, now: float) -> PeerLoop:
+        elapsed_s = now - self.loop_since if self.loop_position else 0.0
+        return PeerLoop(self.name, self.loop_position, elapsed_s, self.loop_usual_s)
 
-    def acknowledged(self, now: float, tokens: int) -> None:
-        self.recent.append((now, tokens))
-        while self.recent[0][0] < now - PACE_S:
-            self.recent.popleft()
+    def note_tokens(self, now: float, tokens: int) -> None:
+        """Count accepted tokens towards the worker's speed."""
+        self.recent_tokens.append((now, tokens))
+        while self.recent_tokens[0][0] < now - SPEED_WINDOW_S:
+            self.recent_tokens.popleft()
 
     @property
     def step(self) -> int:
-        """Of the version that it holds; -1 for none."""
+        """Policy step of the weights the worker has loaded; -1 before the first load."""
         return -1 if self.version is None else self.version.step
 
     def tokens_per_s(self, now: float) -> float:
-        return sum(tokens for at, tokens in self.recent if at > now - PACE_S) / PACE_S
+        return sum(tokens for at, tokens in self.recent_tokens if at > now - SPEED_WINDOW_S) / SPEED_WINDOW_S
 
 
 @dataclass(slots=True)
-class Tally:
-    """Tokens of one worker process, over all its sessions."""
+class TokenTally:
+    """Sampled tokens of one worker process, over all its sessions."""
 
     emitted: int = 0
-    """sampled by its engine, by its own count"""
+    """Tokens its engine has sampled, by its own count."""
     acknowledged: int = 0
     refused: int = 0
 
     @property
     def lost(self) -> int:
-        """Sampled, and neither acknowledged nor refused."""
+        """Tokens sampled, but neither acknowledged nor refused."""
         return max(0, self.emitted - self.acknowledged - self.refused)
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """A message that leaves after the journal's next sync."""
+    """A message queued for sending."""
 
     route: bytes
     message: wire.Message
-    arrays: list[np.ndarray | wire.Packed] = field(default_factory=list)
+    arrays: list[np.ndarray | wire.PackedArray] = field(default_factory=list)
     session: int = 0
+    """Session id in its header; 0 for a connection without a session."""
     sequence: int = 0
+    """Sequence number of the request it answers; 0 if it answers none."""
     protocol: int = wire.PROTOCOL
-    """of a peer that speaks another one, and is told so"""
+    """Protocol version in its header; another one only to refuse a peer that speaks that."""
 
 
-class Sessions:
+class Peers:
+    """All connected peers, and the messages that wait to be sent to them."""
+
     def __init__(self):
-        self.by_id: dict[int, Session] = {}
-        self.tallies: dict[str, Tally] = {}
-        """by the uid of the worker process"""
-        self.folded = Tally()
-        """of processes that left long ago: `emitted` holds what was neither acknowledged nor refused"""
+        self.by_id: dict[int, Peer] = {}
+        self.tallies: dict[str, TokenTally] = {}
+        """Token counts by uid of the worker process."""
+        self.forgotten = TokenTally()
+        """Sum over processes no longer in `tallies`; its `emitted` holds only their lost tokens."""
         self.refusals: Counter[str] = Counter()
-        """messages that were not accepted, by cause: one for each `Refused`"""
+        """Messages that were not accepted, by cause; one for each `Refused` or reject."""
         self.outgoing: list[Outgoing] = []
-        self.at_once: list[Outgoing] = []
-        self._next = 1
-        self._answered: dict[int, Session] = {}
+        """Messages to send after the journal's next sync."""
+        self.immediate: list[Outgoing] = []
+        """Messages to send now, since they rest on nothing that is not on disk."""
+        self._next_id = 1
+        self._with_pending: dict[int, Peer] = {}
 
-    def number_from(self, start: int) -> None:
-        """A session's number is never used again, not even by a restarted broker."""
-        self._next = (start << 32) + 1
+    def start_ids(self, broker_start: int) -> None:
+        """Begin the session ids of the given start of the broker: none repeats one of an earlier start."""
+        self._next_id = (broker_start << 32) + 1
 
-    def open(self, hello: wire.Hello, route: bytes, now: float, key: str = "") -> Session:
-        session = Session(self._next, hello.role, hello.name, hello.uid, route, now, key=key)
-        self.by_id[session.id] = session
-        self._next += 1
-        if session.uid not in self.tallies:
-            self.tallies[session.uid] = Tally(acknowledged=hello.acknowledged_tokens)
+    def open(self, hello: wire.Hello, route: bytes, now: float, key: str = "") -> Peer:
+        peer = Peer(self._next_id, hello.role, hello.name, hello.uid, route, now, key=key)
+        self.by_id[peer.id] = peer
+        self._next_id += 1
+        if peer.uid not in self.tallies:
+            self.tallies[peer.uid] = TokenTally(acknowledged=hello.acknowledged_tokens)
             self._fold_tallies()
-        return session
+        return peer
 
     def _fold_tallies(self) -> None:
-        """Forget which process it was that left first; what it had sampled in vain stays counted."""
-        if len(self.tallies) <= limits.TALLIES:
+        """Forget the processes that left first once there are too many; their tokens stay counted in `forgotten`."""
+        if len(self.tallies) <= limits.MAX_TALLIES:
             return
-        here = {session.uid for session in self.by_id.values()}
-        for uid in [uid for uid in self.tallies if uid not in here][: limits.TALLIES // 2]:
+        connected = {peer.uid for peer in self.by_id.values()}
+        for uid in [uid for uid in self.tallies if uid not in connected][: limits.MAX_TALLIES // 2]:
             tally = self.tallies.pop(uid)
-            self.folded.emitted += tally.lost
-            self.folded.refused += tally.refused
+            self.forgotten.emitted += tally.lost
+            self.forgotten.refused += tally.refused
 
-    def close(self, session: Session) -> None:
-        self.by_id.pop(session.id, None)
+    def close(self, peer: Peer) -> None:
+        self.by_id.pop(peer.id, None)
 
-    def void(self, route: bytes) -> None:
-        """A connection is gone and what was sent over it may be lost: nothing of its session counts until a hello."""
-        for session in self.by_id.values():
-            if route in (session.data_route, session.control_route):
-                session.data_route = session.control_route = b""
+    def invalidate(self, route: bytes) -> None:
+        """Handle a lost connection, whose messages may be lost: drop its session's routes until the peer says hello."""
+        for peer in self.by_id.values():
+            if route in (peer.data_route, peer.control_route):
+                peer.data_route = peer.control_route = b""
 
     def unacknowledged_tokens(self) -> int:
-        """Tokens that workers which have left or were lost had sampled and never got acknowledged."""
-        here = {session.uid for session in self.by_id.values()}
-        gone = (tally for uid, tally in self.tallies.items() if uid not in here)
-        return self.folded.emitted + sum(tally.lost for tally in gone)
+        """Tokens sampled by workers that are gone, and never acknowledged or refused."""
+        connected = {peer.uid for peer in self.by_id.values()}
+        gone = (tally for uid, tally in self.tallies.items() if uid not in connected)
+        return self.forgotten.emitted + sum(tally.lost for tally in gone)
 
     def refused_tokens(self) -> int:
-        return self.folded.refused + sum(tally.refused for tally in self.tallies.values())
+        return self.forgotten.refused + sum(tally.refused for tally in self.tallies.values())
 
-    def of(self, role: str) -> list[Session]:
-        return [session for session in self.by_id.values() if session.role == role]
+    def with_role(self, role: str) -> list[Peer]:
+        return [peer for peer in self.by_id.values() if peer.role == role]
 
-    def workers(self) -> list[Session]:
-        return self.of("worker")
+    def workers(self) -> list[Peer]:
+        return self.with_role("worker")
 
-    def scorers(self) -> list[Session]:
-        return self.of("scorer")
+    def scorers(self) -> list[Peer]:
+        return self.with_role("scorer")
 
-    def holders(self) -> list[Session]:
-        """Of leases: workers, scorers and agents processes."""
-        return [session for session in self.by_id.values() if session.role in HOLDERS]
+    def holders(self) -> list[Peer]:
+        """Lease holders: workers, scorers and agents processes."""
+        return [peer for peer in self.by_id.values() if peer.role in HOLDERS]
 
-    def of_role(self, role: str) -> Session | None:
-        return next((session for session in self.by_id.values() if session.role == role), None)
+    def learner(self) -> Peer | None:
+        return next((peer for peer in self.by_id.values() if peer.role == "learner"), None)
 
-    def of_uid(self, uid: str) -> Session | None:
-        """The session of a process that holds leases."""
-        return next((s for s in self.by_id.values() if s.uid == uid and s.role in HOLDERS), None)
+    def holder(self, uid: str) -> Peer | None:
+        """The connected lease holder with this process uid."""
+        return next((peer for peer in self.by_id.values() if peer.uid == uid and peer.role in HOLDERS), None)
 
     def send(
         self,
-        session: Session,
+        peer: Peer,
         message: wire.Message,
-        arrays: Sequence[np.ndarray | wire.Packed] = (),
+        arrays: Sequence[np.ndarray | wire.PackedArray] = (),
         sequence: int = 0,
     ) -> None:
-        """To the data connection, in order behind what was sent there before."""
-        session.sent_bytes += sum(len(a.data) if isinstance(a, wire.Packed) else a.nbytes for a in arrays)
-        self.outgoing.append(Outgoing(session.data_route, message, list(arrays), session.id, sequence))
+        """Queue a message for the data connection, behind those queued before, after the next sync."""
+        peer.sent_bytes += sum(len(a.data) if isinstance(a, wire.PackedArray) else a.nbytes for a in arrays)
+        self.outgoing.append(Outgoing(peer.data_route, message, list(arrays), peer.id, sequence))
 
-    def send_at_once(
-        self, session: Session, message: wire.Message, arrays: list[wire.Packed], sequence: int = 0
-    ) -> None:
-        """What rests on nothing that is not on disk."""
-        session.sent_bytes += sum(len(packed.data) for packed in arrays)
-        self.at_once.append(Outgoing(session.data_route, message, list(arrays), session.id, sequence))
+    def send_now(self, peer: Peer, message: wire.Message, arrays: list[wire.PackedArray], sequence: int = 0) -> None:
+        """Queue a message that rests on nothing that is not on disk: it does not wait for a sync."""
+        peer.sent_bytes += sum(len(packed.data) for packed in arrays)
+        self.immediate.append(Outgoing(peer.data_route, message, list(arrays), peer.id, sequence))
 
     def refuse(self, cause: str, reason: str, route: bytes, session: int = 0, sequence: int = 0) -> None:
-        """The answer to a message that is not accepted, and its counter; `cause` is never a peer's own text."""
+        """Count a message that is not accepted, and queue the answer; `cause` is never a peer's own text."""
         self.refusals[cause] += 1
         self.outgoing.append(Outgoing(route, wire.Refused(reason), [], session, sequence))
 
-    def has_credit(self, session: Session, credit_bytes: int) -> bool:
-        """Whether it has taken enough of what it was sent to be sent more; one message may exceed the credit."""
-        return session.sent_bytes - session.received_bytes < credit_bytes
+    def has_credit(self, peer: Peer, credit_bytes: int) -> bool:
+        """Whether fewer than `credit_bytes` of arrays sent to it are unread; one message may exceed the credit."""
+        return peer.sent_bytes - peer.received_bytes < credit_bytes
 
-    def answers_to(self, session: Session) -> Answers:
-        """What it is told next of its leases, to be added to."""
-        self._answered[session.id] = session
-        return session.answers
+    def pending_for(self, peer: Peer) -> PendingAnswers:
+        """The answers that the peer is sent after the next sync, for adding to them."""
+        self._with_pending[peer.id] = peer
+        return peer.pending
 
-    def acknowledge(self, session: Session, lease_id: int, length: int | None = None) -> None:
-        """The tokens of a lease below `length` are safe after the next sync, or its end is (None)."""
-        answers = self.answers_to(session)
+    def acknowledge(self, peer: Peer, lease_id: int, length: int | None = None) -> None:
+        """Ack the first `length` response tokens of a lease; None acks the end of the lease."""
+        pending = self.pending_for(peer)
         if length is None:
-            answers.done.append(lease_id)
+            pending.done.append(lease_id)
         else:
-            answers.lengths[lease_id] = length
+            pending.acks[lease_id] = length
 
-    def ask_again(self, session: Session, lease_id: int, length: int) -> None:
-        """For what lies behind that length."""
-        self.answers_to(session).resend[lease_id] = length
+    def nack(self, peer: Peer, lease_id: int, length: int) -> None:
+        """Ask for a lease's response tokens from `length` on once more."""
+        self.pending_for(peer).nacks[lease_id] = length
 
-    def refuse_report(self, session: Session, lease_id: int, reason: str) -> None:
-        """What was reported of one lease is not accepted; counted by what the reason says before it is particular."""
+    def reject(self, peer: Peer, lease_id: int, reason: str) -> None:
+        """Reject what was reported of one lease; counted by the part of the reason before its colon."""
         self.refusals[reason.split(":")[0]] += 1
-        self.answers_to(session).refused.append((lease_id, reason))
+        self.pending_for(peer).rejects.append((lease_id, reason))
 
     def take_outgoing(self) -> list[Outgoing]:
-        """What is to be sent now, connection by connection: what became of its reports, then the rest."""
+        """Take the queued messages, connection by connection: the answers to its reports first, then the others."""
         by_route: dict[bytes, list[Outgoing]] = {}
-        for session in self._answered.values():
-            answers, session.answers = session.answers, Answers()
-            for message, arrays in answers.messages():
-                route = session.data_route
-                by_route.setdefault(route, []).append(Outgoing(route, message, [*arrays], session.id))
+        for peer in self._with_pending.values():
+            pending, peer.pending = peer.pending, PendingAnswers()
+            for message, arrays in pending.messages():
+                route = peer.data_route
+                by_route.setdefault(route, []).append(Outgoing(route, message, [*arrays], peer.id))
         for outgoing in self.outgoing:
             by_route.setdefault(outgoing.route, []).append(outgoing)
-        self._answered, self.outgoing = {}, []
-        return [outgoing for of_route in by_route.values() for outgoing in of_route]
+        self._with_pending, self.outgoing = {}, []
+        return [outgoing for messages in by_route.values() for outgoing in messages]
 
-    def answer_heartbeat(self, session: Session, lost: list[int]) -> None:
-        """At once, since no crash can make it wrong: a lease that is called lost is not taken up again."""
-        route = session.control_route or session.data_route
-        self.at_once.append(Outgoing(route, wire.Renewed(lost), [], session.id))
+    def answer_heartbeat(self, peer: Peer, lost: list[int]) -> None:
+        """Answer without waiting for a sync, since no crash can make it wrong: a lost lease stays lost."""
+        route = peer.control_route or peer.data_route
+        self.immediate.append(Outgoing(route, wire.Renewed(lost), [], peer.id))
 
-    def take_at_once(self) -> list[Outgoing]:
-        """What need not wait for a sync."""
-        at_once, self.at_once = self.at_once, []
-        return at_once
+    def take_immediate(self) -> list[Outgoing]:
+        """Take the messages that need not wait for a sync."""
+        immediate, self.immediate = self.immediate, []
+        return immediate
 
-    def send_control(self, session: Session, message: wire.Message) -> None:
-        """To the control connection, past whatever queues on the other one."""
-        self.outgoing.append(Outgoing(session.control_route or session.data_route, message, [], session.id))
+    def send_control(self, peer: Peer, message: wire.Message) -> None:
+        """Queue a message for the control connection, which does not wait behind arrays on the data connection."""
+        self.outgoing.append(Outgoing(peer.control_route or peer.data_route, message, [], peer.id))
 
-    def refuse_protocol(self, error: wire.OtherProtocol, reason: str, route: bytes) -> None:
-        """In the protocol of the peer, which understands nothing else."""
+    def refuse_protocol(self, error: wire.ProtocolMismatch, reason: str, route: bytes) -> None:
+        """Refuse a peer of another protocol version, in that version, which it understands."""
         self.refusals[error.cause] += 1
         self.outgoing.append(Outgoing(route, wire.Refused(reason), protocol=error.protocol))
 
     def broadcast(self, message: wire.Message) -> None:
-        """To everybody who holds leases."""
-        for session in self.holders():
-            self.send_control(session, message)
+        """Queue a message for the control connection of every lease holder."""
+        for peer in self.holders():
+            self.send_control(peer, message)

@@ -1,4 +1,4 @@
-"""Prompts that the trainer brings while the run goes on, in place of a dataset: `data.source = "submitted"`."""
+"""Prompts that the trainer submits during the run, instead of a dataset: `data.source = "submitted"`."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,17 +10,17 @@ from april.broker.ledger.events import PromptSubmitted
 from april.broker.ledger.state import LedgerState
 from april.broker.prompts import PromptBook, ReadBack
 from april.config import Config
-from april.data.rows import BadRow, Row, checked_label, checked_reward
+from april.data.rows import BadRow, DatasetRow, checked_label, checked_reward
 
 PROMPTS_CACHED = 64
 
 
 class SubmittedPrompts(PromptBook):
-    """Training prompts by (0, number), each read back from its own record of the journal.
+    """Training prompts by (0, number), each read from its record in the journal.
 
     prompts = SubmittedPrompts(config)
     prompts.bind(ledger, journal.read)
-    for prompt, tokens in prompts.brought(message, arrays):
+    for prompt, tokens in prompts.decode_submission(message, arrays):
         ledger.submit(prompt, tokens)
     prompts.draw((0, 0))                    # (0, 0, tokens)
     """
@@ -43,11 +43,11 @@ class SubmittedPrompts(PromptBook):
         _, [(_, tokens)] = self._read(number)
         return 0, number, bytes(tokens)
 
-    def row(self, epoch: int, position: int) -> Row:
+    def row(self, epoch: int, position: int) -> DatasetRow:
         prompt = self._prompt(position)
-        return Row("", prompt.label, prompt.reward or None)
+        return DatasetRow("", prompt.label, prompt.reward or None)
 
-    def origin(self, row: int) -> tuple[int, bytes]:
+    def submission(self, row: int) -> tuple[int, bytes]:
         return row, self._prompt(row).extra
 
     def _prompt(self, number: int) -> PromptSubmitted:
@@ -58,9 +58,11 @@ class SubmittedPrompts(PromptBook):
     def counts(self) -> dict[str, int]:
         return super().counts() | {"rows": self._ledger.prompts_submitted if self._ledger else 0}
 
-    def brought(self, message: wire.Submit, arrays: list[wire.Packed]) -> Iterator[tuple[PromptSubmitted, bytes]]:
-        lengths = [prompt.tokens for prompt in message.prompts]
-        if [one.dtype for one in arrays] != ["i4"] or sum(lengths) * 4 != len(arrays[0].data):
+    def decode_submission(
+        self, message: wire.Submit, arrays: list[wire.PackedArray]
+    ) -> Iterator[tuple[PromptSubmitted, bytes]]:
+        lengths = [prompt.prompt_tokens for prompt in message.prompts]
+        if [array.dtype for array in arrays] != ["i4"] or sum(lengths) * 4 != len(arrays[0].data):
             raise BadRow("prompts come with one array, of as many token ids as they say")
         if not all(1 <= length <= self.max_prompt_tokens for length in lengths):
             raise BadRow(f"a prompt has between 1 and {self.max_prompt_tokens} tokens")
@@ -74,12 +76,12 @@ class SubmittedPrompts(PromptBook):
         return (
             (
                 PromptSubmitted(number, prompt.label, prompt.reward, prompt.extra),
-                ids[end - prompt.tokens : end].tobytes(),
+                ids[end - prompt.prompt_tokens : end].tobytes(),
             )
             for number, (prompt, end) in enumerate(zip(message.prompts, ends, strict=True), message.first)
         )
 
 
 def open_prompts(config: Config) -> PromptBook:
-    """As `data.source` says."""
+    """The prompt source that `data.source` selects."""
     return (SubmittedPrompts if config.data.source == "submitted" else PromptBook)(config)

@@ -1,7 +1,7 @@
-"""Read in the background after a start: what old journal files still have to give.
+"""Background verification of old journal files after a start of the broker.
 
-A start checks what lies behind its snapshot. What lies below it would only be looked at when a batch needs it; so it is
-read once, by a thread, slowly, and what cannot be read is said while there is still time to do without.
+A start reads the journal from its snapshot on. Older records would only be read when a batch needs them; so a thread
+reads them once, slowly, and reports groups that cannot be read while they can still be discarded.
 """
 
 import os
@@ -19,35 +19,36 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, Reference
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.places import Place
+from april.broker.ledger.places import ChunkRef
 from april.broker.ledger.samples import Group, Sample
 
 PAUSE_S = 0.02
-"""after every so many reads or bytes: others need the disk and the processor more"""
+"""Pause after each slice of reads, so that others get the disk and the processor."""
 READS, READ_BYTES = 256, 1 << 20
+"""Most reads and bytes in a slice."""
 
 
-class Stored(NamedTuple):
-    """Of a group, where the journal has it."""
+class StoredGroup(NamedTuple):
+    """A group and the references to its data in the journal."""
 
     group: int
     prompt: Reference
     samples: list[Sample]
-    """as they were"""
+    """Copies of its samples from the start of the verification."""
 
 
-class Verifier:
-    """Looks once through what a ledger has below a position.
+class JournalVerifier:
+    """Reads once everything that a ledger refers to before a journal position.
 
-    verifier = Verifier(journal.folder, ledger, below=snapshot_position)
+    verifier = JournalVerifier(journal.folder, ledger, below=snapshot_position)
     verifier.start()
-    verifier.take()          # groups that cannot be read, since the last call
+    verifier.take()          # ids of unreadable groups found since the last call
     """
 
     def __init__(self, folder: Path, ledger: Ledger, below: int):
         self.folder, self.below = folder, below
         self._stored = [
-            Stored(group.id, group.prompt, [replace(line) for line in group.lines])
+            StoredGroup(group.id, group.prompt, [replace(sample) for sample in group.samples_with_forks])
             for group in (ledger.groups.values() if below else ())
         ]
         self._found: deque[int] = deque()
@@ -86,25 +87,25 @@ class Verifier:
             for file in self._files.values():
                 os.close(file)
 
-    def _checks(self, stored: Stored) -> Iterator[tuple[Callable[[], bool], int]]:
-        """(whether it can be read, how many bytes) of all that a group has below the position."""
+    def _checks(self, stored: StoredGroup) -> Iterator[tuple[Callable[[], bool], int]]:
+        """(check, bytes to read) of everything that a group has before the position."""
         position, length = stored.prompt
         if position < self.below:
             yield partial(self._has_record, position, length), length
         for sample in stored.samples:
-            for place in sample.places:
-                if place.record < self.below:
-                    yield partial(self._has_payload, place), place.size
+            for ref in sample.chunk_refs:
+                if ref.record < self.below:
+                    yield partial(self._has_payload, ref), ref.size
 
     def _has_record(self, position: int, length: int) -> bool:
         return records.decode(self._read(position, 0, length)) is not None
 
-    def _has_payload(self, place: Place) -> bool:
-        payload = self._read(place.record, place.offset, place.size)
-        return len(payload) == place.size and crc32(payload) == place.checksum
+    def _has_payload(self, ref: ChunkRef) -> bool:
+        payload = self._read(ref.record, ref.offset, ref.size)
+        return len(payload) == ref.size and crc32(payload) == ref.checksum
 
     def _read(self, record: int, offset: int, size: int) -> bytes:
-        """Nothing where the disk gives nothing; a file that was reclaimed meanwhile had nothing that anybody needs."""
+        """Bytes of a record; empty if they cannot be read or the file was deleted meanwhile as no longer needed."""
         start = self._starts[bisect_right(self._starts, record) - 1]
         try:
             if start not in self._files:
@@ -114,12 +115,12 @@ class Verifier:
             return b""
 
 
-def groups_at(ledger: Ledger, damaged: Damaged) -> list[Group]:
-    """Those that need the bytes that could not be read."""
+def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:
+    """The groups that need the bytes that could not be read."""
     record, offset = damaged.record, damaged.offset
     return [
         group
         for group in ledger.groups.values()
         if group.prompt[0] == record
-        or any(place[:2] == (record, offset) for line in group.lines for place in line.places)
+        or any(ref[:2] == (record, offset) for sample in group.samples_with_forks for ref in sample.chunk_refs)
     ]

@@ -1,14 +1,16 @@
-"""The one TOML file that describes a run: its keys, their defaults and units, and what is refused.
+"""The configuration of a run, from TOML files and overrides: its keys with defaults, units and help, and its checks.
 
-`load(path, overrides)` returns a validated `Config` or raises `ConfigError`, whose text is one sentence
-that names the key, the value and the mend.
+`load(path, overrides)` returns a validated `Config`, or raises a `ConfigError`, one sentence with key, value and fix.
 """
 
 from april.config.addresses import check_address, is_loopback
+from april.config.broker import BrokerSection, WeightsSection
 from april.config.data import DataSection, SourceSection
+from april.config.learner import LearnerSection
 from april.config.loading import load
 from april.config.overrides import OVERRIDES, describe_keys, known_keys
-from april.config.sections import BrokerSection, Config, LearnerSection, ScheduleSection, WeightsSection
+from april.config.schedule import ScheduleSection
+from april.config.sections import Config
 from april.config.workers import AgentSection, EngineSection, ScorerSection, WorkerSection
 from april.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""What a training step minimises, and what happens to stale tokens."""
+"""The keys of `[algorithm]`: the loss of a training step, and the corrections of stale tokens."""
 
 from typing import Literal
 
@@ -9,74 +9,197 @@ from april.config.section import Section
 
 class AlgorithmSection(Section):
     preset: Literal["grpo", "dapo", "gspo"] | None = Field(
-        None, description="sets what the paper sets; keys that are given win"
+        None,
+        description="Sets the keys that a paper's algorithm fixes: advantage, loss, clip range, normalisation, KL, "
+        "group filter; keys that you give win. Each preset turns the corrections of stale tokens off. None: "
+        "April's defaults.",
     )
     advantage: str = Field(
         "grpo",
-        description="advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opob (VCPO's "
-        "baseline), gae (a critic's), or yours as package.module:function",
+        description="Advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opob (VCPO's "
+        "baseline, with a backward pass for each response), gae (with a critic, a second model of the policy's "
+        "size), or yours as package.module:function.",
     )
     loss: str = Field(
-        "ppo", description="policy loss: ppo, gspo, gspo_token, cispo, bapo, or yours as package.module:function"
+        "ppo",
+        description="Policy loss: ppo (clips each token's ratio), gspo (one ratio per sequence), gspo_token, cispo, "
+        "bapo (adds a forward pass of the batch to each step), or yours as package.module:function.",
     )
-    clip_low: float = Field(0.2, gt=0, le=1, description="ratio clipped below 1 - this; 1: no lower bound")
-    clip_high: float = Field(0.28, gt=0, description="ratio clipped above 1 + this")
+    clip_low: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="Importance ratios are clipped below 1 - clip_low; 1: no lower bound. A larger value lets one "
+        "step move the policy further.",
+    )
+    clip_high: float = Field(
+        0.28,
+        gt=0,
+        description="Importance ratios are clipped above 1 + clip_high. A larger value lets one step move the policy "
+        "further.",
+    )
     dual_clip: float | None = Field(
-        None, gt=1, description="a negative advantage counts at most this many times (ppo); none: no bound"
+        None,
+        gt=1,
+        description="Dual-clip constant c of the ppo loss: a token with a negative advantage contributes at most c * "
+        "|advantage|. None: no bound.",
     )
     normalisation: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "token_mean", description="what a token weighs in the loss of the global batch"
+        "token_mean",
+        description="Weight of a token in the loss of a global batch: token_mean is 1 / tokens of the batch, "
+        "sequence_mean gives each response the same total weight, constant is 1 / (responses * constant_tokens).",
     )
     constant_tokens: int | None = Field(
-        None, ge=1, description="length that normalisation = 'constant' divides by; none: sampling.max_response_tokens"
+        None,
+        ge=1,
+        description="Response length (tokens) that normalisation = 'constant' divides by. None: "
+        "sampling.max_response_tokens.",
     )
-    kl_coef: float = Field(0.0, ge=0, description="weight of KL(policy || starting policy); 0: no reference is loaded")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="how that KL is estimated")
-    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of KL(policy || starting policy) in the loss. 0 loads no reference model; above 0, "
+        "that frozen copy takes memory and a forward pass in each step. A high value keeps the policy near its "
+        "start.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="Per-token estimator of the KL that kl_coef weighs: k1 is the log ratio, k2 half its square, k3 "
+        "unbiased with low variance.",
+    )
+    entropy_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of the entropy bonus in the loss. Above 0, samples whose advantage is 0 are "
+        "computed too, which takes time.",
+    )
     behaviour_coef: float = Field(
-        0.3, ge=0, description="weight of (log pi - log behaviour)^2 / 2, which draws stale tokens back; 0 on-policy"
+        0.3,
+        ge=0,
+        description="Coefficient of (log pi - log mu)^2 / 2, where mu is the policy that sampled the token: it pulls "
+        "stale tokens back to mu, and is 0 on policy. A high value is stabler and learns more slowly.",
     )
     proximal: Literal["behaviour", "recomputed", "interpolated"] = Field(
         "recomputed",
-        description="the loss clips its ratio around what sampled the token, the policy before the step, "
-        "or one version before it",
+        description="Policy in the denominator of the ratio that the loss clips: behaviour (the one that sampled the "
+        "token), recomputed (the weights before the step), interpolated (one version before the weights, on the "
+        "log-linear path to the behaviour policy).",
     )
     corrections: tuple[str, ...] = Field(
         ("truncated_sequence",),
-        description="weights of stale tokens between behaviour and proximal policy, multiplied: truncated, "
-        "truncated_sequence, icepop, geometric, on_policy_only, vespo, m2po, dppo_tv, or yours as "
-        "package.module:function",
+        description="Importance weights or masks of stale tokens, multiplied: truncated, truncated_sequence, icepop, "
+        "geometric, on_policy_only, vespo, m2po, dppo_tv, or yours as package.module:function. Each takes signal "
+        "from stale tokens; m2po adds a forward pass of the batch.",
     )
-    truncation: float = Field(2.0, gt=0, description="truncated: largest importance weight of a token")
+    truncation: float = Field(
+        2.0,
+        gt=0,
+        description="Correction truncated: largest importance weight of a token. A high value lets single stale "
+        "tokens dominate a step.",
+    )
     sequence_truncation: float = Field(
-        2.0, gt=0, description="truncated_sequence: largest importance weight of a response"
+        2.0,
+        gt=0,
+        description="Correction truncated_sequence: largest importance weight of a response, the product of its "
+        "tokens' ratios. A high value lets single stale responses dominate a step.",
     )
-    icepop_low: float = Field(0.5, ge=0, description="icepop: tokens with a smaller ratio are masked")
-    icepop_high: float = Field(5.0, gt=0, description="icepop: tokens with a larger ratio are masked")
-    geometric_low: float = Field(0.99, ge=0, description="geometric: responses with a smaller mean ratio are masked")
-    geometric_high: float = Field(1.01, gt=0, description="geometric: responses with a larger mean ratio are masked")
-    vespo_k_positive: float = Field(2.0, gt=0, description="vespo: power of a response's ratio, advantage at least 0")
-    vespo_lambda_positive: float = Field(3.0, gt=0, description="vespo: decay in that ratio, advantage at least 0")
-    vespo_k_negative: float = Field(3.0, gt=0, description="vespo: power of the ratio, advantage below 0")
-    vespo_lambda_negative: float = Field(2.0, gt=0, description="vespo: decay in the ratio, advantage below 0")
+    icepop_low: float = Field(
+        0.5,
+        ge=0,
+        description="Correction icepop: tokens with a smaller importance ratio are masked. A high value masks more "
+        "tokens.",
+    )
+    icepop_high: float = Field(
+        5.0,
+        gt=0,
+        description="Correction icepop: tokens with a larger importance ratio are masked. A low value masks more "
+        "tokens.",
+    )
+    geometric_low: float = Field(
+        0.99,
+        ge=0,
+        description="Correction geometric: responses whose geometric mean ratio is smaller are masked. A high value "
+        "masks more responses.",
+    )
+    geometric_high: float = Field(
+        1.01,
+        gt=0,
+        description="Correction geometric: responses whose geometric mean ratio is larger are masked. A low value "
+        "masks more responses.",
+    )
+    vespo_k_positive: float = Field(
+        2.0,
+        gt=0,
+        description="Correction vespo: exponent k of a response's weight e^lambda w^k e^(-lambda w), where w is its "
+        "importance ratio; for advantages of at least 0.",
+    )
+    vespo_lambda_positive: float = Field(
+        3.0,
+        gt=0,
+        description="Correction vespo: decay lambda of a response's weight e^lambda w^k e^(-lambda w), where w is "
+        "its importance ratio; for advantages of at least 0. A high value takes more weight from responses that "
+        "have become likelier.",
+    )
+    vespo_k_negative: float = Field(
+        3.0,
+        gt=0,
+        description="Correction vespo: exponent k of a response's weight e^lambda w^k e^(-lambda w), where w is its "
+        "importance ratio; for advantages below 0.",
+    )
+    vespo_lambda_negative: float = Field(
+        2.0,
+        gt=0,
+        description="Correction vespo: decay lambda of a response's weight e^lambda w^k e^(-lambda w), where w is "
+        "its importance ratio; for advantages below 0. A high value takes more weight from responses that have "
+        "become likelier.",
+    )
     m2po_threshold: float = Field(
-        0.04, gt=0, description="m2po: mean of (log ratio)^2 below which the tokens that are left stay"
+        0.04,
+        gt=0,
+        description="Correction m2po: tokens with the largest (log ratio)^2 are masked until the mean over the "
+        "batch's others is below this. A low value masks more tokens.",
     )
     dppo_rise: float = Field(
-        0.15, gt=0, le=1, description="dppo_tv: masked if better than average and this much likelier than when sampled"
+        0.15,
+        gt=0,
+        le=1,
+        description="Correction dppo_tv: tokens with a positive advantage are masked once their probability has "
+        "risen by more than this since they were sampled. A low value masks more tokens.",
     )
     dppo_fall: float = Field(
-        0.15, gt=0, le=1, description="dppo_tv: masked if worse than average and this much less likely"
+        0.15,
+        gt=0,
+        le=1,
+        description="Correction dppo_tv: tokens with a negative advantage are masked once their probability has "
+        "fallen by more than this since they were sampled. A low value masks more tokens.",
     )
     bapo_target: float = Field(
-        1.0, gt=0, description="bapo: bounds are moved until positive contributions are this many times the negative"
+        1.0,
+        gt=0,
+        description="Loss bapo: the clip bounds of a batch are moved until its positive contributions are this many "
+        "times its negative ones.",
     )
-    bapo_lower: float = Field(0.9, gt=0, le=1, description="bapo: highest lower bound of the ratio")
-    bapo_lower_step: float = Field(0.05, gt=0, description="bapo: what the lower bound is raised by at a time")
-    bapo_upper: float = Field(3.0, ge=1, description="bapo: highest upper bound of the ratio")
-    bapo_upper_step: float = Field(0.1, gt=0, description="bapo: what the upper bound is raised by at a time")
+    bapo_lower: float = Field(
+        0.9, gt=0, le=1, description="Loss bapo: highest value that the lower clip bound of the ratio may take."
+    )
+    bapo_lower_step: float = Field(
+        0.05,
+        gt=0,
+        description="Loss bapo: increment by which the lower clip bound is raised in its search. A small step needs "
+        "more sums over all ranks.",
+    )
+    bapo_upper: float = Field(
+        3.0, ge=1, description="Loss bapo: highest value that the upper clip bound of the ratio may take."
+    )
+    bapo_upper_step: float = Field(
+        0.1,
+        gt=0,
+        description="Loss bapo: increment by which the upper clip bound is raised in its search. A small step needs "
+        "more sums over all ranks.",
+    )
     step_scale: str = Field(
         "",
-        description="what the learning rate of a step is multiplied by: root_ess, or yours as "
-        "package.module:function; empty: 1",
+        description="Factor on the learning rate of each step: root_ess (square root of the effective sample share "
+        "of the sequences, so that stale batches move the policy less), or yours as package.module:function. "
+        "Empty: 1.",
     )

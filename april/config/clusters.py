@@ -1,4 +1,4 @@
-"""The keys of `[launch]`: how `april launch` asks a cluster's own engine for the machines of a run."""
+"""The keys of `[launch]`: what `april launch` asks a cluster's scheduler for."""
 
 from pydantic import Field
 
@@ -8,46 +8,88 @@ from april.config.section import Section
 class LaunchSection(Section):
     on: str = Field(
         "local",
-        description="what places the parts: local, ssh, slurm, kubernetes, helm, ray, or yours as package.module:Class",
+        description="Cluster that `april launch` starts the parts of a run on: local, ssh, slurm, kubernetes, helm, "
+        "ray, or yours as package.module:Class. Several machines need security.keys.",
     )
-    hosts: list[str] = Field([], description="ssh: machines, the first for the broker and the first learner ranks")
+    hosts: list[str] = Field(
+        [], description="For ssh: machines, the first of which gets the broker and the first learner ranks."
+    )
     ssh: list[str] = Field(
         ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"],
-        description="ssh: command, with its options, that reaches a machine",
+        description="For ssh: command line, with its options, that reaches a machine.",
     )
-    learner_nodes: int = Field(1, ge=1, description="machines over which learner.ranks are spread evenly")
-    cores: int = Field(4, ge=1, description="of a worker and of a learner rank each")
-    memory_gb: int = Field(32, ge=1, description="of a worker and of a learner rank each (GiB)")
-    port: int = Field(5555, ge=1024, le=65534, description="of the broker; the learner's ranks meet at the next one")
-    account: str = Field("", description="slurm: whom the time is charged to; none: yours by default")
-    partition: str = Field("", description="slurm: of the nodes; none: the cluster's default")
+    learner_nodes: int = Field(
+        1,
+        ge=1,
+        description="Machines over which learner.ranks are spread evenly. Above 1, gradients cross the network in "
+        "each step, and without a shared file system checkpoints do too and take twice the disk.",
+    )
+    cores: int = Field(4, ge=1, description="CPU cores requested for each worker and for each learner rank.")
+    memory_gb: int = Field(32, ge=1, description="Memory requested for each worker and for each learner rank (GiB).")
+    port: int = Field(
+        5555,
+        ge=1024,
+        le=65534,
+        description="TCP port of the broker; the learner's ranks rendezvous at the next one. Both have to be open "
+        "between the machines.",
+    )
+    account: str = Field("", description="For slurm: account that the time is charged to. Empty: your default account.")
+    partition: str = Field("", description="For slurm: partition of the nodes. Empty: the cluster's default.")
     cpu_partition: str = Field(
         "",
-        description="slurm: of nodes without accelerators, for broker, scorers and agents; none: as for the others",
+        description="For slurm: partition of nodes without accelerators, for broker, scorers and agents; the job "
+        "starts once nodes of both partitions are free. Empty: the other parts' partition.",
     )
-    time: str = Field("", description="slurm: longest job, as its --time; the run goes on in the next; none: no limit")
-    image: str = Field("", description="kubernetes: container image with April in it")
-    namespace: str = Field("default", description="kubernetes: of all objects")
-    volume: str = Field("", description="kubernetes: claim of a volume that all pods can write, mounted at run.dir")
+    time: str = Field(
+        "",
+        description="For slurm: time limit of a job, in the format of its --time; at the limit the run stops in "
+        "order and goes on in a further job. Empty: no limit.",
+    )
+    image: str = Field("", description="For kubernetes: container image that has April installed.")
+    namespace: str = Field("default", description="For kubernetes: namespace of all objects of the run.")
+    volume: str = Field(
+        "",
+        description="For kubernetes: persistent volume claim that all pods can write, mounted at run.dir. Everything "
+        "the run writes goes through it.",
+    )
     journal_gb: int = Field(
         0,
         ge=0,
-        description="kubernetes: size of a volume of the broker's own, for the journal (GiB); 0: on the shared one",
+        description="For kubernetes: size of a volume of the broker's own for the journal (GiB), which stays when "
+        "the run is deleted. 0: the journal is on the shared volume and waits for its syncs.",
     )
-    journal_class: str = Field("", description="kubernetes: storage class of that volume; none: the cluster's default")
+    journal_class: str = Field(
+        "", description="For kubernetes: storage class of the journal's volume. Empty: the cluster's default."
+    )
     accelerator: str = Field(
-        "nvidia.com/gpu", description="kubernetes: resource name of an accelerator, amd.com/gpu on AMD"
+        "nvidia.com/gpu", description="For kubernetes: resource name of an accelerator; amd.com/gpu on AMD."
     )
-    user: int = Field(1000, ge=0, description="kubernetes: number of the user, and of the group, that pods run as")
+    user: int = Field(1000, ge=0, description="For kubernetes: user id and group id that pods run as.")
     labels: dict[str, str] = Field(
-        {}, description="kubernetes: of parts and their pods, as kueue.x-k8s.io/queue-name for a queue of Kueue's"
+        {},
+        description="For kubernetes: labels of all objects and their pods, such as kueue.x-k8s.io/queue-name for a "
+        "queue of Kueue.",
     )
     annotations: dict[str, str] = Field(
-        {}, description="kubernetes: of pods, as kueue.x-k8s.io/podset-preferred-topology"
+        {}, description="For kubernetes: annotations of the pods, such as kueue.x-k8s.io/podset-preferred-topology."
     )
-    priority_class: str = Field("", description="kubernetes: of pods; none: the cluster's default")
+    priority_class: str = Field(
+        "",
+        description="For kubernetes: priority class of the pods; pods of lower classes may be evicted for them. "
+        "Empty: the cluster's default.",
+    )
     monitor: bool = Field(
-        False, description="kubernetes: PodMonitor and alert rules for Prometheus' operator, a dashboard for Grafana's"
+        False,
+        description="For kubernetes: create a PodMonitor and alert rules for the Prometheus operator, and a "
+        "dashboard for Grafana's; nothing is applied where that operator is not installed.",
     )
-    setup: list[str] = Field([], description="shell lines before each part, such as `module load` or an activate")
-    environment: dict[str, str] = Field({}, description="variables of each part")
+    setup: list[str] = Field(
+        [],
+        description="Shell lines run before each part starts, such as `module load` or an activate. They take their "
+        "time at each restart.",
+    )
+    environment: dict[str, str] = Field(
+        {},
+        description="Environment variables of each part, as NAME = VALUE. They are written to the run's files: put "
+        "no secrets here.",
+    )

@@ -1,4 +1,4 @@
-"""The keys of `[critic]`: a value model that says what reward is still to come, for advantages that ask for one."""
+"""The keys of `[critic]`: the value model of advantages that need one, such as `gae`."""
 
 from pydantic import Field
 
@@ -6,19 +6,45 @@ from april.config.section import Section
 
 
 class CriticSection(Section):
-    """Of an advantage that needs values, such as `gae`; betas, weight decay and types are the learner's."""
+    """The value model of advantages that need one, such as `gae`. Betas, weight decay and dtypes are the learner's."""
 
-    lr: float = Field(1e-5, gt=0, description="AdamW learning rate of the critic")
-    gamma: float = Field(1.0, gt=0, le=1, description="what the reward to come is worth a token earlier")
-    lam: float = Field(0.95, ge=0, le=1, description="lambda of GAE: 0 trusts the values alone, 1 the rewards alone")
+    lr: float = Field(
+        1e-5,
+        gt=0,
+        description="AdamW learning rate of the critic; betas and weight decay are the learner's. Too high makes "
+        "values jump, too low leaves advantages noisy.",
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount factor per token. Below 1, late rewards count less.")
+    lam: float = Field(
+        0.95,
+        ge=0,
+        le=1,
+        description="Lambda of GAE: 0 trusts the critic's values alone (low variance, the critic's bias), 1 the "
+        "rewards alone.",
+    )
     value_clip: float = Field(
         0.2,
         ge=0,
-        description="values that have left those at delivery by more are held; 0: none are",
+        description="Distance from its value at delivery beyond which a token's value gets no gradient that moves it "
+        "further, as PPO clips values; 0: no clip. A low value makes the critic follow more slowly.",
     )
-    whiten: bool = Field(True, description="advantages less their mean, over their deviation, in the batch")
+    whiten: bool = Field(
+        True,
+        description="Subtract the mean of the batch's advantages and divide by their standard deviation, which takes "
+        "two sums over all ranks. Without it, the size of a step depends on the scale of the rewards.",
+    )
     kl_coef: float = Field(
-        0.0, ge=0, description="KL(policy || starting policy) of a token by k1, taken from its reward at delivery"
+        0.0,
+        ge=0,
+        description="Coefficient of the per-token KL(policy || starting policy) (k1) that is subtracted from rewards "
+        "at delivery. Above 0: a frozen copy of the model and two more forward passes; a high value slows "
+        "learning.",
     )
-    grad_clip: float = Field(1.0, gt=0, description="largest gradient norm of the critic")
-    warmup_batches: int = Field(0, ge=0, description="batches at the start that train the critic alone")
+    grad_clip: float = Field(
+        1.0, gt=0, description="Largest gradient norm of the critic; larger gradients are scaled down to it."
+    )
+    warmup_batches: int = Field(
+        0,
+        ge=0,
+        description="Batches at the start of the run that train the critic alone and leave the policy unchanged.",
+    )

@@ -1,4 +1,4 @@
-"""The keys of `[evaluation]`: held-out prompts that are sampled beside training, in one set, or in several by name."""
+"""The keys of `[evaluation]`: sets of held-out prompts, sampled during training."""
 
 import re
 from collections.abc import Iterable
@@ -10,43 +10,86 @@ from pydantic_core import PydanticCustomError
 
 from april.config.data import DataSection, Mapping, SourceSection
 from april.config.section import Section
-from april.errors import ConfigError
+from april.errors import refuse
 
 HELD_OUT = "heldout"
-"""the set of `data.eval_path`"""
+"""Name of the set at `data.eval_path`."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-DRAWING = ("prompts", "samples", "temperature", "top_k", "top_p")
-"""keys of [evaluation] that a set may have of its own"""
+SAMPLING_KEYS = ("prompts", "samples", "temperature", "top_k", "top_p")
+"""Keys of `[evaluation]` that a set in `[evaluation.sets.NAME]` may override."""
 
 
 class EvaluationSetSection(Section):
-    path: Path = Field(description="JSONL, JSON, Parquet or Arrow file, or a folder of them")
-    mapping: Mapping | None = Field(None, description="fields of a published dataset; none: data.mapping")
-    prompt_key: str | None = Field(None, description="row key of the prompt; none: the mapping's")
-    label_key: str | None = Field(None, description="row key of the reference answer; none: the mapping's")
-    reward: str | None = Field(None, description="verifier of all its rows; none: data.reward")
-    prompts: int | None = Field(None, ge=1, description="its first ones that are used; none: evaluation.prompts")
-    samples: int | None = Field(None, ge=1, le=1024, description="of each prompt; none: evaluation.samples")
-    temperature: float | None = Field(None, ge=0, description="0 is greedy; none: evaluation.temperature")
-    top_k: int | None = Field(None, ge=0, description="tokens kept, 0: all; none: evaluation.top_k")
-    top_p: float | None = Field(None, gt=0, le=1, description="mass that the kept ones reach; none: evaluation.top_p")
+    path: Path = Field(description="JSONL, JSON, Parquet or Arrow file of prompts, or a folder of such files.")
+    mapping: Mapping | None = Field(
+        None, description="Published dataset whose field names these files use. None: data.mapping."
+    )
+    prompt_key: str | None = Field(None, description="Row field of the prompt. None: the mapping's.")
+    label_key: str | None = Field(None, description="Row field of the reference answer. None: the mapping's.")
+    reward: str | None = Field(None, description="Verifier of all rows of this source. None: data.reward.")
+    prompts: int | None = Field(
+        None, ge=1, description="Prompts used, the first ones of the files. None: evaluation.prompts."
+    )
+    samples: int | None = Field(
+        None, ge=1, le=1024, description="Samples of each prompt, k of mean@k and pass@k. None: evaluation.samples."
+    )
+    temperature: float | None = Field(
+        None, ge=0, description="Sampling temperature; 0: greedy. None: evaluation.temperature."
+    )
+    top_k: int | None = Field(
+        None, ge=0, description="Sample among this many likeliest tokens; 0: all. None: evaluation.top_k."
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Sample among the likeliest tokens that reach this probability mass. None: evaluation.top_p.",
+    )
 
 
 class EvaluationSection(Section):
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: at the start and at the end only")
-    prompts: int = Field(256, ge=1, description="held-out prompts, the first ones of the file")
-    samples: int = Field(1, ge=1, le=1024, description="k: samples of each, for mean@k and pass@k")
-    temperature: float = Field(1.0, ge=0, description="0 is greedy")
-    top_k: int = Field(0, ge=0, description="tokens kept of the distribution, the likeliest, 0: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="mass that the kept ones reach")
-    share: float = Field(0.5, gt=0, le=1, description="largest share of a worker's slots")
+    every: int = Field(
+        0,
+        ge=0,
+        description="Policy steps between evaluations; 0: only at the start and at the end. While one lasts it takes "
+        "up to evaluation.share of the decode slots.",
+    )
+    prompts: int = Field(
+        256,
+        ge=1,
+        description="Held-out prompts used, the first ones of the file. More take longer and narrow the confidence "
+        "interval.",
+    )
+    samples: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="k: samples of each held-out prompt, for mean@k and pass@k. Generation time grows with it.",
+    )
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature of evaluation samples; 0: greedy.")
+    top_k: int = Field(0, ge=0, description="Evaluation samples among this many likeliest tokens; 0: all.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Evaluation samples among the likeliest tokens that reach this probability mass; 1: all.",
+    )
+    share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Largest share of each worker's slots that evaluation samples may take. A high value finishes "
+        "evaluations sooner and slows training meanwhile.",
+    )
     sets: dict[str, EvaluationSetSection] = Field(
-        {}, description="further sets of held-out prompts by name, as [evaluation.sets.NAME]"
+        {},
+        description="Further sets of held-out prompts by name, as [evaluation.sets.NAME]. Each is generated in "
+        "addition.",
     )
     best: str = Field(
         "",
-        description="set by whose accuracy the best checkpoint is kept and exported: a name of evaluation.sets, or "
-        "heldout for data.eval_path; empty: none is",
+        description="Set whose accuracy decides which checkpoint is kept and exported as the best: a name of "
+        "evaluation.sets, or heldout for data.eval_path. It adds a checkpoint at each evaluation. Empty: none.",
     )
 
     @field_validator("sets")
@@ -64,13 +107,13 @@ class EvaluationSection(Section):
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """What is asked, and how answers are drawn."""
+    """A set of held-out prompts, with everything about its sampling resolved."""
 
     number: int
-    """by which the journal knows it: 0 for `data.eval_path`, the others from 1 on"""
+    """Number of the set in the journal: 0 for `data.eval_path`, from 1 on for the others in order of declaration."""
     name: str
     key: str
-    """section of the configuration that describes it"""
+    """Section of the configuration that describes the set, for error sentences."""
     source: SourceSection
     prompts: int
     samples: int
@@ -80,40 +123,47 @@ class EvaluationSet:
 
 
 def evaluation_sets(evaluation: EvaluationSection, data: DataSection) -> list[EvaluationSet]:
-    common = {key: getattr(evaluation, key) for key in DRAWING}
+    common = {key: getattr(evaluation, key) for key in SAMPLING_KEYS}
     found = [EvaluationSet(0, HELD_OUT, "evaluation", source, **common) for source in data.eval_sources]
     for number, (name, section) in enumerate(evaluation.sets.items(), 1):
         fields = {key: getattr(section, key) for key in ("path", "mapping", "prompt_key", "label_key", "reward")}
-        own = {key: value for key in DRAWING if (value := getattr(section, key)) is not None}
+        overrides = {key: value for key in SAMPLING_KEYS if (value := getattr(section, key)) is not None}
         source = SourceSection(**fields).with_defaults(data)
-        found.append(EvaluationSet(number, name, f"evaluation.sets.{name}", source, **common | own))
+        found.append(EvaluationSet(number, name, f"evaluation.sets.{name}", source, **common | overrides))
     return found
 
 
 def check_evaluation(evaluation: EvaluationSection, sets: Iterable[EvaluationSet]) -> None:
-    for one in sets:
-        if one.samples > 1 and one.temperature == 0:
-            raise ConfigError(
-                f"key '{one.key}.samples' = {one.samples} asks for greedy samples, which are all the same; "
-                f"set {one.key}.temperature above 0 or use 1"
+    for evaluation_set in sets:
+        if evaluation_set.samples > 1 and evaluation_set.temperature == 0:
+            refuse(
+                f"{evaluation_set.key}.samples",
+                evaluation_set.samples,
+                "asks for greedy samples, which are all the same",
+                f"set {evaluation_set.key}.temperature above 0 or use 1",
             )
     if not evaluation.best:
         return
-    names = [one.name for one in sets]
+    names = [evaluation_set.name for evaluation_set in sets]
     if evaluation.best not in names:
         known = f"use {' or '.join(map(repr, names))}" if names else "set data.eval_path or evaluation.sets"
-        raise ConfigError(f"key 'evaluation.best' = {evaluation.best!r} is no set of held-out prompts; {known}")
+        refuse("evaluation.best", evaluation.best, "is no set of held-out prompts", known)
     if not evaluation.every:
-        raise ConfigError(
-            f"key 'evaluation.best' = {evaluation.best!r} has nothing to choose from where evaluation.every = 0; set "
-            "evaluation.every"
+        refuse(
+            "evaluation.best",
+            evaluation.best,
+            "has nothing to choose from where evaluation.every = 0",
+            "set evaluation.every",
         )
 
 
-def check_paths(sets: Iterable[EvaluationSet]) -> None:
-    """Refuse sets that are not there; that of `data.eval_path` is checked with the data."""
-    for one in sets:
-        if one.number and not one.source.path.exists():
-            raise ConfigError(
-                f"key '{one.key}.path' = {str(one.source.path)!r} does not exist; give a file or folder of prompts"
+def check_set_paths(sets: Iterable[EvaluationSet]) -> None:
+    """Refuse sets whose files do not exist, except `data.eval_path`, which `check_data` checks."""
+    for held_out in sets:
+        if held_out.number and not held_out.source.path.exists():
+            refuse(
+                f"{held_out.key}.path",
+                held_out.source.path,
+                "does not exist",
+                "give a file or folder of prompts",
             )

@@ -1,4 +1,4 @@
-"""The parts that a configuration names: which, and whether they ship with April."""
+"""Which parts a configuration names, and whether they ship with April or are the user's own."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ from april.config.sections import Config
 from april.registry import registry_of
 
 
-def names_at(config: Config, key: str) -> list[str]:
-    """The parts that a key names: none, one, or as many as its list has."""
+def part_names(config: Config, key: str) -> list[str]:
+    """Names of the parts at a key of the form section.field: none for an empty value, several for a list."""
     section, _, field = key.partition(".")
     value = getattr(getattr(config, section), field)
     return ([value] if value else []) if isinstance(value, str) else list(value)
 
 
 def is_shipped(config: Config, key: str) -> bool:
-    return set(names_at(config, key)) <= registry_of(key).shipped.keys()
+    return set(part_names(config, key)) <= registry_of(key).shipped.keys()
 
 
-def shipped(config: Config, key: str) -> Any:
-    """The part that a key names, None of one's own."""
-    return registry_of(key).find(names_at(config, key)[0]) if is_shipped(config, key) else None
+def shipped_part(config: Config, key: str) -> Any:
+    """The part that a key names; None if it is the user's own, which is not imported here."""
+    return registry_of(key).find(part_names(config, key)[0]) if is_shipped(config, key) else None

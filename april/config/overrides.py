@@ -1,11 +1,11 @@
-"""Keys given on the command line, and the listing of all keys for `--help`."""
+"""Overrides of keys on the command line, and the list of all keys in `--help`."""
 
 import tomllib
 from typing import Any, Literal, get_args, get_origin
 
 from april.config.section import Section
 from april.config.sections import Config
-from april.errors import ConfigError
+from april.errors import ConfigError, refuse
 
 OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
 
@@ -16,7 +16,7 @@ FLAGS = {
     "partial-rollout": "schedule.partial_rollout",
     "engine": "worker.engine",
 }
-"""Flags with names of their own: those of the published method, and the worker's engine."""
+"""Keys that have a short flag: those of the published method, and the worker's engine."""
 
 
 def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
@@ -37,13 +37,13 @@ def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
             and (field := known_keys().get(key))
             and bool not in (field.annotation, *get_args(field.annotation))
         ):
-            raise ConfigError(f"key {key!r} has no value; write --{name} VALUE")
+            refuse(key, None, "has no value", f"write --{name} VALUE")
         pairs.append((key, parse_value(text) if has_value else not negated))
     return pairs
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value where the text is one, otherwise the text itself."""
+    """The TOML value that `text` is, or `text` itself if it is none."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -55,12 +55,12 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"key {key!r} goes through {section!r}, which is not a section; see `april run --help`")
+            refuse(key, None, f"goes through {section!r}, which is not a section", "see `april run --help`")
     tree[name] = value
 
 
 def known_keys(model: type[Section] = Config) -> dict[str, Any]:
-    """Every key of the configuration with its pydantic field, in order of declaration."""
+    """Every `section.key` of a configuration with its pydantic field, in order of declaration."""
     keys = {}
     for name, field in model.model_fields.items():
         section = field.annotation
@@ -71,11 +71,15 @@ def known_keys(model: type[Section] = Config) -> dict[str, Any]:
     return keys
 
 
+def shown_default(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
 def describe_keys() -> str:
-    """The `--help` listing: every key, its default and its meaning with the unit."""
+    """The list of keys in `--help`: each with its help text, allowed values and default."""
     lines = []
     for key, field in known_keys().items():
-        default = "required" if field.is_required() else f"default {field.default}"
+        default = "required" if field.is_required() else f"default {shown_default(field.default)}"
         choices = "|".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
         choices = "true|false" if field.annotation is bool else choices
         lines.append(f"  --{key:38} {field.description} [{choices}{', ' if choices else ''}{default}]")

@@ -1,5 +1,5 @@
-"""Where the paths of a configuration lead: those of a file from its own folder, those of the command line from the
-working directory. A validated configuration has absolute ones, so that every part of a run finds the same."""
+"""Makes the paths of a configuration absolute: in a file they are relative to its folder, on the command line to the
+working directory. So every part of a run finds the same files."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from april.config.sections import Config
 
 
 def anchor(tree: Any, folder: Path, model: type[Section] = Config) -> None:
-    """Make the relative paths in the tree of a `model` absolute, as they are meant in a file of that folder."""
+    """Make the paths in `tree`, the keys of a `model`, absolute in place; they are relative to `folder`."""
     for name, field in model.model_fields.items() if isinstance(tree, dict) else ():
         value, kinds = tree.get(name), (field.annotation, *get_args(field.annotation))
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
@@ -19,11 +19,11 @@ def anchor(tree: Any, folder: Path, model: type[Section] = Config) -> None:
             for part in value if isinstance(value, list) else value.values() if by_name else [value]:
                 anchor(part, folder, inner)
         elif isinstance(value, list) and Path in kinds:
-            tree[name] = [absolute(one, folder) if isinstance(one, str) else one for one in value]
+            tree[name] = [absolute(item, folder) if isinstance(item, str) else item for item in value]
         elif isinstance(value, str) and (Path in kinds or (NAME_OR_FILE in field.metadata and Path(value).suffix)):
             tree[name] = absolute(value, folder)
 
 
 def absolute(path: str, folder: Path) -> str:
-    """Without following links: what an interpreter is called decides which packages it has."""
+    """The absolute path. Links are kept: a Python interpreter finds its packages by the path it is called by."""
     return os.path.normpath(folder.resolve() / os.path.expanduser(path)) if path else path

@@ -1,4 +1,4 @@
-"""What the papers set, under the name of their algorithm; a key that is given wins over its preset.
+"""Presets: the keys that a paper's algorithm fixes, by its name. A key that the user gives wins over its preset.
 
 Learning rates, batch sizes and lengths belong to a model and a machine, and no preset sets them.
 """
@@ -6,7 +6,7 @@ Learning rates, batch sizes and lengths belong to a model and a machine, and no 
 from typing import Any
 
 SAMPLED_FROM = {"algorithm.proximal": "behaviour", "algorithm.corrections": [], "algorithm.behaviour_coef": 0.0}
-"""all three clip around the policy that sampled the tokens"""
+"""Ratio and clip are relative to the policy that sampled the tokens, without corrections, in all three papers."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # "DeepSeekMath", arXiv 2402.03300, equation 3 and section 4.2
@@ -52,11 +52,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 OVERLONG_SHARE = 5
-"""DAPO's buffer of 4,096 tokens is a fifth of its budget of 20,480"""
+"""Response budget over overlong buffer: DAPO has a buffer of 4,096 tokens in a budget of 20,480."""
 
 
 def fill_preset(tree: Any, default_budget_tokens: int) -> Any:
-    """`tree`, a configuration not validated yet, with the keys that its `algorithm.preset` sets and it does not."""
+    """`tree`, a configuration before validation, completed by the keys of its `algorithm.preset`."""
     if not isinstance(tree, dict) or not isinstance(tree.get("algorithm"), dict):
         return tree
     name = tree["algorithm"].get("preset")

@@ -1,12 +1,16 @@
-"""What every section of a configuration is, a frozen table that knows all of its keys, and what several share."""
+"""The base class of the configuration's sections, and constants that several of them share."""
 
 from pydantic import BaseModel, ConfigDict
 
+AUTO = "auto"
+"""Value of a key that April chooses when a run starts."""
 CONTEXT_TOKENS = 1 << 20
-"""of a prompt, and of a response"""
+"""Longest prompt, and longest response, that any key admits."""
 NAME_OR_FILE = "a name, or a file where it has an ending"
-"""marks a text that `april.config.paths` takes for a path in the second case"""
+"""Marks a text field whose value is a path if it has a suffix, resolved by `april.config.paths`, otherwise a name."""
 
 
 class Section(BaseModel):
+    """A table of the configuration: frozen, and without other keys than its fields."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)

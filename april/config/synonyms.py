@@ -1,4 +1,4 @@
-"""What other trainers call April's keys: TRL, verl, slime. For the hint in a refusal alone; none of them is read."""
+"""Names of April's keys in TRL, verl and slime, for the hint when an unknown key is refused. None is accepted."""
 
 SYNONYMS = {
     "lr": "learner.lr",
@@ -93,4 +93,4 @@ SYNONYMS = {
     "vllm_mode": "worker.engine",
     "rollout_engine": "worker.engine",
 }
-"""by the last part of a key"""
+"""April's key by the last part of another trainer's."""

@@ -1,4 +1,4 @@
-"""The keys of what generates, answers and scores: workers, their engines, rewards, scorers, environments, agents."""
+"""The keys of `[worker]`, `[engine]`, `[reward]`, `[scorer]`, `[environment]` and `[agent]`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -6,61 +6,160 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from april.config.section import NAME_OR_FILE, Section
-from april.wire.limits import CHUNK_TOKENS
+from april.wire.limits import MAX_CHUNK_TOKENS
 
 
 class WorkerSection(Section):
-    count: int = Field(2, ge=1, description="worker processes that `april run` starts")
+    count: int = Field(
+        2,
+        ge=1,
+        description="Generation workers that `april run` starts, each with its own engine and copy of the weights.",
+    )
     engine: str = Field(
         "torch",
-        description="generation engine: torch, sglang, vllm, or yours as package.module:Class; servers': [engine]",
+        description="Generation engine: torch (in the worker's process; slow on large models), sglang, vllm, or "
+        "yours as package.module:Class. Servers are configured under [engine].",
     )
-    slots: int = Field(64, ge=1, description="sequences decoded together")
-    prefetch: int = Field(8, ge=0, description="samples waiting in a worker for a free slot")
-    report_s: float = Field(2.0, gt=0, description="new tokens of all sequences go out together this often (seconds)")
-    chunk_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="those of one sequence after so many already")
-    unacked_mb: int = Field(64, ge=1, description="a worker pauses while so much waits for the broker's disk (MiB)")
-    max_restarts: int = Field(3, ge=0, description="restarts of each worker that bring nothing before giving up")
-    threads: int = Field(1, ge=1, description="CPU threads of an engine")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: an accelerator where there is one")
-    one_numa_node: bool = Field(False, description="refuse a plan by which a worker has accelerators of several nodes")
-    hung_s: float = Field(600.0, gt=0, description="one that is absent or gets nowhere for so long is ended (seconds)")
+    slots: int = Field(
+        64,
+        ge=1,
+        description="Sequences that a worker decodes together. More raise throughput and KV cache, and slow each "
+        "sequence.",
+    )
+    prefetch: int = Field(
+        8,
+        ge=0,
+        description="Samples that wait in a worker for a free slot. More hide the broker's latency, but may leave "
+        "another worker idle.",
+    )
+    report_s: float = Field(
+        2.0,
+        gt=0,
+        description="Interval at which a worker sends the new tokens of all its sequences to the broker (seconds). A "
+        "killed worker loses what it had not sent; short intervals load the broker, which at 2 s serves about 180 "
+        "GPUs of 256 sequences.",
+    )
+    chunk_tokens: int = Field(
+        512,
+        ge=1,
+        le=MAX_CHUNK_TOKENS,
+        description="New tokens after which one sequence's are sent before report_s is over. A killed worker loses "
+        "what it had not sent; a small value loads the broker.",
+    )
+    unacked_mb: int = Field(
+        64,
+        ge=1,
+        description="Data that a worker may have sent without the broker having it on disk, before it pauses (MiB). "
+        "A high value takes memory while the broker is slow; a low one stops generation sooner.",
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of a worker in a row in which it delivers nothing, after which it is given up. A low "
+        "value gives up at a fault that would have passed.",
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of an engine. Other parts do not have these cores.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Device of an engine in the worker's process. auto: an accelerator where there is one, otherwise "
+        "the CPU.",
+    )
+    one_numa_node: bool = Field(
+        False, description="Refuse a placement in which a worker's accelerators are on several NUMA nodes."
+    )
+    hung_s: float = Field(
+        600.0,
+        gt=0,
+        description="Time without a sign of progress after which a worker is killed and restarted (seconds). A high "
+        "value detects a hang late; a low one kills a worker that starts slowly.",
+    )
 
 
 class EngineSection(Section):
-    """The SGLang servers, or the vLLM server, behind a worker."""
+    """Inference servers of a worker: SGLang or vLLM. Also the speed of a paced engine."""
 
     url: list[str] = Field(
-        [], description="servers that are kept by others, as http://HOST:PORT,http://HOST:PORT; none: start them"
+        [],
+        description="Addresses of running inference servers, as http://HOST:PORT,http://HOST:PORT; you keep them "
+        "running, and each serves one worker. Empty: workers start their own.",
     )
-    servers: int = Field(1, ge=1, le=64, description="servers that a worker starts")
+    servers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Inference servers that a worker starts. Each takes accelerators and a copy of the weights from "
+        "the learner.",
+    )
     python: Path | None = Field(
-        None, description="interpreter that has the server's package; none: that of .venv-ENGINE"
+        None,
+        description="Python interpreter that has the server's package installed. None: that of the environment "
+        ".venv-ENGINE, such as .venv-sglang.",
     )
     port: int = Field(
-        0, ge=0, le=65535, description="of the server that is started, of further ones those behind it; 0: any free"
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the server that a worker starts; further servers use the next ports. 0: any free port.",
     )
-    server: dict[str, Any] = Field({}, description="its own options: --engine.server.OPTION VALUE, true: a bare flag")
-    start_s: float = Field(600.0, gt=0, description="longest start of the server (seconds)")
+    server: dict[str, Any] = Field(
+        {}, description="Options passed on to the server, as --engine.server.OPTION VALUE; true is a bare flag."
+    )
+    start_s: float = Field(
+        600.0,
+        gt=0,
+        description="Longest start of a server (seconds). A high value detects a server that never starts late.",
+    )
     stall_s: float = Field(
-        120.0, gt=0, description="a server silent for this long while it has requests is hung (seconds)"
+        120.0,
+        gt=0,
+        description="Time without output while requests run, after which a server counts as hung and is restarted "
+        "(seconds). A low value restarts a server that is only busy.",
     )
-    update_s: float = Field(120.0, gt=0, description="longest change of weights (seconds)")
+    update_s: float = Field(
+        120.0,
+        gt=0,
+        description="Longest load of new weights in a server (seconds); beyond it the server is restarted, and "
+        "tokens not yet streamed are lost.",
+    )
     max_restarts: int = Field(
-        3, ge=0, description="restarts of the server in which it finishes nothing before giving up"
+        3,
+        ge=0,
+        description="Restarts of a server in a row in which it finishes nothing, after which it is given up. A low "
+        "value gives up at a fault that would have passed.",
     )
-    stream_tokens: int = Field(32, ge=1, description="tokens in an event of the server's stream")
+    stream_tokens: int = Field(
+        32,
+        ge=1,
+        description="Tokens in one event of the server's output stream. A dead server loses what it had not "
+        "streamed; a small value takes CPU time.",
+    )
     pause: Literal["abort", "retract", "in_place"] = Field(
-        "abort", description="what running requests do while weights change; all but abort need stream_tokens = 1"
+        "abort",
+        description="What running requests do while weights change: abort and retract prefill their contexts again, "
+        "in_place keeps the KV cache of older weights, so that log-probabilities fit neither version. All but "
+        "abort need stream_tokens = 1.",
     )
     weights: Literal["disk", "tensor", "broadcast"] = Field(
-        "disk", description="way into the server: a snapshot file, shared memory, or the learner's broadcast"
+        "disk",
+        description="How new weights enter the server: disk (a snapshot file for each server), tensor (shared "
+        "memory), broadcast (collectives from the learner, over a network between the two).",
     )
-    snapshot_dir: Path | None = Field(None, description="folder of snapshots; none: shared memory, else the system's")
+    snapshot_dir: Path | None = Field(
+        None,
+        description="Folder of the snapshots of engine.weights = 'disk', with room for the weights once per server. "
+        "None: shared memory, otherwise the system's temporary folder.",
+    )
     pace: Annotated[str, NAME_OR_FILE] = Field(
-        "", description="hardware whose time a paced engine keeps: h100, mi300x, cpu, or a cost model's file"
+        "",
+        description="Hardware whose speed a paced engine imitates: h100, mi300x, cpu, or the file of a cost model. "
+        "The run lasts as long as it would there, times pace_factor.",
     )
-    pace_factor: float = Field(1.0, gt=0, description="seconds that pass for each of that hardware's")
+    pace_factor: float = Field(
+        1.0,
+        gt=0,
+        description="Seconds that pass for each second of the imitated hardware. A small value has decode steps that "
+        "this machine cannot make in time.",
+    )
 
     @field_validator("url", mode="before")
     @classmethod
@@ -69,111 +168,250 @@ class EngineSection(Section):
 
     @property
     def paced(self) -> str:
-        """The hardware whose time the engines keep, and how slowly; empty where they run as fast as they can."""
+        """Hardware that the engines imitate, and its time factor, for reports; empty without pacing."""
         return f"{self.pace} x {self.pace_factor:g}" if self.pace else ""
 
     @property
     def tensor_ranks(self) -> int:
-        """Tensor-parallel ranks of a server that is started here, as its options say."""
+        """Tensor-parallel size of each server that a worker starts, from its options."""
         return int(self.server.get("tp_size", self.server.get("tensor_parallel_size", 1)))
 
 
 class RewardSection(Section):
-    name: str = Field("final_answer", description="verifier for rows that name none")
-    where: Literal["worker", "scorer"] = Field(
-        "worker", description="who scores: the worker that generated, or processes of their own, see [scorer]"
+    name: str = Field(
+        "final_answer",
+        description="Verifier for rows that name none: one that ships, or yours as package.module:function.",
     )
-    timeout_s: float = Field(10.0, gt=0, description="a verifier is killed after this long (seconds)")
-    processes: int = Field(1, ge=1, description="verifier processes of each worker, or of each scorer")
-    memory_mb: int = Field(4096, ge=256, description="address space of a verifier process (MiB)")
-    overlong_buffer_tokens: int = Field(0, ge=0, description="end of the budget in which length costs; 0: none")
-    overlong_penalty: float = Field(1.0, ge=0, description="what a response of the whole budget loses by its length")
-    format_pattern: str = Field("", description="regular expression that a response should match; empty: any")
-    format_penalty: float = Field(1.0, ge=0, description="what a response loses that does not match it")
-    url: str = Field("", description="address of the reward model of the verifier `remote`")
-    code_test_s: float = Field(4.0, gt=0, description="longest run of a program in one test of `code` (seconds)")
-    code_memory_mb: int = Field(1024, ge=64, description="memory of such a program with all it starts (MiB)")
+    where: Literal["worker", "scorer"] = Field(
+        "worker",
+        description="Where responses are scored: in the worker that generated them, or by scorer processes "
+        "([scorer]), which takes one more lease for each response.",
+    )
+    timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Time after which a verifier's call is killed (seconds). A high value waits long for one that "
+        "hangs; a low one fails slow ones, whose samples are tried again.",
+    )
+    processes: int = Field(
+        1, ge=1, description="Verifier processes of each worker, or of each scorer. Each takes its own memory."
+    )
+    memory_mb: int = Field(4096, ge=256, description="Largest address space of a verifier process (MiB).")
+    overlong_buffer_tokens: int = Field(
+        0,
+        ge=0,
+        description="Soft overlong penalty of DAPO: tokens at the end of sampling.max_response_tokens over which the "
+        "penalty rises from 0 to overlong_penalty. 0: none.",
+    )
+    overlong_penalty: float = Field(
+        1.0,
+        ge=0,
+        description="Reward subtracted from a response that uses its whole token budget; see overlong_buffer_tokens.",
+    )
+    format_pattern: str = Field(
+        "",
+        description="Regular expression that a response should match somewhere; one that does not loses "
+        "format_penalty. Empty: none.",
+    )
+    format_penalty: float = Field(
+        1.0, ge=0, description="Reward subtracted from a response that does not match format_pattern."
+    )
+    url: str = Field(
+        "",
+        description="Address of the reward model that the verifier remote asks, as http://HOST:PORT/PATH. A request "
+        "carries up to 32 responses.",
+    )
+    code_test_s: float = Field(
+        4.0,
+        gt=0,
+        description="Longest run of a program in one test of the verifier code (seconds). A program that hangs takes "
+        "this long in each test.",
+    )
+    code_memory_mb: int = Field(
+        1024,
+        ge=64,
+        description="Largest memory of a program that the verifier code runs, with all its child processes (MiB).",
+    )
     code_isolation: Literal["best", "strict"] = Field(
-        "best", description="what keeps a program from the host: all that this one permits; strict: or nothing starts"
+        "best",
+        description="Isolation of programs that the verifier code runs: best uses all that this host permits, strict "
+        "refuses a host that does not permit everything.",
     )
     over_limit: Literal["failed", "wrong"] = Field(
-        "wrong", description="a response that no verifier can decide within its limits is wrong, or is tried again"
+        "wrong",
+        description="What becomes of a response that no verifier can decide within its limits: wrong scores it as "
+        "wrong, which blames the policy for a slow machine; failed tries it again, and may cost its group.",
     )
     max_failed_share: float = Field(
-        0.05, ge=0, le=1, description="of the prompts, that may have failed for good in a run that ends well; 1: all"
+        0.05,
+        ge=0,
+        le=1,
+        description="Largest share of prompts that may fail for good in a run that still counts as a success, by the "
+        "exit status of `april run`; 1: any.",
     )
-    allowed: list[str] = Field([], description="verifiers that rows of the data may name; none given: those that ship")
+    allowed: list[str] = Field(
+        [],
+        description="Verifiers that rows of the data may name. Whoever writes the data chooses among these. Empty: "
+        "those that ship.",
+    )
 
 
 class ScorerSection(Section):
-    """Processes that only score; reward.where = 'scorer'."""
+    """Processes that only score responses, with `reward.where = "scorer"`."""
 
-    count: int = Field(1, ge=1, description="scorer processes that `april run` starts")
-    leases: int = Field(64, ge=1, description="responses, or groups that are scored together, taken at a time")
-    max_restarts: int = Field(3, ge=0, description="restarts of each scorer that bring nothing before giving up")
-    hung_s: float = Field(600.0, gt=0, description="one that is absent or gets nowhere for so long is ended (seconds)")
+    count: int = Field(
+        1, ge=1, description="Scorer processes that `april run` starts, each with reward.processes verifier processes."
+    )
+    leases: int = Field(
+        64,
+        ge=1,
+        description="Responses, or groups scored as a whole, that a scorer takes at a time. They are scored again "
+        "when it dies.",
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of a scorer in a row in which it delivers nothing, after which it is given up. A low "
+        "value gives up at a fault that would have passed.",
+    )
+    hung_s: float = Field(
+        600.0,
+        gt=0,
+        description="Time without a sign of progress after which a scorer is killed and restarted (seconds). A high "
+        "value detects a hang late.",
+    )
 
 
 class EnvironmentSection(Section):
-    """What answers the policy between turns."""
+    """A function that answers the policy between turns of a response."""
 
-    name: str = Field("", description="environment, shipped or as package.module:function; empty: a single turn")
-    turn_ends: list[str] = Field([], description="texts of one token each that end a turn, such as a closing tag")
+    name: str = Field(
+        "",
+        description="Environment that answers the policy after each turn: one that ships, or yours as "
+        "package.module:function. A sample that waits for its answer holds no decode slot. Empty: single-turn "
+        "responses.",
+    )
+    turn_ends: list[str] = Field(
+        [], description="Texts of one token each that end a turn of the policy, such as a closing tag."
+    )
     max_turn_tokens: int | None = Field(
-        None, ge=1, description="sampled tokens after which a turn is over; none: all that the response may have"
+        None,
+        ge=1,
+        description="Sampled tokens after which a turn ends. None: all that is left of the response's budget.",
     )
-    max_observation_tokens: int = Field(512, ge=1, le=CHUNK_TOKENS, description="the rest of an answer is cut off")
-    timeout_s: float = Field(10.0, gt=0, description="a call is killed after this long (seconds)")
+    max_observation_tokens: int = Field(
+        512,
+        ge=1,
+        le=MAX_CHUNK_TOKENS,
+        description="Longest answer of the environment (tokens); the rest is cut off. Answers take from the "
+        "response's budget and from the KV cache.",
+    )
+    timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Time after which a call of the environment is killed (seconds). A high value waits long for one "
+        "that hangs; a low one fails slow ones.",
+    )
     failure_text: str = Field(
-        "", description="what the policy reads when a call fails; empty: the sample goes back and is tried again"
+        "",
+        description="Text that the policy reads, and learns from, where a call fails. Empty: the sample is handed "
+        "back and tried again.",
     )
-    processes: int = Field(1, ge=1, description="environment processes of each worker")
-    memory_mb: int = Field(4096, ge=256, description="address space of an environment process (MiB)")
+    processes: int = Field(1, ge=1, description="Environment processes of each worker. Each takes its own memory.")
+    memory_mb: int = Field(4096, ge=256, description="Largest address space of an environment process (MiB).")
 
 
 class AgentSection(Section):
-    """A program of one's own that speaks with the policy over HTTP."""
+    """A program of your own that speaks with the policy over HTTP. Give one of `program`, `command` and `attach`."""
 
     program: str = Field(
-        "", description="gymnasium, verifiers, or a function of a session as package.module:function; empty: no agents"
+        "",
+        description="Agent that speaks with the policy over HTTP: gymnasium, verifiers, or yours as "
+        "package.module:function, called with a session. Empty: no agents.",
     )
     options: dict[str, Any] = Field(
-        {}, description="what a program that is a class is made of, once in each process that runs it"
+        {},
+        description="Keyword arguments of an agent program that is a class; it is instantiated once in each process.",
     )
     command: list[str] = Field(
-        [], description="a process for each session in its place, such as ['python', 'agent.py']"
+        [],
+        description="Command that is started as a process for each session instead of agent.program, such as "
+        "['python', 'agent.py'].",
     )
-    attach: bool = Field(False, description="an outside harness comes for the sessions over HTTP")
-    count: int = Field(1, ge=1, description="agents processes that `april run` starts")
-    sessions: int = Field(64, ge=1, description="sessions that one of them has open at a time")
+    attach: bool = Field(
+        False,
+        description="A harness outside asks for sessions over HTTP; nothing is started. Sessions that nobody asks "
+        "for hold up their groups.",
+    )
+    count: int = Field(1, ge=1, description="Agents processes that `april run` starts, each an HTTP server.")
+    sessions: int = Field(
+        64,
+        ge=1,
+        description="Sessions that one agents process has open at a time, each a sample in flight. Too few leave "
+        "decode slots idle while tools run.",
+    )
     listen: str = Field(
-        "127.0.0.1:0", description="HOST:PORT of the API; port 0: any that is free; beyond this machine over TLS alone"
+        "127.0.0.1:0",
+        description="HOST:PORT that the agents' API listens on; port 0: any free one. Beyond loopback it needs TLS.",
     )
-    ssl_certfile: Path | None = Field(None, description="PEM file of the API's certificate, and of those that sign it")
-    ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key, without a passphrase")
+    ssl_certfile: Path | None = Field(
+        None, description="PEM file of the API's TLS certificate, followed by the certificates that sign it."
+    )
+    ssl_keyfile: Path | None = Field(
+        None, description="PEM file of the TLS certificate's private key, without a passphrase."
+    )
     public_url: str = Field(
-        "", description="https://HOST:PORT that others reach the API under; with no certificate a proxy ends TLS there"
+        "",
+        description="https://HOST:PORT at which others reach the API. Without a certificate, a proxy at that address "
+        "ends TLS.",
     )
     attach_keyfile: Path | None = Field(
-        None, description="file of mode 0600 with the key that a harness shows when it comes for sessions"
+        None, description="File of mode 0600 with the key that a harness has to show when it asks for sessions."
     )
-    timeout_s: float = Field(600.0, gt=0, description="a session is ended after this long (seconds)")
-    chat_template: str = Field("", description="Jinja text in place of the tokeniser's own chat template")
+    timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Longest session (seconds); a longer one is ended and starts anew. A session that hangs holds up "
+        "its group this long.",
+    )
+    chat_template: str = Field("", description="Jinja text used instead of the tokeniser's own chat template.")
     response_template: dict[str, Any] = Field(
-        {}, description="how answers are parsed into texts and tool calls; none: the tokeniser's own, or not at all"
+        {},
+        description="How answers are parsed into text and tool calls; parsed answers are streamed in one piece. "
+        "Empty: the tokeniser's own template, otherwise no parsing.",
     )
-    max_turn_tokens: int | None = Field(None, ge=1, description="of a turn whose request names none; none: all")
+    max_turn_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest answer to a request that names no limit (tokens). None: all that is left of the "
+        "response's budget.",
+    )
     history: Literal["stored", "template"] = Field(
-        "stored", description="earlier messages keep their tokens, or are rendered anew as a deployed model reads them"
+        "stored",
+        description="How earlier messages of a session reach the policy: stored keeps their sampled tokens, template "
+        "renders them anew as a deployed model reads them, which forks the session wherever tokens differ.",
     )
     replay: Literal["answer", "discard"] = Field(
-        "answer", description="a program that is run again is answered from the journal; or its session is discarded"
+        "answer",
+        description="What happens when an agent is run again after a crash: answer repeats the recorded answers from "
+        "the journal, discard drops the session and its tokens.",
     )
     overrides: Literal["refuse", "ignore"] = Field(
-        "refuse", description="what becomes of requests that would change the distribution, such as a temperature"
+        "refuse",
+        description="What becomes of a request that would change the sampling distribution, such as by a "
+        "temperature: refuse it, or ignore that option.",
     )
-    max_restarts: int = Field(3, ge=0, description="restarts of each process that bring nothing before giving up")
-    hung_s: float = Field(600.0, gt=0, description="`april run` restarts one absent for this long (seconds)")
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of an agents process in a row in which it delivers nothing, after which it is given up.",
+    )
+    hung_s: float = Field(
+        600.0,
+        gt=0,
+        description="Time without an answer after which `april run` kills and restarts an agents process (seconds). "
+        "Its sessions wait that long.",
+    )
 
     @property
     def is_set(self) -> bool:

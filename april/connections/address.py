@@ -1,16 +1,19 @@
-"""Where a peer finds its broker: at the address that it is given, or in the run's folder, where the broker writes its
-own when it listens. So parts can be started beside their broker, and import what they need meanwhile."""
+"""Finds a broker's address: the one given, or the one that the broker writes into the run folder once it listens.
+
+So parts can be started at the same time as their broker and do their imports meanwhile.
+"""
 
 import time
 from pathlib import Path
 
 ADDRESS_FILE = "address"
-"""in the run folder"""
+"""File of the run folder."""
 POLL_S = 0.05
 
 
 def address_at(connect: str, patience_s: float) -> str:
-    """`connect`: tcp://HOST:PORT or the like, or a run folder. Raises TimeoutError where no broker has come by then."""
+    """The broker's address. `connect`: an address such as tcp://HOST:PORT, or a run folder. Raises TimeoutError if no
+    broker has written its address within `patience_s`."""
     if "://" in connect:
         return connect
     file = Path(connect) / ADDRESS_FILE

@@ -1,5 +1,5 @@
-"""A peer's end of the conversation with the broker: two connections, one session. The control connection has a thread
-of its own, which says that the peer lives."""
+"""A peer's connection to the broker: two sockets, one session. The control socket has a thread of its own, which sends
+heartbeats."""
 
 import logging
 import math
@@ -22,35 +22,36 @@ from april.wire.limits import FROM_BROKER
 log = logging.getLogger(__name__)
 
 REPORT_BYTES = 8 << 20
-"""what has arrived is reported after so much at the latest, well before the broker's credit is used up"""
+"""Received bytes are reported after this many at the latest, well before the broker's credit is used up."""
 SILENT_S = 5.0
-"""without an answer to any of its heartbeats, a peer takes the broker to be away"""
+"""Without any message from the broker for this long, a peer takes it to be away."""
 BEAT_OVER_DATA_S = 5.0
-"""a heartbeat goes over the data connection this often: a broker to which that connection is new says so"""
+"""Interval of heartbeats over the data connection, which show whether the broker still knows that connection."""
 HELLO_AGAIN_S = 5.0
-"""a hello that a dying broker took with it is said again after this long"""
+"""A `Hello` without an answer is repeated after this long: a broker that died may have taken it with it."""
 
 
 class BrokerUnreachable(RuntimeError):
-    """Nobody answers at the broker's address."""
+    """No broker answers at the address."""
 
 
 class BrokerRefused(RuntimeError):
-    """The broker refuses what this peer asks; the text says why."""
+    """The broker refuses this peer's request; the text says why."""
 
 
 class AccessDenied(BrokerUnreachable):
-    """The broker answers, but not to this peer; trying again changes nothing."""
+    """The broker does not admit this peer; trying again changes nothing."""
 
 
 class BrokerConnection:
-    """Owned by one thread, which calls `receive` or `request` when it comes to that; `patience_s`: how long a silent
-    broker may be away, say for a restart, before BrokerUnreachable is raised.
+    """A session with the broker, used by one thread.
+
+    `patience_s`: how long the broker may be silent, for example during a restart, before BrokerUnreachable is raised.
 
     connection = BrokerConnection("tcp://127.0.0.1:5555", role="worker", name="worker-0", uid="...", patience_s=600)
-    welcome = connection.hello(leases=[])
+    welcome = connection.hello(lease_ids=[])
     connection.send(wire.Holding(version, capacity=64))
-    connection.hold(leases, emitted_tokens)
+    connection.hold(lease_ids, emitted_tokens)
     for received in connection.receive(timeout_ms=20):
         ...
     """
@@ -58,8 +59,8 @@ class BrokerConnection:
     def __init__(
         self, address: str, role: str, name: str, uid: str, patience_s: float = 600.0, keys: Keys | None = None
     ):
-        """`address`: or the run's folder, in which the broker will write it; `keys`: this peer's, where the broker
-        wants some. Raises BrokerUnreachable where it has not written it within the patience."""
+        """`address`: the broker's, or the run folder where it writes it. `keys`: this peer's CURVE keys, if the
+        broker requires keys. Raises BrokerUnreachable if no address is written within `patience_s`."""
         try:
             self.address = address_at(address, patience_s)
         except TimeoutError as error:
@@ -67,7 +68,7 @@ class BrokerConnection:
         self.role, self.name, self.uid = role, name, uid
         self.patience_s = patience_s
         self.received_bytes = self._reported_bytes = 0
-        """of arrays in this session, and how many of them were told over data or told of"""
+        """Bytes of arrays received in this session, and how many of them were reported over the data connection."""
         self._sequence = 0
         self._next_beat = 0.0
         self._context = zmq.Context()
@@ -95,18 +96,22 @@ class BrokerConnection:
 
     @property
     def session(self) -> int:
-        """0: none."""
+        """Number of the session; 0 without one."""
         return self._control.session
 
-    def hello(self, leases: list[int], acknowledged_tokens: int = 0, timeout_s: float | None = None) -> wire.Welcome:
-        """Open a session, or open it anew. Raises BrokerUnreachable after `timeout_s`, by default the patience."""
+    def hello(self, lease_ids: list[int], acknowledged_tokens: int = 0, timeout_s: float | None = None) -> wire.Welcome:
+        """Open a session, or a new one. Raises BrokerUnreachable after `timeout_s` (default: the patience).
+
+        `lease_ids`: leases that this peer still works on. `acknowledged_tokens`: tokens of this process acknowledged so
+        far.
+        """
         self.forget()
         deadline = clock.now() + (timeout_s or self.patience_s)
         received = None
         while received is None:
             if clock.now() >= deadline:
                 raise BrokerUnreachable(f"no broker answers at {self.address}; is it running?")
-            sequence = self.send(wire.Hello(self.role, self.name, self.uid, leases, acknowledged_tokens))
+            sequence = self.send(wire.Hello(self.role, self.name, self.uid, lease_ids, acknowledged_tokens))
             received = self._await(sequence, min(deadline, clock.now() + HELLO_AGAIN_S))
         welcome = received.message
         if not isinstance(welcome, wire.Welcome):
@@ -115,26 +120,25 @@ class BrokerConnection:
         return welcome
 
     def begin(self, welcome: wire.Welcome) -> None:
-        """The session that a hello has got: the broker hears of this peer from now on."""
+        """Start heartbeats in the session that `welcome` has opened."""
         self.received_bytes = self._reported_bytes = self._control.received_bytes = 0
         self._next_beat = clock.now() + BEAT_OVER_DATA_S
         self._control.begin(welcome.session, welcome.renew_s)
 
     def forget(self) -> None:
-        """The session is over; the next hello opens another."""
+        """End the session on this side; the next hello opens another."""
         self._control.session = 0
 
-    def hold(self, leases: Iterable[int], emitted_tokens: int = 0) -> None:
-        """What this peer works on from now on, and has sampled since its process started; the broker is told now and
-        then, whatever the calling thread does meanwhile."""
-        self._control.leases, self._control.emitted_tokens = list(leases), emitted_tokens
+    def hold(self, lease_ids: Iterable[int], emitted_tokens: int = 0) -> None:
+        """Set what heartbeats report: this peer's leases, and the tokens sampled since its process started."""
+        self._control.lease_ids, self._control.emitted_tokens = list(lease_ids), emitted_tokens
 
     def occupy(self, slots: wire.Slots) -> None:
-        """What a worker's samples are at from now on; the broker is told as it is of leases."""
+        """Set what heartbeats report about a worker's slots."""
         self._control.slots = slots
 
     def goodbye(self) -> None:
-        """Leave; nothing is said any more."""
+        """Say goodbye and end the session."""
         session, self._control.session = self.session, 0
         self._sequence += 1
         self._send(self._data, wire.encode(wire.Goodbye(), (), session, self._sequence))
@@ -156,12 +160,12 @@ class BrokerConnection:
             raise BrokerUnreachable(f"the broker at {self.address} takes no messages; is it running?") from None
 
     def is_disowned(self, received: wire.Received) -> bool:
-        """Whether the broker does not know this session (any more): say hello again."""
+        """Whether an answer says that the broker does not know this session any more: say hello again."""
         refused = isinstance(received.message, wire.Refused) and "unknown session" in received.message.reason
         return refused and received.session == self.session
 
     def receive(self, timeout_ms: int = 0) -> Iterator[wire.Received]:
-        """What has arrived on both connections, waiting at most `timeout_ms` for the first. Raises AccessDenied."""
+        """Messages from both sockets; waits at most `timeout_ms` for the first one. Raises AccessDenied."""
         arrived = self._poller.poll(timeout_ms)
         if self.session and clock.now() >= self._next_beat:
             self._beat()
@@ -169,14 +173,14 @@ class BrokerConnection:
             return
         try:
             for received in self._control.take():
-                yield self._look_at(received)
+                yield self._note_received(received)
             while sockets.has_message(self._data):
                 self._control.heard_at = clock.now()
-                yield self._look_at(wire.decode(sockets.receive(self._data)))
-        except wire.OtherProtocol as error:
+                yield self._note_received(wire.decode(sockets.receive(self._data)))
+        except wire.ProtocolMismatch as error:
             raise self._denied(protocols_differ("the broker", error.protocol, f"this {self.role}")) from None
 
-    def _look_at(self, received: wire.Received) -> wire.Received:
+    def _note_received(self, received: wire.Received) -> wire.Received:
         message = received.message
         if isinstance(message, wire.Refused) and message.reason.startswith(wire.DENIED):
             raise self._denied(message.reason.removeprefix(wire.DENIED))
@@ -187,7 +191,7 @@ class BrokerConnection:
         return received
 
     def _beat(self) -> None:
-        """Say over data what the control connection says every second."""
+        """Send a heartbeat over the data connection as well."""
         self._next_beat, self._reported_bytes = clock.now() + BEAT_OVER_DATA_S, self.received_bytes
         self.send(wire.Heartbeat([], self._control.emitted_tokens, self.received_bytes))
 
@@ -195,33 +199,33 @@ class BrokerConnection:
         return AccessDenied(f"the broker at {self.address} does not let this {self.role} in: {why}")
 
     def request(self, message: wire.Message, timeout_s: float | None = None) -> wire.Received:
-        """Send and wait for the answer, None: as long as the broker lives. Raises BrokerUnreachable.
+        """Send a message and wait for its answer. Raises BrokerUnreachable.
 
-        To a broker that has been restarted meanwhile, hello and then the message are said again, so the message
-        must be one that may be repeated.
+        `timeout_s`: None waits as long as the broker is alive. If the broker restarts meanwhile, hello and the message
+        are sent again, so the message must be idempotent.
         """
         return self.request_parts(message, lambda answers: True, timeout_s)[0]
 
     def request_parts(
-        self, message: wire.Message, whole: Callable[[list[wire.Received]], bool], timeout_s: float | None = None
+        self, message: wire.Message, is_complete: Callable[[list[wire.Received]], bool], timeout_s: float | None = None
     ) -> list[wire.Received]:
-        """The same for an answer that comes in parts, until it is `whole`."""
+        """As `request`, for an answer in several messages; ends when `is_complete` of those received is true."""
         deadline = clock.now() + (math.inf if timeout_s is None else timeout_s)
         sequence = self.send(message)
         answers: list[wire.Received] = []
         while answer := self._await(sequence, deadline):
             if self.is_disowned(answer):
                 log.info("the broker does not know this %s any more; saying hello again", self.role)
-                self.hello(leases=[])
+                self.hello(lease_ids=[])
                 sequence, answers = self.send(message), []
                 continue
             answers.append(answer)
-            if whole(answers):
+            if is_complete(answers):
                 return answers
         raise BrokerUnreachable(f"the broker at {self.address} does not answer within {timeout_s:g} s; is it running?")
 
     def _await(self, sequence: int, deadline: float) -> wire.Received | None:
-        """The answer to `sequence`, or the news that the session has ended; None at the deadline."""
+        """The answer to message `sequence`, or the refusal that ends the session; None at the deadline."""
         self._control.heard_at = clock.now()
         while clock.now() < deadline:
             MAIN.at("waiting for the broker")
@@ -233,21 +237,24 @@ class BrokerConnection:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the broker seems to be away: what is sent now only waits in a queue of so many messages."""
+        """Whether the broker seems to be away, so that messages would only fill the send queue."""
         return clock.now() - self._control.heard_at > SILENT_S
 
     def wake_by(self, descriptor: int) -> None:
-        """Let `receive` return early when the descriptor can be read."""
+        """Make `receive` return early when the file descriptor is readable."""
         self._poller.register(descriptor, zmq.POLLIN)
 
     def check_alive(self) -> None:
-        """Raise BrokerUnreachable if the broker, which answers every heartbeat, is silent for too long, or closed."""
+        """Raise BrokerUnreachable if the broker has been silent for the patience, AccessDenied if it refuses this peer.
+
+        A live broker answers every heartbeat.
+        """
         self._check_handshakes()
         if clock.now() - self._control.heard_at > self.patience_s:
             raise BrokerUnreachable(f"the broker at {self.address} is silent for {self.patience_s:g} s; is it running?")
 
     def _check_handshakes(self) -> None:
-        """Raise AccessDenied where the broker turns this peer away."""
+        """Raise AccessDenied if a handshake shows that the broker does not admit this peer."""
         for handshake in self._handshakes:
             if problem := handshake.problem():
                 raise self._denied(problem)

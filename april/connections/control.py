@@ -1,7 +1,7 @@
-"""A peer's control connection, in a thread of its own: signs of life go out whatever its main loop does, and orders in.
+"""A peer's control connection, served by its own thread, so heartbeats do not depend on the main loop.
 
-The thread says every second that the process lives, which leases it still works on, and where its main loop is. So a
-long decode step costs no leases, and others see what the loop is at.
+Every second the thread reports that the process is alive, which leases it holds and what its main loop is doing. So a
+long decode step loses no leases, and the broker can show what the loop is doing. Commands arrive over the same socket.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from april.processes.pulse import MAIN
 
 HEARTBEAT_S = 1.0
 JOIN_S = 5.0
-"""longest wait for the thread to end; it waits for nothing itself"""
+"""Longest wait for the thread to end; it never blocks for long."""
 
 
 class Control(threading.Thread):
-    """The socket is its own, from `start` until `end` is over.
+    """Owns the control socket from `start` until `end` returns.
 
     control.begin(session, renew_s=15)
-    control.leases, control.emitted_tokens = [3, 4], 1200       # whenever they change
+    control.lease_ids, control.emitted_tokens = [3, 4], 1200    # whenever they change
     for received in control.take(): ...                         # once `arrived` can be read
     """
 
@@ -34,15 +34,15 @@ class Control(threading.Thread):
         super().__init__(name="control", daemon=True)
         self.socket = socket
         self.arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """can be read when something has"""
+        """Eventfd that is readable when messages have arrived."""
         self.heard_at = clock.now()
-        """when anything of the broker was heard last, by either connection"""
+        """When the broker was last heard, on either connection (Unix time, seconds)."""
         self.session = 0
-        """0: nothing is said"""
-        self.leases: Sequence[int] = ()
+        """Number of the session; 0: send no heartbeats."""
+        self.lease_ids: Sequence[int] = ()
         self.emitted_tokens = self.received_bytes = 0
         self.slots: wire.Slots | None = None
-        """as in `wire.Heartbeat`"""
+        """See `wire.Heartbeat.slots`."""
         self._renew_s = 0.0
         self._next_beat = self._next_renewal = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -53,7 +53,7 @@ class Control(threading.Thread):
     # --- from the thread that owns the data connection --------------------------------------------------------
 
     def begin(self, session: int, renew_s: float) -> None:
-        """Bind the connection to a session, and say from now on that its peer lives."""
+        """Bind the connection to a session and start heartbeats."""
         self._renew_s, self._next_beat, self._next_renewal = renew_s, 0.0, clock.now() + renew_s
         self.send(wire.encode(wire.Bind(), (), session))
         self.session = session
@@ -63,7 +63,7 @@ class Control(threading.Thread):
         os.eventfd_write(self._wake, 1)
 
     def take(self) -> Iterator[wire.Received]:
-        """What has arrived. Raises what is wrong with it."""
+        """The messages that have arrived. Raises the error of one that does not decode, and any error of the thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.arrived)
         while self._inbox:
@@ -73,7 +73,7 @@ class Control(threading.Thread):
             yield received
 
     def end(self) -> None:
-        """Send what waits, then leave the socket to the caller."""
+        """Send queued messages and end the thread; the socket is the caller's again."""
         self._ended = True
         os.eventfd_write(self._wake, 1)
         self.join(JOIN_S)
@@ -92,8 +92,8 @@ class Control(threading.Thread):
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
                 self._receive()
-                self._say(self.session)
-            self._say(0)
+                self._send_pending(self.session)
+            self._send_pending(0)
         except Exception as error:
             self._hand_on(error)
 
@@ -110,8 +110,8 @@ class Control(threading.Thread):
         self._inbox.append(received)
         os.eventfd_write(self.arrived, 1)
 
-    def _say(self, session: int) -> None:
-        """What the owner has to say, then a sign of life in a session that was bound before that."""
+    def _send_pending(self, session: int) -> None:
+        """Send queued messages, then a heartbeat if one is due in `session`."""
         with contextlib.suppress(zmq.Again):  # the broker is away; what waits goes out in the next pass
             while self._outbox:
                 sockets.send(self.socket, self._outbox[0])
@@ -124,7 +124,7 @@ class Control(threading.Thread):
                 sockets.send(self.socket, wire.encode(self._heartbeat(now), (), session))
 
     def _heartbeat(self, now: float) -> wire.Heartbeat:
-        leases = list(self.leases) if now >= self._next_renewal else []
-        if leases:
+        lease_ids = list(self.lease_ids) if now >= self._next_renewal else []
+        if lease_ids:
             self._next_renewal = now + self._renew_s
-        return wire.Heartbeat(leases, self.emitted_tokens, self.received_bytes, *MAIN.look(), self.slots)
+        return wire.Heartbeat(lease_ids, self.emitted_tokens, self.received_bytes, *MAIN.look(), self.slots)

@@ -1,9 +1,9 @@
-"""The uid of a peer's process: the name that the peer has, and what no other process has."""
+"""The uid of a peer's process: the peer's name and a random part that no other process has."""
 
 import uuid
 
 NAME_CHARACTERS = 90
-"""so that a uid is no longer than a name may be"""
+"""Longest part of the name in a uid, so that the uid fits the wire type `Name`."""
 
 
 def new_uid(name: str) -> str:
@@ -11,5 +11,5 @@ def new_uid(name: str) -> str:
 
 
 def name_of(uid: str) -> str:
-    """The name of a process, which may be gone for long; all of a uid that somebody has made in another way."""
+    """The name in a uid; the whole uid if it has another form."""
     return uid.rpartition("/")[0] or uid

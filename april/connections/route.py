@@ -1,4 +1,4 @@
-"""Which of this machine's addresses and interfaces lead to another one."""
+"""This machine's address and network interface on the route to another host."""
 
 import fcntl
 import socket
@@ -7,27 +7,27 @@ import sys
 
 SIOCGIFADDR = 0x8915
 INTERFACE = 16
-"""bytes of an interface's name in the kernel's request"""
+"""Bytes of an interface name in the kernel's request."""
 
 
 def own_address(host: str, port: int) -> str:
-    """Which of this machine's addresses it speaks from to `host`; nothing is sent. Raises OSError."""
+    """The local address that connections to `host` use. Sends nothing. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
 
 
 def interface_towards(host: str, port: int) -> str:
-    """The interface that has that address; empty where the system does not say (other than Linux). Raises OSError."""
+    """Name of the interface with that address; "" if it cannot be found (other systems than Linux). Raises OSError."""
     if sys.platform != "linux":
         return ""
-    wanted = own_address(host, port)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    address = own_address(host, port)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                told = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[: INTERFACE - 1]))
-            except OSError:  # one without an address
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[: INTERFACE - 1]))
+            except OSError:  # an interface without an address
                 continue
-            if socket.inet_ntoa(told[20:24]) == wanted:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     return ""

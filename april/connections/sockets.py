@@ -1,7 +1,7 @@
-"""Multipart messages through a socket, with as little Python for each frame as possible.
+"""Sends and receives multipart messages with little Python per frame.
 
-pyzmq's `send_multipart` and `recv_multipart` do arithmetic with enums and ask for an option at every frame, which
-takes longer than the rest of a small message.
+pyzmq's `send_multipart` and `recv_multipart` do enum arithmetic and read a socket option for every frame, which takes
+longer than everything else for a small message.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ SNDMORE = int(zmq.SNDMORE)
 
 
 def has_message(socket: zmq.Socket) -> bool:
-    """Whether `receive` would find one now."""
+    """Whether a message can be received without waiting."""
     return bool(int(Backend.get(socket, EVENTS)) & READABLE)
 
 
 def receive(socket: zmq.Socket) -> list[zmq.Frame]:
-    """The frames of the next message, not copied. Raises zmq.Again if there is none."""
+    """The frames of the next message, without copying. Raises zmq.Again if there is none."""
     frame = Backend.recv(socket, NOBLOCK, False, False)
     frames = [frame]
     while frame.more:
@@ -30,7 +30,8 @@ def receive(socket: zmq.Socket) -> list[zmq.Frame]:
 
 
 def send(socket: zmq.Socket, frames: Iterable[bytes | memoryview], wait: bool = False) -> None:
-    """Raises zmq.Again, with nothing sent, if the peer does not read: at once, or after the socket's SNDTIMEO."""
+    """Send a message. Raises zmq.Again, with nothing sent, if the send queue is full: at once, or with `wait` after the
+    socket's SNDTIMEO."""
     *first, last = frames
     flags = 0 if wait else NOBLOCK
     for frame in first:

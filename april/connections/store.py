@@ -1,5 +1,7 @@
-"""torch's key-value stores, in which ranks and workers find each other, bound to one address: by itself a `TCPStore`
-listens on every interface, whatever host it is given, and lets anybody in."""
+"""torch's `TCPStore`, the rendezvous of ranks and workers, bound to one address.
+
+By itself a `TCPStore` listens on every interface, whatever host it is given, and admits anybody.
+"""
 
 import socket
 from datetime import timedelta
@@ -8,7 +10,7 @@ import torch.distributed as dist
 
 
 def serve(host: str) -> dist.TCPStore:
-    """A store at `host` and a free port; others of this process for that port share it. Raises OSError."""
+    """A store at `host` and a free port, shared by all stores of this process for that port. Raises OSError."""
     return serve_at(socket.create_server((host, 0)))
 
 
@@ -21,6 +23,6 @@ def serve_at(listener: socket.socket) -> dist.TCPStore:
 
 
 def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A client; threads that wait need one each, because a waiting client blocks its other calls."""
+    """A client of the store. Each thread that waits needs its own, since a waiting client blocks its other calls."""
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,4 +1,4 @@
-"""`april convert`: the configuration that says what another framework's script says, and what it cannot say."""
+"""`april convert`: translate another framework's script to a configuration, and list what cannot be translated."""
 
 from april.registry import Registry
 
@@ -13,4 +13,4 @@ FRAMEWORKS = Registry(
     },
     base="april.convert.framework:Framework",
 )
-"""named on the command line, not in a configuration"""
+"""Frameworks by the name on the command line."""

@@ -1,4 +1,4 @@
-"""What a word of a shell script stands for: its quotes taken off, its variables replaced, or why it cannot be said."""
+"""Shell expansion of words: remove quotes and replace variables, or say why the result is unknown."""
 
 import ast
 import operator
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from april.convert.words import end_of
+from april.convert.words import end_of_part
 
 PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
 NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?!$])")
@@ -21,17 +21,19 @@ ARITHMETIC: dict[type, Callable[[int, int], int]] = {
 
 
 class Word(NamedTuple):
+    """An expanded word."""
+
     text: str
-    unread: str = ""
-    """why the shell would make something else of it; empty: it would not"""
+    unreadable: str = ""
+    """Why `text` is not what the shell would produce; "" if it is."""
 
 
 Value = Word | list[Word]
-"""of a variable, or of an array"""
+"""The value of a variable or of an array."""
 
 
 class Fields:
-    """The words that one written word becomes."""
+    """Collects the words into which one written word expands; consecutive parts are joined until `end`."""
 
     def __init__(self) -> None:
         self.words: list[Word] = []
@@ -40,7 +42,7 @@ class Fields:
     def add(self, word: Word) -> None:
         if self._grows:
             last = self.words.pop()
-            word = Word(last.text + word.text, last.unread or word.unread)
+            word = Word(last.text + word.text, last.unreadable or word.unreadable)
         self.words.append(word)
         self._grows = True
 
@@ -48,65 +50,67 @@ class Fields:
         self._grows = False
 
 
-def expand(written: str, variables: Mapping[str, Value]) -> list[Word]:
-    """The words that `written` stands for, as the shell would have them."""
-    fields, at = Fields(), 0
-    if written.startswith("~/"):
-        written = "${HOME}" + written[1:]
-    while at < len(written):
-        end = end_of(written, at)
-        piece, at = written[at:end], end
-        if piece[0] == "$" and (name := NAME.match(written, end - 1)):
-            piece, at = name[0], name.end()
-        if piece[0] == '"':
-            quoted(piece[1:-1], variables, fields)
-        elif piece[0] == "'":
-            fields.add(Word(piece[1:-1]))
-        elif piece[0] == "\\":
-            fields.add(Word(piece[1:].removeprefix("\n")))
-        elif piece[0] in "$`" and len(piece) > 1:
-            split(stands_for(piece, variables), fields)
+def expand(text: str, variables: Mapping[str, Value]) -> list[Word]:
+    """The words into which the shell would expand `text`."""
+    fields, position = Fields(), 0
+    if text.startswith("~/"):
+        text = "${HOME}" + text[1:]
+    while position < len(text):
+        end = end_of_part(text, position)
+        part, position = text[position:end], end
+        if part[0] == "$" and (name := NAME.match(text, end - 1)):
+            part, position = name[0], name.end()
+        if part[0] == '"':
+            add_quoted(part[1:-1], variables, fields)
+        elif part[0] == "'":
+            fields.add(Word(part[1:-1]))
+        elif part[0] == "\\":
+            fields.add(Word(part[1:].removeprefix("\n")))
+        elif part[0] in "$`" and len(part) > 1:
+            add_split(expand_part(part, variables), fields)
         else:
-            fields.add(Word(piece))
+            fields.add(Word(part))
     return fields.words
 
 
-def whole(written: str, variables: Mapping[str, Value]) -> Word:
-    """What a variable is set to: one word, however many it would be as an argument."""
+def expand_to_word(text: str, variables: Mapping[str, Value]) -> Word:
+    """The expansion of an assignment's right side, which is always one word."""
     fields = Fields()
-    quoted_parts = expand(f'"{written}"' if not re.search(r"['\"\\]", written) else written, variables)
+    quoted_parts = expand(f'"{text}"' if not re.search(r"['\"\\]", text) else text, variables)
     for index, word in enumerate(quoted_parts):
-        fields.add(Word(" " + word.text if index else word.text, word.unread))
+        fields.add(Word(" " + word.text if index else word.text, word.unreadable))
     return fields.words[0] if fields.words else Word("")
 
 
-def quoted(text: str, variables: Mapping[str, Value], fields: Fields) -> None:
-    """What stands between double quotes: variables are replaced, and stay whole."""
-    at = 0
+def add_quoted(text: str, variables: Mapping[str, Value], fields: Fields) -> None:
+    """Add the text between double quotes: variables are replaced, and not split at blanks."""
+    position = 0
     if not text:
         fields.add(Word(""))
-    while at < len(text):
-        end = at + 1 if text[at] == "'" else end_of(text, at)
-        piece, at = text[at:end], end
-        if piece == "$" and (name := NAME.match(text, end - 1)):
-            piece, at = name[0], name.end()
-        if piece[0] in "$`" and len(piece) > 1:
-            value = stands_for(piece, variables)
+    while position < len(text):
+        end = position + 1 if text[position] == "'" else end_of_part(text, position)
+        part, position = text[position:end], end
+        if part == "$" and (name := NAME.match(text, end - 1)):
+            part, position = name[0], name.end()
+        if part[0] in "$`" and len(part) > 1:
+            value = expand_part(part, variables)
             for index, word in enumerate(value if isinstance(value, list) else [value]):
                 if index:
                     fields.end()
                 fields.add(word)
-        elif piece[0] == "\\" and piece[1:] in ("$", "`", '"', "\\", "\n"):
-            fields.add(Word(piece[1:].removeprefix("\n")))
+        elif part[0] == "\\" and part[1:] in ("$", "`", '"', "\\", "\n"):
+            fields.add(Word(part[1:].removeprefix("\n")))
         else:
-            fields.add(Word(piece))
+            fields.add(Word(part))
 
 
-def split(value: Value, fields: Fields) -> None:
-    """What a variable without quotes adds: words where it has blanks."""
-    whole_ones = value if isinstance(value, list) else [value]
+def add_split(value: Value, fields: Fields) -> None:
+    """Add the value of an unquoted variable, split at blanks."""
+    values = value if isinstance(value, list) else [value]
     words = [
-        part for one in whole_ones for part in ([one] if one.unread else [Word(text) for text in one.text.split()])
+        part
+        for value in values
+        for part in ([value] if value.unreadable else [Word(text) for text in value.text.split()])
     ]
     for index, word in enumerate(words):
         if index:
@@ -114,48 +118,49 @@ def split(value: Value, fields: Fields) -> None:
         fields.add(word)
 
 
-def stands_for(piece: str, variables: Mapping[str, Value]) -> Value:
+def expand_part(part: str, variables: Mapping[str, Value]) -> Value:
     """The value of `$NAME`, `${NAME:-other}`, `${NAME[@]}` or `$((arithmetic))`."""
-    if piece.startswith("$((") and piece.endswith("))"):
-        return arithmetic(piece, variables)
-    if piece[0] == "`" or piece.startswith("$("):
-        return Word(piece, "a command would say it")
-    found = PARAMETER.fullmatch(piece[2:-1] if piece[1] == "{" else piece[1:])
-    if piece in ("$@", "$*", "${@}", "${*}"):
+    if part.startswith("$((") and part.endswith("))"):
+        return arithmetic(part, variables)
+    if part[0] == "`" or part.startswith("$("):
+        return Word(part, "a command would say it")
+    match = PARAMETER.fullmatch(part[2:-1] if part[1] == "{" else part[1:])
+    if part in ("$@", "$*", "${@}", "${*}"):
         return []
-    if not found:
-        return Word(piece, "an expansion that is not read")
-    name, array, how, other = found.groups()
+    if not match:
+        return Word(part, "an expansion that is not read")
+    name, array, operator_, other = match.groups()
     value = variables.get(name)
     if isinstance(value, list) and not array:
         value = value[0] if value else Word("")
-    empty = value is None or (how and how[0] == ":" and value == Word(""))
-    if how and how[-1] == "+":
-        return Word("") if empty else whole(other, variables)
-    if empty and how:
-        return whole(other, variables)
+    empty = value is None or (operator_ and operator_[0] == ":" and value == Word(""))
+    if operator_ and operator_[-1] == "+":
+        return Word("") if empty else expand_to_word(other, variables)
+    if empty and operator_:
+        return expand_to_word(other, variables)
     if value is None:
         return Word(
-            piece,
+            part,
             f"{name} is not set in the script"
             + (", maybe in one that it sources" if array else f"; give it with --set {name}=VALUE"),
         )
     return value
 
 
-def arithmetic(piece: str, variables: Mapping[str, Value]) -> Word:
-    """Of whole numbers."""
-    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: f"${name[1]}", piece[3:-2])
-    read = whole(text, variables)
-    if read.unread:
-        return Word(piece, read.unread)
+def arithmetic(part: str, variables: Mapping[str, Value]) -> Word:
+    """The value of `$((...))` with integers."""
+    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: f"${name[1]}", part[3:-2])
+    expanded = expand_to_word(text, variables)
+    if expanded.unreadable:
+        return Word(part, expanded.unreadable)
     try:
-        return Word(str(number(ast.parse(read.text.strip(), mode="eval").body)))
+        return Word(str(number(ast.parse(expanded.text.strip(), mode="eval").body)))
     except (SyntaxError, ValueError, ArithmeticError):
-        return Word(piece, "arithmetic that is not read")
+        return Word(part, "arithmetic that is not read")
 
 
 def number(node: ast.expr) -> int:
+    """The value of an integer expression. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -1,4 +1,4 @@
-"""OpenRLHF's scripts: `--section.name value`, given to openrlhf.cli.train_ppo_ray.
+"""OpenRLHF's scripts: `--section.name value` for openrlhf.cli.train_ppo_ray.
 
 Options and defaults as in openrlhf/cli/train_ppo_ray.py of OpenRLHF/OpenRLHF at 3c3be6234, and of its 0.11.2, which has
 other names for the correction of stale tokens.
@@ -11,22 +11,22 @@ from typing import Any
 from april.convert.framework import (
     ADAM,
     CONSTANT_LR,
-    EPOCHS_END_IT,
     IN_LOSS,
     LOGS,
     MEMORY,
     OWN_FILES,
     OWN_REWARD,
     SHARDING,
+    UNLIMITED_STEPS,
     Framework,
-    adapter,
-    optimizer_steps,
-    placed,
-    reference,
-    several_steps,
+    has_several_steps,
+    set_adapter,
+    set_devices,
+    set_minibatches,
+    set_reference_kl,
 )
-from april.convert.options import Options, of_script
-from april.convert.translation import JOINT, Apart, Lacks, Rule, To, Translation, one_of, only
+from april.convert.options import Options, script_options
+from april.convert.translation import JOINT, Ignored, MapTo, Rule, Translation, Unsupported, by_name, only
 
 IS = "algo.advantage.is_correction_"
 ESTIMATORS = {
@@ -37,57 +37,57 @@ ESTIMATORS = {
     "reinforce_baseline": "reinforce_pp_baseline",
     "gae": "gae",
 }
-"""advantage by --algo.advantage.estimator"""
+"""Advantage by `--algo.advantage.estimator`."""
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
-"""level and mode by is_correction_type"""
+"""(level, mode) by `is_correction_type`."""
 UNBOUNDED = 1e9
-"""above any ratio that April or OpenRLHF computes"""
+"""A bound above any ratio that April or OpenRLHF computes."""
 
 TABLE: dict[str, Rule] = {
-    "actor.model_name_or_path": To("model.path"),
-    "actor.gradient_checkpointing_enable": To("learner.activation_checkpointing"),
-    "actor.gradient_checkpointing_reentrant": Apart(MEMORY),
-    "actor.policy_loss_type": To("algorithm.loss", one_of(ppo="ppo", gspo="gspo")),
+    "actor.model_name_or_path": MapTo("model.path"),
+    "actor.gradient_checkpointing_enable": MapTo("learner.activation_checkpointing"),
+    "actor.gradient_checkpointing_reentrant": Ignored(MEMORY),
+    "actor.policy_loss_type": MapTo("algorithm.loss", by_name(ppo="ppo", gspo="gspo")),
     "actor.loss_agg_mode": JOINT,
     "actor.eps_clip": JOINT,
     "actor.eps_clip_low_high": JOINT,
-    "actor.dual_clip": To("algorithm.dual_clip"),
-    "actor.entropy_coef": To("algorithm.entropy_coef", float),
-    "actor.aux_loss_coef": Lacks("April has no loss for the balance of experts"),
-    "actor.optim": To("learner.lr", only("adam", ADAM)),
-    "actor.muon.*": Apart("of an optimizer that actor.optim does not choose"),
-    "actor.adam.lr": To("learner.lr"),
-    "actor.adam.betas": To("learner.betas"),
-    "actor.adam.weight_decay": To("learner.weight_decay"),
-    "actor.adam.eps": Lacks("AdamW's epsilon is fixed in April", off=(1e-8,)),
-    "actor.lr_scheduler": To("learner.lr", only("constant", CONSTANT_LR)),
-    "actor.lr_warmup_ratio": Lacks("April's warm-up is a number of steps, learner.warmup_steps"),
-    "actor.min_lr_ratio": Apart("of a schedule that actor.lr_scheduler chooses"),
-    "actor.max_norm": To("learner.grad_clip"),
-    "actor.freeze_visual_encoder": Lacks("April takes text alone"),
+    "actor.dual_clip": MapTo("algorithm.dual_clip"),
+    "actor.entropy_coef": MapTo("algorithm.entropy_coef", float),
+    "actor.aux_loss_coef": Unsupported("April has no loss for the balance of experts"),
+    "actor.optim": MapTo("learner.lr", only("adam", ADAM)),
+    "actor.muon.*": Ignored("of an optimizer that actor.optim does not choose"),
+    "actor.adam.lr": MapTo("learner.lr"),
+    "actor.adam.betas": MapTo("learner.betas"),
+    "actor.adam.weight_decay": MapTo("learner.weight_decay"),
+    "actor.adam.eps": Unsupported("AdamW's epsilon is fixed in April", off=(1e-8,)),
+    "actor.lr_scheduler": MapTo("learner.lr", only("constant", CONSTANT_LR)),
+    "actor.lr_warmup_ratio": Unsupported("April's warm-up is a number of steps, learner.warmup_steps"),
+    "actor.min_lr_ratio": Ignored("of a schedule that actor.lr_scheduler chooses"),
+    "actor.max_norm": MapTo("learner.grad_clip"),
+    "actor.freeze_visual_encoder": Unsupported("April takes text alone"),
     "actor.num_*": JOINT,
-    "ref.*": Apart("the reference in April is the starting policy, sharded like it"),
-    "critic.*": Apart("of a critic, which algo.advantage.estimator = gae wants"),
+    "ref.*": Ignored("the reference in April is the starting policy, sharded like it"),
+    "critic.*": Ignored("of a critic, which algo.advantage.estimator = gae wants"),
     "data.prompt_dataset": JOINT,
-    "data.prompt_probs": Lacks("weights of several sources are in April's data.sources"),
-    "data.prompt_split": Apart("April reads the files that it is given"),
-    "data.input_key": To("data.prompt_key"),
-    "data.label_key": To("data.label_key"),
-    "data.input_template": Lacks("April renders prompts by the chat template, or not at all: data.prompt_as"),
-    "data.apply_chat_template": To("data.prompt_as", lambda given: "chat" if given else "text"),
+    "data.prompt_probs": Unsupported("weights of several sources are in April's data.sources"),
+    "data.prompt_split": Ignored("April reads the files that it is given"),
+    "data.input_key": MapTo("data.prompt_key"),
+    "data.label_key": MapTo("data.label_key"),
+    "data.input_template": Unsupported("April renders prompts by the chat template, or not at all: data.prompt_as"),
+    "data.apply_chat_template": MapTo("data.prompt_as", lambda given: "chat" if given else "text"),
     "data.max_len": JOINT,
-    "data.max_samples": Lacks("April takes all rows", off=(10**8,)),
-    "data.image_key": Apart("of pictures, which data.max_images_per_prompt switches on"),
-    "data.max_images_per_prompt": Lacks("April takes text alone"),
-    "data.*": Apart("of how OpenRLHF loads data"),
-    "rollout.batch_size": To("schedule.rollout_batch_size"),
-    "rollout.n_samples_per_prompt": To("schedule.n_samples_per_prompt"),
+    "data.max_samples": Unsupported("April takes all rows", off=(10**8,)),
+    "data.image_key": Ignored("of pictures, which data.max_images_per_prompt switches on"),
+    "data.max_images_per_prompt": Unsupported("April takes text alone"),
+    "data.*": Ignored("of how OpenRLHF loads data"),
+    "rollout.batch_size": MapTo("schedule.rollout_batch_size"),
+    "rollout.n_samples_per_prompt": MapTo("schedule.n_samples_per_prompt"),
     "rollout.vllm_generate_batch_size": JOINT,
-    "rollout.max_new_tokens": To("sampling.max_response_tokens"),
-    "rollout.temperature": To("sampling.temperature"),
-    "rollout.top_p": To("sampling.top_p"),
-    "rollout.*": Apart(MEMORY),
+    "rollout.max_new_tokens": MapTo("sampling.max_response_tokens"),
+    "rollout.temperature": MapTo("sampling.temperature"),
+    "rollout.top_p": MapTo("sampling.top_p"),
+    "rollout.*": Ignored(MEMORY),
     "algo.dynamic_filtering_enable": JOINT,
     "algo.dynamic_filtering_range": JOINT,
     "algo.advantage.estimator": JOINT,
@@ -99,53 +99,53 @@ TABLE: dict[str, Rule] = {
     "algo.kl.init_coef": JOINT,
     "algo.kl.estimator": JOINT,
     "algo.kl.unbiased_gradient": JOINT,
-    "algo.kl.target": Lacks("April's coefficient of the KL is constant"),
-    "algo.kl.horizon": Apart("of a target for the KL"),
+    "algo.kl.target": Unsupported("April's coefficient of the KL is constant"),
+    "algo.kl.horizon": Ignored("of a target for the KL"),
     "reward.remote_url": JOINT,
-    "reward.model_name_or_path": Lacks(f"a model gives the rewards; {OWN_REWARD}"),
-    "reward.overlong_buffer_len": To("reward.overlong_buffer_tokens"),
-    "reward.overlong_penalty_factor": To("reward.overlong_penalty", float),
-    "reward.stop_properly_penalty_coef": Lacks("April's penalty is one of length, reward.overlong_penalty"),
-    "reward.normalize_enable": Lacks("April takes rewards as they come"),
-    "reward.clip_range": Lacks("April takes rewards as they come"),
-    "reward.*": Apart(SHARDING),
-    "train.agent_func_path": Lacks("it is an agent by OpenRLHF's interface; April's are in docs/agents.md"),
+    "reward.model_name_or_path": Unsupported(f"a model gives the rewards; {OWN_REWARD}"),
+    "reward.overlong_buffer_len": MapTo("reward.overlong_buffer_tokens"),
+    "reward.overlong_penalty_factor": MapTo("reward.overlong_penalty", float),
+    "reward.stop_properly_penalty_coef": Unsupported("April's penalty is one of length, reward.overlong_penalty"),
+    "reward.normalize_enable": Unsupported("April takes rewards as they come"),
+    "reward.clip_range": Unsupported("April takes rewards as they come"),
+    "reward.*": Ignored(SHARDING),
+    "train.agent_func_path": Unsupported("it is an agent by OpenRLHF's interface; April's are in docs/agents.md"),
     "train.async_enable": JOINT,
     "train.async_queue_size": JOINT,
     "train.partial_rollout_enable": JOINT,
     "train.batch_size": JOINT,
-    "train.max_epochs": To("learner.epochs"),
-    "train.num_episodes": To("data.epochs"),
-    "train.max_tokens_per_gpu": To("learner.microbatch_tokens"),
-    "train.seed": To("seed"),
-    "train.enable_ema": Lacks("April keeps no mean of the weights"),
+    "train.max_epochs": MapTo("learner.epochs"),
+    "train.num_episodes": MapTo("data.epochs"),
+    "train.max_tokens_per_gpu": MapTo("learner.microbatch_tokens"),
+    "train.seed": MapTo("seed"),
+    "train.enable_ema": Unsupported("April keeps no mean of the weights"),
     "train.colocate_*": JOINT,
-    "train.*": Apart(MEMORY),
+    "train.*": Ignored(MEMORY),
     "ds.lora.rank": JOINT,
     "ds.lora.alpha": JOINT,
     "ds.lora.target_modules": JOINT,
-    "ds.lora.dropout": Lacks("April trains without dropout"),
-    "ds.*": Apart(SHARDING),
+    "ds.lora.dropout": Unsupported("April trains without dropout"),
+    "ds.*": Ignored(SHARDING),
     "vllm.num_engines": JOINT,
-    "vllm.tensor_parallel_size": To("engine.server.tensor_parallel_size"),
-    "vllm.gpu_memory_utilization": To("engine.server.gpu_memory_utilization"),
-    "vllm.enforce_eager": To("engine.server.enforce_eager"),
-    "vllm.enable_prefix_caching": To("engine.server.enable_prefix_caching"),
-    "vllm.*": Apart("of how OpenRLHF brings weights to its engines"),
-    "eval.dataset": To("data.eval_path"),
-    "eval.steps": To("evaluation.every", lambda steps: max(steps, 0)),
+    "vllm.tensor_parallel_size": MapTo("engine.server.tensor_parallel_size"),
+    "vllm.gpu_memory_utilization": MapTo("engine.server.gpu_memory_utilization"),
+    "vllm.enforce_eager": MapTo("engine.server.enforce_eager"),
+    "vllm.enable_prefix_caching": MapTo("engine.server.enable_prefix_caching"),
+    "vllm.*": Ignored("of how OpenRLHF brings weights to its engines"),
+    "eval.dataset": MapTo("data.eval_path"),
+    "eval.steps": MapTo("evaluation.every", lambda steps: max(steps, 0)),
     "eval.temperature": JOINT,
     "eval.n_samples_per_prompt": JOINT,
-    "eval.split": Apart("April reads the files that it is given"),
-    "ckpt.save_steps": To("learner.checkpoint_every", lambda steps: steps if steps > 0 else None),
-    "ckpt.max_num": To("learner.keep_checkpoints"),
-    "ckpt.*": Apart(OWN_FILES),
+    "eval.split": Ignored("April reads the files that it is given"),
+    "ckpt.save_steps": MapTo("learner.checkpoint_every", lambda steps: steps if steps > 0 else None),
+    "ckpt.max_num": MapTo("learner.keep_checkpoints"),
+    "ckpt.*": Ignored(OWN_FILES),
     "logger.tensorboard_dir": JOINT,
     "logger.wandb.key": JOINT,
-    "logger.wandb.run_name": To("run.name"),
-    "logger.*": Apart(LOGS),
-    "use_ms": Apart("of where OpenRLHF downloads from"),
-    "local_rank": Apart(SHARDING),
+    "logger.wandb.run_name": MapTo("run.name"),
+    "logger.*": Ignored(LOGS),
+    "use_ms": Ignored("of where OpenRLHF downloads from"),
+    "local_rank": Ignored(SHARDING),
 }
 
 DEFAULTS: dict[str, Any] = {
@@ -192,139 +192,157 @@ class OpenRLHF(Framework):
     table, defaults = TABLE, DEFAULTS
 
     def read(self, path: Path, text: str, environment: Mapping[str, str]) -> Options:
-        return of_script(text, environment, r"train_ppo_ray(\.py)?")
+        return script_options(text, environment, r"train_ppo_ray(\.py)?")
 
-    def joint(self, said: Translation) -> None:
-        schedule(said)
-        data(said)
-        loss(said)
-        stale_tokens(said)
-        adapter(said, "ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules")
-        said.say("worker.engine", "vllm")
-        together = said.value("train.colocate_all") or not said.value("vllm.num_engines")
-        nodes, each = said.number("actor.num_nodes"), said.number("actor.num_gpus_per_node")
+    def translate_joint(self, translation: Translation) -> None:
+        schedule(translation)
+        data(translation)
+        loss(translation)
+        stale_tokens(translation)
+        set_adapter(translation, "ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules")
+        translation.set_key("worker.engine", "vllm")
+        together = translation.value("train.colocate_all") or not translation.value("vllm.num_engines")
+        nodes, each = translation.number("actor.num_nodes"), translation.number("actor.num_gpus_per_node")
         trainers = None if together or None in (nodes, each) else nodes * each
         names = ("actor.num_nodes", "actor.num_gpus_per_node", "vllm.num_engines")
-        placed(said, trainers, None if together else said.value("vllm.num_engines"), names)
+        set_devices(translation, trainers, None if together else translation.value("vllm.num_engines"), names)
         logs = {"wandb": "logger.wandb.key", "tensorboard": "logger.tensorboard_dir"}
-        sinks = {sink: name for sink, name in logs.items() if said.given(name) or name in said.options.unread}
-        said.say("operations.sinks", list(sinks) or None, *sinks.values())
+        sinks = {
+            sink: name
+            for sink, name in logs.items()
+            if translation.given(name) or name in translation.options.unreadable
+        }
+        translation.set_key("operations.sinks", list(sinks) or None, *sinks.values())
 
 
-def schedule(said: Translation) -> None:
-    n, n_more = said.number("rollout.batch_size"), said.number("rollout.vllm_generate_batch_size")
-    partial = bool(said.value("train.partial_rollout_enable"))
-    if said.value("train.async_enable"):
-        said.say("schedule.kind", "continuous" if partial else "april", "train.async_enable")
+def schedule(translation: Translation) -> None:
+    n, n_more = translation.number("rollout.batch_size"), translation.number("rollout.vllm_generate_batch_size")
+    partial = bool(translation.value("train.partial_rollout_enable"))
+    if translation.value("train.async_enable"):
+        translation.set_key("schedule.kind", "continuous" if partial else "april", "train.async_enable")
         if not partial:
-            said.say("schedule.overlap", True, "train.async_enable")
-        said.say("schedule.max_staleness", 1 + (said.number("train.async_queue_size") or 1), "train.async_queue_size")
+            translation.set_key("schedule.overlap", True, "train.async_enable")
+        translation.set_key(
+            "schedule.max_staleness", 1 + (translation.number("train.async_queue_size") or 1), "train.async_queue_size"
+        )
     else:
         more = bool(n_more and n and n_more > n)
-        said.say("schedule.kind", "april" if more else "sync", "rollout.vllm_generate_batch_size")
+        translation.set_key("schedule.kind", "april" if more else "sync", "rollout.vllm_generate_batch_size")
         if more:
-            said.say("schedule.over_sampling_batch_size", n_more, "rollout.vllm_generate_batch_size")
-    said.say("schedule.max_steps", EPOCHS_END_IT, "train.num_episodes")
-    filtered = bool(said.value("algo.dynamic_filtering_enable"))
-    said.say("schedule.dynamic_sampling", filtered, "algo.dynamic_filtering_enable")
-    if filtered and list(said.value("algo.dynamic_filtering_range") or ()) != [0, 1]:
-        said.differ("algo.dynamic_filtering_range", "April replaces groups that are all right or all wrong")
-    per_prompt = said.number("rollout.n_samples_per_prompt")
-    optimizer_steps(said, "train.batch_size", said.number("train.batch_size"), n, per_prompt)
+            translation.set_key("schedule.over_sampling_batch_size", n_more, "rollout.vllm_generate_batch_size")
+    translation.set_key("schedule.max_steps", UNLIMITED_STEPS, "train.num_episodes")
+    filtered = bool(translation.value("algo.dynamic_filtering_enable"))
+    translation.set_key("schedule.dynamic_sampling", filtered, "algo.dynamic_filtering_enable")
+    if filtered and list(translation.value("algo.dynamic_filtering_range") or ()) != [0, 1]:
+        translation.mark_unsupported(
+            "algo.dynamic_filtering_range", "April replaces groups that are all right or all wrong"
+        )
+    per_prompt = translation.number("rollout.n_samples_per_prompt")
+    set_minibatches(translation, "train.batch_size", translation.number("train.batch_size"), n, per_prompt)
 
 
-def data(said: Translation) -> None:
-    dataset = said.value("data.prompt_dataset")
+def data(translation: Translation) -> None:
+    dataset = translation.value("data.prompt_dataset")
     if dataset and "," in str(dataset):
-        said.say("data.sources", [{"path": path} for path in str(dataset).split(",")], "data.prompt_dataset")
+        translation.set_key("data.sources", [{"path": path} for path in str(dataset).split(",")], "data.prompt_dataset")
     else:
-        said.say("data.path", dataset, "data.prompt_dataset")
-    longest, response = said.number("data.max_len"), said.number("rollout.max_new_tokens")
+        translation.set_key("data.path", dataset, "data.prompt_dataset")
+    longest, response = translation.number("data.max_len"), translation.number("rollout.max_new_tokens")
     if response and longest:
-        said.say("data.max_prompt_tokens", longest - response, "data.max_len", "rollout.max_new_tokens")
-        said.say("data.bad_rows", "skip", "data.max_len")
+        translation.set_key("data.max_prompt_tokens", longest - response, "data.max_len", "rollout.max_new_tokens")
+        translation.set_key("data.bad_rows", "skip", "data.max_len")
     else:
-        said.open["sampling.max_response_tokens"] = (
+        translation.undecided["sampling.max_response_tokens"] = (
             f"prompt and response share data.max_len = {longest}; in April each has a bound: set both"
         )
-    url = str(said.value("reward.remote_url") or "")
+    url = str(translation.value("reward.remote_url") or "")
     if url.startswith(("http://", "https://")):
-        said.say("data.reward", "remote", "reward.remote_url")
-        said.say("reward.url", url, "reward.remote_url")
+        translation.set_key("data.reward", "remote", "reward.remote_url")
+        translation.set_key("reward.url", url, "reward.remote_url")
     else:
-        said.open["data.reward"] = f"reward.remote_url = {url or None!r} is nothing that April can call; {OWN_REWARD}"
-    if said.value("eval.dataset"):
-        said.say("evaluation.temperature", said.value("eval.temperature"), "eval.temperature")
-        said.say("evaluation.samples", said.value("eval.n_samples_per_prompt"), "eval.n_samples_per_prompt")
+        translation.undecided["data.reward"] = (
+            f"reward.remote_url = {url or None!r} is nothing that April can call; {OWN_REWARD}"
+        )
+    if translation.value("eval.dataset"):
+        translation.set_key("evaluation.temperature", translation.value("eval.temperature"), "eval.temperature")
+        translation.set_key(
+            "evaluation.samples", translation.value("eval.n_samples_per_prompt"), "eval.n_samples_per_prompt"
+        )
 
 
-def loss(said: Translation) -> None:
+def loss(translation: Translation) -> None:
     name = "algo.advantage.estimator"
-    estimator = ESTIMATORS.get(said.value(name))
-    if estimator == "grpo" and said.value("algo.advantage.no_std_norm"):
+    estimator = ESTIMATORS.get(translation.value(name))
+    if estimator == "grpo" and translation.value("algo.advantage.no_std_norm"):
         estimator = "dr_grpo"
     if estimator:
-        said.say("algorithm.advantage", estimator, name)
+        translation.set_key("algorithm.advantage", estimator, name)
     else:
-        said.open["algorithm.advantage"] = f"April has no {name} = {said.value(name)!r}; choose one"
+        translation.undecided["algorithm.advantage"] = f"April has no {name} = {translation.value(name)!r}; choose one"
     if estimator == "gae":
-        said.say("critic.gamma", said.number("algo.advantage.gamma"), "algo.advantage.gamma")
-        said.say("critic.lam", said.number("algo.advantage.lambd"), "algo.advantage.lambd")
-        said.open["critic.lr"] = "April's critic has keys of its own, docs/algorithms.md; choose its learning rate"
-    elif said.value("algo.advantage.gamma") not in (1, None):
-        said.differ("algo.advantage.gamma", "it is of a critic, which algo.advantage.estimator = gae asks for")
-    width, both = said.value("actor.eps_clip"), said.value("actor.eps_clip_low_high")
+        translation.set_key("critic.gamma", translation.number("algo.advantage.gamma"), "algo.advantage.gamma")
+        translation.set_key("critic.lam", translation.number("algo.advantage.lambd"), "algo.advantage.lambd")
+        translation.undecided["critic.lr"] = (
+            "April's critic has keys of its own, docs/algorithms.md; choose its learning rate"
+        )
+    elif translation.value("algo.advantage.gamma") not in (1, None):
+        translation.mark_unsupported(
+            "algo.advantage.gamma", "it is of a critic, which algo.advantage.estimator = gae asks for"
+        )
+    width, both = translation.value("actor.eps_clip"), translation.value("actor.eps_clip_low_high")
     low, high = both if isinstance(both, list) and len(both) == 2 else (width, width)
     given = "actor.eps_clip_low_high" if both else "actor.eps_clip"
-    said.say("algorithm.clip_low", low, given)
-    said.say("algorithm.clip_high", high, given)
-    if said.value("actor.policy_loss_type") == "gspo":
-        said.say("algorithm.normalisation", "sequence_mean", "actor.policy_loss_type")
-    elif mean := MEANS.get(said.value("actor.loss_agg_mode")):
-        said.say("algorithm.normalisation", mean, "actor.loss_agg_mode")
+    translation.set_key("algorithm.clip_low", low, given)
+    translation.set_key("algorithm.clip_high", high, given)
+    if translation.value("actor.policy_loss_type") == "gspo":
+        translation.set_key("algorithm.normalisation", "sequence_mean", "actor.policy_loss_type")
+    elif mean := MEANS.get(translation.value("actor.loss_agg_mode")):
+        translation.set_key("algorithm.normalisation", mean, "actor.loss_agg_mode")
     else:
-        said.differ("actor.loss_agg_mode", f"April's normalisations are those of {', '.join(MEANS)}")
-    used = bool(said.value("algo.kl.use_loss"))
-    reference(said, used, "algo.kl.init_coef", "algo.kl.estimator")
-    if used and said.value("algo.kl.unbiased_gradient"):
+        translation.mark_unsupported("actor.loss_agg_mode", f"April's normalisations are those of {', '.join(MEANS)}")
+    used = bool(translation.value("algo.kl.use_loss"))
+    set_reference_kl(translation, used, "algo.kl.init_coef", "algo.kl.estimator")
+    if used and translation.value("algo.kl.unbiased_gradient"):
         # Where a batch is one step, its gradient is that of k2.
-        said.say("algorithm.kl_estimator", "k2", "algo.kl.unbiased_gradient")
-        if several_steps(said):
-            said.differ("algo.kl.unbiased_gradient", "with several steps a batch April's k2 has no weight")
-    if not used and said.value("algo.kl.init_coef"):
-        said.differ("algo.kl.init_coef", IN_LOSS)
+        translation.set_key("algorithm.kl_estimator", "k2", "algo.kl.unbiased_gradient")
+        if has_several_steps(translation):
+            translation.mark_unsupported(
+                "algo.kl.unbiased_gradient", "with several steps a batch April's k2 has no weight"
+            )
+    if not used and translation.value("algo.kl.init_coef"):
+        translation.mark_unsupported("algo.kl.init_coef", IN_LOSS)
 
 
-def stale_tokens(said: Translation) -> None:
-    said.say("algorithm.behaviour_coef", 0.0)
-    names, level, mode = (f"{IS}level", f"{IS}mode"), said.value(f"{IS}level"), said.value(f"{IS}mode")
-    if said.value(f"{IS}enable"):
+def stale_tokens(translation: Translation) -> None:
+    translation.set_key("algorithm.behaviour_coef", 0.0)
+    names, level, mode = (f"{IS}level", f"{IS}mode"), translation.value(f"{IS}level"), translation.value(f"{IS}mode")
+    if translation.value(f"{IS}enable"):
         names = f"{IS}enable", f"{IS}type"
-        level, mode = SCHEMES.get(said.value(f"{IS}type"), (None, None))
-    by_ratio = said.value("actor.policy_loss_type") == "gspo" and level != "off"
-    said.say("algorithm.proximal", "behaviour" if by_ratio else "recomputed", *names if by_ratio else ())
+        level, mode = SCHEMES.get(translation.value(f"{IS}type"), (None, None))
+    by_ratio = translation.value("actor.policy_loss_type") == "gspo" and level != "off"
+    translation.set_key("algorithm.proximal", "behaviour" if by_ratio else "recomputed", *names if by_ratio else ())
     if by_ratio or level == "off":
-        said.say("algorithm.corrections", [], *names)
+        translation.set_key("algorithm.corrections", [], *names)
         return
-    both = said.value(f"{IS}threshold")
+    both = translation.value(f"{IS}threshold")
     bounds = both if isinstance(both, list) else [both]
     low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
-    gating = said.value(f"{IS}gating")
+    gating = translation.value(f"{IS}gating")
     if gating != "ratio" or level is None:
-        said.say("algorithm.corrections", [], *names)
+        translation.set_key("algorithm.corrections", [], *names)
         name = f"{IS}type" if level is None else f"{IS}gating"
-        said.differ(name, "April's corrections are in docs/algorithms.md; this one is none of them")
+        translation.mark_unsupported(name, "April's corrections are in docs/algorithms.md; this one is none of them")
     elif level == "seq":
-        said.say("algorithm.corrections", ["truncated", "geometric"], *names)
-        said.say("algorithm.truncation", UNBOUNDED, *names)
-        said.say("algorithm.geometric_low", low, f"{IS}threshold")
-        said.say("algorithm.geometric_high", high, f"{IS}threshold")
+        translation.set_key("algorithm.corrections", ["truncated", "geometric"], *names)
+        translation.set_key("algorithm.truncation", UNBOUNDED, *names)
+        translation.set_key("algorithm.geometric_low", low, f"{IS}threshold")
+        translation.set_key("algorithm.geometric_high", high, f"{IS}threshold")
     elif mode == "mask":
-        said.say("algorithm.corrections", ["icepop"], *names)
-        said.say("algorithm.icepop_low", low, f"{IS}threshold")
-        said.say("algorithm.icepop_high", high, f"{IS}threshold")
+        translation.set_key("algorithm.corrections", ["icepop"], *names)
+        translation.set_key("algorithm.icepop_low", low, f"{IS}threshold")
+        translation.set_key("algorithm.icepop_high", high, f"{IS}threshold")
     else:
-        said.say("algorithm.corrections", ["truncated"], *names)
-        said.say("algorithm.truncation", high, f"{IS}threshold")
+        translation.set_key("algorithm.corrections", ["truncated"], *names)
+        translation.set_key("algorithm.truncation", high, f"{IS}threshold")
         if low:
-            said.differ(f"{IS}threshold", "April's `truncated` has no lower bound")
+            translation.mark_unsupported(f"{IS}threshold", "April's `truncated` has no lower bound")

@@ -1,4 +1,4 @@
-"""The options that a framework's script gives, as values; and what of them could not be read."""
+"""The options of a framework's script as values, and the reasons why some cannot be read."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from april.convert.expansion import Word
-from april.convert.shell import WHOLE_ARRAY, Called, Script
+from april.convert.shell import UNKNOWN_ELEMENTS, Invocation, Script
 from april.errors import ConfigError
 
 HYDRA = re.compile(r"(\+{0,2})([\w./@-]+)=(.*)", re.DOTALL)
@@ -18,66 +18,67 @@ NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass
 class Options:
-    """By name, as the framework calls them."""
+    """Options by the framework's names."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
-    """why, by name, or by what stands in its place"""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Reasons why options cannot be read, by name, or by the text in place of a name."""
     kind: str = ""
-    """which of its configurations a framework was given, where it has several"""
+    """The configuration class that the script uses, where the framework has several."""
 
 
-def of_script(text: str, environment: Mapping[str, str], program: str, hydra: bool = False) -> Options:
-    """The options of the one command that calls `program`, a regular expression for the end of its name."""
+def script_options(text: str, environment: Mapping[str, str], program: str, hydra: bool = False) -> Options:
+    """The options of the one command that calls `program`, a regular expression for the end of its name. `hydra`: they
+    are KEY=VALUE overrides. Raises ConfigError."""
     script = Script.read(text, environment)
-    words = launch(script.called, program)
+    words = launch_arguments(script.invocations, program)
     options = hydra_overrides(words) if hydra else flags(words)
-    return options if hydra else options_beside(options, script, words)
+    return options if hydra else with_unused_arrays(options, script, words)
 
 
-def options_beside(options: Options, script: Script, words: Sequence[Word]) -> Options:
-    """With a word on arrays of flags that the script sets, and never gives to the program."""
-    given = {word.text for word in words}
+def with_unused_arrays(options: Options, script: Script, words: Sequence[Word]) -> Options:
+    """The options, with a note on arrays of flags that the script sets and never passes to the program."""
+    arguments = {word.text for word in words}
     for name, value in script.variables.items():
-        own = [word.text for word in value if word.text.startswith("--")] if isinstance(value, list) else []
-        if own and not given & set(own):
-            options.unread[name] = f"the script sets it and never gives it to the program: {' '.join(own)}"
+        array_flags = [word.text for word in value if word.text.startswith("--")] if isinstance(value, list) else []
+        if array_flags and not arguments & set(array_flags):
+            options.unreadable[name] = f"the script sets it and never gives it to the program: {' '.join(array_flags)}"
     return options
 
 
-def launch(called: Sequence[Called], program: str) -> list[Word]:
-    """The words behind the program's name. Raises ConfigError where no command calls it, or more than one."""
+def launch_arguments(invocations: Sequence[Invocation], program: str) -> list[Word]:
+    """The arguments of the program. Raises ConfigError if no command calls it, or more than one."""
     pattern = re.compile(rf"(?:.*[/.\s]|^)(?:{program})")
-    found = [
+    matches = [
         (command.line, command.words[index + 1 :])
-        for command in called
+        for command in invocations
         for index, word in enumerate(command.words)
         if pattern.fullmatch(word.text)
     ]
-    if len(found) != 1:
-        lines = " and ".join(str(line) for line, _ in found)
+    if len(matches) != 1:
+        lines = " and ".join(str(line) for line, _ in matches)
         raise ConfigError(
             f"lines {lines} of the script may both start its trainer; decide their conditions with --set NAME=VALUE"
-            if found
+            if matches
             else f"the script calls no program like {program.replace(chr(92), '')}; give one that starts a run"
         )
-    return found[0][1]
+    return matches[0][1]
 
 
 def flags(words: Sequence[Word]) -> Options:
-    """`--name value`, `--name=value`, `--name` alone; a later one wins."""
-    options, name, given = Options(), "", dict[str, list[Word]]()
+    """Options of the forms `--name value`, `--name=value` and `--name`; the last one of a name wins."""
+    options, name, arguments = Options(), "", dict[str, list[Word]]()
     for word in words:
-        if word.text.startswith("--") and not word.unread:
+        if word.text.startswith("--") and not word.unreadable:
             name, has_value, value = word.text[2:].partition("=")
-            given[name] = [Word(value)] if has_value else []
-        elif name and WHOLE_ARRAY not in word.text:
-            given[name].append(word)
+            arguments[name] = [Word(value)] if has_value else []
+        elif name and UNKNOWN_ELEMENTS not in word.text:
+            arguments[name].append(word)
         else:
-            options.unread[word.text] = word.unread or "it belongs to no option"
-    for name, values in given.items():
-        if why := next((word.unread for word in values if word.unread), ""):
-            options.unread[name] = why
+            options.unreadable[word.text] = word.unreadable or "it belongs to no option"
+    for name, values in arguments.items():
+        if why := next((word.unreadable for word in values if word.unreadable), ""):
+            options.unreadable[name] = why
         else:
             read = [scalar(word.text) for word in values]
             options.values[name] = True if not read else read[0] if len(read) == 1 else read
@@ -85,41 +86,43 @@ def flags(words: Sequence[Word]) -> Options:
 
 
 def hydra_overrides(words: Sequence[Word]) -> Options:
-    """`key=value`, with or without `+` before it."""
+    """Options of the form `key=value`, with up to two `+` before it."""
     options = Options()
     for word in words:
-        found = HYDRA.fullmatch(word.text)
-        if word.unread or not found:
-            name = found[2] if found else word.text
-            options.unread[name] = word.unread or "it is no KEY=VALUE"
+        match = HYDRA.fullmatch(word.text)
+        if word.unreadable or not match:
+            name = match[2] if match else word.text
+            options.unreadable[name] = word.unreadable or "it is no KEY=VALUE"
         else:
-            options.values[found[2]] = scalar(found[3])
+            options.values[match[2]] = scalar(match[3])
     return options
 
 
-def of_file(text: str, path: Path) -> Options:
-    """Of a YAML file. Raises ConfigError."""
+def file_options(text: str, path: Path) -> Options:
+    """The options of a YAML file. Raises ConfigError."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} is not YAML ({error}); mend it") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} holds no options; give a YAML file of names and values")
-    values = {name: scalar(value) if isinstance(value, str) else value for name, value in flat(tree).items()}
-    unread = {name: "another option's value, which is not read" for name, value in values.items() if "${" in str(value)}
-    return Options({name: value for name, value in values.items() if name not in unread}, unread)
+    values = {name: scalar(value) if isinstance(value, str) else value for name, value in flatten(tree).items()}
+    unreadable = {
+        name: "another option's value, which is not read" for name, value in values.items() if "${" in str(value)
+    }
+    return Options({name: value for name, value in values.items() if name not in unreadable}, unreadable)
 
 
-def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Of nested tables, with the names of their sections joined by dots."""
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by their dotted names."""
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        values |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+        values |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return values
 
 
 def scalar(text: str) -> Any:
-    """A number, a truth, nothing, or a list where the text is one; otherwise the text."""
+    """The text as a number, bool, None or list if it is one; otherwise the text itself."""
     if NUMBER.fullmatch(text):
         return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
     if text.lower() in ("true", "false"):

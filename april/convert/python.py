@@ -1,6 +1,6 @@
-"""The options of a Python script, read from its syntax tree: nothing of it is run.
+"""Read the options of a Python script from its syntax tree, without running it.
 
-A value is read where it is a literal, a name that is given one literal in the whole script, or a function's name.
+A value is read if it is a literal, a name that is assigned one literal in the whole script, or a function's name.
 """
 
 import ast
@@ -12,9 +12,9 @@ from april.convert.options import Options
 from april.errors import ConfigError
 
 
-def of_python(text: str, path: Path, configs: Collection[str], trainers: Collection[str]) -> Options:
-    """The keywords of the one call of one of `configs`, and of one of `trainers`, by their names. `kind`: which of
-    `configs`. Raises ConfigError."""
+def python_options(text: str, path: Path, configs: Collection[str], trainers: Collection[str]) -> Options:
+    """The keyword arguments of the script's one call of a class in `configs`, and of those in `trainers`; the options'
+    `kind` is the class. Raises ConfigError."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
@@ -29,15 +29,15 @@ def of_python(text: str, path: Path, configs: Collection[str], trainers: Collect
             else f"the script calls none of {', '.join(configs)}: it takes its options from the command line; give the "
             "YAML file, or the shell script that calls it"
         )
-    options = Options(kind=called(calls[0]))
+    options = Options(kind=called_name(calls[0]))
     for call in [*script.calls(trainers), *calls]:
         for keyword in call.keywords:
-            script.put(options, keyword.arg or "**", keyword.value)
+            script.read_option(options, keyword.arg or "**", keyword.value)
     return options
 
 
 class Reader:
-    """What can be said of expressions of a script."""
+    """Evaluates expressions of a script as far as they are constant."""
 
     def __init__(self, tree: ast.Module, path: Path) -> None:
         self.tree, self.path = tree, path
@@ -48,23 +48,23 @@ class Reader:
             for alias in node.names
         }
         self.functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        self.given: dict[str, list[ast.expr]] = {}
+        self.assigned_values: dict[str, list[ast.expr]] = {}
         for name, value in assignments(tree):
-            self.given.setdefault(name, []).append(value)
+            self.assigned_values.setdefault(name, []).append(value)
 
     def calls(self, names: Collection[str]) -> list[ast.Call]:
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and called(node) in names]
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and called_name(node) in names]
 
-    def put(self, options: Options, name: str, value: ast.expr) -> None:
+    def read_option(self, options: Options, name: str, value: ast.expr) -> None:
         try:
             options.values[name] = self.read(value)
         except LookupError as why:
-            options.unread[name] = str(why)
+            options.unreadable[name] = str(why)
 
     def read(self, node: ast.expr) -> Any:
-        """Raises LookupError with the reason where it is not read."""
+        """The value of an expression. Raises LookupError with the reason if it is not constant."""
         if isinstance(node, ast.List | ast.Tuple):
-            return [self.read(one) for one in node.elts]
+            return [self.read(element) for element in node.elts]
         if isinstance(node, ast.Name):
             return self.name(node)
         try:
@@ -73,12 +73,12 @@ class Reader:
             raise LookupError(f"line {node.lineno}: {ast.unparse(node)} is only known when it is run") from None
 
     def name(self, node: ast.Name) -> Any:
-        """A function as its place, MODULE:NAME, or what a variable is given once."""
+        """A function as MODULE:NAME, or the value of a variable that is assigned once. Raises LookupError."""
         if node.id in self.functions:
             return f"{self.path.stem}:{node.id}"
         if node.id in self.imported:
             return self.imported[node.id]
-        values = self.given.get(node.id, [])
+        values = self.assigned_values.get(node.id, [])
         if len(values) != 1 or isinstance(values[0], ast.Name):
             raise LookupError(f"line {node.lineno}: {node.id} is only known when it is run")
         return self.read(values[0])
@@ -95,7 +95,7 @@ def assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield node.target.id, node.value
 
 
-def called(node: ast.Call) -> str:
-    """The last part of its name."""
+def called_name(node: ast.Call) -> str:
+    """The last part of the called function's name."""
     function = node.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

@@ -1,7 +1,7 @@
-"""A shell script read without being run: which commands it would call with which words, as far as that can be said.
+"""Read a shell script without running it: the commands that it would call, and their expanded words.
 
-Assignments, arrays, `export`, and conditions whose words are all known are followed. What depends on anything else, a
-command's output, a loop, a condition that cannot be decided, is a word that says why it was not read.
+Assignments, arrays, `export`, and conditions with known words are followed. Words that depend on a command's output, a
+loop or an undecidable condition say why they are unknown.
 """
 
 import re
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from april.convert.expansion import Value, Word, expand, whole
-from april.convert.words import Token, tokens
+from april.convert.expansion import Value, Word, expand, expand_to_word
+from april.convert.words import Token, tokenize
 
-WHOLE_ARRAY = "[@]"
-"""in the text of a word that stands for unknown ones of an array"""
+UNKNOWN_ELEMENTS = "[@]"
+"""Suffix in the text of a word that stands for unknown elements of an array."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 SETTERS = ("export", "declare", "local", "readonly", "typeset")
 COMPARISONS = {
@@ -30,73 +30,77 @@ COMPARISONS = {
 }
 
 
-class Simple(NamedTuple):
-    """One command, or assignments."""
+class SimpleCommand(NamedTuple):
+    """One command, or only assignments."""
 
     words: list[Token]
-    joined: str
-    """what stands before it: `&&`, `||`, or nothing"""
+    connector: str
+    """The operator before it: `&&`, `||`, or ""."""
 
 
-class Choice(NamedTuple):
-    """`if` or `case`: the first branch whose condition holds is run. A condition is a list of commands, or (word,
-    patterns) of a `case`; an empty one always holds."""
+class Conditional(NamedTuple):
+    """`if` or `case`: the first branch whose condition is true is run. A condition is a list of commands, or (word,
+    patterns) of a `case`; an empty one is always true."""
 
     line: int
     branches: "list[Branch]"
 
 
 class Loop(NamedTuple):
-    """A loop or a function: nobody knows how often it is run."""
+    """A loop or a function, whose number of executions is unknown."""
 
     line: int
     body: "list[Statement]"
 
 
-class Group(NamedTuple):
+class CommandGroup(NamedTuple):
+    """Commands in braces or parentheses."""
+
     body: "list[Statement]"
-    joined: str
+    connector: str
 
 
-Statement = Simple | Choice | Loop | Group
+Statement = SimpleCommand | Conditional | Loop | CommandGroup
 Branch = tuple[list[Statement] | tuple[str, list[str]], list[Statement]]
 
 
-class Called(NamedTuple):
+class Invocation(NamedTuple):
+    """A command that the script calls, with its expanded words."""
+
     line: int
     words: list[Word]
 
 
-class Parser:
-    """Tokens -> statements."""
+class ShellParser:
+    """Parses tokens to statements."""
 
     def __init__(self, text: str) -> None:
-        self.tokens = list(tokens(text))
-        self.at = 0
+        self.tokens = list(tokenize(text))
+        self.position = 0
 
     def peek(self) -> Token | None:
-        return self.tokens[self.at] if self.at < len(self.tokens) else None
+        return self.tokens[self.position] if self.position < len(self.tokens) else None
 
     def take(self) -> Token:
-        self.at += 1
-        return self.tokens[self.at - 1]
+        self.position += 1
+        return self.tokens[self.position - 1]
 
     def block(self, *ends: str) -> list[Statement]:
-        """Up to one of the words `ends`, which is taken too; or to the end of the script."""
-        found: list[Statement] = []
-        joined = ""
+        """Parse statements up to and including one of the words `ends`, or to the end of the script."""
+        statements: list[Statement] = []
+        connector = ""
         while token := self.peek():
             if token.text in ends and token.array is None:
                 self.take()
-                return found
+                return statements
             if token.operator and token.text != "(":
-                joined = self.take().text
+                connector = self.take().text
                 continue
-            found.append(self.statement(joined if joined in ("&&", "||") else ""))
-            joined = ""
-        return found
+            statements.append(self.statement(connector if connector in ("&&", "||") else ""))
+            connector = ""
+        return statements
 
-    def statement(self, joined: str) -> Statement:
+    def statement(self, connector: str) -> Statement:
         token = self.take()
         if token.text == "if":
             return self.conditions(token.line)
@@ -106,34 +110,34 @@ class Parser:
             self.block("do")
             return Loop(token.line, self.block("done"))
         if token.text in ("{", "("):
-            return Group(self.block("}" if token.text == "{" else ")"), joined)
+            return CommandGroup(self.block("}" if token.text == "{" else ")"), connector)
         words = [token]
-        while (after := self.peek()) and not after.operator:
+        while (following := self.peek()) and not following.operator:
             words.append(self.take())
-        if after and after.text == "(" and len(words) == 1:
+        if following and following.text == "(" and len(words) == 1:
             self.take()
             self.block(")")
             self.skip_lines()
             return Loop(words[0].line, [self.statement("")] if self.peek() else [])
-        return Simple(words, joined)
+        return SimpleCommand(words, connector)
 
     def skip_lines(self) -> None:
         while (token := self.peek()) and token.text == "\n":
             self.take()
 
-    def conditions(self, line: int) -> Choice:
+    def conditions(self, line: int) -> Conditional:
         branches: list[Branch] = []
         word = "if"
         while word in ("if", "elif"):
             condition = self.block("then")
             branches.append((condition, self.block("elif", "else", "fi")))
-            word = self.tokens[self.at - 1].text
+            word = self.tokens[self.position - 1].text
         if word == "else":
             branches.append(([], self.block("fi")))
-        return Choice(line, branches)
+        return Conditional(line, branches)
 
-    def cases(self, line: int) -> Choice:
-        asked = self.take().text
+    def cases(self, line: int) -> Conditional:
+        subject = self.take().text
         self.block("in")
         branches: list[Branch] = []
         self.skip_lines()
@@ -141,40 +145,42 @@ class Parser:
             patterns = []
             while (token := self.peek()) and self.take().text != ")":
                 patterns += [token.text] if not token.operator else []
-            branches.append(((asked, patterns), self.block(";;", "esac")))
-            if self.tokens[self.at - 1].text == "esac":
-                return Choice(line, branches)
+            branches.append(((subject, patterns), self.block(";;", "esac")))
+            if self.tokens[self.position - 1].text == "esac":
+                return Conditional(line, branches)
             self.skip_lines()
-        self.at += 1
-        return Choice(line, branches)
+        self.position += 1
+        return Conditional(line, branches)
 
 
 @dataclass
 class Script:
-    """What a script has called once it was read. `environment`: variables that it may find set."""
+    """The state of a script that is read: its variables and the commands that it calls."""
 
     variables: dict[str, Value]
-    called: list[Called] = field(default_factory=list)
+    invocations: list[Invocation] = field(default_factory=list)
 
     @classmethod
     def read(cls, text: str, environment: Mapping[str, str]) -> "Script":
         script = cls({name: Word(value) for name, value in environment.items()})
-        script.run(Parser(text).block())
+        script.run(ShellParser(text).block())
         return script
 
     def run(self, statements: Iterable[Statement]) -> None:
         for statement in statements:
-            if isinstance(statement, Group) and not statement.joined:
+            if isinstance(statement, CommandGroup) and not statement.connector:
                 self.run(statement.body)
-            elif isinstance(statement, Choice):
-                self.choose(statement)
-            elif isinstance(statement, Simple) and not (statement.joined and assigned([statement])):
+            elif isinstance(statement, Conditional):
+                self.run_conditional(statement)
+            elif isinstance(statement, SimpleCommand) and not (statement.connector and assignments([statement])):
                 self.call(statement)
             else:
-                for one in simple([statement]):
-                    self.leave_open([one], f"line {one.words[0].line} sets it under a condition or in a loop")
+                for command in simple_commands([statement]):
+                    self.mark_undecided(
+                        [command], f"line {command.words[0].line} sets it under a condition or in a loop"
+                    )
 
-    def call(self, statement: Simple) -> None:
+    def call(self, statement: SimpleCommand) -> None:
         words = list(statement.words)
         setting = words and words[0].text in SETTERS and words[0].array is None
         for token in list(words):
@@ -184,97 +190,100 @@ class Script:
             if is_assignment(token) and (setting or not words or all(map(is_assignment, words))):
                 self.assign(token)
         if words:
-            said = [word for token in words for word in self.written(token)]
-            self.called.append(Called(words[0].line, said))
+            expanded = [word for token in words for word in self.expand(token)]
+            self.invocations.append(Invocation(words[0].line, expanded))
 
-    def written(self, token: Token) -> list[Word]:
+    def expand(self, token: Token) -> list[Word]:
         return expand(token.text, self.variables)
 
     def assign(self, token: Token) -> None:
-        found = ASSIGNMENT.fullmatch(token.text)
-        assert found
-        name, more, text = found.groups()
+        match = ASSIGNMENT.fullmatch(token.text)
+        assert match
+        name, appends, text = match.groups()
         before = self.variables.get(name)
         if token.array is not None:
-            value = [word for one in token.array for word in expand(one, self.variables)]
-            self.variables[name] = [*before, *value] if more and isinstance(before, list) else value
-        elif more and isinstance(before, Word):
-            said = whole(text, self.variables)
-            self.variables[name] = Word(before.text + said.text, before.unread or said.unread)
+            value = [word for element in token.array for word in expand(element, self.variables)]
+            self.variables[name] = [*before, *value] if appends and isinstance(before, list) else value
+        elif appends and isinstance(before, Word):
+            addition = expand_to_word(text, self.variables)
+            self.variables[name] = Word(before.text + addition.text, before.unreadable or addition.unreadable)
         else:
-            self.variables[name] = whole(text, self.variables)
+            self.variables[name] = expand_to_word(text, self.variables)
 
-    def choose(self, choice: Choice) -> None:
-        for index, (condition, body) in enumerate(choice.branches):
-            holds = self.matches(*condition) if isinstance(condition, tuple) else self.holds(condition)
-            if holds is None:
-                why = f"line {choice.line} has a condition that cannot be decided"
-                for _, possible in choice.branches[index:]:
-                    self.leave_open(possible, why)
+    def run_conditional(self, conditional: Conditional) -> None:
+        for index, (condition, body) in enumerate(conditional.branches):
+            result = self.matches(*condition) if isinstance(condition, tuple) else self.evaluate(condition)
+            if result is None:
+                why = f"line {conditional.line} has a condition that cannot be decided"
+                for _, possible in conditional.branches[index:]:
+                    self.mark_undecided(possible, why)
                 return
-            if holds:
+            if result:
                 self.run(body)
                 return
 
-    def leave_open(self, statements: list[Statement], why: str) -> None:
-        """What may be run or not: its commands count as called, what it sets is not known."""
-        for statement in simple(statements):
-            for token in assigned([statement]):
+    def mark_undecided(self, statements: list[Statement], why: str) -> None:
+        """Handle statements that may or may not run: commands count as called, and assigned variables become
+        unknown."""
+        for statement in simple_commands(statements):
+            for token in assignments([statement]):
                 name = token.text.partition("=")[0].rstrip("+")
                 before = self.variables.get(name)
                 if token.array is None:
                     self.variables[name] = Word(f"${{{name}}}", f"{name}: {why}")
                 else:
-                    kept = before if isinstance(before, list) else []
-                    self.variables[name] = [*kept, Word(f"${{{name}{WHOLE_ARRAY}}}", f"{name}: {why}")]
-            if not assigned([statement]):
+                    known = before if isinstance(before, list) else []
+                    self.variables[name] = [*known, Word(f"${{{name}{UNKNOWN_ELEMENTS}}}", f"{name}: {why}")]
+            if not assignments([statement]):
                 self.call(statement)
 
-    def matches(self, asked: str, patterns: list[str]) -> bool | None:
-        word = whole(asked, self.variables)
-        if word.unread:
+    def matches(self, subject: str, patterns: list[str]) -> bool | None:
+        word = expand_to_word(subject, self.variables)
+        if word.unreadable:
             return None
-        return any(fnmatchcase(word.text, whole(pattern, self.variables).text) for pattern in patterns)
+        return any(fnmatchcase(word.text, expand_to_word(pattern, self.variables).text) for pattern in patterns)
 
-    def holds(self, condition: list[Statement]) -> bool | None:
-        """Whether commands succeed, None if that cannot be said."""
+    def evaluate(self, condition: list[Statement]) -> bool | None:
+        """Whether the commands of a condition succeed; None if that is unknown."""
         result: bool | None = True
         for statement in condition:
-            if isinstance(statement, Group):
-                one = self.holds(statement.body)
+            if isinstance(statement, CommandGroup):
+                succeeds = self.evaluate(statement.body)
             else:
-                one = self.test(statement) if isinstance(statement, Simple) else None
-            joined = statement.joined if isinstance(statement, Simple | Group) else ""
-            if joined == "||":
-                result = True if result or one else (None if None in (result, one) else False)
-            elif joined == "&&":
-                result = False if result is False or one is False else (None if None in (result, one) else True)
+                succeeds = self.test(statement) if isinstance(statement, SimpleCommand) else None
+            connector = statement.connector if isinstance(statement, SimpleCommand | CommandGroup) else ""
+            if connector == "||":
+                result = True if result or succeeds else (None if None in (result, succeeds) else False)
+            elif connector == "&&":
+                result = (
+                    False if result is False or succeeds is False else (None if None in (result, succeeds) else True)
+                )
             else:
-                result = one
+                result = succeeds
         return result
 
-    def test(self, statement: Simple) -> bool | None:
-        """`[ A = B ]`, `[[ A == B ]]`, `-z A`, `-n A`, `true`."""
-        words = [word for token in statement.words for word in self.written(token)]
-        if any(word.unread for word in words):
+    def test(self, statement: SimpleCommand) -> bool | None:
+        """The result of `[ A = B ]`, `[[ A == B ]]`, `-z A`, `-n A`, `true` or `false`; None if it is unknown."""
+        words = [word for token in statement.words for word in self.expand(token)]
+        if any(word.unreadable for word in words):
             return None
-        said = [word.text for word in words]
-        if said in (["true"], ["false"]):
-            return said == ["true"]
-        if said[0] not in ("[", "[[", "test"):
+        texts = [word.text for word in words]
+        if texts in (["true"], ["false"]):
+            return texts == ["true"]
+        if texts[0] not in ("[", "[[", "test"):
             return None
-        said = said[1:] if said[0] == "test" else said[1:-1]
-        negated = said[:1] == ["!"]
-        result = compare(said[1:] if negated else said)
+        texts = texts[1:] if texts[0] == "test" else texts[1:-1]
+        negated = texts[:1] == ["!"]
+        result = compare(texts[1:] if negated else texts)
         return None if result is None else result != negated
 
 
-def compare(said: list[str]) -> bool | None:
-    if len(said) < 2 or (len(said) == 2 and said[0] in ("-z", "-n")):
-        return bool(said and said[-1]) if not said or said[0] != "-z" else not (len(said) == 2 and said[1])
-    if len(said) == 3 and said[1] in COMPARISONS:
+def compare(texts: list[str]) -> bool | None:
+    if len(texts) < 2 or (len(texts) == 2 and texts[0] in ("-z", "-n")):
+        return bool(texts and texts[-1]) if not texts or texts[0] != "-z" else not (len(texts) == 2 and texts[1])
+    if len(texts) == 3 and texts[1] in COMPARISONS:
         try:
-            return bool(COMPARISONS[said[1]](said[0], said[2]))
+            return bool(COMPARISONS[texts[1]](texts[0], texts[2]))
         except ValueError:
             return None
     return None
@@ -284,24 +293,24 @@ def is_assignment(token: Token) -> bool:
     return token.array is not None or bool(ASSIGNMENT.fullmatch(token.text))
 
 
-def assigned(statements: Iterable[Statement]) -> list[Token]:
-    """The assignments in commands that are nothing else."""
+def assignments(statements: Iterable[Statement]) -> list[Token]:
+    """The assignments of commands that consist only of assignments."""
     return [
         token
-        for statement in simple(statements)
+        for statement in simple_commands(statements)
         if statement.words[0].text in SETTERS or all(map(is_assignment, statement.words))
         for token in statement.words
         if is_assignment(token)
     ]
 
 
-def simple(statements: Iterable[Statement]) -> Iterator[Simple]:
-    """All commands in them, however deep."""
+def simple_commands(statements: Iterable[Statement]) -> Iterator[SimpleCommand]:
+    """All commands in the statements, nested ones included."""
     for statement in statements:
-        if isinstance(statement, Simple):
+        if isinstance(statement, SimpleCommand):
             yield statement
-        elif isinstance(statement, Choice):
+        elif isinstance(statement, Conditional):
             for _, body in statement.branches:
-                yield from simple(body)
+                yield from simple_commands(body)
         else:
-            yield from simple(statement.body)
+            yield from simple_commands(statement.body)

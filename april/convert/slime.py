@@ -1,4 +1,4 @@
-"""slime's scripts: bash arrays of `--flag value`, given to its train.py or train_async.py.
+"""slime's scripts: bash arrays of `--flag value` for train.py or train_async.py.
 
 Options and defaults as in THUDM/slime at 624b824a8, slime/utils/arguments.py, and Megatron's own.
 """
@@ -12,21 +12,21 @@ from april.convert.framework import (
     ALL_PROMPTS,
     ANY_PROMPT_TOKENS,
     CONSTANT_LR,
-    EPOCHS_END_IT,
     IN_LOSS,
     LOGS,
     MEMORY,
     OWN_FILES,
     OWN_REWARD,
     SHARDING,
+    UNLIMITED_STEPS,
     Framework,
-    clip,
-    optimizer_steps,
-    placed,
-    reference,
+    set_clip,
+    set_devices,
+    set_minibatches,
+    set_reference_kl,
 )
-from april.convert.options import Options, of_script
-from april.convert.translation import JOINT, Apart, Lacks, Rule, To, Translation, only
+from april.convert.options import Options, script_options
+from april.convert.translation import JOINT, Ignored, MapTo, Rule, Translation, Unsupported, only
 
 ESTIMATORS = {
     "grpo": ("grpo", "ppo"),
@@ -35,25 +35,25 @@ ESTIMATORS = {
     "reinforce_plus_plus": ("reinforce_pp", "ppo"),
     "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", "ppo"),
 }
-"""advantage and loss, by --advantage-estimator"""
-OWN_CODE = Lacks("it names code of slime's interfaces; write it as a part of April's, docs/extending.md")
+"""(advantage, loss) by `--advantage-estimator`."""
+OWN_CODE = Unsupported("it names code of slime's interfaces; write it as a part of April's, docs/extending.md")
 VERIFIERS = {"deepscaler": "deepscaler", "dapo": "dapo", "math": "math", "f1": "f1", "remote_rm": "remote"}
-"""by --rm-type"""
+"""Verifier by `--rm-type`."""
 
 TABLE: dict[str, Rule] = {
-    "${MODEL_ARGS[@]}": Apart("the architecture, which April reads from the model's folder"),
-    "hf-checkpoint": To("model.path"),
-    "prompt-data": To("data.path"),
-    "input-key": To("data.prompt_key"),
-    "label-key": To("data.label_key"),
-    "apply-chat-template": To("data.prompt_as", lambda given: "chat" if given else "text"),
-    "rollout-shuffle": To("data.shuffle"),
-    "rollout-seed": To("seed"),
+    "${MODEL_ARGS[@]}": Ignored("the architecture, which April reads from the model's folder"),
+    "hf-checkpoint": MapTo("model.path"),
+    "prompt-data": MapTo("data.path"),
+    "input-key": MapTo("data.prompt_key"),
+    "label-key": MapTo("data.label_key"),
+    "apply-chat-template": MapTo("data.prompt_as", lambda given: "chat" if given else "text"),
+    "rollout-shuffle": MapTo("data.shuffle"),
+    "rollout-seed": MapTo("seed"),
     "rollout-max-prompt-len": JOINT,
     "num-epoch": JOINT,
     "num-rollout": JOINT,
-    "rollout-batch-size": To("schedule.rollout_batch_size"),
-    "n-samples-per-prompt": To("schedule.n_samples_per_prompt"),
+    "rollout-batch-size": MapTo("schedule.rollout_batch_size"),
+    "n-samples-per-prompt": MapTo("schedule.n_samples_per_prompt"),
     "over-sampling-batch-size": JOINT,
     "partial-rollout": JOINT,
     "rollout-function-path": JOINT,
@@ -61,63 +61,63 @@ TABLE: dict[str, Rule] = {
     "mask-offpolicy-in-partial-rollout": JOINT,
     "global-batch-size": JOINT,
     "num-steps-per-rollout": JOINT,
-    "rollout-max-response-len": To("sampling.max_response_tokens"),
-    "rollout-max-context-len": Lacks("April bounds prompts and responses each by themselves"),
-    "rollout-temperature": To("sampling.temperature"),
-    "rollout-top-p": To("sampling.top_p"),
-    "rollout-top-k": To("sampling.top_k", lambda value: max(value, 0)),
-    "rollout-stop": Lacks("April ends a response at token ids, sampling.stop_token_ids"),
-    "rollout-stop-token-ids": To("sampling.stop_token_ids", lambda ids: ids if isinstance(ids, list) else [ids]),
+    "rollout-max-response-len": MapTo("sampling.max_response_tokens"),
+    "rollout-max-context-len": Unsupported("April bounds prompts and responses each by themselves"),
+    "rollout-temperature": MapTo("sampling.temperature"),
+    "rollout-top-p": MapTo("sampling.top_p"),
+    "rollout-top-k": MapTo("sampling.top_k", lambda value: max(value, 0)),
+    "rollout-stop": Unsupported("April ends a response at token ids, sampling.stop_token_ids"),
+    "rollout-stop-token-ids": MapTo("sampling.stop_token_ids", lambda ids: ids if isinstance(ids, list) else [ids]),
     "rm-type": JOINT,
-    "rm-url": To("reward.url"),
+    "rm-url": MapTo("reward.url"),
     "custom-rm-path": OWN_CODE,
-    "group-rm": Lacks("a reward of a group is named as group:module:function in April, docs/rewards.md"),
-    "reward-key": Apart("details of a reward are logged in April, and its number is what counts"),
-    "eval-reward-key": Apart("details of a reward are logged in April, and its number is what counts"),
-    "eval-interval": To("evaluation.every"),
+    "group-rm": Unsupported("a reward of a group is named as group:module:function in April, docs/rewards.md"),
+    "reward-key": Ignored("details of a reward are logged in April, and its number is what counts"),
+    "eval-reward-key": Ignored("details of a reward are logged in April, and its number is what counts"),
+    "eval-interval": MapTo("evaluation.every"),
     "eval-prompt-data": JOINT,
-    "n-samples-per-eval-prompt": To("evaluation.samples"),
+    "n-samples-per-eval-prompt": MapTo("evaluation.samples"),
     "eval-temperature": JOINT,
     "eval-top-p": JOINT,
-    "eval-top-k": To("evaluation.top_k", lambda value: max(value, 0)),
+    "eval-top-k": MapTo("evaluation.top_k", lambda value: max(value, 0)),
     "eval-max-response-len": JOINT,
-    "eval-config": Lacks("April reads no such file; its held-out prompts are data.eval_path"),
+    "eval-config": Unsupported("April reads no such file; its held-out prompts are data.eval_path"),
     "advantage-estimator": JOINT,
     "disable-grpo-std-normalization": JOINT,
-    "disable-rewards-normalization": Lacks("April's advantages are relative to a group or a batch"),
+    "disable-rewards-normalization": Unsupported("April's advantages are relative to a group or a batch"),
     "normalize-advantages": JOINT,
     "use-kl-loss": JOINT,
     "kl-loss-coef": JOINT,
     "kl-loss-type": JOINT,
-    "kl-coef": Lacks(IN_LOSS),
-    "entropy-coef": To("algorithm.entropy_coef"),
+    "kl-coef": Unsupported(IN_LOSS),
+    "entropy-coef": MapTo("algorithm.entropy_coef"),
     "eps-clip": JOINT,
     "eps-clip-high": JOINT,
-    "eps-clip-c": To("algorithm.dual_clip"),
+    "eps-clip-c": MapTo("algorithm.dual_clip"),
     "calculate-per-token-loss": JOINT,
     "use-tis": JOINT,
     "tis-clip": JOINT,
     "tis-clip-low": JOINT,
     "custom-tis-function-path": OWN_CODE,
     "use-rollout-logprobs": JOINT,
-    "loss-type": To("algorithm.loss", only("policy_loss", "April trains policies")),
-    "gamma": Lacks("it is of a critic, critic.gamma with algorithm.advantage = 'gae'", off=(1, None)),
-    "lambd": Lacks("it is of a critic, critic.lam with algorithm.advantage = 'gae'", off=(1, None)),
-    "use-opd": Lacks("April does not distil"),
-    "use-opsm": Lacks("April masks sequences by algorithm.corrections = ['geometric'], another rule"),
-    "use-unbiased-kl": Lacks("April's estimators are k1, k2 and k3"),
-    "optimizer": To("learner.lr", only("adam", ADAM)),
-    "lr": To("learner.lr"),
-    "lr-decay-style": To("learner.lr", only("constant", CONSTANT_LR)),
-    "lr-warmup-iters": To("learner.warmup_steps"),
-    "lr-warmup-fraction": Lacks("April's warm-up is a number of steps, learner.warmup_steps"),
-    "weight-decay": To("learner.weight_decay"),
+    "loss-type": MapTo("algorithm.loss", only("policy_loss", "April trains policies")),
+    "gamma": Unsupported("it is of a critic, critic.gamma with algorithm.advantage = 'gae'", off=(1, None)),
+    "lambd": Unsupported("it is of a critic, critic.lam with algorithm.advantage = 'gae'", off=(1, None)),
+    "use-opd": Unsupported("April does not distil"),
+    "use-opsm": Unsupported("April masks sequences by algorithm.corrections = ['geometric'], another rule"),
+    "use-unbiased-kl": Unsupported("April's estimators are k1, k2 and k3"),
+    "optimizer": MapTo("learner.lr", only("adam", ADAM)),
+    "lr": MapTo("learner.lr"),
+    "lr-decay-style": MapTo("learner.lr", only("constant", CONSTANT_LR)),
+    "lr-warmup-iters": MapTo("learner.warmup_steps"),
+    "lr-warmup-fraction": Unsupported("April's warm-up is a number of steps, learner.warmup_steps"),
+    "weight-decay": MapTo("learner.weight_decay"),
     "adam-beta1": JOINT,
     "adam-beta2": JOINT,
-    "clip-grad": To("learner.grad_clip"),
-    "max-tokens-per-gpu": To("learner.microbatch_tokens"),
-    "recompute-granularity": To("learner.activation_checkpointing", lambda how: how is not None),
-    "save-interval": To("learner.checkpoint_every"),
+    "clip-grad": MapTo("learner.grad_clip"),
+    "max-tokens-per-gpu": MapTo("learner.microbatch_tokens"),
+    "recompute-granularity": MapTo("learner.activation_checkpointing", lambda how: how is not None),
+    "save-interval": MapTo("learner.checkpoint_every"),
     "actor-num-nodes": JOINT,
     "actor-num-gpus-per-node": JOINT,
     "colocate": JOINT,
@@ -125,46 +125,46 @@ TABLE: dict[str, Rule] = {
     "rollout-num-gpus-per-engine": JOINT,
     "use-wandb": JOINT,
     "use-tensorboard": JOINT,
-    "wandb-group": To("run.name"),
-    "sglang-*": To("engine.server.*"),
-    "sglang-server-concurrency": To("worker.slots"),
-    "sglang-router-*": Apart("April has no router: workers take what they have slots for"),
-    "sglang-config": Lacks("April starts the same servers behind each worker"),
-    "attention-dropout": Lacks("April trains without dropout", off=(0,)),
-    "hidden-dropout": Lacks("April trains without dropout", off=(0,)),
-    "enable-mtp-training": Lacks("April trains the policy's own layers alone"),
+    "wandb-group": MapTo("run.name"),
+    "sglang-*": MapTo("engine.server.*"),
+    "sglang-server-concurrency": MapTo("worker.slots"),
+    "sglang-router-*": Ignored("April has no router: workers take what they have slots for"),
+    "sglang-config": Unsupported("April starts the same servers behind each worker"),
+    "attention-dropout": Unsupported("April trains without dropout", off=(0,)),
+    "hidden-dropout": Unsupported("April trains without dropout", off=(0,)),
+    "enable-mtp-training": Unsupported("April trains the policy's own layers alone"),
     "custom-*": OWN_CODE,
     "rollout-sample-filter-path": OWN_CODE,
     "buffer-filter-path": OWN_CODE,
     "data-source-path": OWN_CODE,
-    "disable-compute-advantages-and-returns": Lacks("April trains by advantages"),
-    "loss-mask-type": Apart("of fine-tuning on given answers"),
-    "mtp-*": Apart("of layers that enable-mtp-training switches on"),
-    "model-name": Apart("the architecture, which April reads from the model's folder"),
-    "prefill-num-servers": Apart(SHARDING),
-    "multimodal-keys": Lacks("April takes text alone"),
-    "debug-train-only": Lacks("April has no training without generation"),
-    "reset-optimizer-states": Lacks("April keeps the optimizer's state"),
-    "ref-load": Apart("the reference in April is the starting policy"),
-    "load": Apart("April goes on with --resume"),
-    "save*": Apart(OWN_FILES),
-    "async-save": Apart(OWN_FILES),
-    "wandb-*": Apart(LOGS),
-    "tb-*": Apart(LOGS),
-    "log-passrate": Apart("April always has pass@k"),
-    "log-*": Apart(LOGS),
-    "metadata-key": Apart("April reads the label and what its verifier is called"),
-    "disable-wandb-random-suffix": Apart(LOGS),
-    "micro-batch-size": Apart(MEMORY),
-    "ref-micro-batch-size": Apart(MEMORY),
-    "use-dynamic-batch-size": Apart("April always packs, up to learner.microbatch_tokens"),
-    "balance-*": Apart("April always balances"),
-    "recompute-*": Apart(MEMORY),
-    "data-pad-size-multiplier": Apart(MEMORY),
-    "optimizer-cpu-offload": Apart(MEMORY),
-    "overlap-*": Apart(SHARDING),
-    "use-precision-aware-optimizer": Apart(MEMORY),
-    "use-distributed-optimizer": Apart(SHARDING),
+    "disable-compute-advantages-and-returns": Unsupported("April trains by advantages"),
+    "loss-mask-type": Ignored("of fine-tuning on given answers"),
+    "mtp-*": Ignored("of layers that enable-mtp-training switches on"),
+    "model-name": Ignored("the architecture, which April reads from the model's folder"),
+    "prefill-num-servers": Ignored(SHARDING),
+    "multimodal-keys": Unsupported("April takes text alone"),
+    "debug-train-only": Unsupported("April has no training without generation"),
+    "reset-optimizer-states": Unsupported("April keeps the optimizer's state"),
+    "ref-load": Ignored("the reference in April is the starting policy"),
+    "load": Ignored("April goes on with --resume"),
+    "save*": Ignored(OWN_FILES),
+    "async-save": Ignored(OWN_FILES),
+    "wandb-*": Ignored(LOGS),
+    "tb-*": Ignored(LOGS),
+    "log-passrate": Ignored("April always has pass@k"),
+    "log-*": Ignored(LOGS),
+    "metadata-key": Ignored("April reads the label and what its verifier is called"),
+    "disable-wandb-random-suffix": Ignored(LOGS),
+    "micro-batch-size": Ignored(MEMORY),
+    "ref-micro-batch-size": Ignored(MEMORY),
+    "use-dynamic-batch-size": Ignored("April always packs, up to learner.microbatch_tokens"),
+    "balance-*": Ignored("April always balances"),
+    "recompute-*": Ignored(MEMORY),
+    "data-pad-size-multiplier": Ignored(MEMORY),
+    "optimizer-cpu-offload": Ignored(MEMORY),
+    "overlap-*": Ignored(SHARDING),
+    "use-precision-aware-optimizer": Ignored(MEMORY),
+    "use-distributed-optimizer": Ignored(SHARDING),
 }
 MEGATRON = (
     "tensor-model-parallel-size", "sequence-parallel", "pipeline-model-parallel-size", "context-parallel-size",
@@ -173,15 +173,15 @@ MEGATRON = (
     "update-weight*", "release-train", "distributed-*", "use-fault-tolerance", "rollout-health-check-*",
     "rollout-data-transport", "keep-old-actor", "megatron-*", "qwen-gdn-backend", "train-env-vars",
 )  # fmt: skip
-"""how slime is spread over devices"""
+"""Options of how slime is distributed over devices."""
 NUMERICS = (
     "accumulate-allreduce-grads-in-fp32", "attention-softmax-in-fp32", "attention-backend", "bf16", "fp8-*",
     "transformer-impl", "no-gradient-accumulation-fusion", "no-masked-softmax-fusion", "no-rope-fusion",
     "no-check-for-nan-in-loss-and-grad", "deterministic-mode", "moe-token-dispatcher-type", "moe-enable-deepep",
     "moe-permute-fusion", "moe-grouped-gemm", "cross-entropy-*", "min-lr",
 )  # fmt: skip
-TABLE |= dict.fromkeys(MEGATRON, Apart(SHARDING))
-TABLE |= dict.fromkeys(NUMERICS, Apart("of Megatron's arithmetic; April's is learner.compute"))
+TABLE |= dict.fromkeys(MEGATRON, Ignored(SHARDING))
+TABLE |= dict.fromkeys(NUMERICS, Ignored("of Megatron's arithmetic; April's is learner.compute"))
 DEFAULTS: dict[str, Any] = {
     "input-key": "input",
     "apply-chat-template": False,
@@ -214,121 +214,138 @@ class Slime(Framework):
     table, defaults = TABLE, DEFAULTS
 
     def read(self, path: Path, text: str, environment: Mapping[str, str]) -> Options:
-        return of_script(text, environment, r"train(_async)?\.py")
+        return script_options(text, environment, r"train(_async)?\.py")
 
-    def joint(self, said: Translation) -> None:
-        schedule(said)
-        data(said)
-        evaluation(said)
-        loss(said)
-        stale_tokens(said)
-        said.say("learner.betas", [said.value("adam-beta1"), said.value("adam-beta2")], "adam-beta1", "adam-beta2")
-        devices(said)
-        sinks = [name for name in ("wandb", "tensorboard") if said.value(f"use-{name}")]
-        said.say("operations.sinks", sinks or None, *(f"use-{name}" for name in sinks))
+    def translate_joint(self, translation: Translation) -> None:
+        schedule(translation)
+        data(translation)
+        evaluation(translation)
+        loss(translation)
+        stale_tokens(translation)
+        translation.set_key(
+            "learner.betas",
+            [translation.value("adam-beta1"), translation.value("adam-beta2")],
+            "adam-beta1",
+            "adam-beta2",
+        )
+        devices(translation)
+        sinks = [name for name in ("wandb", "tensorboard") if translation.value(f"use-{name}")]
+        translation.set_key("operations.sinks", sinks or None, *(f"use-{name}" for name in sinks))
 
 
-def schedule(said: Translation) -> None:
-    n, n_more = said.number("rollout-batch-size"), said.number("over-sampling-batch-size")
-    partial, function = bool(said.value("partial-rollout")), said.value("rollout-function-path")
+def schedule(translation: Translation) -> None:
+    n, n_more = translation.number("rollout-batch-size"), translation.number("over-sampling-batch-size")
+    partial, function = bool(translation.value("partial-rollout")), translation.value("rollout-function-path")
     rounds = partial or bool(n_more and n and n_more > n)
     if str(function).endswith(".generate_rollout_fully_async"):
-        said.say("schedule.kind", "continuous", "rollout-function-path")
+        translation.set_key("schedule.kind", "continuous", "rollout-function-path")
     else:
-        said.say("schedule.kind", "april" if rounds else "sync", "partial-rollout", "over-sampling-batch-size")
+        translation.set_key(
+            "schedule.kind", "april" if rounds else "sync", "partial-rollout", "over-sampling-batch-size"
+        )
         if function != DEFAULTS["rollout-function-path"]:
-            said.differ("rollout-function-path", "April generates by schedule.kind, and agents by docs/agents.md")
+            translation.mark_unsupported(
+                "rollout-function-path", "April generates by schedule.kind, and agents by docs/agents.md"
+            )
     if rounds:
-        said.say("schedule.over_sampling_batch_size", n_more, "over-sampling-batch-size")
-        said.say("schedule.partial_rollout", partial, "partial-rollout")
-    chosen = said.value("dynamic-sampling-filter-path")
+        translation.set_key("schedule.over_sampling_batch_size", n_more, "over-sampling-batch-size")
+        translation.set_key("schedule.partial_rollout", partial, "partial-rollout")
+    chosen = translation.value("dynamic-sampling-filter-path")
     if chosen and not chosen.endswith(".check_reward_nonzero_std"):
-        said.differ("dynamic-sampling-filter-path", "write it as a filter of April's, schedule.group_filter")
+        translation.mark_unsupported(
+            "dynamic-sampling-filter-path", "write it as a filter of April's, schedule.group_filter"
+        )
     else:
-        said.say("schedule.dynamic_sampling", bool(chosen), "dynamic-sampling-filter-path")
-    per_prompt, steps = said.number("n-samples-per-prompt"), said.number("num-steps-per-rollout")
+        translation.set_key("schedule.dynamic_sampling", bool(chosen), "dynamic-sampling-filter-path")
+    per_prompt, steps = translation.number("n-samples-per-prompt"), translation.number("num-steps-per-rollout")
     if n and per_prompt and steps:
-        optimizer_steps(said, "num-steps-per-rollout", n * per_prompt // steps, n, per_prompt)
+        set_minibatches(translation, "num-steps-per-rollout", n * per_prompt // steps, n, per_prompt)
     else:
-        optimizer_steps(said, "global-batch-size", said.number("global-batch-size"), n, per_prompt)
+        set_minibatches(translation, "global-batch-size", translation.number("global-batch-size"), n, per_prompt)
 
 
-def data(said: Translation) -> None:
-    steps, epochs = said.value("num-rollout"), said.value("num-epoch")
-    said.say("schedule.max_steps", steps or EPOCHS_END_IT, "num-rollout" if steps else "num-epoch")
-    said.say("data.epochs", None if steps else epochs, "num-epoch")
-    said.say("schedule.last_batch", "drop", "rollout-batch-size")
-    longest = said.value("rollout-max-prompt-len")
-    said.say("data.max_prompt_tokens", longest or ANY_PROMPT_TOKENS, "rollout-max-prompt-len")
-    said.say("data.bad_rows", "skip" if longest else "stop", "rollout-max-prompt-len")
-    verifier = str(said.value("rm-type") or "").removeprefix("boxed_")
+def data(translation: Translation) -> None:
+    steps, epochs = translation.value("num-rollout"), translation.value("num-epoch")
+    translation.set_key("schedule.max_steps", steps or UNLIMITED_STEPS, "num-rollout" if steps else "num-epoch")
+    translation.set_key("data.epochs", None if steps else epochs, "num-epoch")
+    translation.set_key("schedule.last_batch", "drop", "rollout-batch-size")
+    longest = translation.value("rollout-max-prompt-len")
+    translation.set_key("data.max_prompt_tokens", longest or ANY_PROMPT_TOKENS, "rollout-max-prompt-len")
+    translation.set_key("data.bad_rows", "skip" if longest else "stop", "rollout-max-prompt-len")
+    verifier = str(translation.value("rm-type") or "").removeprefix("boxed_")
     if verifier in VERIFIERS:
-        said.say("data.reward", VERIFIERS[verifier], "rm-type")
+        translation.set_key("data.reward", VERIFIERS[verifier], "rm-type")
     else:
-        said.open["data.reward"] = f"April has no verifier like rm-type = {said.value('rm-type')!r}; {OWN_REWARD}"
+        translation.undecided["data.reward"] = (
+            f"April has no verifier like rm-type = {translation.value('rm-type')!r}; {OWN_REWARD}"
+        )
 
 
-def evaluation(said: Translation) -> None:
-    pairs = said.value("eval-prompt-data")
+def evaluation(translation: Translation) -> None:
+    pairs = translation.value("eval-prompt-data")
     if not pairs:
         return
     paths = pairs[1::2] if isinstance(pairs, list) else [pairs]
-    said.say("data.eval_path", paths[0], "eval-prompt-data")
-    said.say("evaluation.prompts", ALL_PROMPTS, "eval-prompt-data")
+    translation.set_key("data.eval_path", paths[0], "eval-prompt-data")
+    translation.set_key("evaluation.prompts", ALL_PROMPTS, "eval-prompt-data")
     if len(paths) > 1:
-        said.differ("eval-prompt-data", "April evaluates on one file, the first")
+        translation.mark_unsupported("eval-prompt-data", "April evaluates on one file, the first")
     for key, name, of_training in (
         ("evaluation.temperature", "eval-temperature", "rollout-temperature"),
         ("evaluation.top_p", "eval-top-p", "rollout-top-p"),
     ):
-        chosen = name if said.value(name) is not None else of_training
-        said.say(key, said.value(chosen), chosen)
-    longest = said.value("eval-max-response-len")
-    if longest not in (None, said.value("rollout-max-response-len")):
-        said.differ("eval-max-response-len", "April's budget is that of training, sampling.max_response_tokens")
+        chosen = name if translation.value(name) is not None else of_training
+        translation.set_key(key, translation.value(chosen), chosen)
+    longest = translation.value("eval-max-response-len")
+    if longest not in (None, translation.value("rollout-max-response-len")):
+        translation.mark_unsupported(
+            "eval-max-response-len", "April's budget is that of training, sampling.max_response_tokens"
+        )
 
 
-def loss(said: Translation) -> None:
-    estimator = said.value("advantage-estimator")
+def loss(translation: Translation) -> None:
+    estimator = translation.value("advantage-estimator")
     if estimator in ESTIMATORS:
         advantage, policy_loss = ESTIMATORS[estimator]
-        plain = advantage == "grpo" and said.value("disable-grpo-std-normalization")
-        said.say("algorithm.advantage", "dr_grpo" if plain else advantage, "advantage-estimator")
-        said.say("algorithm.loss", policy_loss, "advantage-estimator")
+        plain = advantage == "grpo" and translation.value("disable-grpo-std-normalization")
+        translation.set_key("algorithm.advantage", "dr_grpo" if plain else advantage, "advantage-estimator")
+        translation.set_key("algorithm.loss", policy_loss, "advantage-estimator")
         whitened = advantage.startswith("reinforce_pp")
-        if bool(said.value("normalize-advantages")) != whitened:
-            said.differ(
+        if bool(translation.value("normalize-advantages")) != whitened:
+            translation.mark_unsupported(
                 "normalize-advantages", "April whitens with reinforce_pp and reinforce_pp_baseline, and only there"
             )
     else:
-        said.open["algorithm.advantage"] = f"April has no advantage-estimator {estimator!r}; choose one"
-    mean = "token_mean" if said.value("calculate-per-token-loss") else "sequence_mean"
-    said.say("algorithm.normalisation", mean, "calculate-per-token-loss")
-    clip(said, "eps-clip", "eps-clip-high")
-    reference(said, bool(said.value("use-kl-loss")), "kl-loss-coef", "kl-loss-type")
+        translation.undecided["algorithm.advantage"] = f"April has no advantage-estimator {estimator!r}; choose one"
+    mean = "token_mean" if translation.value("calculate-per-token-loss") else "sequence_mean"
+    translation.set_key("algorithm.normalisation", mean, "calculate-per-token-loss")
+    set_clip(translation, "eps-clip", "eps-clip-high")
+    set_reference_kl(translation, bool(translation.value("use-kl-loss")), "kl-loss-coef", "kl-loss-type")
 
 
-def stale_tokens(said: Translation) -> None:
-    """slime clips around what its trainer has recomputed, and corrects nothing unless it is told to."""
-    behaviour = said.value("use-rollout-logprobs")
-    said.say("algorithm.proximal", "behaviour" if behaviour else "recomputed", "use-rollout-logprobs")
-    said.say("algorithm.behaviour_coef", 0.0)
+def stale_tokens(translation: Translation) -> None:
+    """Corrections of stale tokens; by default slime clips around recomputed log-probabilities and corrects nothing."""
+    behaviour = translation.value("use-rollout-logprobs")
+    translation.set_key("algorithm.proximal", "behaviour" if behaviour else "recomputed", "use-rollout-logprobs")
+    translation.set_key("algorithm.behaviour_coef", 0.0)
     corrections = []
-    if said.value("use-tis"):
+    if translation.value("use-tis"):
         corrections.append("truncated")
-        said.say("algorithm.truncation", said.value("tis-clip"), "tis-clip")
-        if said.value("tis-clip-low"):
-            said.differ("tis-clip-low", "April's `truncated` has no lower bound; `icepop` masks on both sides")
-    if said.value("mask-offpolicy-in-partial-rollout"):
+        translation.set_key("algorithm.truncation", translation.value("tis-clip"), "tis-clip")
+        if translation.value("tis-clip-low"):
+            translation.mark_unsupported(
+                "tis-clip-low", "April's `truncated` has no lower bound; `icepop` masks on both sides"
+            )
+    if translation.value("mask-offpolicy-in-partial-rollout"):
         corrections.append("on_policy_only")
-    said.say("algorithm.corrections", corrections, "use-tis", "mask-offpolicy-in-partial-rollout")
+    translation.set_key("algorithm.corrections", corrections, "use-tis", "mask-offpolicy-in-partial-rollout")
 
 
-def devices(said: Translation) -> None:
-    per_engine = said.number("rollout-num-gpus-per-engine")
-    said.say("worker.engine", "sglang")
-    said.say("engine.server.tp_size", per_engine, "rollout-num-gpus-per-engine")
-    nodes, each, generate = map(said.number, ("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus"))
-    apart = not said.value("colocate") and None not in (nodes, each, generate, per_engine)
+def devices(translation: Translation) -> None:
+    per_engine = translation.number("rollout-num-gpus-per-engine")
+    translation.set_key("worker.engine", "sglang")
+    translation.set_key("engine.server.tp_size", per_engine, "rollout-num-gpus-per-engine")
+    nodes, each, generate = map(translation.number, ("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus"))
+    apart = not translation.value("colocate") and None not in (nodes, each, generate, per_engine)
     names = ("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus" if apart else "colocate")
-    placed(said, nodes * each if apart else None, generate // per_engine if apart else None, names)
+    set_devices(translation, nodes * each if apart else None, generate // per_engine if apart else None, names)

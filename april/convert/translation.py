@@ -1,4 +1,4 @@
-"""A configuration in the making: what is said of each option of another framework, and what cannot be said."""
+"""Translate another framework's options to April's keys by rules, and record what cannot be translated."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,23 +8,23 @@ from april.convert.options import Options
 
 
 @dataclass(frozen=True)
-class To:
-    """An option that one key of April's says; `convert` raises Differs for values that it cannot say."""
+class MapTo:
+    """The option maps to one key of April's; `convert` raises NotTranslatable for values without a counterpart."""
 
     key: str
     convert: Callable[[Any], Any] = lambda value: value
 
 
 @dataclass(frozen=True)
-class Apart:
-    """An option of how the other program runs. Nothing of it changes what is learned."""
+class Ignored:
+    """The option only affects how the other program runs, not what is learned; `why` says how."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Lacks:
-    """An option that April has nothing for, and that changes what is learned, unless it is `off`."""
+class Unsupported:
+    """April has no counterpart of the option, which changes what is learned unless its value is one of `off`."""
 
     why: str
     off: tuple[Any, ...] = (None, False, 0)
@@ -32,137 +32,142 @@ class Lacks:
 
 @dataclass(frozen=True)
 class Joint:
-    """An option that means something together with others; the framework's `joint` says what."""
+    """The option is translated together with others, by `Framework.translate_joint`."""
 
 
 JOINT = Joint()
-Rule = To | Apart | Lacks | Joint
+Rule = MapTo | Ignored | Unsupported | Joint
 
 
-class Differs(ValueError):
-    """What April cannot say, in a sentence."""
+class NotTranslatable(ValueError):
+    """The value has no counterpart in April; the text says why."""
 
 
 @dataclass
 class Translation:
-    """Of one script. `defaults`: what the framework takes where the script says nothing, of options that have to be
-    said."""
+    """The translation of one script. `defaults`: the framework's defaults of options that are always translated."""
 
     options: Options
     table: Mapping[str, Rule]
     defaults: Mapping[str, Any]
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """of April's: the value, and the options that say it"""
-    apart: dict[str, str] = field(default_factory=dict)
-    differs: dict[str, str] = field(default_factory=dict)
-    open: dict[str, str] = field(default_factory=dict)
-    """what was not understood, and what the script does not say but a run has to know"""
+    """By April's key: its value, and the options from which it follows."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Reasons by option that does not change what is learned."""
+    unsupported: dict[str, str] = field(default_factory=dict)
+    """Reasons by option that cannot be translated, so that the run differs."""
+    undecided: dict[str, str] = field(default_factory=dict)
+    """Reasons by option that was not understood, or by key that the user has to choose."""
 
     def __post_init__(self) -> None:
-        for name, why in self.options.unread.items():
+        for name, why in self.options.unreadable.items():
             rule = self.rule(name)
-            if isinstance(rule, Apart):
-                self.apart[name] = rule.why
+            if isinstance(rule, Ignored):
+                self.ignored[name] = rule.why
             else:
-                self.open[name] = f"{why}; {rule.why}" if isinstance(rule, Lacks) else why
+                self.undecided[name] = f"{why}; {rule.why}" if isinstance(rule, Unsupported) else why
 
     def given(self, name: str) -> bool:
-        return name in self.options.values or name in self.options.unread
+        return name in self.options.values or name in self.options.unreadable
 
     def value(self, name: str) -> Any:
-        """As the script says it, or the framework's default. None where it says it, but not readably."""
-        return self.options.values.get(name, None if name in self.options.unread else self.defaults.get(name))
+        """The option's value in the script, or the framework's default; None if the script's value cannot be read."""
+        return self.options.values.get(name, None if name in self.options.unreadable else self.defaults.get(name))
 
     def number(self, name: str) -> Any:
-        """The same, None too where it is no number, which is then open."""
+        """As `value`; None, and recorded as undecided, if it is not a number."""
         value = self.value(name)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
-        self.open[name] = f"{value!r} is no number"
+        self.undecided[name] = f"{value!r} is no number"
         return None
 
-    def say(self, key: str, value: Any, *names: str) -> None:
-        """None is not said."""
+    def set_key(self, key: str, value: Any, *names: str) -> None:
+        """Set a key that follows from the options `names`; a value of None is skipped."""
         if value is not None:
-            self.keys[key] = (value, ", ".join(map(self.written, names)))
+            self.keys[key] = (value, ", ".join(map(self.label, names)))
 
-    def choose(self, key: str, value: Any) -> None:
-        """Whoever converts says it; what was open about nothing else is no more."""
+    def override(self, key: str, value: Any) -> None:
+        """Set a key by the user's choice, which settles undecided entries about it."""
         self.keys[key] = (value, "chosen")
-        self.open = {keys: why for keys, why in self.open.items() if not set(keys.split(", ")) <= self.keys.keys()}
+        self.undecided = {
+            keys: why for keys, why in self.undecided.items() if not set(keys.split(", ")) <= self.keys.keys()
+        }
 
-    def written(self, name: str) -> str:
+    def label(self, name: str) -> str:
+        """The option's name, marked if its default was used."""
         return name if self.given(name) else f"default of {name}"
 
-    def rules(self) -> None:
-        """What each option says by itself."""
-        named = dict.fromkeys([*self.options.values, *(name for name in self.defaults if not self.given(name))])
-        for name in named:
+    def apply_rules(self) -> None:
+        """Translate each option by its own rule."""
+        names = dict.fromkeys([*self.options.values, *(name for name in self.defaults if not self.given(name))])
+        for name in names:
             rule, value = self.rule(name), self.value(name)
             if rule is None:
-                self.open[name] = "it is not in April's table of this framework's options"
-            elif isinstance(rule, Apart):
-                self.apart[name] = rule.why
-            elif isinstance(rule, Lacks) and value not in rule.off:
-                self.differs[self.with_value(name)] = rule.why
-            elif isinstance(rule, To) and value is not None:
+                self.undecided[name] = "it is not in April's table of this framework's options"
+            elif isinstance(rule, Ignored):
+                self.ignored[name] = rule.why
+            elif isinstance(rule, Unsupported) and value not in rule.off:
+                self.unsupported[self.with_value(name)] = rule.why
+            elif isinstance(rule, MapTo) and value is not None:
                 try:
-                    self.say(rule.key, rule.convert(value), name)
-                except Differs as why:
-                    self.differs[self.with_value(name)] = str(why)
+                    self.set_key(rule.key, rule.convert(value), name)
+                except NotTranslatable as why:
+                    self.unsupported[self.with_value(name)] = str(why)
                 except (TypeError, ValueError):
-                    self.open[name] = f"{value!r} is not of the kind that was expected"
+                    self.undecided[name] = f"{value!r} is not of the kind that was expected"
 
     def rule(self, name: str) -> Rule | None:
-        """Its own, or that of the longest beginning that the table has with a `*`."""
+        """The option's rule, or that of the longest matching prefix with a `*`; None without one."""
         if name in self.table:
             return self.table[name]
-        beginnings = [known for known in self.table if known.endswith("*") and name.startswith(known[:-1])]
-        if not beginnings:
+        prefixes = [known for known in self.table if known.endswith("*") and name.startswith(known[:-1])]
+        if not prefixes:
             return None
-        rule = self.table[longest := max(beginnings, key=len)]
-        if isinstance(rule, To) and rule.key.endswith("*"):
-            return To(rule.key[:-1] + name[len(longest) - 1 :].replace("-", "_"), rule.convert)
+        rule = self.table[longest := max(prefixes, key=len)]
+        if isinstance(rule, MapTo) and rule.key.endswith("*"):
+            return MapTo(rule.key[:-1] + name[len(longest) - 1 :].replace("-", "_"), rule.convert)
         return rule
 
     def with_value(self, name: str) -> str:
-        return f"{self.written(name)} = {self.value(name)!r}"
+        return f"{self.label(name)} = {self.value(name)!r}"
 
-    def differ(self, name: str, why: str) -> None:
-        self.differs[self.with_value(name)] = why
+    def mark_unsupported(self, name: str, why: str) -> None:
+        """Record that the option's value cannot be translated."""
+        self.unsupported[self.with_value(name)] = why
 
 
-def one_of(**meanings: Any) -> Callable[[Any], Any]:
-    """A conversion of names; others have no counterpart."""
+def by_name(**meanings: Any) -> Callable[[Any], Any]:
+    """A conversion of names to values; other names raise NotTranslatable."""
 
     def convert(value: Any) -> Any:
         name = str(value).replace("-", "_").replace("++", "_plus_plus")
         if name not in meanings:
-            raise Differs(f"April has no counterpart; it knows {', '.join(meanings)}")
+            raise NotTranslatable(f"April has no counterpart; it knows {', '.join(meanings)}")
         return meanings[name]
 
     return convert
 
 
 def only(value: Any, why: str) -> Callable[[Any], None]:
-    """A conversion that says nothing of `value`, which is what April does, and refuses any other."""
+    """A conversion that accepts only `value`, April's own behaviour, for which no key is set."""
 
     def convert(given: Any) -> None:
         if given != value:
-            raise Differs(why)
+            raise NotTranslatable(why)
 
     return convert
 
 
-def first_of(value: Any) -> Any:
-    """A path, of a list the only one."""
+def single_path(value: Any) -> Any:
+    """A path, or the only one of a list. Raises NotTranslatable for several."""
     if isinstance(value, list):
         if len(value) != 1:
-            raise Differs("several files are data.sources in April, each with a weight; write them there")
+            raise NotTranslatable("several files are data.sources in April, each with a weight; write them there")
         return value[0]
     return value
 
 
-def named(sinks: tuple[str, ...]) -> Callable[[Any], list[str]]:
-    """A conversion of one name or several, of which April knows `sinks`."""
+def known_names(sinks: tuple[str, ...]) -> Callable[[Any], list[str]]:
+    """A conversion of one or several names to those in `sinks`."""
     return lambda names: [name for name in sinks if name in (names if isinstance(names, list) else [names])]

@@ -1,4 +1,4 @@
-"""verl's scripts, Hydra's `key=value` given to verl.trainer.main_ppo, and its YAML.
+"""verl's scripts, Hydra's `key=value` for verl.trainer.main_ppo, and its YAML.
 
 Options and defaults as in verl-project/verl at 1dda039b9, verl/trainer/config.
 """
@@ -10,7 +10,6 @@ from typing import Any
 from april.convert.framework import (
     ALL_PROMPTS,
     CONSTANT_LR,
-    EPOCHS_END_IT,
     IN_LOSS,
     LOGS,
     MEMORY,
@@ -18,14 +17,26 @@ from april.convert.framework import (
     OWN_REWARD,
     SHARDING,
     SINKS,
+    UNLIMITED_STEPS,
     Framework,
-    adapter,
-    optimizer_steps,
-    placed,
-    reference,
+    set_adapter,
+    set_devices,
+    set_minibatches,
+    set_reference_kl,
 )
-from april.convert.options import Options, of_file, of_script
-from april.convert.translation import JOINT, Apart, Lacks, Rule, To, Translation, first_of, named, one_of, only
+from april.convert.options import Options, file_options, script_options
+from april.convert.translation import (
+    JOINT,
+    Ignored,
+    MapTo,
+    Rule,
+    Translation,
+    Unsupported,
+    by_name,
+    known_names,
+    only,
+    single_path,
+)
 
 MODEL = "actor_rollout_ref.model."
 ACTOR, ROLLOUT, IMPORTANCE = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
@@ -36,7 +47,7 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "gae": "gae",
 }
-"""advantage by algorithm.adv_estimator"""
+"""Advantage by `algorithm.adv_estimator`."""
 CRITIC = {
     "algorithm.gamma": ("critic.gamma", 1.0),
     "algorithm.lam": ("critic.lam", 1.0),
@@ -44,125 +55,131 @@ CRITIC = {
     "critic.cliprange_value": ("critic.value_clip", 0.5),
     "trainer.critic_warmup": ("critic.warmup_batches", 0),
 }
-"""April's key, and verl's default"""
+"""(April's key, verl's default) by verl's option."""
 LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
 DPPO = "dppo_tv"
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "constant"}
 
 TABLE: dict[str, Rule] = {
-    f"{MODEL}path": To("model.path"),
-    f"{MODEL}enable_gradient_checkpointing": To("learner.activation_checkpointing"),
+    f"{MODEL}path": MapTo("model.path"),
+    f"{MODEL}enable_gradient_checkpointing": MapTo("learner.activation_checkpointing"),
     f"{MODEL}lora_rank": JOINT,
     f"{MODEL}lora_alpha": JOINT,
     f"{MODEL}target_modules": JOINT,
-    f"{MODEL}*": Apart(SHARDING),
+    f"{MODEL}*": Ignored(SHARDING),
     "data.train_files": JOINT,
-    "data.val_files": To("data.eval_path", first_of),
-    "data.prompt_key": To("data.prompt_key"),
-    "data.max_prompt_length": To("data.max_prompt_tokens"),
-    "data.filter_overlong_prompts": To("data.bad_rows", lambda skip: "skip" if skip else "stop"),
-    "data.truncation": To("data.bad_rows", only("error", "April cuts no prompt; it refuses or skips longer ones")),
-    "data.max_response_length": To("sampling.max_response_tokens"),
-    "data.shuffle": To("data.shuffle"),
-    "data.seed": To("seed"),
-    "data.train_batch_size": To("schedule.rollout_batch_size"),
-    "data.gen_batch_size": Lacks("it is what verl generates at a time; April's is schedule.over_sampling_batch_size"),
-    "data.train_max_samples": Lacks("April takes all rows", off=(None, -1)),
-    "data.val_max_samples": To("evaluation.prompts", lambda rows: rows if rows > 0 else ALL_PROMPTS),
-    "data.apply_chat_template_kwargs.*": To("data.template_options.*"),
-    "data.custom_cls.path": Lacks("it names code that reads data; April reads rows as docs/data.md says"),
-    "data.image_key": Lacks("April takes text alone"),
-    "data.video_key": Lacks("April takes text alone"),
-    "data.*": Apart("of how verl loads data"),
-    f"{ROLLOUT}n": To("schedule.n_samples_per_prompt"),
-    f"{ROLLOUT}name": To("worker.engine", one_of(vllm="vllm", sglang="sglang")),
-    f"{ROLLOUT}temperature": To("sampling.temperature"),
-    f"{ROLLOUT}top_p": To("sampling.top_p"),
-    f"{ROLLOUT}top_k": To("sampling.top_k", lambda ids: max(ids, 0)),
+    "data.val_files": MapTo("data.eval_path", single_path),
+    "data.prompt_key": MapTo("data.prompt_key"),
+    "data.max_prompt_length": MapTo("data.max_prompt_tokens"),
+    "data.filter_overlong_prompts": MapTo("data.bad_rows", lambda skip: "skip" if skip else "stop"),
+    "data.truncation": MapTo("data.bad_rows", only("error", "April cuts no prompt; it refuses or skips longer ones")),
+    "data.max_response_length": MapTo("sampling.max_response_tokens"),
+    "data.shuffle": MapTo("data.shuffle"),
+    "data.seed": MapTo("seed"),
+    "data.train_batch_size": MapTo("schedule.rollout_batch_size"),
+    "data.gen_batch_size": Unsupported(
+        "it is what verl generates at a time; April's is schedule.over_sampling_batch_size"
+    ),
+    "data.train_max_samples": Unsupported("April takes all rows", off=(None, -1)),
+    "data.val_max_samples": MapTo("evaluation.prompts", lambda rows: rows if rows > 0 else ALL_PROMPTS),
+    "data.apply_chat_template_kwargs.*": MapTo("data.template_options.*"),
+    "data.custom_cls.path": Unsupported("it names code that reads data; April reads rows as docs/data.md says"),
+    "data.image_key": Unsupported("April takes text alone"),
+    "data.video_key": Unsupported("April takes text alone"),
+    "data.*": Ignored("of how verl loads data"),
+    f"{ROLLOUT}n": MapTo("schedule.n_samples_per_prompt"),
+    f"{ROLLOUT}name": MapTo("worker.engine", by_name(vllm="vllm", sglang="sglang")),
+    f"{ROLLOUT}temperature": MapTo("sampling.temperature"),
+    f"{ROLLOUT}top_p": MapTo("sampling.top_p"),
+    f"{ROLLOUT}top_k": MapTo("sampling.top_k", lambda ids: max(ids, 0)),
     f"{ROLLOUT}tensor_model_parallel_size": JOINT,
     f"{ROLLOUT}gpu_memory_utilization": JOINT,
-    f"{ROLLOUT}max_num_seqs": To("worker.slots"),
-    f"{ROLLOUT}ignore_eos": Lacks("April ends a response at its end of text"),
-    f"{ROLLOUT}val_kwargs.n": To("evaluation.samples"),
+    f"{ROLLOUT}max_num_seqs": MapTo("worker.slots"),
+    f"{ROLLOUT}ignore_eos": Unsupported("April ends a response at its end of text"),
+    f"{ROLLOUT}val_kwargs.n": MapTo("evaluation.samples"),
     f"{ROLLOUT}val_kwargs.temperature": JOINT,
     f"{ROLLOUT}val_kwargs.do_sample": JOINT,
-    f"{ROLLOUT}val_kwargs.top_p": To("evaluation.top_p"),
-    f"{ROLLOUT}val_kwargs.top_k": To("evaluation.top_k", lambda ids: max(ids, 0)),
-    f"{ROLLOUT}multi_turn.enable": Lacks("April's turns are those of environments and agents, docs/environments.md"),
-    f"{ROLLOUT}agent.default_agent_loop": Lacks(
+    f"{ROLLOUT}val_kwargs.top_p": MapTo("evaluation.top_p"),
+    f"{ROLLOUT}val_kwargs.top_k": MapTo("evaluation.top_k", lambda ids: max(ids, 0)),
+    f"{ROLLOUT}multi_turn.enable": Unsupported(
+        "April's turns are those of environments and agents, docs/environments.md"
+    ),
+    f"{ROLLOUT}agent.default_agent_loop": Unsupported(
         "April's turns are those of environments and agents, docs/agents.md", off=(None, "single_turn_agent")
     ),
-    f"{ROLLOUT}*": Apart("of how verl runs its engine"),
+    f"{ROLLOUT}*": Ignored("of how verl runs its engine"),
     f"{ACTOR}ppo_mini_batch_size": JOINT,
-    f"{ACTOR}ppo_epochs": To("learner.epochs"),
-    f"{ACTOR}ppo_max_token_len_per_gpu": To("learner.microbatch_tokens"),
+    f"{ACTOR}ppo_epochs": MapTo("learner.epochs"),
+    f"{ACTOR}ppo_max_token_len_per_gpu": MapTo("learner.microbatch_tokens"),
     f"{ACTOR}policy_loss.loss_mode": JOINT,
     f"{ACTOR}loss_agg_mode": JOINT,
-    f"{ACTOR}loss_scale_factor": To("algorithm.constant_tokens"),
-    f"{ACTOR}clip_ratio": Apart("clip_ratio_low and clip_ratio_high are what verl reads"),
+    f"{ACTOR}loss_scale_factor": MapTo("algorithm.constant_tokens"),
+    f"{ACTOR}clip_ratio": Ignored("clip_ratio_low and clip_ratio_high are what verl reads"),
     f"{ACTOR}clip_ratio_low": JOINT,
     f"{ACTOR}clip_ratio_high": JOINT,
     f"{ACTOR}clip_ratio_c": JOINT,
     f"{ACTOR}use_kl_loss": JOINT,
     f"{ACTOR}kl_loss_coef": JOINT,
     f"{ACTOR}kl_loss_type": JOINT,
-    f"{ACTOR}entropy_coeff": To("algorithm.entropy_coef", float),
-    f"{ACTOR}grad_clip": To("learner.grad_clip"),
-    f"{ACTOR}optim.lr": To("learner.lr"),
-    f"{ACTOR}optim.weight_decay": To("learner.weight_decay"),
-    f"{ACTOR}optim.betas": To("learner.betas"),
-    f"{ACTOR}optim.clip_grad": To("learner.grad_clip"),
-    f"{ACTOR}optim.lr_warmup_steps": To("learner.warmup_steps", lambda steps: max(steps, 0)),
-    f"{ACTOR}optim.lr_warmup_steps_ratio": Lacks("April's warm-up is a number of steps, learner.warmup_steps"),
-    f"{ACTOR}optim.lr_scheduler_type": To("learner.lr", only("constant", CONSTANT_LR)),
-    f"{ACTOR}optim.lr_decay_style": To("learner.lr", only("constant", CONSTANT_LR)),
-    f"{ACTOR}optim.*": Apart(MEMORY),
-    f"{ACTOR}*": Apart(SHARDING),
-    "actor_rollout_ref.ref.*": Apart(SHARDING),
-    "actor_rollout_ref.*": Apart(SHARDING),
+    f"{ACTOR}entropy_coeff": MapTo("algorithm.entropy_coef", float),
+    f"{ACTOR}grad_clip": MapTo("learner.grad_clip"),
+    f"{ACTOR}optim.lr": MapTo("learner.lr"),
+    f"{ACTOR}optim.weight_decay": MapTo("learner.weight_decay"),
+    f"{ACTOR}optim.betas": MapTo("learner.betas"),
+    f"{ACTOR}optim.clip_grad": MapTo("learner.grad_clip"),
+    f"{ACTOR}optim.lr_warmup_steps": MapTo("learner.warmup_steps", lambda steps: max(steps, 0)),
+    f"{ACTOR}optim.lr_warmup_steps_ratio": Unsupported("April's warm-up is a number of steps, learner.warmup_steps"),
+    f"{ACTOR}optim.lr_scheduler_type": MapTo("learner.lr", only("constant", CONSTANT_LR)),
+    f"{ACTOR}optim.lr_decay_style": MapTo("learner.lr", only("constant", CONSTANT_LR)),
+    f"{ACTOR}optim.*": Ignored(MEMORY),
+    f"{ACTOR}*": Ignored(SHARDING),
+    "actor_rollout_ref.ref.*": Ignored(SHARDING),
+    "actor_rollout_ref.*": Ignored(SHARDING),
     "algorithm.adv_estimator": JOINT,
     "algorithm.norm_adv_by_std_in_grpo": JOINT,
     "algorithm.use_kl_in_reward": JOINT,
-    "algorithm.kl_ctrl.*": Apart("of the KL in the reward, which algorithm.use_kl_in_reward switches on"),
-    "algorithm.kl_penalty": Apart("of the KL in the reward, which algorithm.use_kl_in_reward switches on"),
+    "algorithm.kl_ctrl.*": Ignored("of the KL in the reward, which algorithm.use_kl_in_reward switches on"),
+    "algorithm.kl_penalty": Ignored("of the KL in the reward, which algorithm.use_kl_in_reward switches on"),
     "algorithm.gamma": JOINT,
     "algorithm.lam": JOINT,
-    "algorithm.filter_groups.enable": To("schedule.dynamic_sampling"),
-    "algorithm.filter_groups.*": Apart("April replaces a group whose rewards are all alike, as often as it takes"),
+    "algorithm.filter_groups.enable": MapTo("schedule.dynamic_sampling"),
+    "algorithm.filter_groups.*": Ignored("April replaces a group whose rewards are all alike, as often as it takes"),
     f"{IMPORTANCE}rollout_is": JOINT,
     f"{IMPORTANCE}rollout_is_threshold": JOINT,
-    f"{IMPORTANCE}rollout_rs": Lacks("April masks responses by algorithm.corrections = ['geometric'], another rule"),
+    f"{IMPORTANCE}rollout_rs": Unsupported(
+        "April masks responses by algorithm.corrections = ['geometric'], another rule"
+    ),
     f"{IMPORTANCE}bypass_mode": JOINT,
     f"{IMPORTANCE}loss_type": JOINT,
-    f"{IMPORTANCE}rollout_is_batch_normalize": Lacks("April does not normalise these weights"),
-    f"{IMPORTANCE}*": Apart("of a correction that is off"),
+    f"{IMPORTANCE}rollout_is_batch_normalize": Unsupported("April does not normalise these weights"),
+    f"{IMPORTANCE}*": Ignored("of a correction that is off"),
     "reward.custom_reward_function.*": JOINT,
     "custom_reward_function.*": JOINT,
-    "reward_model.enable": Lacks(f"a model gives the rewards; {OWN_REWARD}"),
-    "reward.reward_model.enable": Lacks(f"a model gives the rewards; {OWN_REWARD}"),
+    "reward_model.enable": Unsupported(f"a model gives the rewards; {OWN_REWARD}"),
+    "reward.reward_model.enable": Unsupported(f"a model gives the rewards; {OWN_REWARD}"),
     "reward*": JOINT,
     "trainer.total_epochs": JOINT,
     "trainer.total_training_steps": JOINT,
-    "trainer.save_freq": To("learner.checkpoint_every", lambda steps: steps if steps > 0 else None),
-    "trainer.test_freq": To("evaluation.every", lambda steps: max(steps, 0)),
-    "trainer.max_actor_ckpt_to_keep": To("learner.keep_checkpoints"),
-    "trainer.experiment_name": To("run.name"),
-    "trainer.logger": To("operations.sinks", named(SINKS)),
+    "trainer.save_freq": MapTo("learner.checkpoint_every", lambda steps: steps if steps > 0 else None),
+    "trainer.test_freq": MapTo("evaluation.every", lambda steps: max(steps, 0)),
+    "trainer.max_actor_ckpt_to_keep": MapTo("learner.keep_checkpoints"),
+    "trainer.experiment_name": MapTo("run.name"),
+    "trainer.logger": MapTo("operations.sinks", known_names(SINKS)),
     "trainer.n_gpus_per_node": JOINT,
     "trainer.nnodes": JOINT,
-    "trainer.val_before_train": Apart("April always evaluates at the start"),
-    "trainer.critic_warmup": Apart("of a critic"),
-    "trainer.balance_batch": Apart("April always balances"),
-    "trainer.project_name": Apart(LOGS),
-    "trainer.log_val_generations": Apart(LOGS),
-    "trainer.default_*": Apart(OWN_FILES),
-    "trainer.resume_*": Apart("April goes on with --resume"),
-    "trainer.*": Apart(SHARDING),
-    "critic.*": Apart("of a critic"),
-    "global_profiler.*": Apart(LOGS),
-    "model_engine": Apart(SHARDING),
-    "ray_kwargs.*": Apart(SHARDING),
-    "hydra.*": Apart(LOGS),
+    "trainer.val_before_train": Ignored("April always evaluates at the start"),
+    "trainer.critic_warmup": Ignored("of a critic"),
+    "trainer.balance_batch": Ignored("April always balances"),
+    "trainer.project_name": Ignored(LOGS),
+    "trainer.log_val_generations": Ignored(LOGS),
+    "trainer.default_*": Ignored(OWN_FILES),
+    "trainer.resume_*": Ignored("April goes on with --resume"),
+    "trainer.*": Ignored(SHARDING),
+    "critic.*": Ignored("of a critic"),
+    "global_profiler.*": Ignored(LOGS),
+    "model_engine": Ignored(SHARDING),
+    "ray_kwargs.*": Ignored(SHARDING),
+    "hydra.*": Ignored(LOGS),
 }
 
 DEFAULTS: dict[str, Any] = {
@@ -211,153 +228,173 @@ class Verl(Framework):
 
     def read(self, path: Path, text: str, environment: Mapping[str, str]) -> Options:
         if path.suffix in (".yaml", ".yml"):
-            return of_file(text, path)
-        return of_script(text, environment, r"main_ppo(\.py)?", hydra=True)
+            return file_options(text, path)
+        return script_options(text, environment, r"main_ppo(\.py)?", hydra=True)
 
-    def joint(self, said: Translation) -> None:
-        said.say("schedule.kind", "sync")
-        data(said)
-        reward(said)
-        loss(said)
-        stale_tokens(said)
-        adapter(said, f"{MODEL}lora_rank", f"{MODEL}lora_alpha", f"{MODEL}target_modules")
-        drawn = said.value(f"{ROLLOUT}val_kwargs.do_sample")
+    def translate_joint(self, translation: Translation) -> None:
+        translation.set_key("schedule.kind", "sync")
+        data(translation)
+        reward(translation)
+        loss(translation)
+        stale_tokens(translation)
+        set_adapter(translation, f"{MODEL}lora_rank", f"{MODEL}lora_alpha", f"{MODEL}target_modules")
+        drawn = translation.value(f"{ROLLOUT}val_kwargs.do_sample")
         name = f"{ROLLOUT}val_kwargs.{'temperature' if drawn else 'do_sample'}"
-        said.say("evaluation.temperature", said.value(name) if drawn else 0.0, name)
-        server(said)
-        placed(said, None, None, ("trainer.nnodes", "trainer.n_gpus_per_node"))
+        translation.set_key("evaluation.temperature", translation.value(name) if drawn else 0.0, name)
+        server(translation)
+        set_devices(translation, None, None, ("trainer.nnodes", "trainer.n_gpus_per_node"))
 
 
-def data(said: Translation) -> None:
-    files = said.value("data.train_files")
+def data(translation: Translation) -> None:
+    files = translation.value("data.train_files")
     if isinstance(files, list) and len(files) > 1:
-        said.say("data.sources", [{"path": file} for file in files], "data.train_files")
+        translation.set_key("data.sources", [{"path": file} for file in files], "data.train_files")
     else:
-        said.say("data.path", first_of(files), "data.train_files")
-    said.say("data.label_key", "reward_model.ground_truth")
-    steps = said.value("trainer.total_training_steps")
-    said.say(
+        translation.set_key("data.path", single_path(files), "data.train_files")
+    translation.set_key("data.label_key", "reward_model.ground_truth")
+    steps = translation.value("trainer.total_training_steps")
+    translation.set_key(
         "schedule.max_steps",
-        steps or EPOCHS_END_IT,
+        steps or UNLIMITED_STEPS,
         "trainer.total_training_steps" if steps else "trainer.total_epochs",
     )
-    said.say("data.epochs", None if steps else said.value("trainer.total_epochs"), "trainer.total_epochs")
-    said.say("schedule.last_batch", "drop", "data.train_batch_size")
+    translation.set_key(
+        "data.epochs", None if steps else translation.value("trainer.total_epochs"), "trainer.total_epochs"
+    )
+    translation.set_key("schedule.last_batch", "drop", "data.train_batch_size")
     name = f"{ACTOR}ppo_mini_batch_size"
-    n, groups, mini = said.number(f"{ROLLOUT}n"), said.number("data.train_batch_size"), said.number(name)
-    optimizer_steps(said, name, mini and n and mini * n, groups, n)
+    n, groups, mini = (
+        translation.number(f"{ROLLOUT}n"),
+        translation.number("data.train_batch_size"),
+        translation.number(name),
+    )
+    set_minibatches(translation, name, mini and n and mini * n, groups, n)
 
 
-def reward(said: Translation) -> None:
-    """verl chooses by each row's data_source, unless a function is named."""
-    given = {name.rpartition(".")[2]: name for name in said.options.values if "custom_reward_function." in name}
-    path = said.value(given["path"]) if "path" in given else None
+def reward(translation: Translation) -> None:
+    """Translate the reward; without a named function verl chooses one by each row's data_source."""
+    given = {name.rpartition(".")[2]: name for name in translation.options.values if "custom_reward_function." in name}
+    path = translation.value(given["path"]) if "path" in given else None
     if path:
-        function = said.value(given["name"]) if "name" in given else "compute_score"
-        said.say("data.reward", f"verl:{Path(path).stem}:{function}", given["path"])
-        said.say("run.parts", [str(Path(path).parent)], given["path"])
-        said.say("data.label_key", "data_source,reward_model.ground_truth,extra_info", given["path"])
+        function = translation.value(given["name"]) if "name" in given else "compute_score"
+        translation.set_key("data.reward", f"verl:{Path(path).stem}:{function}", given["path"])
+        translation.set_key("run.parts", [str(Path(path).parent)], given["path"])
+        translation.set_key("data.label_key", "data_source,reward_model.ground_truth,extra_info", given["path"])
     else:
-        said.open["data.reward"] = (
+        translation.undecided["data.reward"] = (
             "verl chooses its verifier by data_source in each row; set one of April's, or verl's own, docs/rewards.md"
         )
-    others = [name for name in said.options.values if name.startswith("reward") and name not in given.values()]
+    others = [name for name in translation.options.values if name.startswith("reward") and name not in given.values()]
     for name in others:
-        if said.rule(name) == JOINT:
-            said.differ(name, "April's penalties are reward.overlong_buffer_tokens and reward.format_pattern")
+        if translation.rule(name) == JOINT:
+            translation.mark_unsupported(
+                name, "April's penalties are reward.overlong_buffer_tokens and reward.format_pattern"
+            )
 
 
-def loss(said: Translation) -> None:
+def loss(translation: Translation) -> None:
     name = "algorithm.adv_estimator"
-    estimator = ESTIMATORS.get(said.value(name))
-    if estimator == "grpo" and not said.value("algorithm.norm_adv_by_std_in_grpo"):
+    estimator = ESTIMATORS.get(translation.value(name))
+    if estimator == "grpo" and not translation.value("algorithm.norm_adv_by_std_in_grpo"):
         estimator = "dr_grpo"
     if estimator:
-        said.say("algorithm.advantage", estimator, name)
+        translation.set_key("algorithm.advantage", estimator, name)
     else:
-        said.open["algorithm.advantage"] = f"April has no {name} = {said.value(name)!r}; choose one"
-    critic(said, estimator == "gae")
-    mode, mean = said.value(f"{ACTOR}policy_loss.loss_mode"), said.value(f"{ACTOR}loss_agg_mode")
-    bypass = said.value(f"{IMPORTANCE}bypass_mode")
-    low, high, most = (said.number(f"{ACTOR}clip_ratio_{end}") for end in ("low", "high", "c"))
+        translation.undecided["algorithm.advantage"] = f"April has no {name} = {translation.value(name)!r}; choose one"
+    critic(translation, estimator == "gae")
+    mode, mean = translation.value(f"{ACTOR}policy_loss.loss_mode"), translation.value(f"{ACTOR}loss_agg_mode")
+    bypass = translation.value(f"{IMPORTANCE}bypass_mode")
+    low, high, most = (translation.number(f"{ACTOR}clip_ratio_{end}") for end in ("low", "high", "c"))
     if mode == DPPO and not bypass:
-        said.say("algorithm.loss", "cispo", f"{ACTOR}policy_loss.loss_mode")
-        said.say("algorithm.clip_low", 1.0, f"{ACTOR}policy_loss.loss_mode")
-        said.say("algorithm.clip_high", max(most - 1, 0) if most else None, f"{ACTOR}clip_ratio_c")
-        said.say("algorithm.dppo_fall", low, f"{ACTOR}clip_ratio_low")
-        said.say("algorithm.dppo_rise", high, f"{ACTOR}clip_ratio_high")
+        translation.set_key("algorithm.loss", "cispo", f"{ACTOR}policy_loss.loss_mode")
+        translation.set_key("algorithm.clip_low", 1.0, f"{ACTOR}policy_loss.loss_mode")
+        translation.set_key("algorithm.clip_high", max(most - 1, 0) if most else None, f"{ACTOR}clip_ratio_c")
+        translation.set_key("algorithm.dppo_fall", low, f"{ACTOR}clip_ratio_low")
+        translation.set_key("algorithm.dppo_rise", high, f"{ACTOR}clip_ratio_high")
     elif mode in LOSSES:
-        said.say("algorithm.loss", LOSSES[mode], f"{ACTOR}policy_loss.loss_mode")
-        said.say("algorithm.clip_low", None if low is None else min(float(low), 1.0), f"{ACTOR}clip_ratio_low")
-        said.say("algorithm.clip_high", high, f"{ACTOR}clip_ratio_high")
+        translation.set_key("algorithm.loss", LOSSES[mode], f"{ACTOR}policy_loss.loss_mode")
+        translation.set_key(
+            "algorithm.clip_low", None if low is None else min(float(low), 1.0), f"{ACTOR}clip_ratio_low"
+        )
+        translation.set_key("algorithm.clip_high", high, f"{ACTOR}clip_ratio_high")
     elif mode == DPPO:
-        said.open["algorithm.loss"] = "verl's bypass_mode brings its own loss in the place of dppo_tv; choose one"
+        translation.undecided["algorithm.loss"] = (
+            "verl's bypass_mode brings its own loss in the place of dppo_tv; choose one"
+        )
     else:
-        said.open["algorithm.loss"] = f"April has no policy_loss.loss_mode = {mode!r}; choose one"
+        translation.undecided["algorithm.loss"] = f"April has no policy_loss.loss_mode = {mode!r}; choose one"
     if mode == "vanilla":
-        said.say("algorithm.dual_clip", most, f"{ACTOR}clip_ratio_c")
+        translation.set_key("algorithm.dual_clip", most, f"{ACTOR}clip_ratio_c")
     if mean in MEANS:
-        said.say("algorithm.normalisation", MEANS[mean], f"{ACTOR}loss_agg_mode")
+        translation.set_key("algorithm.normalisation", MEANS[mean], f"{ACTOR}loss_agg_mode")
     else:
-        said.differ(f"{ACTOR}loss_agg_mode", f"April's normalisations are those of {', '.join(MEANS)}")
-    reference(said, bool(said.value(f"{ACTOR}use_kl_loss")), f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type")
+        translation.mark_unsupported(f"{ACTOR}loss_agg_mode", f"April's normalisations are those of {', '.join(MEANS)}")
+    set_reference_kl(
+        translation, bool(translation.value(f"{ACTOR}use_kl_loss")), f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"
+    )
 
 
-def critic(said: Translation, asked: bool) -> None:
-    """Its keys where there is one; elsewhere what has no meaning without."""
-    in_reward = said.value("algorithm.use_kl_in_reward")
+def critic(translation: Translation, asked: bool) -> None:
+    """Set the critic's keys, or mark options that need a critic as unsupported."""
+    in_reward = translation.value("algorithm.use_kl_in_reward")
     if asked:
         for name, (key, default) in CRITIC.items():
-            said.say(key, said.number(name) if said.given(name) else default, name)
+            translation.set_key(key, translation.number(name) if translation.given(name) else default, name)
         if in_reward:
-            given = said.number("algorithm.kl_ctrl.kl_coef")
-            said.say("critic.kl_coef", 0.001 if given is None else given, "algorithm.kl_ctrl.kl_coef")
+            given = translation.number("algorithm.kl_ctrl.kl_coef")
+            translation.set_key("critic.kl_coef", 0.001 if given is None else given, "algorithm.kl_ctrl.kl_coef")
         return
     for name in ("algorithm.gamma", "algorithm.lam"):
-        if said.value(name) not in (1, None):
-            said.differ(name, "it is of a critic, which algorithm.adv_estimator = gae asks for")
+        if translation.value(name) not in (1, None):
+            translation.mark_unsupported(name, "it is of a critic, which algorithm.adv_estimator = gae asks for")
     if in_reward:
-        said.differ("algorithm.use_kl_in_reward", IN_LOSS)
+        translation.mark_unsupported("algorithm.use_kl_in_reward", IN_LOSS)
 
 
-def stale_tokens(said: Translation) -> None:
+def stale_tokens(translation: Translation) -> None:
     name, mode, bypassing = f"{IMPORTANCE}rollout_is", f"{ACTOR}policy_loss.loss_mode", f"{IMPORTANCE}bypass_mode"
-    said.say("algorithm.behaviour_coef", 0.0)
-    if said.value(bypassing):
-        said.say("algorithm.proximal", "behaviour", bypassing)
-        said.say("algorithm.corrections", [], bypassing)
-        if said.value(f"{IMPORTANCE}loss_type") not in (None, "ppo_clip"):
-            said.differ(f"{IMPORTANCE}loss_type", "around the behaviour policy April clips the ratio")
+    translation.set_key("algorithm.behaviour_coef", 0.0)
+    if translation.value(bypassing):
+        translation.set_key("algorithm.proximal", "behaviour", bypassing)
+        translation.set_key("algorithm.corrections", [], bypassing)
+        if translation.value(f"{IMPORTANCE}loss_type") not in (None, "ppo_clip"):
+            translation.mark_unsupported(f"{IMPORTANCE}loss_type", "around the behaviour policy April clips the ratio")
         return
-    said.say("algorithm.proximal", "recomputed", bypassing)
-    correction = {"token": "truncated", "sequence": "truncated_sequence"}.get(said.value(name))
-    if said.value(mode) == DPPO:
-        said.say("algorithm.corrections", [correction or "truncated", DPPO], mode, name)
-        said.differ(
+    translation.set_key("algorithm.proximal", "recomputed", bypassing)
+    correction = {"token": "truncated", "sequence": "truncated_sequence"}.get(translation.value(name))
+    if translation.value(mode) == DPPO:
+        translation.set_key("algorithm.corrections", [correction or "truncated", DPPO], mode, name)
+        translation.mark_unsupported(
             mode, "verl masks by what its steps move in a batch, April by what the batch's start is off its sampler"
         )
         if not correction:
-            said.say("algorithm.truncation", said.number(f"{ACTOR}clip_ratio_c"), f"{ACTOR}clip_ratio_c")
+            translation.set_key(
+                "algorithm.truncation", translation.number(f"{ACTOR}clip_ratio_c"), f"{ACTOR}clip_ratio_c"
+            )
     else:
-        said.say("algorithm.corrections", [correction] if correction else [], name)
+        translation.set_key("algorithm.corrections", [correction] if correction else [], name)
     if correction:
         key = "truncation" if correction == "truncated" else "sequence_truncation"
-        said.say(
-            f"algorithm.{key}", said.number(f"{IMPORTANCE}rollout_is_threshold"), f"{IMPORTANCE}rollout_is_threshold"
+        translation.set_key(
+            f"algorithm.{key}",
+            translation.number(f"{IMPORTANCE}rollout_is_threshold"),
+            f"{IMPORTANCE}rollout_is_threshold",
         )
 
 
-def server(said: Translation) -> None:
-    """Its options, by the names that each engine has for them."""
-    engine, _ = said.keys.get("worker.engine", ("", ""))
+def server(translation: Translation) -> None:
+    """Set the engine's options by the names that each engine has for them."""
+    engine, _ = translation.keys.get("worker.engine", ("", ""))
     ranks, memory = {
         "vllm": ("tensor_parallel_size", "gpu_memory_utilization"),
         "sglang": ("tp_size", "mem_fraction_static"),
     }.get(engine, ("", ""))
     if engine:
         name = f"{ROLLOUT}tensor_model_parallel_size"
-        said.say(f"engine.server.{ranks}", said.value(name), name)
+        translation.set_key(f"engine.server.{ranks}", translation.value(name), name)
         name = f"{ROLLOUT}gpu_memory_utilization"
-        said.say(f"engine.server.{memory}", said.value(name), name)
+        translation.set_key(f"engine.server.{memory}", translation.value(name), name)
     else:
-        said.open["worker.engine"] = f"April has no engine like {ROLLOUT}name = {said.value(f'{ROLLOUT}name')!r}"
+        translation.undecided["worker.engine"] = (
+            f"April has no engine like {ROLLOUT}name = {translation.value(f'{ROLLOUT}name')!r}"
+        )

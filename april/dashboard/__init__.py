@@ -1,6 +1,6 @@
-"""`april dashboard`: a run to be looked at in a browser, while it goes on and afterwards.
+"""`april dashboard`: runs in a browser, while they go on and afterwards.
 
-It reads the run folder, and asks a live broker as a monitor; it writes nothing. `folder.py` says which runs there are,
-`steps.py` and `index.py` keep what is looked for of them in memory, as columns; `query.py` filters it, `one.py` reads
-samples whole, `app.py` answers the browser. The pages are in `static/`, as they are.
+It reads run folders, asks live brokers as a monitor, and writes nothing. `folder.py` finds and follows the runs,
+`steps.py` and `index.py` hold their steps and samples in memory as columns, `query.py` filters samples, `one.py` reads
+single samples from their files, and `app.py` is the HTTP server. The pages in `static/` are served as they are.
 """

@@ -1,4 +1,4 @@
-"""What the browser asks for: the pages as they are, and what they show as JSON. All is GET: nothing is changed."""
+"""The dashboard's HTTP server: static pages, and their data as JSON. It answers GET requests only."""
 
 import asyncio
 import contextlib
@@ -19,36 +19,36 @@ from starlette.staticfiles import StaticFiles
 from april.config import ConfigError
 from april.dashboard import one, query
 from april.dashboard.compare import shared_prompts
-from april.dashboard.door import Door
+from april.dashboard.door import HttpGuard
 from april.dashboard.folder import Runs, WatchedRun
 from april.dashboard.index import SampleIndex
-from april.dashboard.pieces import Pieces
-from april.dashboard.steps import evaluations, short
+from april.dashboard.pieces import TokenTexts
+from april.dashboard.steps import compact, evaluations
 from april.dashboard.timeline import timeline
-from april.report.facts import ledger_of
-from april.report.run_folder import Run, read_summary
+from april.report.facts import token_totals
+from april.report.run_folder import RunFolder, read_summary
 
 STATIC = Path(__file__).parent / "static"
-EVENT_S = 0.5
-"""between two looks for news"""
-MOST_EXCERPTS = 200
+POLL_S = 0.5
+"""Interval at which an event stream looks for changes."""
+MAX_EXCERPTS = 200
 
 
 def make_app(runs: Runs, token: str = "") -> Starlette:
-    desk = Desk(runs)
+    api = RunApi(runs)
     routes = [
-        Route("/api/runs", answering(lambda request: runs.describe())),
-        Route("/api/compare", answering(desk.compare)),
-        Route("/api/runs/{run}", answering(desk.run)),
-        Route("/api/runs/{run}/steps", answering(desk.steps)),
-        Route("/api/runs/{run}/timeline", answering(desk.timeline)),
-        Route("/api/runs/{run}/now", answering(desk.now)),
-        Route("/api/runs/{run}/samples", answering(desk.samples)),
-        Route("/api/runs/{run}/search", desk.search),
-        Route("/api/runs/{run}/excerpts", answering(desk.excerpts)),
-        Route("/api/runs/{run}/groups/{step:int}/{group:int}", answering(desk.group)),
-        Route("/api/runs/{run}/samples/{step:int}/{group:int}/{index:int}", answering(desk.sample)),
-        Route("/events/{run}", desk.events),
+        Route("/api/runs", json_endpoint(lambda request: runs.describe())),
+        Route("/api/compare", json_endpoint(api.compare)),
+        Route("/api/runs/{run}", json_endpoint(api.run)),
+        Route("/api/runs/{run}/steps", json_endpoint(api.steps)),
+        Route("/api/runs/{run}/timeline", json_endpoint(api.timeline)),
+        Route("/api/runs/{run}/now", json_endpoint(api.now)),
+        Route("/api/runs/{run}/samples", json_endpoint(api.samples)),
+        Route("/api/runs/{run}/search", api.search),
+        Route("/api/runs/{run}/excerpts", json_endpoint(api.excerpts)),
+        Route("/api/runs/{run}/groups/{step:int}/{group:int}", json_endpoint(api.group)),
+        Route("/api/runs/{run}/samples/{step:int}/{group:int}/{index:int}", json_endpoint(api.sample)),
+        Route("/events/{run}", api.events),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
 
@@ -57,15 +57,15 @@ def make_app(runs: Runs, token: str = "") -> Starlette:
         yield
         runs.close()
 
-    return Starlette(routes=routes, middleware=[Middleware(Door, token=token)], lifespan=lifespan)
+    return Starlette(routes=routes, middleware=[Middleware(HttpGuard, token=token)], lifespan=lifespan)
 
 
-def answering(ask: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """JSON of what `ask` returns, in a thread; what is refused, as its sentence."""
+def json_endpoint(handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """An endpoint that runs `handler` in a thread and answers JSON; LookupError and ConfigError become 404 and 400."""
 
     async def answer(request: Request) -> Response:
         try:
-            return to_json(await run_in_threadpool(ask, request))
+            return to_json(await run_in_threadpool(handler, request))
         except LookupError as error:
             return to_json({"error": str(error.args[0])}, 404)
         except ConfigError as error:
@@ -79,12 +79,12 @@ def to_json(content: Any, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-class Desk:
-    """Answers, each from the run that an address names."""
+class RunApi:
+    """Handlers of the JSON endpoints; each reads the run that the URL names."""
 
     def __init__(self, runs: Runs):
         self.runs = runs
-        self.pieces = Pieces()
+        self.token_texts = TokenTexts()
 
     def _run(self, request: Request) -> WatchedRun:
         return self.runs.find(request.path_params["run"])
@@ -102,27 +102,27 @@ class Desk:
         return index
 
     def run(self, request: Request) -> dict[str, Any]:
-        """What a run is, and where its tokens are."""
+        """The run's summary, configuration, token ledger, evaluations and alarms."""
         run, path = self._folder(request)
         summary = read_summary(path / "summary.json")
         return {
             "name": run.name,
             "summary": summary,
             "config": run.config,
-            "ledger": ledger_of(Run(path, "", run.config, [], summary)),
+            "ledger": token_totals(RunFolder(path, "", run.config, [], summary)),
             "evaluation": evaluations(path),
             "alarms": run.steps.alarms if run.steps else {},
             "columns": list(run.steps.columns) if run.steps else [],
-        } | run.news()
+        } | run.progress()
 
     def steps(self, request: Request) -> dict[str, Any]:
         run, _ = self._folder(request)
-        asked = request.query_params
-        names = ["step", *asked["columns"].split(",")] if "columns" in asked else None
-        after = int(query.number("after", asked.get("after", "0")))
+        params = request.query_params
+        names = ["step", *params["columns"].split(",")] if "columns" in params else None
+        after = int(query.number("after", params.get("after", "0")))
         if not run.steps:
             return {"step": []}
-        return {name: short(column) for name, column in run.steps.table(names, after).items()}
+        return {name: compact(column) for name, column in run.steps.table(names, after).items()}
 
     def timeline(self, request: Request) -> dict[str, Any]:
         run, _ = self._folder(request)
@@ -130,87 +130,90 @@ class Desk:
         return timeline(run.steps, *ends) if run.steps else {}
 
     def now(self, request: Request) -> dict[str, Any]:
-        return self._run(request).live.look()
+        return self._run(request).live.get()
 
     def samples(self, request: Request) -> dict[str, Any]:
         index = self._index(request.path_params["run"])
-        asked = query.Query.of(request.query_params)
-        read = index.steps_read  # by now: what is read meanwhile may be lacking in the answer, and is asked for again
-        rows = query.matching(index, asked)
+        filters = query.Query.from_params(request.query_params)
+        read = (
+            index.steps_read
+        )  # before the query: files read during it may be missing in the answer, so the page asks again
+        rows = query.matching_rows(index, filters)
         return {
             "total": len(rows),
-            "rows": query.page(index, rows, asked),
+            "rows": query.page(index, rows, filters),
             "page": query.PAGE,
             "read": read,
             "kept": index.steps_kept,
-            "words": {name: sorted(words) for name, words in index.words.items()},
-            "further": index.further,
+            "words": {name: sorted(texts) for name, texts in index.texts_by_column.items()},
+            "further": index.extra_columns,
             "unreadable": list(index.unreadable.values())[:5],
         }
 
     def excerpts(self, request: Request) -> list[dict[str, str] | None]:
-        """Of `?of=STEP.PLACE,STEP.PLACE`."""
+        """Excerpts of the samples `?of=STEP.POSITION,STEP.POSITION`."""
         _, path = self._folder(request)
-        wanted = [key.partition(".") for key in request.query_params.get("of", "").split(",") if key][:MOST_EXCERPTS]
-        return one.excerpts(path, [(int(query.number("of", a)), int(query.number("of", b))) for a, _, b in wanted])
+        keys = [key.partition(".") for key in request.query_params.get("of", "").split(",") if key][:MAX_EXCERPTS]
+        return one.excerpts(path, [(int(query.number("of", a)), int(query.number("of", b))) for a, _, b in keys])
 
     def group(self, request: Request) -> list[dict[str, Any]]:
         _, path = self._folder(request)
-        return one.group_of(path, request.path_params["step"], request.path_params["group"])
+        return one.read_group(path, request.path_params["step"], request.path_params["group"])
 
     def sample(self, request: Request) -> dict[str, Any]:
         run, path = self._folder(request)
-        where = request.path_params
+        params = request.path_params
         branch = int(query.number("branch", request.query_params.get("branch", "0")))
         discarded = request.query_params.get("discarded", "")
-        places = one.places_of(path, where["step"], where["group"], where["index"], branch, discarded)
-        return one.whole(path, where["step"], places[0], run.model, self.pieces)
+        positions = one.positions_of(path, params["step"], params["group"], params["index"], branch, discarded)
+        return one.read_sample(path, params["step"], positions[0], run.model, self.token_texts)
 
     def compare(self, request: Request) -> dict[str, Any]:
-        asked = request.query_params
-        offset = int(query.number("offset", asked.get("offset", "0")))
-        return shared_prompts(self._index(asked.get("a", "")), self._index(asked.get("b", "")), offset)
+        params = request.query_params
+        offset = int(query.number("offset", params.get("offset", "0")))
+        return shared_prompts(self._index(params.get("a", "")), self._index(params.get("b", "")), offset)
 
     async def search(self, request: Request) -> Response:
-        """A line of JSON for each that is found, as it is found."""
+        """Stream one JSON line per hit as it is found."""
 
-        def ask() -> Iterator[dict[str, Any]]:
-            return query.search(self._index(request.path_params["run"]), query.Query.of(request.query_params))
+        def start_search() -> Iterator[dict[str, Any]]:
+            index = self._index(request.path_params["run"])
+            return query.search(index, query.Query.from_params(request.query_params))
 
-        def lines(found: Iterator[dict[str, Any]]) -> Iterator[bytes]:
-            for line in found:
+        def lines(hits: Iterator[dict[str, Any]]) -> Iterator[bytes]:
+            for line in hits:
                 yield orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
 
         try:
-            found = await run_in_threadpool(ask)
+            hits = await run_in_threadpool(start_search)
         except LookupError as error:
             return to_json({"error": str(error.args[0])}, 404)
         except ConfigError as error:
             return to_json({"error": str(error)}, 400)
-        return StreamingResponse(lines(found), media_type="application/x-ndjson")
+        return StreamingResponse(lines(hits), media_type="application/x-ndjson")
 
     async def events(self, request: Request) -> Response:
-        """News of a run as they come, and what its broker says where `?now=1` asks for it."""
+        """Server-sent events with the run's progress whenever it changes, and with `?now=1` the broker's status."""
         name, with_now = request.path_params["run"], "now" in request.query_params
         try:
             await run_in_threadpool(self.runs.find, name)
         except (LookupError, ConfigError) as error:
             return to_json({"error": str(error.args[0])}, 404)
 
-        async def news() -> AsyncIterator[dict[str, str]]:
-            said: dict[str, bytes] = {}
+        async def changes() -> AsyncIterator[dict[str, str]]:
+            sent: dict[str, bytes] = {}
             while True:
                 run = await run_in_threadpool(self.runs.find, name)
-                topics = {"news": run.news} | ({"now": run.live.look} if with_now else {})
-                for topic, ask in topics.items():
-                    data = orjson.dumps(await run_in_threadpool(ask), option=orjson.OPT_NON_STR_KEYS)
-                    if data != said.get(topic):
-                        said[topic] = data
+                topics = {"news": run.progress} | ({"now": run.live.get} if with_now else {})
+                for topic, read in topics.items():
+                    data = orjson.dumps(await run_in_threadpool(read), option=orjson.OPT_NON_STR_KEYS)
+                    if data != sent.get(topic):
+                        sent[topic] = data
                         yield {"event": topic, "data": data.decode()}
-                await asyncio.sleep(EVENT_S)
+                await asyncio.sleep(POLL_S)
 
-        return EventSourceResponse(news())
+        return EventSourceResponse(changes())
 
 
 ENDS = ("from", "to")
-"""of a stretch of time, Unix seconds"""
+"""Query parameters of a time window, in Unix seconds."""

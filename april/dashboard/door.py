@@ -1,4 +1,4 @@
-"""Who may look: this machine's own browser by its own name for this machine, or whoever has the token."""
+"""Access control of the dashboard: local browsers under a loopback host name, or anyone with the token."""
 
 import secrets
 from http.cookies import SimpleCookie
@@ -18,12 +18,12 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-"""of every answer: no page may load from elsewhere, nor be shown inside another"""
+"""Headers of every response: pages load nothing from other origins, and cannot be framed."""
 
 
-class Door:
-    """Around the application. Without a token the host that is asked for must be one of loopback's names, so that
-    another site cannot reach it by a name of its own (DNS rebinding)."""
+class HttpGuard:
+    """ASGI middleware. Without a token the Host header must be a loopback name, which prevents DNS rebinding: another
+    site cannot reach the server under a name of its own."""
 
     def __init__(self, app: ASGIApp, token: str):
         self.app, self.token = app, token
@@ -34,19 +34,23 @@ class Door:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                named = {name for name, _ in message["headers"]}
-                more = {"cache-control": "no-cache"} | HEADERS
+                present = {name for name, _ in message["headers"]}
+                defaults = {"cache-control": "no-cache"} | HEADERS
                 message["headers"] = [
                     *message["headers"],
-                    *((name.encode(), value.encode()) for name, value in more.items() if name.encode() not in named),
+                    *(
+                        (name.encode(), value.encode())
+                        for name, value in defaults.items()
+                        if name.encode() not in present
+                    ),
                 ]
             await send(message)
 
-        answer = self._answer(scope)
+        answer = self._reject(scope)
         await (answer or self.app)(scope, receive, send_with_headers)
 
-    def _answer(self, scope: Scope) -> PlainTextResponse | RedirectResponse | None:
-        """What is said instead of the page; None for whoever may see it."""
+    def _reject(self, scope: Scope) -> PlainTextResponse | RedirectResponse | None:
+        """The response to a request without access, or a redirect that stores the token in a cookie; None: allowed."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if not self.token:
             if host_of(headers.get("host", "")) in LOOPBACK:
@@ -54,8 +58,8 @@ class Door:
             return PlainTextResponse("ask for this dashboard as localhost\n", 403)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if self._is_token(query.pop("token", "")):
-            where = scope["path"] + (f"?{urlencode(query)}" if query else "")
-            answer = RedirectResponse("/" + where.lstrip("/"), 303)
+            target = scope["path"] + (f"?{urlencode(query)}" if query else "")
+            answer = RedirectResponse("/" + target.lstrip("/"), 303)
             answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
             return answer
         cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
@@ -64,12 +68,12 @@ class Door:
             return None
         return PlainTextResponse("open the address that `april dashboard` has printed, with its token\n", 401)
 
-    def _is_token(self, said: str) -> bool:
-        return secrets.compare_digest(said.encode(), self.token.encode())
+    def _is_token(self, shown: str) -> bool:
+        return secrets.compare_digest(shown.encode(), self.token.encode())
 
 
 def host_of(header: str) -> str:
-    """`127.0.0.1:8642` and `[::1]:8642` without their ports."""
+    """The host of a Host header without its port, such as `127.0.0.1:8642` or `[::1]:8642`."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]

@@ -1,5 +1,5 @@
-"""The runs that a dashboard shows: one, those of a folder, or a live broker's; read ahead in one thread while somebody
-looks at them."""
+"""The runs that a dashboard shows: one, those of a folder, or a live broker's. One thread follows the files of the runs
+that are being viewed."""
 
 import logging
 import threading
@@ -10,37 +10,39 @@ from typing import Any
 
 from april.config import ConfigError, check_address
 from april.dashboard.index import SampleIndex
-from april.dashboard.live import Live
+from april.dashboard.live import LiveStatus
 from april.dashboard.steps import Steps
 from april.formats.versions import RUN_FOLDER
-from april.launch.operate import Target
+from april.launch.operate import RunAddress
 from april.processes import heap
 from april.report.run_folder import dig, read_summary
 
 log = logging.getLogger(__name__)
 
 LIVE = "live"
-"""name of a run that is known by its broker alone"""
+"""Name of a run that is known only by its broker's address."""
 PAUSE_S = 0.5
-"""between two looks at the files"""
-TURN_S = 0.2
-"""of reading for one run, before it is another's turn"""
-WAIT_S = 0.02
-"""between two looks at what the reader has read"""
-AWAY_S = 60.0
-"""since a run was asked for last; it is not followed any more"""
-MOST_INDEXES = 2
-"""samples of so many runs are kept in memory; those asked for longest ago are let go"""
+"""Pause between two scans of the files."""
+READ_BUDGET_S = 0.2
+"""Reading time for one run before the next run's turn."""
+POLL_S = 0.02
+"""Interval at which `find` checks whether the reader thread has read the first samples."""
+IDLE_S = 60.0
+"""A run that was not requested for so long is no longer followed."""
+MAX_INDEXES = 2
+"""Runs whose sample index is kept in memory; the least recently requested are evicted."""
 
 
 class WatchedRun:
-    def __init__(self, name: str, path: Path | None, target: Target):
+    """One run: its live status, steps and, once requested, its sample index."""
+
+    def __init__(self, name: str, path: Path | None, target: RunAddress):
         self.name, self.path = name, path
-        self.live = Live(target)
+        self.live = LiveStatus(target)
         self.steps = Steps(path) if path else None
         self.index: SampleIndex | None = None
         self.problem = ""
-        """why its files cannot be followed at the moment"""
+        """Why its files cannot be read at the moment; "" while they can."""
         self.asked_at = time.monotonic()
         self.all_read = False
 
@@ -50,7 +52,7 @@ class WatchedRun:
 
     @property
     def model(self) -> Path:
-        """The policy's folder; a path that is not absolute was meant from where the run was started."""
+        """The policy's folder; a relative path is resolved from the folder in which the run was started."""
         config = self.config
         model, runs = (Path(str(dig(config, *keys) or "")) for keys in (("model", "path"), ("run", "dir")))
         if self.path is None or model.is_absolute() or runs.is_absolute():
@@ -58,29 +60,29 @@ class WatchedRun:
         started_in = self.path.resolve().parents[len(runs.parts)]
         return started_in / model if (started_in / model).is_dir() else model
 
-    def read_on(self, budget_s: float) -> bool:
-        """Read what is new of its files for about so long; whether that was all."""
+    def read_new(self, budget_s: float) -> bool:
+        """Read new data of its files for about `budget_s`; returns whether everything was read."""
         if self.steps is None:
             return True
         try:
-            whole = self.steps.follow(budget_s)
+            is_complete = self.steps.follow(budget_s)
             self.problem = ""
         except (ConfigError, OSError) as error:
             self.problem = str(error)
             return True
         index, deadline = self.index, time.monotonic() + budget_s
-        if index is not None and whole:
+        if index is not None and is_complete:
             if not index.pending:
-                index.look()
-            while more := index.advance():
+                index.scan()
+            while advanced := index.advance():
                 if time.monotonic() > deadline:
                     break
-            whole = not more
-        self.all_read = whole
-        return whole
+            is_complete = not advanced
+        self.all_read = is_complete
+        return is_complete
 
-    def news(self) -> dict[str, Any]:
-        """What changes while the run goes on."""
+    def progress(self) -> dict[str, Any]:
+        """The figures that change while the run goes on."""
         index = self.index
         return {
             "steps": len(self.steps) if self.steps else 0,
@@ -92,23 +94,23 @@ class WatchedRun:
 
     @property
     def state(self) -> str:
-        summary = quiet_summary(self.path) if self.path else {}
+        summary = summary_or_empty(self.path) if self.path else {}
         return summary.get("state") or "running"
 
 
 class Runs:
     """`Runs("runs/NAME")`, `Runs("runs")` or `Runs("tcp://HOST:PORT")`. Raises ConfigError for anything else."""
 
-    def __init__(self, what: str, keys: Path | None = None):
+    def __init__(self, source: str, keys: Path | None = None):
         self._keys, self._lock = keys, threading.Lock()
         self._watched: dict[str, WatchedRun] = {}
         self._closed = threading.Event()
-        if "://" in what:
+        if "://" in source:
             self.folder, self.single = None, None
-            self._watched[LIVE] = WatchedRun(LIVE, None, Target(None, check_address(what), keys))
+            self._watched[LIVE] = WatchedRun(LIVE, None, RunAddress(None, check_address(source), keys))
         else:
-            self.folder, self.single = place(Path(what))
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
+            self.folder, self.single = locate(Path(source))
+        threading.Thread(target=self._read_loop, name="reader", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
@@ -119,8 +121,8 @@ class Runs:
         return sorted(path.name for path in self.folder.iterdir() if (path / "config.toml").is_file())
 
     def find(self, name: str, samples: bool = False) -> WatchedRun:
-        """A run, followed from now on; its samples too, if asked for. Raises LookupError, and ConfigError for a folder
-        of another April."""
+        """The run of that name, followed from now on, with its samples if `samples`. Raises LookupError for an unknown
+        name, and ConfigError for a run folder of an incompatible version."""
         with self._lock:
             run = self._watched.get(name)
             if run is None:
@@ -128,40 +130,40 @@ class Runs:
                     raise LookupError(f"run {name!r} is not here; there are {', '.join(self.names()) or 'none'}")
                 path = self.single or (self.folder or Path()) / name
                 RUN_FOLDER.check(path)
-                run = self._watched[name] = WatchedRun(name, path, Target(path, None, self._keys))
+                run = self._watched[name] = WatchedRun(name, path, RunAddress(path, None, self._keys))
             run.asked_at = time.monotonic()
             if samples and run.index is None and run.path:
                 run.index = SampleIndex(run.path)
-                run.index.look()
+                run.index.scan()
                 run.all_read = False
-                self._let_go(run)
+                self._evict_indexes(run)
         if run.steps is not None and not len(run.steps):
-            run.read_on(TURN_S)
+            run.read_new(READ_BUDGET_S)
         if run.index is not None and not run.index.steps_read:
             self._wait_for_samples(run)
         return run
 
     def _wait_for_samples(self, run: WatchedRun) -> None:
-        """For the first of them, which the reader is about to read."""
+        """Wait briefly until the reader thread has read the first samples."""
         deadline = time.monotonic() + 2 * PAUSE_S
         while time.monotonic() < deadline and not (run.all_read or (run.index and run.index.steps_read)):
-            time.sleep(WAIT_S)
+            time.sleep(POLL_S)
 
-    def _let_go(self, kept: WatchedRun) -> None:
-        """Of samples that nobody looks at."""
-        having = [run for run in self._watched.values() if run.index is not None and run is not kept]
-        for run in sorted(having, key=lambda run: run.asked_at)[: len(having) + 1 - MOST_INDEXES]:
+    def _evict_indexes(self, kept: WatchedRun) -> None:
+        """Drop the sample indexes of the least recently requested runs."""
+        indexed = [run for run in self._watched.values() if run.index is not None and run is not kept]
+        for run in sorted(indexed, key=lambda run: run.asked_at)[: len(indexed) + 1 - MAX_INDEXES]:
             run.index = None
 
     def describe(self) -> list[dict[str, Any]]:
-        """Of each run what a list of them says."""
+        """One entry per run for the list of runs."""
         return [self._describe(name) for name in self.names()]
 
     def _describe(self, name: str) -> dict[str, Any]:
         path = self.single or (self.folder / name if self.folder else None)
         if path is None:
             return {"name": name, "state": "running", "steps": None, "reward": None, "live": True, "folder": False}
-        summary, config = quiet_summary(path), read_config(path)
+        summary, config = summary_or_empty(path), read_config(path)
         return {
             "name": name,
             "folder": True,
@@ -175,19 +177,19 @@ class Runs:
             "live": (path / "address").is_file() and (summary.get("state") or "running") == "running",
         }
 
-    def _read(self) -> None:
+    def _read_loop(self) -> None:
         while not self._closed.wait(0.0):
             with self._lock:
-                wanted = [run for run in self._watched.values() if time.monotonic() - run.asked_at < AWAY_S]
-            whole = [run.read_on(TURN_S) for run in wanted]
-            if wanted:
+                followed = [run for run in self._watched.values() if time.monotonic() - run.asked_at < IDLE_S]
+            complete = [run.read_new(READ_BUDGET_S) for run in followed]
+            if followed:
                 heap.give_back()
-            if all(whole) and self._closed.wait(PAUSE_S):
+            if all(complete) and self._closed.wait(PAUSE_S):
                 return
 
 
-def place(path: Path) -> tuple[Path | None, Path | None]:
-    """(folder of runs, run): one of them. Raises ConfigError."""
+def locate(path: Path) -> tuple[Path | None, Path | None]:
+    """(folder of runs, run folder), one of which is None. Raises ConfigError."""
     if not path.is_dir():
         raise ConfigError(f"run folder {path} does not exist; give the folder of a run, of runs, or tcp://HOST:PORT")
     if (path / "config.toml").is_file():
@@ -199,14 +201,14 @@ def place(path: Path) -> tuple[Path | None, Path | None]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Empty where it cannot be read: nothing that is shown depends on it."""
+    """The run's configuration; {} if it cannot be read, since no page depends on it."""
     try:
         return tomllib.loads((path / "config.toml").read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}
 
 
-def quiet_summary(path: Path) -> dict[str, Any]:
+def summary_or_empty(path: Path) -> dict[str, Any]:
     try:
         return read_summary(path / "summary.json")
     except (ConfigError, OSError):

@@ -1,5 +1,5 @@
-"""Which samples a run has kept: a row of small numbers each, so that a million of them are filtered and sorted in
-memory, file by file as they are read, the newest first."""
+"""An in-memory index of a run's kept samples: one row of numbers per sample, compact enough to filter and sort a
+million of them. Files are read one by one, the newest first."""
 
 import logging
 import mmap
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from april.report.samples import files
+from april.report.samples import sample_files
 
 log = logging.getLogger(__name__)
 
-KNOWN = {
+COLUMNS = {
     "step": np.int32,
     "group": np.int64,
     "index": np.int32,
@@ -30,53 +30,58 @@ KNOWN = {
     "staleness": np.int16,
     "prompt": np.uint64,
 }
-"""columns of every sample: `branch`, of the session of an agent; `tokens`, those that the policy has sampled; `oldest`
-and `newest`, steps of its versions; `staleness`, of its oldest token; `prompt`, a digest of its prompt's text"""
-WORDS = ("finish_reason", "discarded", "worker")
-"""columns of few different words, where they are there"""
-READ = ("group", "index", "reward", "advantage", "trained", "prompt")
-WITHIN = {"segments": ("start", "end", "step"), "stays": ("what", "where")}
-"""of columns of lists, what is read"""
-LIFE = ("opened_at", "delivered_at")
-"""columns of Unix seconds, of which the index keeps the distance alone, as `life_s`"""
-PLAIN = ("attempts", "discarded_from", "parent", "shared")
-"""columns that are not searched for"""
-MOST_FURTHER = 6
-"""columns of one number a sample beyond those of April 0.2's files; more are not searched for"""
-MOST_WORDS = 1000
+"""Columns of every sample. `branch`: fork of an agent's session; `tokens`: sampled tokens; `versions`: number of policy
+versions; `oldest` and `newest`: their policy steps; `staleness`: of the oldest token, in steps; `prompt`: digest of the
+prompt's text."""
+TEXT_COLUMNS = ("finish_reason", "discarded", "worker")
+"""Optional columns with few distinct texts, stored as numbers."""
+FLAT_COLUMNS = ("group", "index", "reward", "advantage", "trained", "prompt")
+"""Columns of a file that are read as they are."""
+NESTED_FIELDS = {"segments": ("start", "end", "step"), "stays": ("what", "where")}
+"""Fields that are read of each column of lists."""
+TIME_COLUMNS = ("opened_at", "delivered_at")
+"""Columns of Unix seconds, of which the index keeps only the difference, as `life_s`."""
+UNINDEXED_COLUMNS = ("attempts", "discarded_from", "parent", "shared")
+"""Columns that are not indexed."""
+MAX_EXTRA_COLUMNS = 6
+"""Further numeric columns that are indexed; more are skipped."""
+MAX_TEXTS = 1000
+"""Distinct texts of a text column; further ones count as ""."""
 GROWTH = 1.25
+"""Factor by which a full column grows."""
 GONE = -1
-"""step of a row whose file is no longer there"""
+"""Step of a row whose file no longer exists."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
-    """Of a file, as it was read."""
+class FileVersion:
+    """Modification time and size of a file when it was read."""
 
     modified_ns: int
     size: int
 
 
 class SampleIndex:
-    """`column(name)` is an array with a value a row; rows of files that are gone have step GONE.
+    """The index of one run. `column(name)` has one value per row; rows of deleted files have step GONE.
 
     index = SampleIndex(run_dir)
-    while index.advance():      # one file more; from one thread, while others read
+    index.scan()
+    while index.advance():      # one more file; from one thread, while others read
         ...
     """
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.count = 0
-        self.columns: dict[str, np.ndarray] = {name: room(0, np.dtype(kind)) for name, kind in KNOWN.items()}
-        self.words: dict[str, list[str]] = {}
-        """of each column of words, in the order of their numbers"""
+        self.columns: dict[str, np.ndarray] = {name: new_column(0, np.dtype(kind)) for name, kind in COLUMNS.items()}
+        self.texts_by_column: dict[str, list[str]] = {}
+        """The texts of each text column; the column stores their positions in this list."""
         self.unreadable: dict[int, str] = {}
-        """steps whose file cannot be read, and why"""
+        """Steps whose file cannot be read, and why."""
         self.lock = threading.Lock()
-        self._read: dict[int, tuple[Stamp, int, int]] = {}
-        """by step: the file that was read, and its rows"""
-        self._todo: list[tuple[int, Path]] = []
+        self._read: dict[int, tuple[FileVersion, int, int]] = {}
+        """By step: the version of its file that was read, its first row and the end of its rows."""
+        self._pending_files: list[tuple[int, Path]] = []
         self.steps_kept = 0
 
     @property
@@ -85,46 +90,46 @@ class SampleIndex:
 
     @property
     def pending(self) -> bool:
-        """Whether files that were found have yet to be read."""
-        return bool(self._todo)
+        """Whether files that `scan` found have not been read yet."""
+        return bool(self._pending_files)
 
     def column(self, name: str) -> np.ndarray:
         return self.columns[name][: self.count]
 
-    def look(self) -> None:
-        """Find files that are new, changed or gone."""
-        found = files(self.run_dir)
+    def scan(self) -> None:
+        """Find new and changed files, and drop the rows of deleted ones."""
+        found = sample_files(self.run_dir)
         self.steps_kept = len(found)
         for step in [step for step in self._read if step not in found]:
             self._forget(step)
-        changed = [step for step, path in found.items() if self._stale(step, path)]
-        self._todo = [(step, found[step]) for step in sorted(changed)]
+        changed = [step for step, path in found.items() if self._is_stale(step, path)]
+        self._pending_files = [(step, found[step]) for step in sorted(changed)]
 
-    def _stale(self, step: int, path: Path) -> bool:
+    def _is_stale(self, step: int, path: Path) -> bool:
         read = self._read.get(step)
-        return read is None or read[0] != stamp_of(path)
+        return read is None or read[0] != file_version(path)
 
     def advance(self) -> bool:
-        """Read one of the files that `look` has found; whether there was one."""
-        if not self._todo:
+        """Read the newest file that `scan` found; returns False if there was none."""
+        if not self._pending_files:
             return False
-        step, path = self._todo.pop()
-        stamp = stamp_of(path)
-        if stamp is None:
+        step, path = self._pending_files.pop()
+        version = file_version(path)
+        if version is None:
             return True
         try:
-            columns, words = describe(path, step)
+            columns, texts_by_column = read_columns(path, step)
         except Exception as error:
             self.unreadable[step] = f"{path.name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             log.warning("samples %s cannot be read: %s", path, error)
-            columns, words = {name: np.empty(0, kind) for name, kind in KNOWN.items()}, {}
+            columns, texts_by_column = {name: np.empty(0, kind) for name, kind in COLUMNS.items()}, {}
         else:
             self.unreadable.pop(step, None)
         with self.lock:
             self._forget(step)
             begin = self.count
-            self._append(columns, words)
-            self._read[step] = (stamp, begin, self.count)
+            self._append(columns, texts_by_column)
+            self._read[step] = (version, begin, self.count)
         return True
 
     def _forget(self, step: int) -> None:
@@ -132,91 +137,93 @@ class SampleIndex:
         if read:
             self.columns["step"][read[1] : read[2]] = GONE
 
-    def _append(self, columns: dict[str, np.ndarray], words: dict[str, list[str | None]]) -> None:
-        more = len(columns["step"])
-        for name, texts in words.items():
-            columns[name] = self._numbered(name, texts)
-        end = self.count + more
+    def _append(self, columns: dict[str, np.ndarray], texts_by_column: dict[str, list[str | None]]) -> None:
+        new_rows = len(columns["step"])
+        for name, texts in texts_by_column.items():
+            columns[name] = self._encode_texts(name, texts)
+        end = self.count + new_rows
         for name, values in columns.items():
-            if name not in self.columns and (name in WORDS or len(self.columns) < len(KNOWN) + MOST_FURTHER):
-                self.columns[name] = room(len(self.columns["step"]), values.dtype)
-                self.columns[name][: self.count] = lacking(values.dtype)
+            if name not in self.columns and (
+                name in TEXT_COLUMNS or len(self.columns) < len(COLUMNS) + MAX_EXTRA_COLUMNS
+            ):
+                self.columns[name] = new_column(len(self.columns["step"]), values.dtype)
+                self.columns[name][: self.count] = missing_value(values.dtype)
         for name, column in self.columns.items():
             if end > len(column):
-                larger = room(max(end, int(len(column) * GROWTH)), column.dtype)
+                larger = new_column(max(end, int(len(column) * GROWTH)), column.dtype)
                 larger[: self.count] = column[: self.count]
                 self.columns[name] = column = larger
-            column[self.count : end] = columns.get(name, lacking(column.dtype))
+            column[self.count : end] = columns.get(name, missing_value(column.dtype))
         self.count = end
 
-    def _numbered(self, name: str, texts: list[str | None]) -> np.ndarray:
-        known = self.words.setdefault(name, [""])
-        numbers = {word: number for number, word in enumerate(known)}
-        for text in texts:
-            if (text or "") not in numbers and len(known) < MOST_WORDS:
-                numbers[text or ""] = len(known)
-                known.append(text or "")
-        return np.array([numbers.get(text or "", 0) for text in texts], np.int16)
+    def _encode_texts(self, name: str, values: list[str | None]) -> np.ndarray:
+        texts = self.texts_by_column.setdefault(name, [""])
+        numbers = {word: number for number, word in enumerate(texts)}
+        for text in values:
+            if (text or "") not in numbers and len(texts) < MAX_TEXTS:
+                numbers[text or ""] = len(texts)
+                texts.append(text or "")
+        return np.array([numbers.get(text or "", 0) for text in values], np.int16)
 
     @property
-    def further(self) -> list[str]:
-        """Columns of numbers that this April does not know."""
-        return [name for name in self.columns if name not in KNOWN and name not in self.words]
+    def extra_columns(self) -> list[str]:
+        """Names of the indexed columns that are not in COLUMNS or TEXT_COLUMNS."""
+        return [name for name in self.columns if name not in COLUMNS and name not in self.texts_by_column]
 
     def row(self, number: int) -> dict[str, Any]:
-        """One row by its columns, words as words."""
+        """One row as a dictionary, with texts in place of their numbers and None for NaN."""
         row: dict[str, Any] = {}
         for name, column in self.columns.items():
             value = column[number].item()
-            if name in self.words:
-                value = self.words[name][value]
+            if name in self.texts_by_column:
+                value = self.texts_by_column[name][value]
             row[name] = None if value != value else value
-        return row | {"prompt": f"{row['prompt']:016x}", "place": self.place(number)[1]}
+        return row | {"prompt": f"{row['prompt']:016x}", "place": self.position(number)[1]}
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Of a row: its step, and which row of that step's file it is."""
+    def position(self, number: int) -> tuple[int, int]:
+        """(step, row within that step's file) of a row of the index."""
         step = self.columns["step"][number].item()
         return step, number - self._read[step][1] if step != GONE else 0
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(step, first row, end) of each file, the newest step first."""
+        """(step, first row, end of rows) of each file, the newest step first."""
         with self.lock:
             return sorted(((step, begin, end) for step, (_, begin, end) in self._read.items()), reverse=True)
 
 
-def stamp_of(path: Path) -> Stamp | None:
-    """None where the file is gone."""
+def file_version(path: Path) -> FileVersion | None:
+    """The version of a file; None if it no longer exists."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return Stamp(found.st_mtime_ns, found.st_size)
+    return FileVersion(status.st_mtime_ns, status.st_size)
 
 
-def room(count: int, kind: np.dtype) -> np.ndarray:
-    """Of the system's own pages: what is not written yet takes no memory, and a column that was too short gives all of
-    its back."""
+def new_column(count: int, kind: np.dtype) -> np.ndarray:
+    """A zeroed array on anonymous memory-mapped pages: pages not yet written take no memory, and a replaced column
+    returns all of its memory to the system."""
     pages = mmap.mmap(-1, max(1, count * kind.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, kind, count)
 
 
-def lacking(kind: np.dtype) -> Any:
+def missing_value(kind: np.dtype) -> Any:
     return np.nan if kind.kind == "f" else 0
 
 
-def describe(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, list[str | None]]]:
-    """A file's columns of numbers, and its columns of words."""
+def read_columns(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, list[str | None]]]:
+    """(numeric columns, text columns) of a file."""
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
-        words = [name for name in WORDS if name in schema.names]
-        further = [field.name for field in schema if is_further(field)][:MOST_FURTHER]
-        times = [name for name in LIFE if name in schema.names]
+        text_columns = [name for name in TEXT_COLUMNS if name in schema.names]
+        extra_columns = [field.name for field in schema if is_extra_column(field)][:MAX_EXTRA_COLUMNS]
+        times = [name for name in TIME_COLUMNS if name in schema.names]
         stays = "stays" in schema.names
         branch = [name for name in ("branch",) if name in schema.names]
-        flat = [*READ, *branch, *words, *further, *times]
-        table = file.read([*flat, *leaves(file)], use_threads=False).combine_chunks()
+        flat = [*FLAT_COLUMNS, *branch, *text_columns, *extra_columns, *times]
+        table = file.read([*flat, *nested_paths(file)], use_threads=False).combine_chunks()
     columns = {
         "step": np.full(len(table), step, np.int32),
         "group": numbers(table, "group", np.int64),
@@ -225,26 +232,26 @@ def describe(path: Path, step: int) -> tuple[dict[str, np.ndarray], dict[str, li
         "reward": numbers(table, "reward", np.float64),
         "advantage": numbers(table, "advantage", np.float32),
         "trained": numbers(table, "trained", np.int8),
-        **{name: numbers(table, name, np.float32) for name in further},
-        **of_segments(table["segments"], step),
-        "prompt": digests_of(table["prompt"]),
+        **{name: numbers(table, name, np.float32) for name in extra_columns},
+        **segment_columns(table["segments"], step),
+        "prompt": text_digests(table["prompt"]),
     }
-    if len(times) == len(LIFE):
-        opened, delivered = (numbers(table, name, np.float64) for name in LIFE)
+    if len(times) == len(TIME_COLUMNS):
+        opened, delivered = (numbers(table, name, np.float64) for name in TIME_COLUMNS)
         columns["life_s"] = (delivered - opened).astype(np.float32)
-    said = {name: table[name].to_pylist() for name in words}
-    return columns, said | ({"worker": last_workers(table["stays"])} if stays else {})
+    texts_by_column = {name: table[name].to_pylist() for name in text_columns}
+    return columns, texts_by_column | ({"worker": last_workers(table["stays"])} if stays else {})
 
 
-def leaves(file: Any) -> list[str]:
-    """The paths of what is read of a file's columns of lists."""
-    paths = [file.schema.column(place).path for place in range(len(file.schema.names))]
-    return [path for path in paths if path.split(".")[-1] in WITHIN.get(path.split(".")[0], ())]
+def nested_paths(file: Any) -> list[str]:
+    """Parquet paths of NESTED_FIELDS."""
+    paths = [file.schema.column(position).path for position in range(len(file.schema.names))]
+    return [path for path in paths if path.split(".")[-1] in NESTED_FIELDS.get(path.split(".")[0], ())]
 
 
 def last_workers(column: Any) -> list[str | None]:
-    """Who has generated the end of each sample."""
-    counts, flat = lists(column)
+    """The worker that generated the end of each sample; None if unknown."""
+    counts, flat = flatten_lists(column)
     found: list[str | None] = [None] * len(counts)
     owners = np.repeat(np.arange(len(counts)), counts).tolist()
     for owner, what, where in zip(owners, flat.field("what").to_pylist(), flat.field("where").to_pylist(), strict=True):
@@ -253,8 +260,8 @@ def last_workers(column: Any) -> list[str | None]:
     return found
 
 
-def lists(column: Any) -> tuple[np.ndarray, Any]:
-    """How long each list of a column is, int64, and all their elements one behind the other."""
+def flatten_lists(column: Any) -> tuple[np.ndarray, Any]:
+    """(length of each list, int64 [rows]; all elements concatenated) of a column of lists."""
     import pyarrow as arrow
 
     array = column.combine_chunks()
@@ -262,12 +269,16 @@ def lists(column: Any) -> tuple[np.ndarray, Any]:
     return array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64), array.flatten()
 
 
-def is_further(field: Any) -> bool:
-    """Whether a column has one number a sample that is neither known nor a time."""
+def is_extra_column(field: Any) -> bool:
+    """Whether a column is numeric, not indexed otherwise, and not a time."""
     import pyarrow.types as types
 
     of_numbers = types.is_integer(field.type) or types.is_floating(field.type) or types.is_boolean(field.type)
-    return of_numbers and field.name not in (*KNOWN, *WORDS, *PLAIN) and not field.name.endswith("_at")
+    return (
+        of_numbers
+        and field.name not in (*COLUMNS, *TEXT_COLUMNS, *UNINDEXED_COLUMNS)
+        and not field.name.endswith("_at")
+    )
 
 
 def numbers(table: Any, name: str, kind: Any) -> np.ndarray:
@@ -277,32 +288,32 @@ def numbers(table: Any, name: str, kind: Any) -> np.ndarray:
     return column.to_numpy().astype(kind)
 
 
-def of_segments(column: Any, step: int) -> dict[str, np.ndarray]:
-    """What each sample's segments say: `tokens`, `versions`, `oldest`, `newest`, `staleness`."""
-    counts, flat = lists(column)
+def segment_columns(column: Any, step: int) -> dict[str, np.ndarray]:
+    """The columns that follow from the samples' segments: `tokens`, `versions`, `oldest`, `newest`, `staleness`."""
+    counts, flat = flatten_lists(column)
     starts, ends, steps = (flat.field(name).to_numpy(zero_copy_only=False) for name in ("start", "end", "step"))
     tokens, versions = np.zeros(len(counts), np.int32), np.zeros(len(counts), np.int16)
     oldest = newest = np.full(len(counts), step - 1, np.int32)
     if len(steps):
-        some = counts > 0
-        begins = (np.cumsum(counts) - counts)[some]
-        tokens[some] = np.add.reduceat(ends - starts, begins)
+        nonempty = counts > 0
+        firsts = (np.cumsum(counts) - counts)[nonempty]
+        tokens[nonempty] = np.add.reduceat(ends - starts, firsts)
         changes = np.concatenate([[True], steps[1:] != steps[:-1]])
-        changes[begins] = True
-        versions[some] = np.add.reduceat(changes.astype(np.int16), begins)
+        changes[firsts] = True
+        versions[nonempty] = np.add.reduceat(changes.astype(np.int16), firsts)
         oldest, newest = oldest.copy(), newest.copy()
-        oldest[some] = np.minimum.reduceat(steps, begins)
-        newest[some] = np.maximum.reduceat(steps, begins)
+        oldest[nonempty] = np.minimum.reduceat(steps, firsts)
+        newest[nonempty] = np.maximum.reduceat(steps, firsts)
     staleness = np.where(counts > 0, step - 1 - oldest, 0).astype(np.int16)
     return {"tokens": tokens, "versions": versions, "oldest": oldest, "newest": newest, "staleness": staleness}
 
 
-def digests_of(column: Any) -> np.ndarray:
-    """uint64: a digest of each text."""
+def text_digests(column: Any) -> np.ndarray:
+    """A digest of each text, uint64 [rows]."""
     import pyarrow as arrow
 
     encoded = column.cast(arrow.binary()).combine_chunks().dictionary_encode()
     encoded = encoded.chunk(0) if isinstance(encoded, arrow.ChunkedArray) else encoded
     digests = [blake2b(text, digest_size=8).digest() for text in encoded.dictionary.to_pylist()]
-    of_texts = np.frombuffer(b"".join(digests), np.uint64)
-    return of_texts[encoded.indices.to_numpy(zero_copy_only=False)] if len(of_texts) else of_texts
+    unique_digests = np.frombuffer(b"".join(digests), np.uint64)
+    return unique_digests[encoded.indices.to_numpy(zero_copy_only=False)] if len(unique_digests) else unique_digests

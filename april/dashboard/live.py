@@ -1,4 +1,4 @@
-"""What a live broker says of itself, asked as a monitor; once a second at most, however many look."""
+"""The status of a live broker, requested at most once a second for all viewers together."""
 
 import threading
 import time
@@ -6,26 +6,28 @@ from typing import Any
 
 from april.config import ConfigError
 from april.connections.broker import AccessDenied, BrokerRefused, BrokerUnreachable
-from april.launch.operate import Target
+from april.launch.operate import RunAddress
 from april.report.waiting import waiting_for
 
-FRESH_S = 1.0
+MAX_AGE_S = 1.0
+"""Age up to which the last answer is reused."""
 
 
-class Live:
-    def __init__(self, target: Target):
+class LiveStatus:
+    def __init__(self, target: RunAddress):
         self._target = target
         self._lock = threading.Lock()
-        self._said: dict[str, Any] = {}
+        self._answer: dict[str, Any] = {}
         self._asked_at = float("-inf")
 
-    def look(self) -> dict[str, Any]:
-        """{"status": …, "sentence": what the run waits for}, or {"away": why no broker answers}."""
+    def get(self) -> dict[str, Any]:
+        """{"status": broker status, "sentence": what the run waits for, "at": time}, or {"away": why no broker
+        answers}."""
         with self._lock:
-            if time.monotonic() - self._asked_at >= FRESH_S:
-                self._said = self._ask()
+            if time.monotonic() - self._asked_at >= MAX_AGE_S:
+                self._answer = self._ask()
                 self._asked_at = time.monotonic()
-            return self._said
+            return self._answer
 
     def _ask(self) -> dict[str, Any]:
         try:

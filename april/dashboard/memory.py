@@ -1,4 +1,4 @@
-"""How the dashboard keeps its memory small: large arrays come and go in many threads, beside an index that stays."""
+"""Settings that keep the dashboard's memory small while many threads allocate and free large arrays."""
 
 import os
 import sys
@@ -7,22 +7,21 @@ from importlib.abc import MetaPathFinder
 from april.processes import heap
 
 LARGE_BLOCK_BYTES = 256 << 10
+"""Blocks from this size on are mapped separately, and returned to the system when freed."""
 
 
-def settle() -> None:
-    """Call before threads begin and before pyarrow is imported.
+def configure_heap() -> None:
+    """Use one heap for all threads; call before threads start and before pyarrow is imported.
 
-    Each thread would have a heap of its own, which keeps what was freed. Here there is one, large blocks are the
-    system's own and go back to it, and Arrow takes its memory from there, too.
-    """
+    By default each thread has its own heap, which keeps freed memory. With one heap, large blocks go back to the
+    system, and Arrow allocates from it, too."""
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    sys.meta_path.insert(0, WithoutPandas())
+    sys.meta_path.insert(0, BlockPandas())
     heap.tune(LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, arenas=1)
 
 
-class WithoutPandas(MetaPathFinder):
-    """pyarrow imports pandas where it can, to ask whether what it is given is pandas'. Nothing here is, and it would
-    take 35 MB."""
+class BlockPandas(MetaPathFinder):
+    """Import hook that hides pandas, which pyarrow would import for type checks, at a cost of 35 MB."""
 
     def find_spec(self, name: str, *_: object) -> None:
         if name == "pandas":

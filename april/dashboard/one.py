@@ -1,53 +1,55 @@
-"""Samples read whole, by their place in a file: a row group at a time, whatever columns it has."""
+"""Read single samples with all their columns, by their position in a step's Parquet file."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError
-from april.dashboard.pieces import Pieces
+from april.dashboard.pieces import TokenTexts
 
 EXCERPT_CHARACTERS = 160
-"""of a text in a table"""
-HEAVY = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_logprobs", "entropies", "chunks")
-"""columns with a value a token or a chunk"""
+"""Characters of a text in a table of samples."""
+TOKEN_COLUMNS = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_logprobs", "entropies", "chunks")
+"""Columns with one value per token or chunk."""
 
 
 def path_of(run_dir: Path, step: int) -> Path:
     return run_dir / "samples" / f"step_{step:06d}.parquet"
 
 
-def opened(run_dir: Path, step: int):
-    """The step's file, to be closed. Raises OSError."""
+def open_file(run_dir: Path, step: int):
+    """Open the file of a step; the caller closes it. Raises OSError."""
     import pyarrow.parquet as parquet
 
     return parquet.ParquetFile(path_of(run_dir, step))
 
 
-def read_places(run_dir: Path, step: int, places: list[int], columns: list[str] | None = None) -> list[dict[str, Any]]:
-    """Rows of a step's file, of all columns or those named. Raises ConfigError."""
+def read_rows_at(
+    run_dir: Path, step: int, positions: list[int], columns: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """Rows of a step's file by position, with all columns or the named ones. Raises ConfigError."""
     import pyarrow as arrow
 
     try:
-        with opened(run_dir, step) as file:
+        with open_file(run_dir, step) as file:
             rows: dict[int, dict[str, Any]] = {}
-            begin = 0
+            first = 0
             for number in range(file.num_row_groups):
-                end = begin + file.metadata.row_group(number).num_rows
-                inside = [place for place in places if begin <= place < end]
-                if inside:
+                end = first + file.metadata.row_group(number).num_rows
+                in_row_group = [position for position in positions if first <= position < end]
+                if in_row_group:
                     table = file.read_row_group(number, columns=columns, use_threads=False)
-                    picked = table.take([place - begin for place in inside])
-                    rows.update(zip(inside, to_rows(picked), strict=True))
-                begin = end
+                    chosen = table.take([position - first for position in in_row_group])
+                    rows.update(zip(in_row_group, to_rows(chosen), strict=True))
+                first = end
     except (OSError, arrow.ArrowInvalid) as error:
         reason = "is not kept" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise ConfigError(f"the file of step {step} {reason}; look for another step's") from None
-    return [rows[place] for place in places if place in rows]
+    return [rows[position] for position in positions if position in rows]
 
 
 def to_rows(table: Any) -> list[dict[str, Any]]:
-    """Dictionaries, in which text that is not UTF-8 shows where it is not, and what is no finite number is None."""
+    """Rows as dictionaries; invalid UTF-8 becomes U+FFFD, and numbers that are not finite become None."""
     import pyarrow as arrow
 
     columns: dict[str, list[Any]] = {}
@@ -65,19 +67,19 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     return value
 
 
-def places_of(
+def positions_of(
     run_dir: Path, step: int, group: int, index: int | None = None, branch: int = 0, discarded: str = ""
 ) -> list[int]:
-    """Of a group's samples in the step's file, or of one of them, by their index; `branch` of that, where it is the
-    session of an agent, and first what was `discarded` of it for that reason. Raises ConfigError."""
+    """Positions of a group's samples in the step's file, or of the one with `index` and `branch` (fork of an agent's
+    session); rows that were `discarded` for that reason come first. Raises ConfigError."""
     import pyarrow as arrow
 
     try:
-        with opened(run_dir, step) as file:
+        with open_file(run_dir, step) as file:
             columns = [name for name in ("group", "index", "branch", "discarded") if name in file.schema_arrow.names]
             table = file.read(columns, use_threads=False)
     except (OSError, arrow.ArrowInvalid):
@@ -86,76 +88,77 @@ def places_of(
     reasons = table["discarded"].to_pylist() if "discarded" in columns else [""] * len(table)
     rows = list(zip(table["group"].to_pylist(), table["index"].to_pylist(), branches, strict=True))
     found = [
-        (*row, (reasons[place] or "") != discarded, place)
-        for place, row in enumerate(rows)
+        (*row, (reasons[position] or "") != discarded, position)
+        for position, row in enumerate(rows)
         if row == (group, index, branch) or (index is None and row[0] == group)
     ]
     if not found:
         name = f"group {group}" if index is None else f"sample {group}.{index}"
         raise ConfigError(f"{name} is not among those that are kept of step {step}; look in the table of samples")
-    return [place for *_, place in sorted(found)]
+    return [position for *_, position in sorted(found)]
 
 
-def excerpts(run_dir: Path, wanted: list[tuple[int, int]]) -> list[dict[str, str] | None]:
-    """Of samples by (step, place): the end of the prompt and the beginning of the response; None of what is gone."""
+def excerpts(run_dir: Path, keys: list[tuple[int, int]]) -> list[dict[str, str] | None]:
+    """End of the prompt and beginning of the response of samples by (step, position); None where the row is gone."""
     by_step: dict[int, list[int]] = {}
-    for step, place in wanted:
-        by_step.setdefault(step, []).append(place)
+    for step, position in keys:
+        by_step.setdefault(step, []).append(position)
     found: dict[tuple[int, int], dict[str, str]] = {}
-    for step, places in by_step.items():
+    for step, positions in by_step.items():
         try:
-            rows = read_places(run_dir, step, places, ["prompt", "response"])
+            rows = read_rows_at(run_dir, step, positions, ["prompt", "response"])
         except ConfigError:
             continue
-        for place, row in zip(places, rows, strict=False):
+        for position, row in zip(positions, rows, strict=False):
             prompt, response = row["prompt"] or "", row["response"] or ""
-            found[step, place] = {
+            found[step, position] = {
                 "prompt": prompt[-EXCERPT_CHARACTERS:],
                 "response": response[:EXCERPT_CHARACTERS],
             }
-    return [found.get(key) for key in wanted]
+    return [found.get(key) for key in keys]
 
 
-def group_of(run_dir: Path, step: int, group: int) -> list[dict[str, Any]]:
-    """A group's samples without their columns of tokens, each with how many `tokens` its response has."""
-    with opened_or_refused(run_dir, step) as file:
-        columns = [name for name in file.schema_arrow.names if name not in HEAVY]
-    rows = read_places(run_dir, step, places_of(run_dir, step, group), columns)
-    return [row | {"tokens": sampled(row)} for row in rows]
+def read_group(run_dir: Path, step: int, group: int) -> list[dict[str, Any]]:
+    """A group's samples without TOKEN_COLUMNS, each with its number of sampled `tokens`."""
+    with open_or_refuse(run_dir, step) as file:
+        columns = [name for name in file.schema_arrow.names if name not in TOKEN_COLUMNS]
+    rows = read_rows_at(run_dir, step, positions_of(run_dir, step, group), columns)
+    return [row | {"tokens": sampled_tokens(row)} for row in rows]
 
 
-def opened_or_refused(run_dir: Path, step: int):
+def open_or_refuse(run_dir: Path, step: int):
     try:
-        return opened(run_dir, step)
+        return open_file(run_dir, step)
     except (OSError, ValueError):
         raise ConfigError(f"samples of step {step} are not kept, or cannot be read; look for another step's") from None
 
 
-def sampled(row: dict[str, Any]) -> int:
+def sampled_tokens(row: dict[str, Any]) -> int:
     return sum(segment["end"] - segment["start"] for segment in row["segments"] or [])
 
 
-def whole(run_dir: Path, step: int, place: int, model: Path, pieces: Pieces) -> dict[str, Any]:
-    """All that is kept of a sample, the `pieces` of its response, and its `turns`."""
-    (row,) = read_places(run_dir, step, [place])
+def read_sample(run_dir: Path, step: int, position: int, model: Path, token_texts: TokenTexts) -> dict[str, Any]:
+    """All columns of a sample, the text of each response token as `pieces`, and its `turns`."""
+    (row,) = read_rows_at(run_dir, step, [position])
     ids = row["response_ids"] or []
     return row | {
-        "pieces": pieces.of(model, ids),
+        "pieces": token_texts.texts(model, ids),
         "turns": row.get("turns") or turns(row, len(ids)),
-        "tokens": sampled(row),
+        "tokens": sampled_tokens(row),
     }
 
 
 def turns(row: dict[str, Any], length: int) -> list[dict[str, Any]]:
-    """Who speaks from where to where, in tokens of the response, of a file that does not say: `policy` or `other`."""
-    spoken: list[dict[str, Any]] = []
-    at = 0
+    """Spans of the response by speaker, `policy` or `other`, derived from the segments for files without a turns
+    column."""
+    spans: list[dict[str, Any]] = []
+    offset = 0
     for segment in row["segments"] or []:
-        if segment["start"] > at:
-            spoken.append({"who": "other", "start": at, "end": segment["start"]})
-        if spoken and spoken[-1]["who"] == "policy":
-            spoken[-1]["end"] = segment["end"]
+        if segment["start"] > offset:
+            spans.append({"who": "other", "start": offset, "end": segment["start"]})
+        if spans and spans[-1]["who"] == "policy":
+            spans[-1]["end"] = segment["end"]
         else:
-            spoken.append({"who": "policy", "start": segment["start"], "end": segment["end"]})
-        at = segment["end"]
-    return spoken + ([{"who": "other", "start": at, "end": length}] if at < length else [])
+            spans.append({"who": "policy", "start": segment["start"], "end": segment["end"]})
+        offset = segment["end"]
+    return spans + ([{"who": "other", "start": offset, "end": length}] if offset < length else [])

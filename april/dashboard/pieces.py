@@ -1,4 +1,4 @@
-"""The text of each token, by the tokeniser of the run's policy, where its folder is at hand."""
+"""The text of each token, by the tokenizer of the run's policy, if its folder is available."""
 
 import threading
 from pathlib import Path
@@ -6,16 +6,17 @@ from pathlib import Path
 TOKENIZER_FILE = "tokenizer.json"
 
 
-class Pieces:
-    """One tokeniser at a time is kept; there may be several runs, and large vocabularies take much memory."""
+class TokenTexts:
+    """Decodes single tokens. Only the last tokenizer is kept, because large vocabularies take much memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._folder: Path | None = None
         self._tokenizer = None
 
-    def of(self, folder: Path, ids: list[int]) -> list[str] | None:
-        """A text a token, "" where a character goes on in the next; None without a tokeniser that can be read."""
+    def texts(self, folder: Path, ids: list[int]) -> list[str] | None:
+        """The text of each token, "" where its character continues in the next token; None without a readable
+        tokenizer."""
         from tokenizers.decoders import DecodeStream
 
         with self._lock:
@@ -23,14 +24,14 @@ class Pieces:
                 self._folder, self._tokenizer = folder, load(folder)
             if self._tokenizer is None:
                 return None
-            stream, pieces = DecodeStream(skip_special_tokens=False), []
+            stream, texts = DecodeStream(skip_special_tokens=False), []
             for token in ids:
                 try:
-                    pieces.append(stream.step(self._tokenizer, token) or "")
-                except Exception:  # an id that the vocabulary has not, or bytes that never become a character
+                    texts.append(stream.step(self._tokenizer, token) or "")
+                except Exception:  # an id outside the vocabulary, or bytes that never form a character
                     stream = DecodeStream(skip_special_tokens=False)
-                    pieces.append("�")
-            return pieces
+                    texts.append("�")
+            return texts
 
 
 def load(folder: Path):
@@ -39,5 +40,5 @@ def load(folder: Path):
     path = folder / TOKENIZER_FILE
     try:
         return Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:  # what the Rust library raises has no class of its own
+    except Exception:  # the Rust library raises plain Exception
         return None

@@ -1,4 +1,4 @@
-"""Which samples are asked for: filters over the index, a sorting, and a text that is looked for in the files."""
+"""Queries over samples: filters and sorting on the index, and full-text search in the files."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,39 +10,41 @@ import numpy as np
 
 from april.config import ConfigError
 from april.dashboard.index import GONE, SampleIndex
-from april.dashboard.one import opened
+from april.dashboard.one import open_file
 
 PAGE = 50
-"""rows that are sent at once"""
+"""Rows of one answer."""
 BLOCK = 1 << 16
-"""rows that are sorted at once"""
-SEARCH_HITS = 200
+"""Rows that are sorted at once."""
+MAX_HITS = 200
 SEARCH_S = 20.0
-"""after which a search says how far it has come, and is gone on with when it is asked to be"""
+"""Time after which, or hits after which, a search pauses and says where to continue."""
 RANGES = ("min", "max")
 
 
 @dataclass(frozen=True)
 class Query:
-    """Of an address: `?reward.min=0.5&finish_reason=length&sort=-tokens&text=apple`."""
+    """The query of a URL such as `?reward.min=0.5&is.finish_reason=length&sort=-tokens&text=apple`."""
 
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """by column, both ends included"""
+    """(lowest, highest) by column, both included."""
     words: dict[str, str] = field(default_factory=dict)
+    """Required text by text column."""
     prompt: int | None = None
+    """Digest of the prompt."""
     sort: str = "-step"
-    """a column; with a minus the largest first"""
+    """A column; with a minus in descending order."""
     offset: int = 0
     text: str = ""
     before: int | None = None
-    """look for the text in steps before this one"""
+    """Search the text only in steps before this one."""
 
     @classmethod
-    def of(cls, asked: Mapping[str, str]) -> "Query":
-        """Raises ConfigError."""
+    def from_params(cls, params: Mapping[str, str]) -> "Query":
+        """Parse the parameters of a URL. Raises ConfigError."""
         ranges: dict[str, tuple[float, float]] = {}
         words = {}
-        for key, value in asked.items():
+        for key, value in params.items():
             name, _, end = key.rpartition(".")
             if end in RANGES and value:
                 low, high = ranges.get(name, (-np.inf, np.inf))
@@ -52,11 +54,11 @@ class Query:
         return cls(
             ranges,
             words,
-            digest(asked["prompt"]) if asked.get("prompt") else None,
-            asked.get("sort") or "-step",
-            max(0, int(number("offset", asked.get("offset") or "0"))),
-            asked.get("text") or "",
-            int(number("before", asked["before"])) if asked.get("before") else None,
+            digest(params["prompt"]) if params.get("prompt") else None,
+            params.get("sort") or "-step",
+            max(0, int(number("offset", params.get("offset") or "0"))),
+            params.get("text") or "",
+            int(number("before", params["before"])) if params.get("before") else None,
         )
 
 
@@ -77,74 +79,76 @@ def digest(text: str) -> int:
         raise ConfigError(f"filter 'prompt' = {text!r} is none of a prompt; take it from a sample's link") from None
 
 
-def matching(index: SampleIndex, query: Query) -> np.ndarray:
-    """Numbers of the rows that the filters let through, the text aside. Raises ConfigError for a column that is not
-    there."""
+def matching_rows(index: SampleIndex, query: Query) -> np.ndarray:
+    """Row numbers, int32, that pass the filters, not counting the text. Raises ConfigError for an unknown column."""
     with index.lock:
-        kept = index.column("step") != GONE
+        mask = index.column("step") != GONE
         for name, (low, high) in query.ranges.items():
             column = column_of(index, name)
             if low != -np.inf:
-                kept &= column >= low
+                mask &= column >= low
             if high != np.inf:
-                kept &= column <= high
+                mask &= column <= high
         for name, word in query.words.items():
             if name in index.columns:
-                known = index.words[name]
-                kept &= index.column(name) == (known.index(word) if word in known else -1)
+                known = index.texts_by_column[name]
+                mask &= index.column(name) == (known.index(word) if word in known else -1)
             elif word:
-                kept &= False
+                mask &= False
         if query.prompt is not None:
-            kept &= index.column("prompt") == np.uint64(query.prompt)
-        return true_places(kept)
+            mask &= index.column("prompt") == np.uint64(query.prompt)
+        return true_indices(mask)
 
 
-def true_places(kept: np.ndarray) -> np.ndarray:
-    """int32: where it is true."""
-    found = [np.flatnonzero(kept[at : at + BLOCK]).astype(np.int32) + np.int32(at) for at in range(0, len(kept), BLOCK)]
+def true_indices(mask: np.ndarray) -> np.ndarray:
+    """Positions of the true values, int32; computed block by block to save memory."""
+    found = [
+        np.flatnonzero(mask[start : start + BLOCK]).astype(np.int32) + np.int32(start)
+        for start in range(0, len(mask), BLOCK)
+    ]
     return np.concatenate(found) if found else np.empty(0, np.int32)
 
 
 def page(index: SampleIndex, rows: np.ndarray, query: Query) -> list[dict[str, Any]]:
-    """PAGE of the rows from the offset on, in the order that is asked for; of equals the newest first, by group."""
+    """PAGE rows from the offset on in the requested order; ties by newest step, then group and index."""
     with index.lock:
         name = query.sort.removeprefix("-")
         keys = [(column_of(index, name), query.sort.startswith("-")), (index.column("step"), True)]
         keys += [(index.column("group"), False), (index.column("index"), False)]
-        ordered = first(rows, keys, query.offset + PAGE)
+        ordered = first_rows(rows, keys, query.offset + PAGE)
         return [index.row(number) for number in ordered[query.offset :].tolist()]
 
 
-def first(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
-    """So many of the rows in order of the keys, each a column and whether its largest come first; a block of rows at a
-    time, so that no column is copied whole."""
+def first_rows(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
+    """The first `count` rows in order of the keys, each (column, whether it is descending). Rows are processed in
+    blocks, so that no column is copied as a whole."""
     front, block = rows[:0], max(BLOCK, count)
-    for at in range(0, len(rows), block):
-        front = front_of(np.concatenate([front, rows[at : at + block]]), keys, count)
+    for start in range(0, len(rows), block):
+        front = select_front(np.concatenate([front, rows[start : start + block]]), keys, count)
     return front
 
 
-def front_of(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
-    """The same of all the rows at once: only what is close to the front is sorted."""
+def select_front(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
+    """As `first_rows` on all rows at once, by partial selection: only the front is sorted."""
     chosen, rest, missing = [], rows, count
-    for column, falling in keys:
+    for column, descending in keys:
         if len(rest) <= missing:
             break
-        values = rising(column[rest], falling)
+        values = ascending_keys(column[rest], descending)
         values.partition(missing - 1)
         edge = values[missing - 1]
-        values = rising(column[rest], falling)
+        values = ascending_keys(column[rest], descending)
         chosen.append(rest[values < edge])
         missing -= len(chosen[-1])
         rest = rest[values == edge]
     front = np.concatenate([*chosen, rest[:missing]])
-    return front[np.lexsort([rising(column[front], falling) for column, falling in reversed(keys)])]
+    return front[np.lexsort([ascending_keys(column[front], descending) for column, descending in reversed(keys)])]
 
 
-def rising(values: np.ndarray, falling: bool) -> np.ndarray:
-    """Of a copy, which may be changed: smallest first; what is not a number comes last."""
+def ascending_keys(values: np.ndarray, descending: bool) -> np.ndarray:
+    """Sort keys in ascending order, NaN last. May change `values`, which has to be a copy."""
     values = values.astype(np.float64, copy=False)
-    if falling:
+    if descending:
         np.negative(values, out=values)
     values[np.isnan(values)] = np.inf
     return values
@@ -157,35 +161,36 @@ def column_of(index: SampleIndex, name: str) -> np.ndarray:
 
 
 def search(index: SampleIndex, query: Query) -> Iterator[dict[str, Any]]:
-    """Samples with the text in prompt or response, whatever its case, newest step first: {"row": …} as each is found,
-    {"searched": step} now and then, and last {"done": whether all was looked at, "before": step to go on from}."""
-    rows = matching(index, query)
-    deadline, hits, looked_at = time.monotonic() + SEARCH_S, 0, 0
+    """Search the text in prompts and responses, ignoring case, newest step first. Yields {"row": …} for each hit,
+    {"searched": step} now and then, and at last {"done": whether all files were searched, "before": step to continue
+    from}."""
+    rows = matching_rows(index, query)
+    deadline, hits, searched_files = time.monotonic() + SEARCH_S, 0, 0
     for step, begin, end in index.spans():
-        inside = rows[slice(*np.searchsorted(rows, (begin, end)))]
-        if not len(inside) or (query.before is not None and step >= query.before):
+        file_rows = rows[slice(*np.searchsorted(rows, (begin, end)))]
+        if not len(file_rows) or (query.before is not None and step >= query.before):
             continue
-        for number in having(index.run_dir, step, inside - begin, query.text):
+        for number in positions_with_text(index.run_dir, step, file_rows - begin, query.text):
             hits += 1
             with index.lock:
-                found = index.row(int(inside[number]))
+                found = index.row(int(file_rows[number]))
             yield {"row": found}
-        looked_at += 1
-        if looked_at % 50 == 0:
+        searched_files += 1
+        if searched_files % 50 == 0:
             yield {"searched": step}
-        if hits >= SEARCH_HITS or time.monotonic() > deadline:
+        if hits >= MAX_HITS or time.monotonic() > deadline:
             yield {"done": False, "before": step}
             return
     yield {"done": True, "before": None}
 
 
-def having(run_dir: Path, step: int, places: np.ndarray, text: str) -> list[int]:
-    """Which of a file's rows at these places, in rising order, have the text; none of a file that is gone."""
+def positions_with_text(run_dir: Path, step: int, positions: np.ndarray, text: str) -> list[int]:
+    """Indices into `positions` (ascending rows of a step's file) of the rows with the text; [] if the file is gone."""
     import pyarrow as arrow
     import pyarrow.compute as compute
 
     try:
-        with opened(run_dir, step) as file:
+        with open_file(run_dir, step) as file:
             table = file.read(["prompt", "response"], use_threads=False)
     except (OSError, arrow.ArrowInvalid):
         return []
@@ -193,4 +198,4 @@ def having(run_dir: Path, step: int, places: np.ndarray, text: str) -> list[int]
     for name in ("prompt", "response"):
         found = compute.match_substring(table[name], text, ignore_case=True)
         hits |= found.fill_null(False).to_numpy()
-    return np.flatnonzero(hits[places[places < len(hits)]]).tolist()
+    return np.flatnonzero(hits[positions[positions < len(hits)]]).tolist()

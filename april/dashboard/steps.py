@@ -1,5 +1,5 @@
-"""The steps of a run as columns of numbers, followed while metrics.jsonl grows; what workers did is read again when it
-is asked for."""
+"""The steps of a run as columns of numbers, followed while metrics.jsonl grows. Worker events are read from the file on
+request."""
 
 import math
 import threading
@@ -15,110 +15,112 @@ import orjson
 from april.formats.metrics import is_step
 from april.report.run_folder import read_summary, records_from
 
-LEFT_OUT = ("lanes", "alarms", "tokens_by_age", "trained_histogram", "created_histogram")
-"""keys of a line that are no figures to draw"""
-MOST_COLUMNS = 256
-SHARE_OF_VERSION = "version_share_"
-"""a column a version would be a column a step"""
+SKIPPED_KEYS = ("lanes", "alarms", "tokens_by_age", "trained_histogram", "created_histogram")
+"""Keys of a record that are not drawn as curves."""
+MAX_COLUMNS = 256
+VERSION_SHARE = "version_share_"
+"""Prefix of keys that name a policy version, skipped because they would add a column per step."""
 
 
 class Steps:
-    """`columns` hold a value a step, in order of the steps, NaN where a line has none.
+    """`columns` hold one value per step, in file order, NaN where a record has none.
 
     steps = Steps(run_dir)
-    steps.follow()          # what has been written since; may be called from any thread
+    steps.follow()          # read new lines; may be called from any thread
     """
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / "metrics.jsonl"
         self._lock, self._following = threading.Lock(), threading.Lock()
         self._offset = self._lines = 0
-        self._begin()
+        self._clear()
 
     def __len__(self) -> int:
-        return len(self._begins)
+        return len(self._line_offsets)
 
     def follow(self, budget_s: float = math.inf) -> bool:
-        """Take in lines that are new, for so long; whether that was all of them. Raises ConfigError for a damaged
+        """Read new lines for at most `budget_s`; returns whether all were read. Raises ConfigError for a damaged
         file."""
         deadline = time.monotonic() + budget_s
         with self._following:
             if self.path.exists() and self.path.stat().st_size < self._offset:
-                self._forget()
-            for record, begin, end in records_from(self.path, self._offset, self._lines):
+                self._restart()
+            for record, line_offset, end in records_from(self.path, self._offset, self._lines):
                 with self._lock:
                     if is_step(record):
-                        self._take(record, begin)
+                        self._add(record, line_offset)
                     self._offset = end
                     self._lines += 1
                 if time.monotonic() > deadline:
                     return False
             return True
 
-    def _forget(self) -> None:
-        """The file is another one."""
+    def _restart(self) -> None:
+        """Start over, because the file was replaced by a shorter one."""
         with self._lock:
-            self._begin()
+            self._clear()
 
-    def _begin(self) -> None:
+    def _clear(self) -> None:
         self.columns: dict[str, array[float]] = {"step": array("d")}
         self.alarms: dict[int, list[dict[str, str]]] = {}
-        """by step, where there are some"""
+        """Alarms by step, where some were raised."""
         self._rows: dict[int, int] = {}
-        """of the columns, by step"""
-        self._begins: array[int] = array("q")
-        """bytes at which the lines of the rows begin"""
+        """Row of each step in the columns."""
+        self._line_offsets: array[int] = array("q")
+        """Byte offset in the file of each row's line."""
         self._offset = self._lines = 0
 
-    def _take(self, record: dict[str, Any], begin: int) -> None:
+    def _add(self, record: dict[str, Any], line_offset: int) -> None:
         step = record["step"]
         row = self._rows.get(step)
         if row is None:
-            row = self._rows[step] = len(self._begins)
-            self._begins.append(begin)
+            row = self._rows[step] = len(self._line_offsets)
+            self._line_offsets.append(line_offset)
             for column in self.columns.values():
                 column.append(math.nan)
-        self._begins[row] = begin
+        self._line_offsets[row] = line_offset
         for name, value in figures(record):
             if name not in self.columns:
-                if len(self.columns) == MOST_COLUMNS:
+                if len(self.columns) == MAX_COLUMNS:
                     continue
-                self.columns[name] = array("d", [math.nan]) * len(self._begins)
+                self.columns[name] = array("d", [math.nan]) * len(self._line_offsets)
             self.columns[name][row] = value
         self.alarms.pop(step, None)
         if raised := record.get("alarms"):
             self.alarms[step] = raised
 
     def table(self, names: list[str] | None = None, after: int = 0) -> dict[str, np.ndarray | None]:
-        """Columns by name, all or those asked for, of the steps after one; NaN where a value is lacking."""
+        """All or the named columns, in order of the steps, for steps after `after`; None for an unknown column."""
         with self._lock:
             rows = [row for step, row in sorted(self._rows.items()) if step > after]
-            wanted = self.columns if names is None else {name: self.columns.get(name) for name in names}
-            return {name: None if column is None else np.array(column)[rows] for name, column in wanted.items()}
+            columns = self.columns if names is None else {name: self.columns.get(name) for name in names}
+            return {name: None if column is None else np.array(column)[rows] for name, column in columns.items()}
 
-    def between(self, begin_s: float, end_s: float, most: int) -> Iterator[dict[str, Any]]:
-        """At most so many whole lines, evenly spread over those whose step ended in a time (Unix seconds), or was the
-        first to end behind it."""
+    def between(self, begin_s: float, end_s: float, max_lines: int) -> Iterator[dict[str, Any]]:
+        """At most `max_lines` complete records, evenly spread over the steps that ended in the window (Unix seconds),
+        and the first step that ended after it."""
         with self._lock:
             times = self.columns.get("time", array("d"))
             ends = sorted((times[row], row) for row in self._rows.values() if times[row] >= begin_s)
             inside = [row for end, row in ends if end <= end_s]
-            behind = [row for end, row in ends[len(inside) : len(inside) + 1]]
-            rows = inside + behind
-            spaced = [rows[place * len(rows) // most] for place in range(most)] if len(rows) > most else rows
-            places = [self._begins[row] for row in spaced]
-        if not places:
+            next_row = [row for end, row in ends[len(inside) : len(inside) + 1]]
+            rows = inside + next_row
+            sampled_rows = (
+                [rows[index * len(rows) // max_lines] for index in range(max_lines)] if len(rows) > max_lines else rows
+            )
+            line_offsets = [self._line_offsets[row] for row in sampled_rows]
+        if not line_offsets:
             return
         with self.path.open("rb") as file:
-            for place in places:
-                file.seek(place)
+            for line_offset in line_offsets:
+                file.seek(line_offset)
                 yield orjson.loads(file.readline())
 
 
 def figures(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """`learner.loss`: each number of a line with its name."""
+    """Each number of a record with its dotted name, such as `learner.loss`."""
     for key, value in tree.items():
-        if key in LEFT_OUT or key.startswith(SHARE_OF_VERSION):
+        if key in SKIPPED_KEYS or key.startswith(VERSION_SHARE):
             continue
         if isinstance(value, dict):
             yield from figures(value, f"{prefix}{key}.")
@@ -126,23 +128,24 @@ def figures(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float
             yield prefix + key, float(value)
 
 
-def short(column: np.ndarray | None) -> np.ndarray | None:
-    """With seven digits, where nothing in it needs more."""
+def compact(column: np.ndarray | None) -> np.ndarray | None:
+    """The column as float32 where its values are below 1e6, to shorten the JSON."""
     if column is None or (np.abs(column) >= 1e6).any():
         return column
     return column.astype(np.float32)
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Of the run's summary: `step`, `accuracy`, and of several sets that of each in `sets`, in order."""
-    found = read_summary(run_dir / "summary.json").get("evaluation") or []
+    """Held-out evaluations of the run's summary, in order: `step`, `accuracy`, and the accuracy of each set in
+    `sets`."""
+    recorded = read_summary(run_dir / "summary.json").get("evaluation") or []
     points = [
         {
             "step": point.get("step") or 0,
             "accuracy": point["accuracy"],
-            "sets": {name: of_set.get("accuracy") for name, of_set in (point.get("sets") or {}).items()},
+            "sets": {name: scores.get("accuracy") for name, scores in (point.get("sets") or {}).items()},
         }
-        for point in found
+        for point in recorded
         if point.get("accuracy") is not None
     ]
     return sorted(points, key=lambda point: point["step"])

@@ -1,12 +1,12 @@
-"""The quickstart's task: multiply by repeated addition, modulo 100, so that long answers are honest work.
+"""The quickstart's task: multiplication by repeated addition, modulo 100, whose responses need as many steps as K says.
 
-A prompt `KK*D+us=` asks for (addend + K * D) mod 100, the addend written units first. A demonstration
-takes one D off K and adds it to the addend at a time; eight characters a step make the response length
-follow K, which is lognormal:
+A prompt `KK*D+us=` asks for (addend + K * D) mod 100, with the addend written units first. Each step of a
+demonstration decrements K and adds D to the addend. A step has eight characters, so the response length
+follows K, which is lognormal:
 
     05*3+60=  ->  04*3+90=03*3+21=02*3+51=01*3+81=00*3+12=#12        (6 + 15 = 21)
 
-Held-out prompts are told apart by a hash of their text, so no run ever meets them in training.
+A hash of its text assigns each prompt to a split, so no held-out prompt ever appears in training.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ from typing import NamedTuple
 ALPHABET = "0123456789=?#+*:,ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MAX_TIMES = 60
 TIMES_MU, TIMES_SIGMA = 1.5, 0.85
-"""K ~ round(lognormal): median 4, 90 % below 13, 99 % below 31."""
+"""Parameters of K ~ round(lognormal): median 4, 90 % below 13, 99 % below 31."""
 HELD_OUT_SHARE = 0.12
 SPLITS = ("train", "heldout")
 
 
-class Task(NamedTuple):
+class ArithmeticTask(NamedTuple):
     times: int
-    """K, 1 to 60"""
+    """K: 1 to 60."""
     digit: int
-    """D, 1 to 9"""
+    """D: 1 to 9."""
     addend: int
-    """0 to 99"""
+    """0 to 99."""
 
     @property
     def prompt(self) -> str:
@@ -36,22 +36,22 @@ class Task(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """What belongs after the `#`: two digits, units first."""
+        """The correct text after the `#`: two digits, units first."""
         return units_first((self.addend + self.times * self.digit) % 100)
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How a demonstration goes wrong; the mix of these modes is what RL later selects from."""
+    """Probabilities of the errors in demonstrations; RL later selects among these behaviours."""
 
     p_short: float = 0.0
-    """no steps at all, only a wrong guess"""
+    """Per demonstration: no steps, only a wrong guess."""
     p_err: float = 0.0
-    """a step: the sum is off by 1 or 10 and goes on from there"""
+    """Per step: the sum is off by 1 or 10, and later steps continue from it."""
     p_stop: float = 0.0
-    """a step: the answer is given too early"""
+    """Per step: the answer is given too early."""
     p_skip: float = 0.0
-    """a step: one K is left out"""
+    """Per step: one addition is skipped."""
 
 
 CLEAN = Noise()
@@ -64,19 +64,19 @@ def draw_times(random: Random) -> int:
             return times
 
 
-def draw_task(random: Random, split: str = "train", times: int | None = None) -> Task:
-    """A task of the split, of the K given or of one drawn."""
+def draw_task(random: Random, split: str = "train", times: int | None = None) -> ArithmeticTask:
+    """A random task of the split. `times`: its K; None: drawn."""
     times = times or draw_times(random)
     while True:
-        task = Task(times, random.randrange(1, 10), random.randrange(100))
+        task = ArithmeticTask(times, random.randrange(1, 10), random.randrange(100))
         if split_of(task.prompt) == split:
             return task
 
 
-def tasks_of(times: int, split: str) -> list[Task]:
+def tasks_of(times: int, split: str) -> list[ArithmeticTask]:
     """Every task of one K in the split, in a fixed order."""
-    every = (Task(times, digit, addend) for digit in range(1, 10) for addend in range(100))
-    return [task for task in every if split_of(task.prompt) == split]
+    tasks = (ArithmeticTask(times, digit, addend) for digit in range(1, 10) for addend in range(100))
+    return [task for task in tasks if split_of(task.prompt) == split]
 
 
 def split_of(prompt: str) -> str:
@@ -84,8 +84,8 @@ def split_of(prompt: str) -> str:
     return "heldout" if position < HELD_OUT_SHARE else "train"
 
 
-def demonstration(task: Task, noise: Noise = CLEAN, random: Random | None = None) -> str:
-    """A response to the task, end of text not included. Clean without noise, which wants a `random` of its own."""
+def demonstration(task: ArithmeticTask, noise: Noise = CLEAN, random: Random | None = None) -> str:
+    """A response to the task, without the end-of-text token. Noise needs a `random`; without one it is correct."""
     times, digit, value = task
     if random is None or noise == CLEAN:
         random = Random(0)
@@ -103,7 +103,7 @@ def demonstration(task: Task, noise: Noise = CLEAN, random: Random | None = None
     return "".join(steps) + "#" + units_first(value)
 
 
-def wrong_guess(task: Task, random: Random) -> str:
+def wrong_guess(task: ArithmeticTask, random: Random) -> str:
     guess = units_first(random.randrange(100))
     return guess if guess != task.answer else wrong_guess(task, random)
 

@@ -1,8 +1,8 @@
-"""A dataset ready to be drawn from: the rows of its sources in one pass, read back one at a time.
+"""A run's dataset: the rows of all its sources, read once and then available by index.
 
-Whatever the format, the rows of a run are written once, in a compact form, into an unnamed temporary file (held in
-memory while it is small); memory keeps eight bytes a row. What is drawn therefore depends on the rows alone, and
-so does the fingerprint by which a journal knows its dataset again.
+Rows of every format are written in a compact form into an unnamed temporary file (held in memory while it is small);
+memory keeps eight bytes a row. The order of draws and the fingerprint, by which a journal recognises its dataset,
+therefore depend only on the rows.
 """
 
 import hashlib
@@ -20,43 +20,43 @@ import numpy as np
 from april.config import ConfigError, DataSection, SourceSection
 from april.data.formats import read_records
 from april.data.order import mixed_order
-from april.data.rows import MAPPINGS, BadRow, Mapping, Row, make_row
+from april.data.rows import MAPPINGS, BadRow, DatasetRow, Mapping, make_row
 
 log = logging.getLogger(__name__)
 
 HELD_BYTES = 64 << 20
-"""rows beyond this go to disk"""
+"""Size beyond which the encoded rows are moved to disk."""
 BAD_ROWS_LOGGED = 20
-"""bad rows that are named one by one; of the others only the number is known"""
+"""Number of bad rows logged with their location; the others are only counted."""
 
-encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Row)
+encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(DatasetRow)
 
 
 class Dataset:
-    """Rows by number, and their order in an epoch.
+    """Rows by index, and their order in each epoch.
 
     dataset = load_dataset(config.data.train_sources, config.data)
-    for number in dataset.order(seed=0, epoch=3):
-        dataset[number].prompt
+    for index in dataset.order(seed=0, epoch=3):
+        dataset[index].prompt
     """
 
     def __init__(self, shuffle: bool = False):
         self.shuffle = shuffle
         self.counts: list[int] = []
-        """rows of each source"""
+        """Number of rows of each source."""
         self.weights: list[float] = []
         self.rewards: set[str] = set()
-        """verifiers that rows name"""
+        """Verifiers named by rows."""
         self.bad_rows = 0
-        """records that were skipped"""
+        """Number of records that were skipped."""
         self.blank_labels = 0
-        """rows whose label says nothing"""
+        """Number of rows with an empty label."""
         self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
         self._ends = array("Q")
         self._digest = hashlib.sha256(b"shuffled" if shuffle else b"in order")
         self.order = lru_cache(maxsize=2)(self._order)
 
-    def add_source(self, rows: Iterable[Row], weight: float = 1.0) -> None:
+    def add_source(self, rows: Iterable[DatasetRow], weight: float = 1.0) -> None:
         before = len(self)
         for row in rows:
             record = encoder.encode(row)
@@ -73,10 +73,10 @@ class Dataset:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __getitem__(self, number: int) -> Row:
-        start = self._ends[number - 1] if number else 0
+    def __getitem__(self, index: int) -> DatasetRow:
+        start = self._ends[index - 1] if index else 0
         self._file.seek(start)
-        return decoder.decode(self._file.read(self._ends[number] - start))
+        return decoder.decode(self._file.read(self._ends[index] - start))
 
     @property
     def _end(self) -> int:
@@ -84,7 +84,8 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of everything that a cursor into an epoch depends on, but for the seed."""
+        """sha256 in hex of the rows and their order; together with the seed it determines what an epoch's cursor
+        means."""
         return self._digest.hexdigest()
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
@@ -94,12 +95,12 @@ class Dataset:
 def load_dataset(
     sources: list[SourceSection], data: DataSection, limit: int | None = None, allowed: Collection[str] = ()
 ) -> Dataset:
-    """Read all sources, or the first `limit` rows of each. `allowed`: verifiers that rows may name, none given: those
-    that ship. Raises ConfigError."""
+    """Read all sources, or the first `limit` rows of each. `allowed`: verifiers that rows may name; empty: the shipped
+    ones. Raises ConfigError for an unreadable or empty source, or a bad row if `data.bad_rows` is "stop"."""
     dataset = Dataset(data.shuffle)
     for source in sources:
         before = len(dataset)
-        dataset.add_source(source_rows(source, data, dataset, limit, allowed), source.weight)
+        dataset.add_source(read_source_rows(source, data, dataset, limit, allowed), source.weight)
         if len(dataset) == before:
             mend = "write one JSON object with prompt and label on each line"
             if dataset.bad_rows:
@@ -116,9 +117,9 @@ def load_dataset(
     return dataset
 
 
-def source_rows(
+def read_source_rows(
     source: SourceSection, data: DataSection, dataset: Dataset, limit: int | None, allowed: Collection[str]
-) -> Iterable[Row]:
+) -> Iterable[DatasetRow]:
     mapping, made = mapping_of(source), 0
     for where, record in read_records(source.path, mapping.columns):
         if made == limit:
@@ -136,19 +137,21 @@ def source_rows(
         yield row
 
 
-def row_of(record: Any, mapping: Mapping, source: SourceSection, data: DataSection, allowed: Collection[str]) -> Row:
+def row_of(
+    record: Any, mapping: Mapping, source: SourceSection, data: DataSection, allowed: Collection[str]
+) -> DatasetRow:
     if isinstance(record, BadRow):
         raise record
     return make_row(record, mapping, source.reward, data.prompt_as, allowed)
 
 
 def verifier_of(source: SourceSection) -> str | None:
-    """The verifier of rows that name none, where the source or its mapping has one."""
+    """Verifier of the source's rows that name none, from the source or its mapping; None: the run's."""
     return source.reward or MAPPINGS[source.mapping or "plain"].reward
 
 
 def mapping_of(source: SourceSection) -> Mapping:
-    """The named mapping, with the keys that the source names instead."""
+    """The source's mapping, with its prompt and label keys replaced by those of the source."""
     mapping = MAPPINGS[source.mapping or "plain"]
     return replace(
         mapping,

@@ -1,8 +1,8 @@
-"""Records as they lie on disk, one after the other: JSON lines, JSON, Parquet, Arrow, and folders of them.
+"""Reads the records of dataset files: JSON lines, JSON, Parquet, Arrow, and folders of them.
 
-A folder is that of `datasets.Dataset.save_to_disk` (its `state.json` lists Arrow files), or holds data files of one
-kind, which are read in the order of their names. Reading never holds more than one batch of records.
-A file that is something else than its name says is refused as what it is.
+A folder is one written by `datasets.Dataset.save_to_disk` (its `state.json` lists Arrow files), or holds data files of
+one kind, which are read in the order of their names. At most one batch of records is in memory. A file whose content
+does not match its extension is refused.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from april.data.rows import BadRow
 from april.data.spelling import BYTE_ORDER_MARK, parse
 
 BATCH_ROWS = 256
-"""records of a columnar file that are Python objects at a time"""
+"""Records of a columnar file converted to Python objects at a time."""
 JSON_LINES, JSON, PARQUET, ARROW = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".arrow",)
 KINDS = (JSON_LINES, JSON, PARQUET, ARROW)
 SPLITS = ("train", "test", "validation", "val", "valid", "dev", "eval", "heldout")
-"""names of files that are a split of their own, without a shard's number"""
+"""File names that denote a split, without a shard number."""
 SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<total>\d+)(-\w+)?")
 HUB_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
-"""what lies beside the data in folders of the `datasets` library"""
+"""Metadata files in folders of the `datasets` library."""
 ARROW_FILE_MAGIC, PARQUET_MAGIC = b"ARROW1", b"PAR1"
 NOT_TEXT = {
     b"\x1f\x8b": ("compressed by gzip", "unpack it"),
@@ -40,16 +40,16 @@ NOT_TEXT = {
     b"\xfe\xff": ("UTF-16", "save it as UTF-8"),
     b"version https://git-lfs": ("a pointer of Git LFS", "fetch what it points at with `git lfs pull`"),
 }
-"""what a file is that begins so, and the mend where JSON was wanted"""
+"""By the first bytes of a file that should be JSON: (its actual format, the fix)."""
 
 Record = tuple[str, Any]
-"""where it is, and the record, or the BadRow that stands in its place"""
+"""(location such as "FILE, line 3", record or the BadRow that explains why it is unreadable)."""
 
 
 def read_records(path: Path, columns: set[str]) -> Iterator[Record]:
-    """All records of a file or a folder. `columns`: the fields that are needed; others may be left out.
+    """All records of a file or a folder. `columns`: the needed fields; others may be left out.
 
-    Raises ConfigError for what cannot be read at all.
+    Raises ConfigError for a file that cannot be read.
     """
     for file in data_files(path):
         try:
@@ -59,7 +59,7 @@ def read_records(path: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files of a dataset in the order in which they are read."""
+    """The files of a dataset, in reading order. Raises ConfigError for a folder that is not one dataset."""
     if not path.is_dir():
         return [path]
     if (path / "state.json").is_file():
@@ -87,7 +87,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def check_shards(path: Path, files: list[Path]) -> None:
-    """Raises ConfigError where shards say that there are more of them, or are of two numberings."""
+    """Raises ConfigError if shards are missing, or belong to two numberings."""
     shards = [found for file in files if (found := SHARD.fullmatch(file.stem))]
     totals = {int(shard["total"]) for shard in shards}
     if len(totals) > 1:
@@ -123,7 +123,7 @@ def read_file(file: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def text_beginning(file: Path) -> bytes:
-    """The first bytes of a file behind its byte-order mark. Raises ConfigError for one that is no text."""
+    """The first bytes of a file, without a byte-order mark. Raises ConfigError for a binary file."""
     with file.open("rb") as content:
         beginning = content.read(64)
     for magic, (what, mend) in NOT_TEXT.items():
@@ -133,7 +133,7 @@ def text_beginning(file: Path) -> bytes:
 
 
 def read_lines(file: Path) -> Iterator[Record]:
-    """One JSON object on each line; blank lines are no records."""
+    """One record per line; blank lines are skipped."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
@@ -149,7 +149,7 @@ def parsed(line: bytes) -> Any:
 
 
 def read_array(file: Path) -> Iterator[Record]:
-    """A JSON file that is one array of objects; such a file is read whole."""
+    """Records of a JSON file that holds one array; the file is read whole."""
     try:
         records = parse(file.read_bytes().removeprefix(BYTE_ORDER_MARK))
     except BadRow as error:
@@ -166,7 +166,7 @@ def read_parquet(file: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def read_arrow(file: Path, columns: set[str]) -> Iterator[Record]:
-    """Both of Arrow's forms: the stream, which `save_to_disk` writes, and the file."""
+    """Records of either Arrow format: the stream, which `save_to_disk` writes, or the file."""
     arrow = import_arrow(file, "pyarrow")
     with refusing_damage(file, "Arrow"), arrow.memory_map(str(file)) as content:
         magic = content.read(len(ARROW_FILE_MAGIC))
@@ -181,8 +181,8 @@ def read_arrow(file: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def present(names: list[str], columns: set[str]) -> list[str]:
-    """Of a file's columns those to read; all of them when prompt or label may be missing, so that a refusal can name
-    them."""
+    """The columns to read; all of them if the prompt or label may be missing, so that the error can list their
+    names."""
     found = [name for name in names if name in columns]
     return found if len(set(found) - {"reward"}) >= 2 else names
 
@@ -193,6 +193,7 @@ def slices(batch) -> Iterator[Any]:
 
 
 def numbered(file: Path, format_name: str, batches: Iterable[Any]) -> Iterator[Record]:
+    """The records of all batches with their locations."""
     number, remaining = 0, iter(batches)
     while True:
         with refusing_damage(file, format_name, number + 1):
@@ -206,11 +207,11 @@ def numbered(file: Path, format_name: str, batches: Iterable[Any]) -> Iterator[R
 
 
 def records_of(batch) -> list[Any]:
-    """Those of a batch; one by one where some text in it is not UTF-8, so that only its own row is bad."""
+    """Records of a batch, converted one by one if some text is not UTF-8, so that only that row is bad."""
     try:
         records = batch.to_pylist()
     except UnicodeDecodeError:
-        records = [record_of(batch.slice(place, 1)) for place in range(batch.num_rows)]
+        records = [record_of(batch.slice(row, 1)) for row in range(batch.num_rows)]
     for name in (field.name for field in batch.schema if str(field.type) == "float"):
         for record in records:
             if isinstance(record, dict) and record[name] is not None:
@@ -230,7 +231,7 @@ def record_of(row) -> Any:
 
 @contextlib.contextmanager
 def refusing_damage(file: Path, format_name: str, row: int = 0) -> Iterator[None]:
-    """Raises ConfigError for what pyarrow cannot read. `row`: the first that is not known to be whole, 0: none is."""
+    """Turns pyarrow's errors into ConfigError. `row`: the first row not yet read; 0: the file's header."""
     damage = import_arrow(file, "pyarrow").ArrowException
     try:
         yield

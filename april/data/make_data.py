@@ -1,4 +1,4 @@
-"""Writes the quickstart's prompts: `train.jsonl` and `heldout.jsonl`, without a prompt in common."""
+"""Writes the quickstart's prompts into `train.jsonl` and `heldout.jsonl`, which share no prompt."""
 
 from pathlib import Path
 from random import Random
@@ -6,13 +6,13 @@ from random import Random
 import orjson
 
 from april.config import ConfigError
-from april.data.arithmetic import SPLITS, Task, draw_times, tasks_of
+from april.data.arithmetic import SPLITS, ArithmeticTask, draw_times, tasks_of
 
 
 def make_data(
     out_dir: str | Path, train_prompts: int = 4096, heldout_prompts: int = 512, seed: int = 0
 ) -> tuple[Path, Path]:
-    """Write both files and return their paths; a file that already reads so is left alone."""
+    """Write both files and return their paths; a file that already has the right content is not rewritten."""
     paths: list[Path] = []
     for split, count in zip(SPLITS, (train_prompts, heldout_prompts), strict=True):
         rows = (orjson.dumps(row(task)) + b"\n" for task in distinct_tasks(split, count, seed))
@@ -22,16 +22,17 @@ def make_data(
     return train, heldout
 
 
-def row(task: Task) -> dict:
+def row(task: ArithmeticTask) -> dict:
     messages = [{"role": "user", "content": task.prompt}]
     return {"prompt": messages, "label": task.answer, "reward": "final_answer", "times": task.times}
 
 
-def distinct_tasks(split: str, count: int, seed: int) -> list[Task]:
-    """`count` different tasks with K distributed as in training. Raises ConfigError when a K runs out."""
+def distinct_tasks(split: str, count: int, seed: int) -> list[ArithmeticTask]:
+    """`count` different tasks with K distributed as in training. Raises ConfigError if there are too few tasks of a
+    K."""
     random = Random(f"{split} {seed}")
-    unused: dict[int, list[Task]] = {}
-    tasks: list[Task] = []
+    unused: dict[int, list[ArithmeticTask]] = {}
+    tasks: list[ArithmeticTask] = []
     while len(tasks) < count:
         times = draw_times(random)
         if times not in unused:

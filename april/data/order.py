@@ -1,10 +1,10 @@
-"""The order in which an epoch hands out the rows of one or several sources: the same wherever it is asked for."""
+"""Order of the rows of one or several sources in an epoch: deterministic, given seed and epoch."""
 
 import numpy as np
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [count]: row indices in the order of this epoch, the same wherever and whenever it is asked for."""
+    """int64 [count]: row indices in the order of this epoch."""
     if not shuffle:
         return np.arange(count, dtype=np.int64)
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch)))
@@ -12,27 +12,27 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def mixed_order(counts: list[int], weights: list[float], seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """int64: rows of this epoch in their order, as indices into the sources laid end to end.
+    """int64 [rows of the epoch]: row indices in the order of this epoch, into the concatenation of all sources.
 
-    A source of n rows with weight w gives round(w * n) of them, at least one: its rows go round in passes, each in
-    an order of its own, and every epoch takes up where the one before it stopped. So each row is drawn equally often,
-    whatever the weight.
+    A source of n rows with weight w contributes max(1, round(w * n)) rows. Its rows are drawn in passes, each pass
+    with its own order, and an epoch continues where the previous one stopped. So every row of a source is drawn equally
+    often, for any weight.
     """
-    parts, first = [], 0
+    parts, offset = [], 0
     for source, (count, weight) in enumerate(zip(counts, weights, strict=True)):
-        parts.append(first + share(count, drawn(count, weight), (seed, source), epoch, shuffle))
-        first += count
+        parts.append(offset + source_rows(count, rows_per_epoch(count, weight), (seed, source), epoch, shuffle))
+        offset += count
     rows = np.concatenate(parts)
     return rows[epoch_order(len(rows), seed, epoch, shuffle)]
 
 
-def drawn(count: int, weight: float) -> int:
-    """Rows of a source in an epoch."""
+def rows_per_epoch(count: int, weight: float) -> int:
+    """Number of rows that a source contributes to an epoch."""
     return max(1, round(weight * count))
 
 
-def share(count: int, wanted: int, seed: tuple[int, int], epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [wanted]: the next rows of a source's passes."""
+def source_rows(count: int, wanted: int, seed: tuple[int, int], epoch: int, shuffle: bool) -> np.ndarray:
+    """int64 [wanted]: rows of one source in this epoch, continued from the previous epoch's pass."""
     if wanted == count:
         return np.arange(count, dtype=np.int64)
     start, end = epoch * wanted, (epoch + 1) * wanted

@@ -1,4 +1,4 @@
-"""A row of a dataset, the field mappings that say where its parts are, and what is refused of it."""
+"""Dataset rows, the mappings that locate their fields in a record, and the checks of a record."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,49 +12,50 @@ from april.data.gsm8k import final_number
 from april.registry import registry_of
 
 LABEL_CHARACTERS = 200_000
-"""of a reference answer, which travels with every sample of its prompt"""
+"""Most characters of a label, which is sent with every sample of its prompt."""
 GROUP_REWARD = "group:"
-"""begins the name of a reward that sees all responses of a prompt"""
+"""Prefix of the name of a reward that scores all responses of a prompt together."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-"""those that chat templates know; of others most of them say nothing"""
+"""Message roles that chat templates know; most templates silently drop others."""
 
 
 class BadRow(ValueError):
-    """A record that is no row; the text says what is wrong with it, not where it is."""
+    """Raised for a record that is not a valid row; the text says what is wrong, the caller adds the location."""
 
 
-class Row(msgspec.Struct, array_like=True, frozen=True):
-    """What a run needs of one record."""
+class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
+    """One dataset row: prompt, label and verifier of a record."""
 
     prompt: str | list[dict]
-    """text, or chat messages with `role` and `content`"""
+    """Text, or chat messages with `role` and `content`."""
     label: str
-    """reference answer"""
+    """Reference answer."""
     reward: str | None = None
-    """name of its verifier; None: the run's"""
+    """Name of its verifier; None: the run's."""
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """Where the parts of a row are in a record. A key may go into nested objects, as in `reward_model.ground_truth`."""
+    """Locates the fields of a row in a record. A key may name a nested field, such as `reward_model.ground_truth`."""
 
     prompt: tuple[str, ...] = ("prompt",)
-    """keys, the first that a record has counts"""
+    """Candidate keys of the prompt; the first one in the record is used."""
     label: tuple[str, ...] = ("label",)
+    """Candidate keys of the label; the first one in the record is used."""
     reward: str | None = None
-    """verifier of records that name none"""
+    """Verifier of records that name none."""
     chat: bool = False
-    """a text is what the user says"""
+    """Whether a text prompt becomes a user message."""
     template: str = "{prompt}"
-    """around a text, before it becomes a message"""
+    """Template around a text prompt, applied before it becomes a message."""
     answer_of: Callable[[str], str | None] | None = None
-    """the reference answer in a label that is a whole solution, None where it has none"""
+    """Extracts the reference answer from a label that is a whole solution; returns None if there is none."""
     answer_form: str = ""
-    """how a solution ends that has one"""
+    """Example of the ending that `answer_of` looks for, for the error message."""
 
     @property
     def columns(self) -> set[str]:
-        """Fields of a record that may be needed."""
+        """Top-level fields of a record that may be read."""
         labels = [key.strip() for label in self.label for key in label.split(COLUMNS)]
         return {key.partition(".")[0] for key in (*self.prompt, *labels)} | {"reward"}
 
@@ -92,31 +93,31 @@ def make_row(
     reward: str | None = None,
     prompt_as: str = "given",
     allowed: Collection[str] = (),
-) -> Row:
-    """The row of a record. `reward`: the verifier, whatever the record says; `prompt_as`: given | chat | text;
-    `allowed`: verifiers that a record may name, none given: those that ship.
+) -> DatasetRow:
+    """The row of a record. `reward`: verifier that overrides the record's; `prompt_as`: given | chat | text; `allowed`:
+    verifiers that a record may name; empty: the shipped ones.
 
     Raises BadRow.
     """
     if not isinstance(record, dict):
         raise BadRow(f"{excerpt(record)} is not a JSON object; write an object with prompt and label")
-    prompt_key, prompt = find(record, mapping.prompt, "data.prompt_key")
-    label_key, label = find(record, mapping.label, "data.label_key")
+    prompt_key, prompt = find_field(record, mapping.prompt, "data.prompt_key")
+    label_key, label = find_field(record, mapping.label, "data.label_key")
     own = None if reward else checked_reward(record.get("reward"), allowed)
-    return Row(
+    return DatasetRow(
         prompt=shaped_prompt(checked_prompt(prompt, prompt_key), mapping, prompt_as),
         label=answer_in(checked_label(label, label_key), label_key, mapping),
         reward=reward or own or mapping.reward,
     )
 
 
-def find(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
-    """(key, value) of the first key that the record has."""
+def find_field(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
+    """(key, value) of the first key in the record. `setting`: configuration key named in the error. Raises BadRow."""
     for key in keys:
-        several = key.split(COLUMNS)
-        values = {one.rpartition(".")[2]: value_at(record, one.strip()) for one in map(str.strip, several)}
+        columns_of_key = key.split(COLUMNS)
+        values = {column.rpartition(".")[2]: value_at(record, column) for column in map(str.strip, columns_of_key)}
         if MISSING not in values.values():
-            return key, values if len(several) > 1 else values.popitem()[1]
+            return key, values if len(columns_of_key) > 1 else values.popitem()[1]
     wanted = " or ".join(map(repr, keys))
     there = ", ".join(map(repr, record)) or "none"
     raise BadRow(f"key {wanted} is missing (keys there: {there}); add it or name another with --{setting}")
@@ -131,7 +132,7 @@ def value_at(record: dict, key: str) -> Any:
 
 MISSING = object()
 COLUMNS = ","
-"""between the columns of which a label is to be a JSON object"""
+"""Separator in a label key that lists several columns; the label is then a JSON object."""
 NO_NUMBERS = ("nan", "inf", "-inf")
 
 
@@ -150,7 +151,7 @@ def checked_prompt(prompt: Any, key: str) -> str | list[dict]:
 
 
 def check_message(message: Any, key: str) -> None:
-    """Raises BadRow unless it has a role that templates know, and content that they can show."""
+    """Raises BadRow unless the message has a known role and content that a chat template can render."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         raise BadRow(
             f'key {key!r} has {excerpt(message)}, which is no message like {{"role": "user", "content": "..."}}'
@@ -166,19 +167,19 @@ def check_message(message: Any, key: str) -> None:
 
 
 def text_of(message: dict) -> str:
-    """What a message says, without its parts that are no text."""
+    """Text of a message, without its non-text parts."""
     content = message["content"] or ""
     return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
 
 
 def has_other_parts(message: dict) -> bool:
-    """Images and the like."""
+    """Whether a message has non-text parts, such as images."""
     content = message["content"]
     return isinstance(content, list) and any(part["type"] != "text" for part in content)
 
 
 def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) -> str | list[dict]:
-    """A text in its template, as text or as what the user says; of messages the contents, where text is wanted."""
+    """The prompt with its template applied, as text or as messages; messages are joined if text is asked for."""
     if isinstance(prompt, list):
         return "\n\n".join(map(text_of, prompt)) if prompt_as == "text" else prompt
     prompt = mapping.template.replace("{prompt}", prompt)
@@ -187,7 +188,7 @@ def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) ->
 
 
 def checked_label(label: Any, key: str) -> str:
-    """Text; of several columns, a JSON object as text."""
+    """The label as text; several columns become a JSON object."""
     if isinstance(label, dict) and COLUMNS in key:
         label = orjson.dumps(label, default=float).decode()
     if isinstance(label, str):
@@ -202,7 +203,7 @@ def checked_label(label: Any, key: str) -> str:
 
 
 def answer_in(label: str, key: str, mapping: Mapping) -> str:
-    """The label, or what the mapping finds in it."""
+    """The label, or the answer that the mapping extracts from it."""
     answer = mapping.answer_of(label) if mapping.answer_of else label
     if answer is None:
         raise BadRow(
@@ -213,7 +214,7 @@ def answer_in(label: str, key: str, mapping: Mapping) -> str:
 
 
 def checked_reward(reward: Any, allowed: Collection[str]) -> str | None:
-    """A verifier is code, and who writes the data does not choose what code runs: only among what the run allows."""
+    """The verifier that a record names, if the run allows it: data must not choose which code runs. Raises BadRow."""
     if reward is None:
         return None
     if not isinstance(reward, str) or not reward:

@@ -1,6 +1,6 @@
-"""What top-k, top-p or min-p have left of the distribution that a token is drawn from: the ids that it could have been.
+"""Sampling supports: the token ids that top-k, top-p or min-p leave to draw from.
 
-Behaviour log-probabilities of such tokens are renormalised over their supports, and the learner's are as well.
+Behaviour log-probabilities of tokens drawn this way are renormalised over their supports, and so are the learner's.
 """
 
 from collections.abc import Sequence
@@ -11,33 +11,34 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """Of T tokens, ragged."""
+    """Supports of T tokens, as a ragged array."""
 
     counts: np.ndarray
-    """int32 [T]: ids of each token's support, 0 for a token that nobody drew"""
+    """int32 [T]: size of each token's support; 0 for a token that was not sampled."""
     ids: np.ndarray
-    """int32 [sum of counts]: those ids, token by token"""
+    """int32 [sum of counts]: the ids of all supports, concatenated."""
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Support":
-        """From each token's ids, int32; at least one token."""
+        """Supports from each token's ids, int32; at least one token."""
         return cls(np.fromiter(map(len, rows), np.int32, len(rows)), np.concatenate(rows))
 
     @classmethod
     def none(cls, tokens: int) -> "Support":
+        """Empty supports of `tokens` tokens."""
         return cls(np.zeros(tokens, np.int32), np.zeros(0, np.int32))
 
     def fits(self, tokens: int) -> bool:
-        """Whether its parts fit together, and to so many tokens."""
+        """Whether counts and ids are consistent, and there are `tokens` counts."""
         return len(self.counts) == tokens and not (self.counts < 0).any() and self.counts.sum() == len(self.ids)
 
     def holds(self, tokens: np.ndarray) -> bool:
-        """Whether every token, int32 [T], has a support and is in it."""
+        """Whether every token, int32 [T], is in its support."""
         fits = self.fits(len(tokens)) and (self.counts > 0).all()
         return bool(fits and (self.places(tokens) < self.counts).all())
 
     def places(self, tokens: np.ndarray) -> np.ndarray:
-        """int64 [T]: each token's place in its support, which has at least one id; beyond it where it is not in it."""
+        """int64 [T]: index of each token in its support, >= its count if it is not there. No support may be empty."""
         starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
         found = self.ids == np.repeat(tokens, self.counts)
         at = np.where(found, np.arange(len(self.ids)), len(self.ids))

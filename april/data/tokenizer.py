@@ -1,4 +1,4 @@
-"""The tokeniser of a policy folder: prompts to ids once, ids to text for the verifiers. Needs no torch."""
+"""The tokeniser of a policy folder: encodes prompts, and decodes responses for verifiers. Needs no torch."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ import orjson
 
 from april.config import ConfigError
 from april.data.rows import BadRow, excerpt
+from april.errors import refuse
 
 
 class Tokenizer:
@@ -22,24 +23,25 @@ class Tokenizer:
             if len(self.inner) <= len(set(self.inner.all_special_tokens)):
                 raise ValueError("its vocabulary is empty")
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"key 'model.path' = {str(path)!r} has no tokeniser that transformers can read ({first_line(error)}); "
-                "give a Hugging Face folder with its tokeniser's files"
-            ) from None
+            refuse(
+                "model.path",
+                path,
+                f"has no tokeniser that transformers can read ({first_line(error)})",
+                "give a Hugging Face folder with its tokeniser's files",
+            )
         self.path = Path(path)
         self._fast = getattr(self.inner, "backend_tokenizer", None)
-        """the Rust tokeniser inside, where there is one: it spares a short prompt the wrapper's work, and a long
-        response the wrapper's look at each of its ids"""
+        """The underlying Rust tokeniser, if there is one; called directly because the transformers wrapper is slow."""
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
         self.eos_token_ids = frozenset(generation_eos_ids(self.path) | tokenizer_eos_ids(self.inner))
         self.end_of_text = next(iter(tokenizer_eos_ids(self.inner) or sorted(self.eos_token_ids)), 0)
-        """the one that the tokeniser names, or another that the policy stops at"""
+        """The tokeniser's end-of-sequence id; without one, another id that the policy stops at."""
 
     def encode_prompt(self, prompt: str | list[dict], options: dict[str, Any] | None = None) -> np.ndarray:
-        """int32 [P]: text as it is, without added special tokens; chat messages through the chat template, which gets
-        the `options`. Raises BadRow for messages that the template refuses."""
+        """int32 [P]: ids of a prompt. Text gets no special tokens; chat messages go through the chat template with
+        `options`. Raises BadRow for messages that the template refuses."""
         if isinstance(prompt, str):
             return np.asarray(self._encode(prompt), np.int32)
         if not self.inner.chat_template:
@@ -60,7 +62,7 @@ class Tokenizer:
         return self.inner.encode(text, add_special_tokens=False)
 
     def decode(self, ids) -> str:
-        """Text of the ids, special tokens left out, spaces as the model wrote them."""
+        """Text of the ids without special tokens; spaces are not cleaned up."""
         listed = np.asarray(ids, np.int64).tolist()
         if self._fast is not None:
             return self._fast.decode(listed, skip_special_tokens=True)
@@ -68,8 +70,8 @@ class Tokenizer:
 
 
 def import_without_torch() -> None:
-    """Import what a `Tokenizer` needs in a process that asks transformers for nothing else, in a third of the time:
-    transformers imports torch wherever it is installed. Nothing where that has happened."""
+    """Import transformers while torch is hidden from it, which takes a third of the time. For processes that use only
+    its tokenisers; does nothing if torch or transformers is already imported."""
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,6 +1,6 @@
 """Tasks in several turns: what answers the policy between them. `docs/environments.md` shows how to write one."""
 
-from april.environments.base import Observation, Turn
+from april.environments.base import EnvironmentTurn, Observation
 from april.registry import Registry
 
 ENVIRONMENTS = Registry(
@@ -12,4 +12,4 @@ ENVIRONMENTS = Registry(
     },
 )
 
-__all__ = ["ENVIRONMENTS", "Observation", "Turn"]
+__all__ = ["ENVIRONMENTS", "EnvironmentTurn", "Observation"]

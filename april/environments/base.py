@@ -1,18 +1,17 @@
-"""What an environment is: a function that answers a turn of the policy.
+"""The interface of an environment: a function that answers a turn of the policy with an observation.
 
     prompt -> turn -> observation -> turn -> observation -> ... -> end
 
-The policy samples a turn until one of `environment.turn_ends` or `environment.max_turn_tokens`. The environment then
-says what follows in the same response; its tokens are read by the policy, and never trained. The response ends when the
-policy ends its text, when the environment is done, or with `sampling.max_response_tokens`, which bounds all turns and
-observations together.
+The policy samples a turn until one of `environment.turn_ends` or `environment.max_turn_tokens`. The environment's
+observation follows in the same response; the policy reads its tokens, and they are never trained on. The response ends
+when the policy ends its text, when the environment is done, or at `sampling.max_response_tokens`, which limits all
+turns and observations together.
 
 An environment keeps nothing between two calls but the `state` that it returns. The state travels with the sample, which
-may be aborted between two turns or in the midst of one, and go on much later in another process. **A call has to be
-repeatable**: after a crash, or an abort before its answer was on disk, it is made again with the same turn. What it
-does to the world outside must bear being done twice.
+may be aborted between two turns or during one, and resumed much later in another process. **A call must be
+idempotent**: after a crash, or an abort before its answer was journaled, it is repeated with the same turn.
 
-One of your own is named by where it lives, `package.module:function`. It may raise: then it has not answered.
+A custom environment is named `package.module:function`. If it raises, the turn counts as unanswered.
 """
 
 from collections.abc import Callable
@@ -21,32 +20,32 @@ from typing import Any
 import msgspec
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy has said."""
+class EnvironmentTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of the policy, which the environment answers."""
 
     text: str
-    """since the last observation, with the text that ended it; special tokens left out"""
+    """Text sampled since the last observation, with the text that ended the turn, without special tokens."""
     number: int = 0
-    """turns before it"""
+    """Number of turns before this one."""
     complete: bool = True
-    """ended by the policy; otherwise it was cut at `environment.max_turn_tokens`"""
+    """Whether the policy ended the turn; False if it was cut at `environment.max_turn_tokens`."""
     state: Any = None
-    """as the last observation had it, None in the first turn"""
+    """State returned with the last observation; None in the first turn."""
     prompt: str = ""
     label: str = ""
-    """the row's reference answer"""
+    """The dataset row's reference answer."""
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What follows it."""
+    """The environment's answer to a turn."""
 
     text: str
-    """may be empty only at the end"""
+    """Text that follows the turn in the response; may be empty only if `done`."""
     state: Any = None
-    """for the next turn and for verifiers; anything that MessagePack holds, at most 64 KiB"""
+    """State for the next turn and for verifiers: any value that MessagePack can encode, at most 64 KiB."""
     done: bool = False
-    """the response ends here"""
+    """Whether the response ends here."""
 
 
-Environment = Callable[[Turn], Observation | str]
-"""a text alone is an observation without state"""
+Environment = Callable[[EnvironmentTurn], Observation | str]
+"""An environment; a returned text is an observation without state."""

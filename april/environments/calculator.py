@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from april.data.arithmetic import units_first
-from april.environments.base import Observation, Turn
+from april.environments.base import EnvironmentTurn, Observation
 
 EXPRESSION = re.compile(r"[0-9+\-*/(). ]{1,200}=$")
 LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
@@ -24,29 +24,29 @@ OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
 }
 
 
-def calculator(turn: Turn) -> Observation:
-    """The value of the expression that the turn ends with: + - * / and brackets; `error` where there is none.
+def calculator(turn: EnvironmentTurn) -> Observation:
+    """Answers with the value of the expression at the end of the turn (+ - * / and brackets), or with `error`.
 
     The state counts `calls` and `errors`.
     """
     found = EXPRESSION.search(turn.text)
     try:
-        return counted(turn, written(value_of(found[0][:-1])) if found else ERROR)
+        return with_counts(turn, format_value(value_of(found[0][:-1])) if found else ERROR)
     except (SyntaxError, ArithmeticError, LookupError, RecursionError, MemoryError):
-        return counted(turn, ERROR)
+        return with_counts(turn, ERROR)
 
 
-def scratchpad(turn: Turn) -> Observation:
-    """The same in the notation of the quickstart's task (`april/data/arithmetic.py`): a step `KK*D+us=` has the answer
-    `#us`, modulo 100 and units first."""
+def scratchpad(turn: EnvironmentTurn) -> Observation:
+    """A calculator in the notation of the quickstart's task (`april/data/arithmetic.py`): a step `KK*D+us=` is answered
+    with `#us`, modulo 100 and units first."""
     found = STEP.search(turn.text)
     if not found:
-        return counted(turn, ERROR)
+        return with_counts(turn, ERROR)
     times, digit, units, tens = map(int, found.groups())
-    return counted(turn, "#" + units_first((times * digit + 10 * tens + units) % 100))
+    return with_counts(turn, "#" + units_first((times * digit + 10 * tens + units) % 100))
 
 
-def counted(turn: Turn, text: str) -> Observation:
+def with_counts(turn: EnvironmentTurn, text: str) -> Observation:
     before = turn.state or {"calls": 0, "errors": 0}
     return Observation(text, {"calls": before["calls"] + 1, "errors": before["errors"] + (text == ERROR)})
 
@@ -65,5 +65,5 @@ def _value(node: ast.AST) -> Fraction:
     raise SyntaxError("not an expression of numbers")
 
 
-def written(value: Fraction) -> str:
+def format_value(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"

@@ -1,22 +1,22 @@
-"""What a worker and its environment processes say to each other, in the frames of a verifier's."""
+"""Messages between a worker and its environment processes, framed as those of verifier processes."""
 
 import msgspec
 
 NO_STATE = msgspec.msgpack.encode(None)
-"""of an environment that has answered without one"""
+"""State of an environment that has answered without one."""
 
 
 class EnvironmentRules(msgspec.Struct, frozen=True):
-    """What is the same for all calls of a run; keys of [environment]."""
+    """Settings shared by all calls of a run: keys of [environment]."""
 
     name: str
     timeout_s: float
     memory_mb: int
     traced: bool = False
-    """errors hold the whole traceback"""
+    """Whether error texts contain the whole traceback."""
 
 
-class Call(msgspec.Struct, array_like=True, frozen=True):
+class EnvironmentCall(msgspec.Struct, array_like=True, frozen=True):
     """A turn to answer."""
 
     key: int
@@ -24,13 +24,13 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
     number: int
     complete: bool
     state: bytes
-    """MessagePack; empty before the first observation"""
+    """State of the last observation, MessagePack; empty before the first."""
     prompt: str
     label: str
 
 
-class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """The observation, or why there is none."""
+class EnvironmentAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """An observation, or the error why there is none."""
 
     key: int
     text: str = ""

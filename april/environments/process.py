@@ -8,20 +8,23 @@ import sys
 import msgspec
 
 from april.environments import ENVIRONMENTS
-from april.environments.base import Environment, Observation, Turn
-from april.environments.messages import Answer, Call, EnvironmentRules
+from april.environments.base import Environment, EnvironmentTurn, Observation
+from april.environments.messages import EnvironmentAnswer, EnvironmentCall, EnvironmentRules
 from april.processes.blame import raised
 from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.processes.memory import limit_memory
 from april.processes.pool import ORPHAN_MARGIN_S, RETIRED, START_LIMIT_S
-from april.wire.limits import STATE_BYTES, TEXT_CHARACTERS
+from april.wire.limits import MAX_STATE_BYTES, MAX_TEXT_CHARACTERS
 
 OBSERVATION_CHARACTERS = 1 << 18
-"""of what an environment answers to a turn; the rest is cut off"""
+"""Longest observation (characters); the rest is cut off."""
 
 
 def main(limit_s: float, rules: EnvironmentRules) -> None:
-    """The pool ends a call after its time limit; `limit_s` is longer and ends one whose pool has died."""
+    """Serve calls until the pipe closes.
+
+    The pool enforces the time limit of a call; `limit_s` is longer, and only matters if the pool has died.
+    """
     pipe, answers = private_pipes()
     calls = os.fdopen(pipe, "rb")
     limit_memory(rules.memory_mb)
@@ -32,33 +35,33 @@ def main(limit_s: float, rules: EnvironmentRules) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     send(answers, READY)
     while length := int.from_bytes(calls.read(LENGTH_BYTES), "little"):
-        call = msgspec.msgpack.decode(calls.read(length), type=Call)
+        call = msgspec.msgpack.decode(calls.read(length), type=EnvironmentCall)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
-            answer, spent = ask(rules.name, call, rules.traced), False
-        except MemoryError:  # what holds it may never give it back: another process is to take this one's place
-            answer, spent = Answer(call.key, error=f"it needs more than {rules.memory_mb} MiB"), True
+            answer, out_of_memory = answer_call(rules.name, call, rules.traced), False
+        except MemoryError:  # the memory may never be released: end, and let another process replace this one
+            answer, out_of_memory = EnvironmentAnswer(call.key, error=f"it needs more than {rules.memory_mb} MiB"), True
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(answers, frame(answer))
-        if spent:
+        if out_of_memory:
             sys.exit(RETIRED)
 
 
-def ask(name: str, call: Call, traced: bool = False) -> Answer:
+def answer_call(name: str, call: EnvironmentCall, traced: bool = False) -> EnvironmentAnswer:
     try:
-        return answer_of(ENVIRONMENTS.find(name), call)
+        return observe(ENVIRONMENTS.find(name), call)
     except MemoryError:
         raise
     except Exception as error:
-        text = raised(error) if traced else f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS]
-        return Answer(call.key, error=text)
+        text = raised(error) if traced else f"{type(error).__name__}: {error}"[:MAX_TEXT_CHARACTERS]
+        return EnvironmentAnswer(call.key, error=text)
 
 
-def answer_of(environment: Environment, call: Call) -> Answer:
-    """Raises what the environment raises, TypeError or ValueError for an answer that is none."""
+def observe(environment: Environment, call: EnvironmentCall) -> EnvironmentAnswer:
+    """Call the environment. Raises what it raises, and TypeError or ValueError for an invalid observation."""
     state = msgspec.msgpack.decode(call.state) if call.state else None
     observation = environment(
-        Turn(
+        EnvironmentTurn(
             text=call.text,
             number=call.number,
             complete=call.complete,
@@ -74,9 +77,9 @@ def answer_of(environment: Environment, call: Call) -> Answer:
     if not observation.text and not observation.done:
         raise ValueError("returned an empty observation though it is not done; say something to the policy")
     packed = msgspec.msgpack.encode(observation.state)
-    if len(packed) > STATE_BYTES:
-        raise ValueError(f"returned a state of {len(packed)} bytes, more than {STATE_BYTES}; keep less in it")
-    return Answer(call.key, observation.text[:OBSERVATION_CHARACTERS], packed, bool(observation.done))
+    if len(packed) > MAX_STATE_BYTES:
+        raise ValueError(f"returned a state of {len(packed)} bytes, more than {MAX_STATE_BYTES}; keep less in it")
+    return EnvironmentAnswer(call.key, observation.text[:OBSERVATION_CHARACTERS], packed, bool(observation.done))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Bytes on disk, whatever they mean: appended, synced, put in the place of others."""
+"""Files on disk and in object stores: writing, syncing and atomic replacement."""

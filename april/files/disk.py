@@ -1,4 +1,4 @@
-"""Bytes onto a disk: written one behind the other, a few through the page cache, many past it, and synced."""
+"""Appending and syncing of files, through the page cache or with direct I/O past it."""
 
 import contextlib
 import errno
@@ -10,36 +10,36 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 BUFFERS_PER_WRITE = 1000
-"""the kernel takes at most 1024"""
+"""Buffers per vectored write; the kernel accepts at most 1024."""
 BLOCK_BYTES = 4096
-"""past the cache go whole blocks of a file, from memory that is aligned to them"""
+"""Direct I/O writes whole blocks of this size, from memory with this alignment."""
 STAGE_BYTES = 4 << 20
+"""Size of the aligned staging buffer."""
 
 Buffer = bytes | memoryview
 
 
 class Uncached:
-    """Appends to a file past the page cache: on a virtual machine a fresh page of it may cost more than the write.
+    """Appends to a file with direct I/O: on a virtual machine a fresh page of the cache may cost more than the write.
 
-    Whole blocks go straight to the disk, copied to aligned memory before; the ends that share a block with what lies
-    before or behind go through the cache.
+    Whole blocks are copied to aligned memory and written to the disk. Partial blocks at both ends go through the cache.
     """
 
     def __init__(self, path: Path):
-        """Raises OSError where the file system has no such way."""
+        """Raises OSError if the file system has no direct I/O."""
         self._stage = mmap.mmap(-1, STAGE_BYTES)
         self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def write(self, file: int, pieces: Iterable[Buffer], offset: int) -> None:
-        """Put pieces one behind the other from `offset` on; `file` is the same file, opened without this."""
+        """Write the pieces, concatenated, at `offset`. `file`: a descriptor of the same file without direct I/O."""
         with memoryview(self._stage) as stage:
             begin = end = offset % BLOCK_BYTES
             base = offset - begin
             for piece in pieces:
-                left = memoryview(piece)
-                while left:
-                    count = min(len(left), STAGE_BYTES - end)
-                    stage[end : end + count], left = left[:count], left[count:]
+                unwritten = memoryview(piece)
+                while unwritten:
+                    count = min(len(unwritten), STAGE_BYTES - end)
+                    stage[end : end + count], unwritten = unwritten[:count], unwritten[count:]
                     end += count
                     if end == STAGE_BYTES:
                         self._put(file, stage, begin, end, base)
@@ -47,7 +47,7 @@ class Uncached:
             self._put(file, stage, begin, end, base)
 
     def _put(self, file: int, stage: memoryview, begin: int, end: int, base: int) -> None:
-        """Write what is staged from `begin` to `end`, of a stage whose first byte belongs at `base` of the file."""
+        """Write bytes `begin` to `end` of the stage, whose first byte belongs at offset `base` of the file."""
         first = min(end, -(-begin // BLOCK_BYTES) * BLOCK_BYTES)
         last = max(first, end // BLOCK_BYTES * BLOCK_BYTES)
         write_all(file, stage[begin:first], base + begin)
@@ -55,7 +55,8 @@ class Uncached:
         write_all(file, stage[first + written : end], base + first + written)
 
     def _put_blocks(self, blocks: memoryview, offset: int) -> int:
-        """How many bytes of them the disk has taken; the cache takes the rest, or has the disk say why it does not."""
+        """Write whole blocks with direct I/O; returns the bytes written. The caller writes the rest through the cache,
+        which also reports a persistent error."""
         try:
             return os.pwritev(self._direct, [blocks], offset) if blocks else 0
         except OSError as error:
@@ -69,7 +70,7 @@ class Uncached:
 
 
 def open_uncached(path: Path) -> Uncached | None:
-    """None where the system or the file system has no such way."""
+    """An `Uncached` writer; None if the system or the file system has no direct I/O."""
     with contextlib.suppress(OSError, AttributeError):
         return Uncached(path)
     return None
@@ -82,20 +83,20 @@ def write_and_sync(
     unneeded_pages: Sequence[tuple[int, int, int]] = (),
     uncached: Uncached | None = None,
 ) -> float:
-    """Put pieces on disk, one behind the other from `offset` on; how long the sync took (seconds).
+    """Write the pieces, concatenated, at `offset`, and sync; returns the seconds that the sync took.
 
-    The page cache lets go of `unneeded_pages`, (file, offset, bytes). `uncached`: write past it.
+    `unneeded_pages`: (file, offset, bytes) of ranges to drop from the page cache. `uncached`: write with direct I/O.
     """
-    for stretch in unneeded_pages:
-        os.posix_fadvise(*stretch, os.POSIX_FADV_DONTNEED)
+    for page_range in unneeded_pages:
+        os.posix_fadvise(*page_range, os.POSIX_FADV_DONTNEED)
     if uncached:
         uncached.write(file, pieces, offset)
     else:
-        rest = iter(pieces)
-        while some := list(itertools.islice(rest, BUFFERS_PER_WRITE)):
-            count = os.pwritev(file, some, offset)
-            if count < (size := sum(map(len, some))):
-                write_all(file, memoryview(b"".join(some))[count:], offset + count)
+        remaining = iter(pieces)
+        while buffers := list(itertools.islice(remaining, BUFFERS_PER_WRITE)):
+            count = os.pwritev(file, buffers, offset)
+            if count < (size := sum(map(len, buffers))):
+                write_all(file, memoryview(b"".join(buffers))[count:], offset + count)
             offset += size
     began = time.monotonic()
     os.fdatasync(file)
@@ -109,7 +110,7 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or the names in a folder."""
+    """Sync a file, or the entries of a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,12 +1,12 @@
-"""Files in an object store, or wherever else fsspec leads: each call has a deadline, what may succeed again is tried
-again, and an error names the URL.
+"""Files in an object store, or in any file system that fsspec supports. Each call has a timeout, temporary errors are
+retried, and errors name the URL.
 
     store = ObjectStore("s3://bucket/runs/NAME")
-    store.put(Path("file"), "step/file")             # whole, or not there
+    store.put(Path("file"), "step/file")             # complete, or not there
     store.names()                                    # {"step/file", ...}
     store.fetch("step/file", Path("copy"))
 
-Credentials and the address of a server are left to the library that speaks the protocol, and so to the environment.
+Credentials and server addresses come from the environment, through the library for the URL's protocol.
 """
 
 import contextlib
@@ -27,173 +27,180 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 TIMEOUT_S = 120.0
-ASKED_S = 30.0
+"""Default time without any progress after which a try is given up."""
+SINGLE_TRY_TIMEOUT_S = 30.0
+"""Upper bound of that time for a store that is tried once."""
 DELAYS_S = (1.0, 4.0, 16.0)
-"""before each try after the first"""
+"""Delays before each retry."""
 LOCAL = {"file", "local"}
+"""Protocols of the local disk."""
 WITH_FOLDERS = LOCAL | {"memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs"}
-"""protocols whose folders have to be made, and removed; elsewhere a name with slashes is a name"""
-WITHOUT_USE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ImportError, ValueError)
-"""what another try would end in again, as are errors of these names"""
-CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError"}
+"""Protocols with real folders, which have to be created and removed; elsewhere slashes are part of a name."""
+PERMANENT_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ImportError, ValueError)
+"""Permanent errors: a retry would fail again."""
+CREDENTIAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError"}
+"""Names of further permanent errors."""
 SECRET_VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
 SHORTEST_SECRET = 6
+"""Shorter values of such variables are not masked in error texts."""
 LONGEST_REASON = 300
+"""Longest error text in characters."""
 DONE = {"write": "written", "read": "read", "list": "listed", "remove": "removed"}
-"""what each call wants done"""
+"""Participles of the operations, for error sentences."""
 
 
 class StoreError(Exception):
-    """A store has not answered, though it was asked again. The text names its URL."""
+    """A call to the store has failed, retries included. The text names the URL."""
 
 
 class StoreRefused(StoreError):
-    """It would not the next time either."""
+    """A permanent failure, which a retry would not help."""
 
 
 class StoreLacks(StoreRefused):
-    """A file that is asked for is not there, or the bucket is not."""
+    """The file or the bucket does not exist."""
 
 
 class Late(Exception):
-    """No answer, and nothing moved."""
+    """A try made no progress within the timeout."""
 
 
 class ObjectStore:
-    """Whoever holds one is who waits for its calls; they may come from several threads."""
+    """The files below a URL. Calls block, and may come from several threads."""
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S, delays_s: Collection[float] = DELAYS_S):
-        """`timeout_s`: longest wait in which nothing moves. Nobody is asked before the first call."""
+        """`timeout_s`: longest time without progress. The store is not contacted before the first call."""
         self.url, self.timeout_s, self.delays_s = url.rstrip("/"), timeout_s, tuple(delays_s)
         self.retries = 0
-        """calls that were tried again"""
+        """Retries so far."""
         self._files: Any = None
 
     @property
     def patience_s(self) -> float:
-        """Longest time that a call takes in which nothing moves."""
+        """Longest time that a call can take without any progress, retries included."""
         return self.timeout_s * (1 + len(self.delays_s)) + sum(self.delays_s)
 
     def tried_once(self) -> "ObjectStore":
-        """The same for somebody who waits for an answer, whatever it is."""
-        return ObjectStore(self.url, min(self.timeout_s, ASKED_S), ())
+        """The same store without retries and with a short timeout."""
+        return ObjectStore(self.url, min(self.timeout_s, SINGLE_TRY_TIMEOUT_S), ())
 
     def put(self, path: Path, name: str) -> None:
-        """Have the store hold a file; it has it then."""
+        """Write a local file to the store; it is durable there on return."""
         path.stat()
 
-        def send(files: Any, place: str, moved: Any) -> None:
-            make_folder(files, place)
-            files.put_file(str(path), place, callback=moved)
-            settle(files, place)
+        def send(files: Any, full_name: str, moved: Any) -> None:
+            make_folder(files, full_name)
+            files.put_file(str(path), full_name, callback=moved)
+            settle(files, full_name)
 
-        self._ask("write", name, send)
+        self._call("write", name, send)
 
     def write(self, name: str, data: bytes) -> None:
-        def send(files: Any, place: str, moved: Any) -> None:
-            make_folder(files, place)
-            files.pipe_file(place, data)
-            settle(files, place)
+        def send(files: Any, full_name: str, moved: Any) -> None:
+            make_folder(files, full_name)
+            files.pipe_file(full_name, data)
+            settle(files, full_name)
 
-        self._ask("write", name, send)
+        self._call("write", name, send)
 
     def read(self, name: str) -> bytes:
-        return bytes(self._ask("read", name, lambda files, place, moved: files.cat_file(place)))
+        return bytes(self._call("read", name, lambda files, full_name, moved: files.cat_file(full_name)))
 
     def fetch(self, name: str, path: Path) -> None:
-        """Have the disk hold a file of the store, in the place of what is there."""
+        """Copy a file of the store to `path`, atomically replacing what is there."""
 
-        def get(files: Any, place: str, moved: Any) -> None:
+        def get(files: Any, full_name: str, moved: Any) -> None:
             partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
             try:
-                files.get_file(place, str(partial), callback=moved)
+                files.get_file(full_name, str(partial), callback=moved)
                 sync(partial)
                 partial.rename(path)
                 sync(path.parent)
             finally:
                 partial.unlink(missing_ok=True)
 
-        self._ask("read", name, get)
+        self._call("read", name, get)
 
     def names(self, folder: str = "") -> set[str]:
-        """Of all files below that folder, the whole store by default."""
+        """Names of all files below a folder, by default of the whole store."""
 
-        def find(files: Any, place: str, moved: Any) -> set[str]:
+        def find(files: Any, full_name: str, moved: Any) -> set[str]:
             files.invalidate_cache()
-            return {str(found)[len(place) :].lstrip("/") for found in files.find(place)}
+            return {str(path)[len(full_name) :].lstrip("/") for path in files.find(full_name)}
 
         try:
-            return self._ask("list", folder, find)
+            return self._call("list", folder, find)
         except StoreLacks:
             return set()
 
     def remove(self, folder: str, names: Collection[str]) -> None:
-        """Remove a folder with those files, which may be gone already."""
+        """Remove a folder with the given files; they may be gone already."""
 
-        def drop(files: Any, place: str, moved: Any) -> None:
+        def drop(files: Any, full_name: str, moved: Any) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if has_folders(files):
-                    files.rm(place, recursive=True)
+                    files.rm(full_name, recursive=True)
                 elif names:
-                    files.rm([f"{place}/{name}" for name in sorted(names)])
+                    files.rm([f"{full_name}/{name}" for name in sorted(names)])
             files.invalidate_cache()
 
-        self._ask("remove", folder, drop)
+        self._call("remove", folder, drop)
 
     def remove_file(self, name: str) -> None:
-        def drop(files: Any, place: str, moved: Any) -> None:
+        def drop(files: Any, full_name: str, moved: Any) -> None:
             with contextlib.suppress(FileNotFoundError):
-                files.rm_file(place)
+                files.rm_file(full_name)
             files.invalidate_cache()
 
-        self._ask("remove", name, drop)
+        self._call("remove", name, drop)
 
     def probe(self) -> None:
-        """Make sure that files can be written, read, listed and removed. Raises StoreError."""
+        """Check that files can be written, read, listed and removed. Raises StoreError."""
         folder = f".april-{secrets.token_hex(8)}"
         name = f"{folder}/probe"
         self.write(name, name.encode())
-        seen = self.read(name) == name.encode() and self.names(folder) == {"probe"}
+        is_shown = self.read(name) == name.encode() and self.names(folder) == {"probe"}
         self.remove(folder, {"probe"})
-        if not seen:
+        if not is_shown:
             raise StoreRefused(f"{self.url} does not show what was written to it")
 
-    def _ask(self, what: str, name: str, work: Callable[[Any, str, Any], Answer]) -> Answer:
-        """What the work returns, given the file system, the full name there, and whom to tell of bytes that moved."""
-        place = f"{self.url}/{name}" if name else self.url
+    def _call(self, operation: str, name: str, work: Callable[[Any, str, Any], Answer]) -> Answer:
+        """The result of `work(file system, full name, progress callback)`, with retries. `operation`: key of `DONE`."""
+        url = f"{self.url}/{name}" if name else self.url
         for delay_s in (*self.delays_s, None):
             try:
-                return self._answer(name, work)
-            except WITHOUT_USE as error:
+                return self._try(name, work)
+            except PERMANENT_ERRORS as error:
                 kind = StoreLacks if isinstance(error, FileNotFoundError) else StoreRefused
-                raise kind(f"{place} cannot be {DONE[what]}: {reason(error)}") from None
+                raise kind(f"{url} cannot be {DONE[operation]}: {reason(error)}") from None
             except Exception as error:
-                said = f"{place} cannot be {DONE[what]}: {reason(error)}"
-                if type(error).__name__ in CREDENTIALS:
-                    raise StoreRefused(said) from None
+                problem = f"{url} cannot be {DONE[operation]}: {reason(error)}"
+                if type(error).__name__ in CREDENTIAL_ERRORS:
+                    raise StoreRefused(problem) from None
                 if delay_s is None:
-                    raise StoreError(f"{said}; tried {1 + len(self.delays_s)} times") from None
-                log.warning("%s; tried again in %g s", said, delay_s)
+                    raise StoreError(f"{problem}; tried {1 + len(self.delays_s)} times") from None
+                log.warning("%s; tried again in %g s", problem, delay_s)
             self.retries += 1
             self._files = None
             time.sleep(delay_s)
         raise AssertionError
 
-    def _answer(self, name: str, work: Callable[[Any, str, Any], Answer]) -> Answer:
-        """In a thread, which is left alone where the store falls silent."""
-        call = Call(lambda moved: work(*self._at(name), moved))
+    def _try(self, name: str, work: Callable[[Any, str, Any], Answer]) -> Answer:
+        """One try, in a thread that is abandoned without progress. Raises Late and the errors of `work`."""
+        call = Call(lambda moved: work(*self._resolve(name), moved))
         threading.Thread(target=call.run, name="object-store", daemon=True).start()
-        seen = -1
+        moved_before = -1
         while not call.ended.wait(self.timeout_s):
-            if call.moved == seen:
+            if call.moved == moved_before:
                 raise Late(f"no answer within {self.timeout_s:g} s")
-            seen = call.moved
+            moved_before = call.moved
         if call.error is not None:
             raise call.error
         answer: Answer = call.answer
         return answer
 
-    def _at(self, name: str) -> tuple[Any, str]:
+    def _resolve(self, name: str) -> tuple[Any, str]:
+        """(file system, full name of a file there)."""
         files = self._files
         if files is None:
             self._files = files = connect(self.url)
@@ -202,7 +209,7 @@ class ObjectStore:
 
 
 class Call:
-    """One try, in a thread of its own."""
+    """One try of a call, run in a thread of its own."""
 
     def __init__(self, work: Callable[[Any], Any]):
         self.work, self.moved, self.ended = work, 0, threading.Event()
@@ -213,18 +220,18 @@ class Call:
         from fsspec.callbacks import Callback
 
         try:
-            self.answer = self.work(Callback(hooks={"moved": self.saw}))
+            self.answer = self.work(Callback(hooks={"moved": self.note_progress}))
         except Exception as error:
             self.error = error
         self.ended.set()
 
-    def saw(self, size: int | None, moved: int, **_: Any) -> None:
-        """Is called as bytes move."""
+    def note_progress(self, size: int | None, moved: int, **_: Any) -> None:
+        """Called by fsspec as bytes move."""
         self.moved = moved
 
 
 def connect(url: str) -> Any:
-    """The file system of a URL. Raises ImportError, or ValueError, with what is to be installed."""
+    """The file system of a URL. Raises ImportError or ValueError, which names the package to install."""
     import fsspec
 
     return fsspec.url_to_fs(url, skip_instance_cache=True)[0]
@@ -238,21 +245,21 @@ def has_folders(files: Any) -> bool:
     return bool(WITH_FOLDERS & protocols(files))
 
 
-def make_folder(files: Any, place: str) -> None:
-    """A bucket is never made: one that is not there is a mistake in its name."""
+def make_folder(files: Any, full_name: str) -> None:
+    """Create the parent folder if the protocol has folders. A missing bucket is an error, and is not created."""
     if has_folders(files):
-        files.makedirs(place.rpartition("/")[0], exist_ok=True)
+        files.makedirs(full_name.rpartition("/")[0], exist_ok=True)
 
 
-def settle(files: Any, place: str) -> None:
-    """What was written is on disk; a store has it then anyway."""
+def settle(files: Any, full_name: str) -> None:
+    """Sync a file that was written to the local disk; object stores are durable on return."""
     if LOCAL & protocols(files):
-        sync(Path(place))
-        sync(Path(place).parent)
+        sync(Path(full_name))
+        sync(Path(full_name).parent)
 
 
 def reason(error: Exception) -> str:
-    """One line of an error, without what somebody may have put into a URL or the environment to be let in."""
+    """The text of an error in one line, without secrets from URLs or the environment."""
     text = " ".join(f"{error}".split()) or type(error).__name__
     text = re.sub(r"\?[^\s'\"]*=[^\s'\"]*", "?…", text)
     text = re.sub(r"//[^/\s@]*@", "//…@", text)

@@ -1,10 +1,10 @@
-"""Files that are written anew, while others read them."""
+"""Atomic replacement of files that others read meanwhile."""
 
 from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Readers see the old or the new content, never half of one."""
+    """Write a file anew; readers see the old or the new content, never a part."""
     temporary = path.with_suffix(".tmp")
     try:
         temporary.write_bytes(data)

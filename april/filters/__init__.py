@@ -1,4 +1,4 @@
-"""Which complete groups are not worth training; `filters.py` says what a filter is."""
+"""Registry of group filters, which discard complete groups before training; `filters.py` defines them."""
 
 from april.registry import Registry
 

@@ -1,7 +1,7 @@
-"""Which complete groups are not worth training: dynamic sampling, and filters of one's own.
+"""Group filters: which complete groups are discarded before training. Dynamic sampling is one of them.
 
-A filter is a function of a `CompleteGroup` that returns the reason to discard it, or None to keep it. It is named in
-`schedule.group_filter` and runs in the broker's loop, so that it has to be quick.
+A filter is a function of a `CompleteGroup` that returns the reason to discard the group, or None to keep it. The key
+`schedule.group_filter` names it. It runs in the broker's loop, so it has to be fast.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,70 +14,70 @@ from april.wire.limits import clip
 
 REASON_CHARACTERS = 40
 STATES = frozenset({"open", "ready", "delivered", "trained", "discarded"})
-"""of a group, which no reason may be mistaken for"""
+"""Group states, which a filter must not return as its reason."""
 
 
 class CompleteGroup(NamedTuple):
-    """What a filter sees of a group, sample by sample; those that died are left out."""
+    """What a filter sees of a group: one entry a sample in every list, without the samples that failed for good."""
 
     rewards: list[float]
     lengths: list[int]
-    """response tokens, without observations"""
+    """Response tokens, without observations."""
     finish_reasons: list[str]
     details: list[dict[str, float]]
-    """what the rewards are made of"""
+    """Parts that each reward consists of."""
     accuracies: list[float]
-    """what verifiers call `correct`, or else the rewards before penalties"""
+    """The `correct` that verifiers report, or else the rewards before penalties."""
 
 
-class Sample(Protocol):
-    """What is read of one of the ledger's, which has a reward unless it died."""
+class FilterSample(Protocol):
+    """Attributes of a ledger sample that filters need; its reward is None if it failed for good."""
 
     reward: float | None
     finish_reason: str
     details: dict[str, float] | None
 
     @property
-    def sampled(self) -> int: ...
+    def sampled_tokens(self) -> int: ...
 
     @property
     def accuracy(self) -> float: ...
 
 
-class Group(Protocol):
+class FilterGroup(Protocol):
     @property
-    def samples(self) -> Sequence[Sample]: ...
+    def samples(self) -> Sequence[FilterSample]: ...
 
 
 Filter = Callable[[CompleteGroup], str | None]
 
 
 class FilterFailed(RuntimeError):
-    """A filter that raised or gave no reason; the text says which."""
+    """A filter raised, or returned something that is no reason; the text names the filter."""
 
 
 def zero_spread(group: CompleteGroup) -> str | None:
-    """All samples right, or all wrong, whatever penalties add (dynamic sampling, arXiv 2503.14476, section 3.2)."""
+    """Discard groups of equal accuracies, all right or all wrong: dynamic sampling (arXiv 2503.14476, section 3.2)."""
     return None if has_spread(group.accuracies) else "zero_spread"
 
 
 class GroupFilters:
-    """The filters of a run, one after the other."""
+    """The filters of a run, applied in order."""
 
     def __init__(self, section: ScheduleSection):
         self.filters: list[Filter] = [zero_spread] if section.dynamic_sampling else []
         if section.group_filter:
             self.filters.append(FILTERS.find(section.group_filter))
         self.in_a_row = 0
-        """groups that were discarded since one was kept"""
+        """Groups discarded since the last one that was kept."""
         self.last_reason = ""
 
-    def reason_against(self, group: Group) -> str:
-        """Why a complete group is to be discarded; empty to keep it. Raises FilterFailed."""
+    def reason_against(self, group: FilterGroup) -> str:
+        """The first filter's reason to discard a complete group; empty to keep it. Raises FilterFailed."""
         done = [(sample, sample.reward) for sample in group.samples if sample.reward is not None]
         facts = CompleteGroup(
             [reward for _, reward in done],
-            [sample.sampled for sample, _ in done],
+            [sample.sampled_tokens for sample, _ in done],
             [sample.finish_reason for sample, _ in done],
             [sample.details or {} for sample, _ in done],
             [sample.accuracy for sample, _ in done],

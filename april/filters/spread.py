@@ -1,7 +1,7 @@
-"""When a group says anything: the broker's filter and the learner's advantages go by the same rule."""
+"""Whether the rewards of a group differ, by one rule for the broker's filter and the learner's advantages."""
 
 SPREAD = 1e-6
-"""rewards and accuracies that differ by no more are the same: 0.1 + 0.2 is 0.3"""
+"""Largest difference between rewards, or accuracies, that counts as equal: 0.1 + 0.2 equals 0.3."""
 
 
 def has_spread(figures: list[float]) -> bool:

@@ -1,1 +1,1 @@
-"""The versions of what outlives a process or leaves it, and the April that each belongs to."""
+"""Formats of files that outlive a process or are read by other programs, and their version numbers."""

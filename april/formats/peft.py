@@ -1,15 +1,15 @@
-"""The form in which peft, vLLM and others read an adapter: a folder of two files. It is read without torch."""
+"""The adapter folder that peft and vLLM read: a configuration and a file of tensors. Imports no torch."""
 
 from pathlib import Path
 from typing import Any
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""what peft puts before the names of the model"""
+"""Prefix that peft puts before the model's tensor names."""
 
 
 def description(rank: int, alpha: float, targets: list[str], base: Path | str) -> dict[str, Any]:
-    """What is in `CONFIG`; `base`: the model folder that it belongs to."""
+    """The content of `CONFIG`. `base`: folder of the model that the adapter belongs to."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

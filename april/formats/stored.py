@@ -1,10 +1,11 @@
-"""Checkpoints in an object store: which are whole, and how one comes to be.
+"""Checkpoints in an object store: how they are written, found, fetched and removed.
 
-    URL/step_000010-1f3a9c2b5d7e/     a writing of step 10; SHA256SUMS, put last, makes it one
-    URL/policy/                       what is exported, as a Hugging Face folder, whole with its SHA256SUMS
+    URL/step_000010-1f3a9c2b5d7e/     a checkpoint of step 10, complete once it has SHA256SUMS, which is written last
+    URL/policy/                       the exported Hugging Face folder, complete with its SHA256SUMS
 
-A writing is named after its list of checksums, so that files of two writings never lie in one folder, and whoever puts
-files there again puts the same. It is removed list first. Nothing here asks another rank.
+A checkpoint's folder is named after the hash of its checksum list. So two attempts at the same step never share a
+folder, and writing a file again writes the same content. Removal starts with the checksum list. No function here
+communicates with other ranks.
 """
 
 import hashlib
@@ -20,24 +21,25 @@ from april.files.objects import ObjectStore, StoreError, StoreLacks, StoreRefuse
 log = logging.getLogger(__name__)
 
 CHECKSUMS_FILE = "SHA256SUMS"
-WRITING = re.compile(r"(step_(\d{6,})-([0-9a-f]{12}))/(.+)")
+CHECKPOINT_FILE = re.compile(r"(step_(\d{6,})-([0-9a-f]{12}))/(.+)")
 KEY = "learner.checkpoint_store"
 
 Sums = Mapping[str, str]
-"""digests by name of the file"""
+"""File name -> SHA-256 digest."""
 
 
 def listing(sums: Sums) -> str:
-    """What `sha256sum -c` reads."""
+    """A checksum list in the form that `sha256sum -c` reads."""
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
-def listed(text: str) -> dict[str, str]:
+def parse_listing(text: str) -> dict[str, str]:
+    """The inverse of `listing`."""
     return {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 in hexadecimal; nothing of a file that cannot be read."""
+    """SHA-256 of a file in hexadecimal; "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -46,6 +48,8 @@ def digest_of(path: Path) -> str:
 
 
 class StoredCheckpoints:
+    """The checkpoints of one run in an object store. Methods raise StoreError."""
+
     def __init__(self, objects: ObjectStore):
         self.objects = objects
 
@@ -54,16 +58,16 @@ class StoredCheckpoints:
         return self.objects.url
 
     def steps(self) -> set[int]:
-        """Of the checkpoints that are whole."""
+        """Steps of the complete checkpoints."""
         return {step for _, step, names in self._folders() if CHECKSUMS_FILE in names}
 
-    def writings(self, step: int) -> list[Sums]:
-        """The lists of the whole ones of that step."""
+    def checkpoint_sums(self, step: int) -> list[Sums]:
+        """Checksum lists of the complete checkpoints of a step; there may be several."""
         found: list[Sums] = []
-        for folder, its, names in self._folders():
-            if its == step and CHECKSUMS_FILE in names:
+        for folder, folder_step, names in self._folders():
+            if folder_step == step and CHECKSUMS_FILE in names:
                 text = self.objects.read(f"{folder}/{CHECKSUMS_FILE}").decode(errors="replace")
-                sums = listed(text)
+                sums = parse_listing(text)
                 if folder_of(step, sums) == folder:
                     found.append(sums)
                 else:
@@ -71,41 +75,42 @@ class StoredCheckpoints:
         return found
 
     def put(self, step: int, sums: Sums, path: Path) -> None:
-        """One of the files of a writing."""
+        """Write one file of a checkpoint."""
         self.objects.put(path, f"{folder_of(step, sums)}/{path.name}")
 
     def complete(self, step: int, sums: Sums) -> None:
-        """All others are there: now it is a checkpoint."""
+        """Write the checksum list, once all files are stored: the checkpoint is complete."""
         self.objects.write(f"{folder_of(step, sums)}/{CHECKSUMS_FILE}", listing(sums).encode())
 
     def fetch(self, step: int, sums: Sums, name: str, path: Path) -> bool:
-        """Have the disk hold a file; whether it is what was written."""
-        place = f"{folder_of(step, sums)}/{name}"
+        """Copy a file of a checkpoint to `path`; whether its checksum agrees."""
+        source = f"{folder_of(step, sums)}/{name}"
         for _ in range(2):
             try:
-                self.objects.fetch(place, path)
+                self.objects.fetch(source, path)
             except StoreLacks as error:
                 log.error("%s", error, extra={"step": step})
                 return False
             if digest_of(path) == sums[name]:
                 return True
-        log.error("%s/%s is damaged", self.url, place, extra={"step": step})
+        log.error("%s/%s is damaged", self.url, source, extra={"step": step})
         return False
 
     def set_aside(self, step: int, ending: str) -> list[str]:
-        """Let it be no checkpoint any more, its files kept; which they are."""
+        """Take a step's checkpoints out of use but keep their files: the checksum list gets the suffix `ending`.
+        Returns the URLs of their folders."""
         found = []
-        for folder, its, names in self._folders():
-            if its == step and CHECKSUMS_FILE in names:
-                list_of = f"{folder}/{CHECKSUMS_FILE}"
-                self.objects.write(f"{list_of}.{ending}", self.objects.read(list_of))
-                self.objects.remove_file(list_of)
+        for folder, folder_step, names in self._folders():
+            if folder_step == step and CHECKSUMS_FILE in names:
+                checksums = f"{folder}/{CHECKSUMS_FILE}"
+                self.objects.write(f"{checksums}.{ending}", self.objects.read(checksums))
+                self.objects.remove_file(checksums)
                 found.append(f"{self.url}/{folder}")
         return found
 
     def prune(self, keep: int, besides: Collection[int]) -> None:
-        """Remove all but the newest `keep` checkpoints and those `besides`, and what was never completed. What is set
-        aside stays. Nothing may be on its way there."""
+        """Remove all checkpoints but the newest `keep` and the steps `besides`, and incomplete ones. Checkpoints that
+        were set aside stay. Must not run while a checkpoint is being written."""
         folders = list(self._folders())
         whole = sorted({step for _, step, names in folders if CHECKSUMS_FILE in names})
         kept = {*whole[-keep:], *besides}
@@ -119,41 +124,43 @@ class StoredCheckpoints:
             self.objects.remove(folder, names - {CHECKSUMS_FILE})
 
     def export(self, source: Path) -> None:
-        """Have the store hold such a folder, in the place of what it has of that name."""
-        there = {name.partition("/")[2] for name in self.objects.names() if name.startswith(f"{source.name}/")}
-        if CHECKSUMS_FILE in there:
+        """Replace the folder of the same name in the store by a local folder."""
+        stored = {name.partition("/")[2] for name in self.objects.names() if name.startswith(f"{source.name}/")}
+        if CHECKSUMS_FILE in stored:
             self.objects.remove_file(f"{source.name}/{CHECKSUMS_FILE}")
         paths = sorted(path for path in source.rglob("*") if path.is_file())
         sums = {path.relative_to(source).as_posix(): digest_of(path) for path in paths}
         for name in sums:
             self.objects.put(source / name, f"{source.name}/{name}")
-        for name in there - sums.keys() - {CHECKSUMS_FILE}:
+        for name in stored - sums.keys() - {CHECKSUMS_FILE}:
             self.objects.remove_file(f"{source.name}/{name}")
         self.objects.write(f"{source.name}/{CHECKSUMS_FILE}", listing(sums).encode())
 
     def _folders(self) -> Iterator[tuple[str, int, set[str]]]:
-        """(name, step, files) of each, whole or not."""
+        """(name, step, names of files) of each checkpoint folder, complete or not."""
         folders: dict[str, tuple[int, set[str]]] = {}
-        for found in map(WRITING.fullmatch, sorted(self.objects.names())):
-            if found:
-                folders.setdefault(found[1], (int(found[2]), set()))[1].add(found[4])
+        for match in map(CHECKPOINT_FILE.fullmatch, sorted(self.objects.names())):
+            if match:
+                folders.setdefault(match[1], (int(match[2]), set()))[1].add(match[4])
         for folder, (step, names) in folders.items():
             yield folder, step, names
 
 
 def folder_of(step: int, sums: Sums) -> str:
+    """Name of the folder of a checkpoint with these checksums."""
     return f"step_{step:06d}-{hashlib.sha256(listing(sums).encode()).hexdigest()[:12]}"
 
 
 def store_of(config: Config, name: str = "") -> ObjectStore:
-    """What the configuration names, or what lies there under a name."""
+    """The folder `name` of the configured store, or the whole store."""
     learner = config.learner
     url = f"{learner.checkpoint_store.rstrip('/')}/{quote(name, safe='')}"
     return ObjectStore(url, learner.checkpoint_store_timeout_s)
 
 
 def stored_checkpoints(config: Config, once: bool = False) -> StoredCheckpoints | None:
-    """Where the configuration has a run's in a store. Nobody is asked yet; `once`: nor twice, then."""
+    """The run's checkpoints in the configured store; None without one. Does not contact the store yet. `once`: later
+    calls are not retried."""
     if not config.learner.checkpoint_store:
         return None
     objects = store_of(config, config.run.name)
@@ -161,10 +168,10 @@ def stored_checkpoints(config: Config, once: bool = False) -> StoredCheckpoints 
 
 
 def refused(error: StoreError) -> ConfigError:
-    """The sentence for whoever has named the store."""
-    mend = (
+    """The sentence for the user who configured the store."""
+    fix = (
         "mend the key, or the rights and the environment that this part reaches it with"
         if isinstance(error, StoreRefused)
         else "see that this machine reaches it"
     )
-    return ConfigError(f"key '{KEY}': {error}; {mend}")
+    return ConfigError(f"key '{KEY}': {error}; {fix}")

@@ -1,8 +1,9 @@
-"""Journal, run folder and protocol have a number each; what another April wrote or says is refused with its name.
+"""Version numbers of the journal, the run folder and the protocol. Folders and peers of another version are refused
+with a sentence that names the April version to use.
 
-Whoever changes one of the three appends the next number to its table. The number before keeps the last April that goes
-on with it. A folder says its number, and who wrote it, in its file `format`, so that an April that is older than a
-number can name the one that knows it.
+A change to one of the three adds the next number to its table; each earlier number keeps the last April version that
+supports it. A folder records its number and the April version that wrote it in its file `format`, so an older April can
+name the newer one.
 """
 
 import os
@@ -15,40 +16,42 @@ from april.config import ConfigError
 from april.version import VERSION
 from april.wire import PROTOCOL
 
-PROTOCOLS = {6: "0.2"}
-"""number -> the last April that speaks it; those before belong to nothing that was ever installed"""
+PROTOCOLS = {7: "0.2"}
+"""Protocol number -> the last April version that speaks it. Earlier numbers were never released."""
 FILE = "format"
 FIRST = 1
-"""of a folder without that file"""
+"""Format number of a folder without that file."""
 
 
 class OtherApril(ConfigError):
-    """A folder is of another April; the text says of which."""
+    """A folder was written by another April version, which the text names."""
 
 
 class Stamp(msgspec.Struct, frozen=True):
+    """The content of the file `format`."""
+
     format: int
     april: str
-    """version of the one that wrote it"""
+    """April version that created the folder."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Of one kind of folder.
+    """The format numbers of one kind of folder.
 
-    JOURNAL.claim(folder, new=not any(folder.iterdir()))     # says what it is, or is refused
+    JOURNAL.claim(folder, new=not any(folder.iterdir()))     # writes the stamp, or checks it
     """
 
     kind: str
     aprils: dict[int, str]
-    """number -> the last April that goes on with it, as MAJOR.MINOR; the last number is written now"""
+    """Format number -> the last April version (MAJOR.MINOR) that reads it. New folders get the largest number."""
 
     @property
     def current(self) -> int:
         return max(self.aprils)
 
     def claim(self, folder: Path, new: bool) -> None:
-        """Mark a new folder as this April's; check any other. What is written is on disk afterwards."""
+        """Write and sync the stamp of a new folder; check any other folder. Raises OtherApril."""
         if not new or (folder / FILE).exists():
             return self.check(folder)
         with (folder / f"{FILE}.tmp").open("wb") as file:
@@ -58,7 +61,7 @@ class Form:
         os.replace(file.name, folder / FILE)
 
     def check(self, folder: Path) -> None:
-        """Raises OtherApril."""
+        """Raise OtherApril unless the folder has the current format."""
         stamp = read_stamp(folder / FILE)
         if stamp.format == self.current:
             return
@@ -70,6 +73,7 @@ class Form:
 
 
 def read_stamp(path: Path) -> Stamp:
+    """The stamp in a file `format`. Raises OtherApril if it is damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Stamp)
     except FileNotFoundError:
@@ -81,18 +85,19 @@ def read_stamp(path: Path) -> Stamp:
 
 
 def minor(version: str) -> str:
-    """`0.2` of `0.2.1`."""
+    """MAJOR.MINOR of a version: `0.2` for `0.2.1`."""
     return ".".join(version.split(".")[:2])
 
 
-JOURNAL = Form("journal", {1: "0.1", 6: "0.2"})
-"""records, events and snapshots; 2 to 5 are of nothing that was ever installed"""
+JOURNAL = Form("journal", {1: "0.1", 7: "0.2"})
+"""Format of records, events and snapshots. Numbers 2 to 6 were never released."""
 RUN_FOLDER = Form("run folder", {1: "0.1", 3: "0.2"})
-"""configuration, metrics, summary and checkpoints; 2 is of nothing that was ever installed"""
+"""Format of configuration, metrics, summary and checkpoints. Number 2 was never released."""
 
 
 def protocols_differ(other: str, theirs: int, own: str) -> str:
-    """The sentence for a peer that speaks protocol `theirs`; `other` and `own` say who the two are."""
+    """The sentence for two sides with different protocols. `other`, `own`: the two sides' names; `theirs`:
+    the other side's protocol."""
     april = (
         f"April {PROTOCOLS[theirs]}"
         if theirs in PROTOCOLS

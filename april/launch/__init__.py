@@ -1,4 +1,4 @@
-"""Starting the parts of a run, and looking after them. `target.py` says where they may be started."""
+"""Starts and supervises the parts of a run. `target.py` has the interface of launch targets."""
 
 from april.registry import Registry
 

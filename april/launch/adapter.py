@@ -1,22 +1,22 @@
-"""How much of a model is trained where that is an adapter, from the heads of its weights' files alone."""
+"""Counts the trained parameters of a run with an adapter, from the headers of the weight files alone."""
 
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from april.broker.fingerprints import Tensor, tensors_of
+from april.broker.fingerprints import StoredTensor, tensors_of
 from april.config import Config
-from april.config.lora import adapted
+from april.config.lora import layers_to_adapt
 
 NOT_ADAPTED = (".experts.", ".mlp.gate.")
-"""in names of matrices that are no linear layers to the learner: experts, which it keeps as one tensor, and routers"""
+"""Parts of the names of matrices that get no adapter: experts, which the learner keeps as one tensor, and routers."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-"""how their names end"""
+"""Suffixes of the names of the embedding and the output head."""
 
 
 def linears_of(folder: Path) -> dict[str, int]:
-    """Inputs and outputs together of each linear layer within a model's layers, by its name."""
+    """Input size plus output size of each linear layer inside the transformer layers, by name."""
     return {
         tensor.name.removesuffix(".weight"): sum(tensor.shape)
         for tensor in all_tensors(folder)
@@ -28,14 +28,15 @@ def linears_of(folder: Path) -> dict[str, int]:
 
 
 def adapter_parameters(config: Config) -> int:
-    """Of the adapter that `[lora]` describes, and of what is trained beside it. Raises ConfigError where the model
-    lacks what it is for."""
+    """Trained parameters with the `[lora]` section: the adapter, and whole tensors trained with it. Raises ConfigError
+    if the model lacks a layer that the section names."""
     linears = linears_of(config.model.path)
-    return config.lora.rank * sum(linears[name] for name in adapted(linears, config.lora)) + whole_parameters(config)
+    width = sum(linears[name] for name in layers_to_adapt(linears, config.lora))
+    return config.lora.rank * width + whole_parameters(config)
 
 
 def whole_parameters(config: Config) -> int:
-    """Of the model's own, those that are trained beside the adapter."""
+    """Parameters of the model that are trained in full, in addition to the adapter."""
     if not config.lora.embedding:
         return 0
     folder = config.model.path
@@ -44,5 +45,5 @@ def whole_parameters(config: Config) -> int:
     return sum(math.prod(tensor.shape) for tensor in all_tensors(folder) if tensor.name.endswith(names))
 
 
-def all_tensors(folder: Path) -> Iterator[Tensor]:
+def all_tensors(folder: Path) -> Iterator[StoredTensor]:
     return (tensor for path in sorted(folder.glob("*.safetensors")) for tensor in tensors_of(path))

@@ -1,4 +1,4 @@
-"""What `april run` makes sure of before it starts a process, and what a dry run says: one list of checks for both."""
+"""The checks that `april run` makes before it starts a process; `--dry-run` prints their findings."""
 
 import importlib.util
 import inspect
@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from april.agents import PROGRAMS
-from april.agents.listening import AttachKey, tls_of
+from april.agents.listening import AttachKey, server_tls
 from april.broker.fingerprints import tensors_of
 from april.broker.prompts import PromptBook
 from april.broker.schedules import SCHEDULES
@@ -22,119 +22,122 @@ from april.broker.telemetry.alarm import check_alarms
 from april.broker.telemetry.sink import check_sinks
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
-from april.config.sharing import check_turns
+from april.config.sharing import check_time_sharing
 from april.data.dataset import verifier_of
 from april.data.formats import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
 from april.environments import ENVIRONMENTS
 from april.environments.turns import turn_end_ids
+from april.errors import refuse
 from april.files.objects import StoreError
 from april.filters.filters import GroupFilters
 from april.formats.stored import refused, store_of
 from april.launch import TARGETS
 from april.launch.adapter import adapter_parameters
-from april.launch.devices import check_nodes, numa_nodes, place
-from april.launch.memory import division_of
+from april.launch.devices import check_nodes, numa_nodes, place_parts
+from april.launch.memory import plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.security.allow_list import AllowList
-from april.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys, refusal
+from april.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys
 from april.weights import TRANSPORTS
-from april.words import size
+from april.words import format_bytes
 from april.workers.engines import ENGINES
 from april.workers.rewards.sandbox import check_isolation
 from april.workers.rewards.verifiers import check_verifier
 
 LABEL_WIDTH = 11
 STATE_BYTES = 12
-"""of a trained parameter in a checkpoint: weight and two moments of AdamW, in float32"""
+"""Checkpoint bytes per trained parameter: float32 weight and two AdamW moments."""
 
 
 @dataclass
 class Findings:
-    facts: dict[str, str] = field(default_factory=dict)
-    """what was found, by a word for it"""
-    remarks: list[str] = field(default_factory=list)
-    """what a run starts with nevertheless, a sentence each"""
-    objections: list[str] = field(default_factory=list)
-    """what keeps it from starting, a sentence each, a traceback perhaps behind it"""
+    """Results of all checks."""
 
-    def passes(self, check: Callable[..., Any], *arguments) -> Any:
-        """What the check returns; None where it objects."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Text of each fact by its label."""
+    warnings: list[str] = field(default_factory=list)
+    """Sentences about problems that a run may start with."""
+    errors: list[str] = field(default_factory=list)
+    """Sentences about problems that keep a run from starting, each perhaps followed by a traceback."""
+
+    def run_check(self, check: Callable[..., Any], *arguments) -> Any:
+        """Call a check; returns its result, or None after recording its ConfigError."""
         try:
             return check(*arguments)
         except ConfigError as error:
-            if str(error) not in self.objections:
-                self.objections.append(str(error))
+            if str(error) not in self.errors:
+                self.errors.append(str(error))
 
     def lines(self) -> list[str]:
-        """The facts, a line each, further lines of one indented."""
+        """One entry per fact: its label and text, with further lines of the text indented."""
         indent = "\n" + " " * LABEL_WIDTH
         return [f"{label:{LABEL_WIDTH}}{text}".replace("\n", indent) for label, text in self.facts.items() if text]
 
     def refuse(self) -> None:
-        """Raises ConfigError for the first objection."""
-        if self.objections:
-            raise ConfigError(self.objections[0])
+        """Raises ConfigError with the first error, if there is one."""
+        if self.errors:
+            raise ConfigError(self.errors[0])
 
 
-def look(config: Config, devices: Sequence[str], parameters: int, found: Findings) -> PromptBook | None:
-    """Find all that can be found without trying rows; the prompts, where they can be read. `devices`: accelerators, by
-    name; `parameters`: of the model, 0 if that is not known."""
-    data, passes = config.data, found.passes
-    passes(check_model, config)
+def check_run(config: Config, devices: Sequence[str], parameters: int, found: Findings) -> PromptBook | None:
+    """Make every check that runs no row; returns the prompts, None if they cannot be read. `devices`: names of the
+    accelerators; `parameters`: the model's, 0 if unknown."""
+    data, run_check = config.data, found.run_check
+    run_check(check_model, config)
     if (config.model.path / "config.json").is_file():
-        passes(check_weights, config.model.path)
+        run_check(check_weights, config.model.path)
     if not data.train_sources and data.source == "files":
-        found.objections.append("no training prompts: set data.path")
+        found.errors.append("no training prompts: set data.path")
     for source in config.sources:
-        passes(check_source, source)
-    readable = not found.objections
-    passes(check_keys, config.security.keys, unused_roles(config))
-    passes(check_engine, config)
-    installed = passes(lambda: ENGINES.find(config.worker.engine).installed(config))
-    passes(check_schedule, config.schedule)
-    passes(check_learner_parts, config)
-    backend = passes(installed_backend, config)
-    kind = passes(SCHEDULES.find, config.schedule.kind)
-    passes(check_turns, config, kind, passes(BACKENDS.find, config.learner.backend))
-    passes(GroupFilters, config.schedule)
-    passes(check_sinks, config.operations.sinks)
-    passes(check_alarms, config.operations.alarms)
+        run_check(check_source, source)
+    readable = not found.errors
+    run_check(check_keys, config.security.keys, unused_roles(config))
+    run_check(check_engine, config)
+    installed = run_check(lambda: ENGINES.find(config.worker.engine).installed(config))
+    run_check(check_schedule, config.schedule)
+    run_check(check_learner_parts, config)
+    backend = run_check(installed_backend, config)
+    kind = run_check(SCHEDULES.find, config.schedule.kind)
+    run_check(check_time_sharing, config, kind, run_check(BACKENDS.find, config.learner.backend))
+    run_check(GroupFilters, config.schedule)
+    run_check(check_sinks, config.operations.sinks)
+    run_check(check_alarms, config.operations.alarms)
     for name, key in verifiers_of(config).items():
-        passes(check_verifier, name, key, config.reward.url)
+        run_check(check_verifier, name, key, config.reward.url)
     if config.environment.name:
-        passes(ENVIRONMENTS.find, config.environment.name)
+        run_check(ENVIRONMENTS.find, config.environment.name)
     if config.reward.code_isolation == "strict":
-        passes(check_isolation, config.reward.code_isolation)
-    passes(check_agent, config)
-    passes(TARGETS.find, config.run.target)
-    passes(TRANSPORTS.find, config.weights.transport)
-    passes(check_devices, config, devices)
-    division = passes(division_of, config, devices) if readable else None
-    found.facts["memory"] = division.said if division else ""
-    trained = passes(adapter_parameters, config) if readable and config.lora.is_set else parameters
+        run_check(check_isolation, config.reward.code_isolation)
+    run_check(check_agent, config)
+    run_check(TARGETS.find, config.run.target)
+    run_check(TRANSPORTS.find, config.weights.transport)
+    run_check(check_devices, config, devices)
+    memory_plan = run_check(plan_memory, config, devices) if readable else None
+    found.facts["memory"] = memory_plan.description if memory_plan else ""
+    trained = run_check(adapter_parameters, config) if readable and config.lora.is_set else parameters
     critic = parameters if needs_values(config.algorithm, imported=False) else 0
-    found.facts["disk"] = passes(check_room, config, (trained or 0) + (critic or 0)) or ""
-    found.facts["store"] = passes(check_store, config) or ""
+    found.facts["disk"] = run_check(check_room, config, (trained or 0) + (critic or 0)) or ""
+    found.facts["store"] = run_check(check_store, config) or ""
     found.facts["installed"] = ", ".join(filter(None, (installed, backend)))
-    import_without_torch()  # what somebody's own parts import is there by now
-    book = passes(open_prompts, config) if readable else None
+    import_without_torch()  # after the imports of the user's own modules, which may need torch
+    book = run_check(open_prompts, config) if readable else None
     if book:
-        passes(turn_end_ids, config.environment.turn_ends, book.tokenizer)
-        for name in sorted(book.rows.rewards.union(*(one.rows.rewards for one in book.held_out.values()))):
-            passes(check_verifier, name, "reward of a row", config.reward.url)
+        run_check(turn_end_ids, config.environment.turn_ends, book.tokenizer)
+        for name in sorted(book.rows.rewards.union(*(held_out.rows.rewards for held_out in book.held_out.values()))):
+            run_check(check_verifier, name, "reward of a row", config.reward.url)
     return book
 
 
 def verifiers_of(config: Config) -> Mapping[str, str]:
-    """Those that the configuration names, and by which key."""
+    """Names of the verifiers in the configuration, with the key that names each."""
     named = {verifier_of(source): "data.reward" for source in config.sources}
     return {name: key for name, key in (named | {config.reward.name: "reward.name"}).items() if name}
 
 
 def check_source(source: SourceSection) -> None:
-    """Raises ConfigError unless its files are there and can be read here."""
+    """Raises ConfigError unless the source's files exist and their format can be read here."""
     if not source.path.exists():
         raise ConfigError(f"data {source.path} is not there; put the dataset's files into that place")
     files = data_files(source.path)
@@ -146,8 +149,9 @@ def check_source(source: SourceSection) -> None:
 
 
 def check_learner_parts(config: Config) -> None:
-    """That the learner will find a loss, corrections and advantages of somebody's own, where torch is there to look at
-    them. Shipped ones were checked with the configuration, and cost an import."""
+    """Check that user-defined losses, corrections, advantages and step scales can be imported. Shipped ones were
+    checked with the configuration, and are not imported here to save time. Raises ConfigError, also if torch is
+    missing."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("torch is not installed; `pip install 'april-rl[learner,worker]'`")
     algorithm = config.algorithm
@@ -162,56 +166,63 @@ def check_learner_parts(config: Config) -> None:
 
 
 def installed_backend(config: Config) -> str:
-    """What spreads the model over the learner's ranks, if there is something to say of it. Raises ConfigError."""
+    """Description of the installed sharding backend, perhaps empty. Raises ConfigError if it cannot be used."""
     backend = BACKENDS.find(config.learner.backend)
     backend.check(config)
-    return backend.installed()
+    return backend.installed_version()
 
 
 def check_weights(folder: Path) -> None:
-    """That weights are there, and whole. Raises ConfigError."""
+    """Raises ConfigError unless the folder has all its weight files, complete."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(
-            f"key 'model.path' = {str(folder)!r} has no weights (*.safetensors); give a whole Hugging Face folder"
-        )
+        refuse("model.path", folder, "has no weights (*.safetensors)", "give a whole Hugging Face folder")
     for file in files:
-        size, wanted = file.stat().st_size, max((one.start + one.size for one in tensors_of(file)), default=0)
+        size, wanted = file.stat().st_size, max((tensor.start + tensor.size for tensor in tensors_of(file)), default=0)
         if size < wanted:
-            raise ConfigError(f"key 'model.path': {file} is cut off at {size} of {wanted} bytes; fetch it again")
+            refuse(
+                "model.path", folder, f"has a {file.name} that is cut off at {size} of {wanted} bytes", "fetch it again"
+            )
     index = folder / "model.safetensors.index.json"
     shards = set(orjson.loads(index.read_bytes()).get("weight_map", {}).values()) if index.is_file() else set()
     if missing := sorted(shards - {file.name for file in files}):
-        raise ConfigError(
-            f"key 'model.path' = {str(folder)!r} lacks {len(missing)} of {len(shards)} files of weights, the first "
-            f"{missing[0]}; fetch the rest"
+        refuse(
+            "model.path",
+            folder,
+            f"lacks {len(missing)} of {len(shards)} files of weights, the first {missing[0]}",
+            "fetch the rest",
         )
 
 
 def check_agent(config: Config) -> None:
-    """That its program can be found, and what its API shows to others. Raises ConfigError."""
+    """Raises ConfigError unless the agent's program, TLS files and attach key can be used."""
     agent = config.agent
-    tls_of(agent)
+    server_tls(agent)
     AttachKey(agent.attach_keyfile)
     if agent.program and not inspect.isclass(PROGRAMS.find(agent.program)) and agent.options:
-        raise ConfigError(
-            f"key 'agent.options' = {agent.options!r} is for a program that is a class, and agent.program = "
-            f"{agent.program!r} is a function; leave it out, or name a class"
+        refuse(
+            "agent.options",
+            agent.options,
+            f"is for a program that is a class, and agent.program = {agent.program!r} is a function",
+            "leave it out, or name a class",
         )
     if agent.command and not shutil.which(agent.command[0]):
-        raise ConfigError(
-            f"key 'agent.command' = {agent.command!r} cannot be started: there is no {agent.command[0]!r} on the PATH; "
-            "install it, or give its path"
+        refuse(
+            "agent.command",
+            agent.command,
+            f"cannot be started: there is no {agent.command[0]!r} on the PATH",
+            "install it, or give its path",
         )
 
 
 def check_devices(config: Config, devices: Sequence[str]) -> None:
-    """`auto` is content with none."""
-    check_nodes(config, place(config, devices), numa_nodes(devices))
+    """Raises ConfigError unless the accelerators suffice for the configured devices; `auto` also accepts none."""
+    check_nodes(config, place_parts(config, devices), numa_nodes(devices))
 
 
 def check_room(config: Config, trained: int) -> str:
-    """That the run's folder can be written, and holds its checkpoints; how much is free. Raises ConfigError."""
+    """Sentence about the free disk space. Raises ConfigError if run.dir is not writable or too small for the
+    checkpoints."""
     folder = config.run_dir
     while not folder.exists():
         folder = folder.parent
@@ -219,22 +230,28 @@ def check_room(config: Config, trained: int) -> str:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".april-"):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"key 'run.dir' = {str(config.run.dir)!r} cannot be written: {folder}: {os.strerror(error.errno or 0)}; "
-            "give a writable folder"
-        ) from None
+        refuse(
+            "run.dir",
+            config.run.dir,
+            f"cannot be written: {folder}: {os.strerror(error.errno or 0)}",
+            "give a writable folder",
+        )
     free, kept = shutil.disk_usage(folder).free, config.learner.keep_checkpoints
     needed = (kept + 1) * STATE_BYTES * trained
     if free < needed:
-        raise ConfigError(
-            f"key 'run.dir' = {str(config.run.dir)!r} has {size(free)} free, and learner.keep_checkpoints = {kept} and "
-            f"the one that is written take {size(needed)}; make room, give another folder, or keep fewer"
+        refuse(
+            "run.dir",
+            config.run.dir,
+            f"has {format_bytes(free)} free, and learner.keep_checkpoints = {kept} and the one that is written "
+            f"take {format_bytes(needed)}",
+            "make room, give another folder, or keep fewer",
         )
-    return f"{size(free)} free for the run, of which checkpoints take {size(needed)}"
+    return f"{format_bytes(free)} free for the run, of which checkpoints take {format_bytes(needed)}"
 
 
 def check_store(config: Config) -> str:
-    """That its checkpoints can be written to their store from here, and read; where that is. Raises ConfigError."""
+    """Sentence about the checkpoint store, empty if there is none. Raises ConfigError unless it can be written and
+    read."""
     if not config.learner.checkpoint_store:
         return ""
     objects = store_of(config).tried_once()
@@ -246,12 +263,12 @@ def check_store(config: Config) -> str:
 
 
 def unused_roles(config: Config) -> set[str]:
-    """Of peers that this run has none of."""
+    """Roles that have no process in this run."""
     return {role for role, count in (("scorer", config.scorers), ("agents", config.agents)) if not count}
 
 
 def check_keys(folder: Path | None, unused: Collection[str]) -> None:
-    """That every part will find its key, and be let in with it, but for the `unused` roles. Raises ConfigError."""
+    """Raises ConfigError unless every role but the `unused` ones has a key that the broker's allow list accepts."""
     if folder is None:
         return
     allow_list = AllowList(folder / ALLOW_LIST)
@@ -259,6 +276,10 @@ def check_keys(folder: Path | None, unused: Collection[str]) -> None:
     for role in set(ROLES) - set(unused):
         keys = load_keys(folder, role)
         if keys.broker != broker.public:
-            raise refusal(find_key_file(folder, role), "names another broker", "make it anew with `april keygen`")
+            refuse(
+                "security.keys", find_key_file(folder, role), "names another broker", "make it anew with `april keygen`"
+            )
         if allow_list.find(keys.public).role != role:
-            raise refusal(allow_list.path, f"does not list the key of {role}.key as a {role}'s", "add that line")
+            refuse(
+                "security.keys", allow_list.path, f"does not list the key of {role}.key as a {role}'s", "add that line"
+            )

@@ -1,4 +1,4 @@
-"""What an operator asks of a live broker: `april status`, `april drain`, `april dead-letters`."""
+"""Requests of an operator to a live broker: `april status`, `april drain`, `april dead-letters`."""
 
 import tomllib
 import uuid
@@ -16,23 +16,23 @@ from april.connections.broker import BrokerConnection, BrokerRefused, BrokerUnre
 from april.security.keys import load_keys
 
 PATIENCE_S = 5.0
-"""longest wait for a broker's answer"""
+"""Longest wait for the broker's answer."""
 
 
 @dataclass(frozen=True)
-class Target:
-    """A run as an operator names it: by its folder, by its broker's address, or by both."""
+class RunAddress:
+    """How an operator names a run: by its folder, by its broker's address, or by both."""
 
     run_dir: Path | None
     connect: str | None
     keys: Path | None
-    """of a monitor; by default what the run's configuration says"""
+    """Folder with a monitor's keys; None: security.keys of the run's configuration."""
 
     def status(self) -> dict[str, Any]:
         return content(self.ask(wire.StatusRequest()))
 
     def dead_letters(self) -> tuple[dict[str, Any], bool]:
-        """(what the broker knows, True), or what it had left in the run folder with its last summary, False."""
+        """(dead letters, whether the broker answered); otherwise those in the run folder, as of its last summary."""
         try:
             return content(self.ask(wire.DeadLettersRequest())), True
         except BrokerUnreachable:
@@ -42,12 +42,12 @@ class Target:
         return (orjson.loads(path.read_bytes()) if path.is_file() else {"total": 0, "letters": []}), False
 
     def ask(self, message: wire.Message) -> wire.Received:
-        """The broker's answer. Raises BrokerUnreachable, also where it is another run's broker that answers, and
-        BrokerRefused with the broker's reason."""
+        """The broker's answer. Raises BrokerUnreachable, also if another run's broker answers, and BrokerRefused with
+        the broker's reason."""
         address, keys = self._address(), load_keys(self._keys(), "monitor")
         connection = BrokerConnection(address, "monitor", "operator", uuid.uuid4().hex, PATIENCE_S, keys)
         try:
-            self._check_run(connection.hello(leases=[]).run, address)
+            self._check_run(connection.hello(lease_ids=[]).run, address)
             answer = connection.request(message, PATIENCE_S)
             connection.goodbye()
         finally:
@@ -57,7 +57,7 @@ class Target:
         return answer
 
     def _address(self) -> str:
-        """The one that was given, or that the broker left in the run folder."""
+        """The given address, or the one that the broker wrote into the run folder."""
         if self.connect:
             return check_address(self.connect)
         if self.run_dir is None:
@@ -70,7 +70,7 @@ class Target:
         return path.read_text()
 
     def _check_run(self, run: str, address: str) -> None:
-        """An address that a killed broker has left may have become that of another run."""
+        """Raises BrokerUnreachable if another run's broker answers: it may have taken the port of a killed one."""
         own = self._config().get("run", {}).get("name", run)
         if run != own:
             raise BrokerUnreachable(
@@ -83,11 +83,11 @@ class Target:
         return Path(keys) if keys else None
 
     def _config(self) -> dict[str, Any]:
-        """What the run's broker was started with; nothing where only an address is given."""
+        """Content of the run folder's config.toml; empty if only an address is given."""
         path = self.run_dir / "config.toml" if self.run_dir else None
         return tomllib.loads(path.read_text()) if path and path.is_file() else {}
 
 
 def content(answer: wire.Received) -> dict[str, Any]:
-    """The JSON that an answer carries."""
+    """The JSON document in an answer's first array."""
     return orjson.loads(answer.arrays[0].tobytes())

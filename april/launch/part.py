@@ -1,7 +1,7 @@
-"""`april part`: one part of a run and its children kept alive on this machine, wherever the other parts are.
+"""`april part`: keeps one part of a run alive on this machine, wherever the other parts are.
 
-What dies is started again, with growing delays. What hangs ends itself, and so dies. A signal is passed on. A broker
-that comes back somewhere else is followed, where it is looked for in the run's folder.
+A part that dies is restarted with growing delays; a part that hangs ends itself. Signals are passed on. If the broker
+restarts at another address, and its address is read from the run's folder, the part is restarted to follow it.
 """
 
 import os
@@ -15,7 +15,8 @@ from typing import Any
 
 from april.config import Config, ConfigError
 from april.connections.address import ADDRESS_FILE
-from april.launch.devices import environment_of, of_span, visible_devices
+from april.errors import refuse
+from april.launch.devices import devices_in_span, environment_of, visible_devices
 from april.processes import clock
 from april.processes.lifetime import REFUSED, RUN_FAILED, STEP_ASIDE, STEPPED_ASIDE, SUPERVISED
 from april.processes.restarts import STEADY_S, delay_s
@@ -23,88 +24,90 @@ from april.words import counted
 
 ROLES = ("broker", "learner", "worker", "scorer", "agents")
 OVER = {0: "has come to its end", REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
-"""exit statuses after which it is not started again"""
+"""Exit statuses after which a part is not restarted, with their meaning."""
 LEAVE_S = 60.0
-"""longest wait for a part that was asked to leave, to hand back what it has"""
+"""Longest wait for a part that was asked to stop, while it returns its samples."""
 STOP_S = 600.0
-"""the same of a broker, which stops the run, beyond the longest step: the learner writes a checkpoint"""
+"""Longest wait for a broker that was asked to stop, beyond learner.hung_s: the learner writes a checkpoint."""
 POLL_S = 0.2
 
 
 @dataclass(frozen=True)
-class Across:
-    """One of several machines of the learner."""
+class LearnerNode:
+    """One of the learner's machines, when it has several."""
 
     nodes: int
+    """Number of machines."""
     node: int
-    meeting: str = ""
-    """HOST:PORT on machine 0, where torchrun's agents meet; none: as the broker tells them"""
+    """Index of this machine, from 0."""
+    rendezvous: str = ""
+    """HOST:PORT on machine 0 for torchrun's rendezvous; empty: the broker announces it."""
 
 
 def command_of(
-    role: str, config: Config, arguments: Sequence[str], connect: str, name: str, across: Across | None
+    role: str, config: Config, arguments: Sequence[str], connect: str, name: str, learner_node: LearnerNode | None
 ) -> list[str]:
-    """The program of a part. `arguments`: configuration files and overrides."""
-    joins = [] if role == "broker" else ["--connect", connect]
+    """Command line of a part's program. `arguments`: configuration files and overrides. Raises ConfigError."""
+    connect_arguments = [] if role == "broker" else ["--connect", connect]
     if role != "learner":
-        named = ["--name", name] if role != "broker" and name else []
-        return [sys.executable, "-m", "april.cli", role, *arguments, *joins, *named]
+        name_arguments = ["--name", name] if role != "broker" and name else []
+        return [sys.executable, "-m", "april.cli", role, *arguments, *connect_arguments, *name_arguments]
     ranks = config.learner.ranks
-    if across is None:
+    if learner_node is None:
         launch = ["april.learner.launch", "--nproc-per-node", str(ranks)]
     else:
-        if ranks % across.nodes or not 0 <= across.node < across.nodes:
+        if ranks % learner_node.nodes or not 0 <= learner_node.node < learner_node.nodes:
             raise ConfigError(
-                f"options '--nodes' = {across.nodes} and '--node' = {across.node} do not fit; spread learner.ranks = "
-                f"{ranks} evenly over nodes that count from 0"
+                f"options '--nodes' = {learner_node.nodes} and '--node' = {learner_node.node} do not fit; spread "
+                f"learner.ranks = {ranks} evenly over nodes that count from 0"
             )
         launch = [
             "april.learner.across",
-            str(across.node),
-            f"--nproc-per-node={ranks // across.nodes}",
-            f"--nnodes={across.nodes}",
+            str(learner_node.node),
+            f"--nproc-per-node={ranks // learner_node.nodes}",
+            f"--nnodes={learner_node.nodes}",
         ]
         launch += ["--rdzv-backend=c10d", f"--rdzv-id={config.run.name}"]
-        launch += [f"--rdzv-endpoint={across.meeting}"] if across.meeting else []
-        launch += [f"--rdzv-conf=is_host={'false' if across.node else 'true'}"]
-    return [sys.executable, "-m", *launch, "-m", "april.learner", *arguments, *joins]
+        launch += [f"--rdzv-endpoint={learner_node.rendezvous}"] if learner_node.rendezvous else []
+        launch += [f"--rdzv-conf=is_host={'false' if learner_node.node else 'true'}"]
+    return [sys.executable, "-m", *launch, "-m", "april.learner", *arguments, *connect_arguments]
 
 
-def keep(
+def supervise_part(
     role: str,
     config: Config,
     arguments: Sequence[str],
     connect: str = "",
     name: str = "",
     restarts: int | None = None,
-    across: Across | None = None,
+    learner_node: LearnerNode | None = None,
     accelerators: str = "",
 ) -> int:
-    """Exit status. `restarts`: most of them without use in between; none: as the configuration says. `accelerators`:
-    FIRST:END of those that are here; none: all."""
+    """Run a part until it ends; returns its exit status. `restarts`: most consecutive ones; None: the configuration's.
+    `accelerators`: span FIRST:END of the visible ones; empty: all. Raises ConfigError."""
     if role != "broker" and not connect:
-        raise ConfigError("option '--connect' is not given; name the broker as tcp://HOST:PORT, or the run's folder")
+        refuse("--connect", None, "is not given", "name the broker as tcp://HOST:PORT, or the run's folder")
     sections = {"broker": config.broker, "learner": config.learner, "scorer": config.scorer, "agents": config.agent}
     limits: Any = sections.get(role, config.worker)
-    most = limits.max_restarts if restarts is None else restarts
-    follows = Path(connect) if connect and not connect.startswith("tcp://") else None
-    keeper = Keeper(
+    max_restarts = limits.max_restarts if restarts is None else restarts
+    run_dir = Path(connect) if connect and not connect.startswith("tcp://") else None
+    supervisor = PartSupervisor(
         name or role,
-        command_of(role, config, arguments, connect, name, across),
-        most,
+        command_of(role, config, arguments, connect, name, learner_node),
+        max_restarts,
         say=lambda text: print(f"april part: {text}", file=sys.stderr, flush=True),
         threads=getattr(limits, "threads", 1),
-        run_dir=follows,
+        run_dir=run_dir,
         leave_s=config.learner.hung_s + STOP_S if role == "broker" else LEAVE_S,
-        devices=of_span(accelerators, visible_devices()) if accelerators else (),
+        devices=devices_in_span(accelerators, visible_devices()) if accelerators else (),
     )
-    return keeper.run()
+    return supervisor.run()
 
 
-class Keeper:
-    """Keeps one program alive.
+class PartSupervisor:
+    """Restarts one program until it ends for good.
 
-    status = Keeper("worker", command, max_restarts=3, say=print).run()      # that of its last end
+    status = PartSupervisor("worker", command, max_restarts=3, say=print).run()      # its last exit status
     """
 
     def __init__(
@@ -118,8 +121,8 @@ class Keeper:
         leave_s: float = LEAVE_S,
         devices: Sequence[str] = (),
     ):
-        """`run_dir`: where the broker is looked for, and followed when it moves; none: it stays where it is.
-        `leave_s`: longest wait once it was asked to leave. `devices`: that it sees; none: all."""
+        """`say`: prints a line. `run_dir`: folder with the broker's address file, which is watched for changes; None:
+        the address is fixed. `leave_s`: longest wait after a request to stop. `devices`: visible to it; empty: all."""
         self.name, self.command, self.max_restarts, self.say = name, list(command), max_restarts, say
         self.address_file = run_dir / ADDRESS_FILE if run_dir else None
         own = {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
@@ -127,10 +130,10 @@ class Keeper:
         self.leave_s = leave_s
         self.restarts = 0
         self._leave_by: float | None = None
-        """when it is killed, once it was asked to leave"""
+        """Time at which it is killed, once it was asked to stop."""
         self._child: subprocess.Popen | None = None
         self._asked: tuple[int, subprocess.Popen | None] | None = None
-        """the last signal, and the process that was sent it"""
+        """(last signal, process that it was sent to)."""
 
     def run(self) -> int:
         leave = (signal.SIGTERM, signal.SIGINT, STEP_ASIDE)
@@ -149,12 +152,12 @@ class Keeper:
                 signal.signal(number, handler)
 
     def _run_once(self) -> int:
-        """Status at its end; STEPPED_ASIDE where it was ended to look for the broker anew."""
+        """Run the program once; returns its exit status, or STEPPED_ASIDE if it was ended to follow the broker."""
         began, address = clock.now(), self._address()
         self._child = subprocess.Popen(self.command, env=self.environment, start_new_session=True)
         moved_at = None
         if self._asked and self._asked[1] is not self._child:
-            self._pass_on(self._asked[0])  # it came while the process was being started
+            self._pass_on(self._asked[0])  # the signal came while the process was being started
         while self._child.poll() is None:
             now = clock.now()
             if self._leave_by is not None and now >= self._leave_by:
@@ -176,11 +179,11 @@ class Keeper:
         return ended if moved_at is None else STEPPED_ASIDE
 
     def _wait_for_restart(self, status: int) -> bool:
-        """Whether it is to be started again, when that is due."""
+        """Wait for the delay before a restart; returns whether to restart."""
         if status == STEPPED_ASIDE:
             return True
         if self.restarts >= self.max_restarts:
-            self.say(f"{self.name} ended with status {status}; {counted(self.restarts, 'restart')} brought nothing")
+            self.say(f"{self.name} ended with status {status}; {counted(self.restarts, 'restart')} did not help")
             return False
         self.restarts += 1
         due = clock.now() + delay_s(self.restarts, self.max_restarts)
@@ -196,7 +199,7 @@ class Keeper:
             return ""
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Asked to leave: so is the part. Asked again: at once."""
+        """Pass the signal on; the program is killed after `leave_s`, or at once at the second signal."""
         self._leave_by = clock.now() + (self.leave_s if self._leave_by is None else 0.0)
         self._pass_on(number)
 
@@ -206,7 +209,7 @@ class Keeper:
             self._child.send_signal(number)
 
     def _kill(self) -> None:
-        """With everything that it has started."""
+        """Kill the program and all its child processes."""
         if self._child:
             try:
                 os.killpg(self._child.pid, signal.SIGKILL)
@@ -217,5 +220,5 @@ class Keeper:
 
 
 def shell_status(status: int) -> int:
-    """As a shell says it: of a program that a signal has ended, 128 and its number."""
+    """Exit status in a shell's convention: 128 + n for a program ended by signal n."""
     return status if status >= 0 else 128 - status

@@ -1,4 +1,4 @@
-"""What `april run` makes sure of before it starts a process: inputs that can be read, a folder of its own."""
+"""Checks of `april run` before it starts a process: readable inputs, a run folder of its own, a resumable run."""
 
 import contextlib
 import fcntl
@@ -13,22 +13,23 @@ from april.broker import recovery
 from april.broker.header import check_header, make_header
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
-from april.broker.journal.place import journal_of
+from april.broker.journal.place import journal_folder
 from april.broker.journal.snapshot import SnapshotStore
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
-from april.broker.recovery import SyncNote, check_whole, rebuild
+from april.broker.recovery import SyncNote, check_complete, rebuild
 from april.broker.submitted import open_prompts
 from april.broker.telemetry.recorder import read_summary
 from april.config import Config, ConfigError
 from april.config.paths import anchor
+from april.errors import refuse
 from april.files.objects import StoreError
 from april.files.replace import replace_file
 from april.formats.stored import refused, stored_checkpoints
 from april.formats.versions import FILE, RUN_FOLDER
-from april.launch.check import Findings, look
+from april.launch.check import Findings, check_run
 from april.launch.rehearsal import Rehearsal
-from april.launch.rows import look_at_rows
+from april.launch.rows import inspect_rows
 from april.launch.shape import read_shape
 from april.simulate.recording import recorded_header
 
@@ -36,26 +37,26 @@ CHANGED = "resumed with a changed key: "
 
 
 def examine(config: Config, devices: Sequence[str], patience_s: float) -> Findings:
-    """All that can be found out before anything is started: what it needs, its rows, and functions of one's own once.
+    """Make all checks of a configuration: requirements, rows, and one call of each user-defined function.
 
-    `devices`: accelerators, by name; `patience_s`: for grading more than a row of each verifier.
+    `devices`: names of the accelerators; `patience_s`: time for grading beyond the first row of each verifier.
     """
     found, shape = Findings(), read_shape(config.model.path)
     with Rehearsal(config, found) as rehearsal:
-        book = look(config, devices, shape.parameters if shape else 0, found)
-        if book and (seen := look_at_rows(config, book, found)):
-            rehearsal.hold(seen, book.tokenizer, patience_s)
+        book = check_run(config, devices, shape.parameters if shape else 0, found)
+        if book and (rows := inspect_rows(config, book, found)):
+            rehearsal.try_rows(rows, book.tokenizer, patience_s)
     return found
 
 
-def make_run_folder(config: Config, asks: bool = True) -> Config:
-    """A run never writes into another's folder: a taken name gets a number. The configuration with its name.
-    `asks`: the store of checkpoints, too, whether the name is taken."""
+def make_run_folder(config: Config, ask_store: bool = True) -> Config:
+    """Create the run folder; returns the configuration with the run's final name, which gets a number if it is taken.
+    `ask_store`: also ask the checkpoint store whether the name is taken. Raises ConfigError."""
     name, number = config.run.name, 1
     while True:
         named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
         try:
-            if asks and is_stored(named):
+            if ask_store and is_stored(named):
                 named.run.dir.mkdir(parents=True, exist_ok=True)
                 raise FileExistsError
             named.run_dir.mkdir(parents=True)
@@ -65,15 +66,13 @@ def make_run_folder(config: Config, asks: bool = True) -> Config:
             number += 1
             name = f"{config.run.name}-{number}"
             if not config.run.dir.is_dir():
-                raise ConfigError(f"key 'run.dir' = {str(config.run.dir)!r} is not a folder; give one") from None
+                refuse("run.dir", config.run.dir, "is not a folder", "give one")
         except OSError as error:
-            raise ConfigError(
-                f"key 'run.dir' = {str(config.run.dir)!r} cannot be written ({error.strerror}); give a writable folder"
-            ) from None
+            refuse("run.dir", config.run.dir, f"cannot be written ({error.strerror})", "give a writable folder")
 
 
 def is_stored(config: Config) -> bool:
-    """Whether a run of that name has checkpoints in the store. Raises ConfigError."""
+    """Whether the checkpoint store has checkpoints of a run with this name. Raises ConfigError."""
     stored = stored_checkpoints(config, once=True)
     try:
         return stored is not None and bool(stored.objects.names())
@@ -82,31 +81,31 @@ def is_stored(config: Config) -> bool:
 
 
 @contextlib.contextmanager
-def held(config: Config) -> Iterator[None]:
-    """The run's folder is this process's alone meanwhile. Raises ConfigError where it is another's."""
+def lock_run_folder(config: Config) -> Iterator[None]:
+    """Hold an exclusive lock on the run folder. Raises ConfigError if another process holds it."""
     with contextlib.ExitStack() as stack:
         try:
             stamp = stack.enter_context((config.run_dir / FILE).open("rb+"))
             fcntl.flock(stamp, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (FileNotFoundError, PermissionError):
-            pass  # nobody can have begun it, or go on with it
+            pass  # no process can have started or resumed this run
         except BlockingIOError:
-            raise ConfigError(
-                f"key 'run.name' = {config.run.name!r} names a run that another `april run` has under way in "
-                f"{config.run_dir}; stop that one first, or give another name"
-            ) from None
+            refuse(
+                "run.name",
+                config.run.name,
+                f"names a run that another `april run` has under way in {config.run_dir}",
+                "stop that one first, or give another name",
+            )
         yield
 
 
 def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
-    """That the named run can go on now; what differs from its configuration so far, one line a key, and what was given
-    up. `accept_loss`: go on with what is left of a journal that has lost its end."""
+    """Check that the named run can be resumed; returns one line per changed key and per loss that was accepted.
+    `accept_loss`: continue with a journal that has lost its end. Raises ConfigError."""
     run_dir = config.run_dir
     try:
-        if not journal_of(run_dir).is_dir():
-            raise ConfigError(
-                f"key 'run.name' = {config.run.name!r} names no run in {config.run.dir} to resume; give one that does"
-            )
+        if not journal_folder(run_dir).is_dir():
+            refuse("run.name", config.run.name, f"names no run in {config.run.dir} to resume", "give one that does")
         RUN_FOLDER.check(run_dir)
         given_up = check_journal(config, accept_loss)
     except JournalError as error:
@@ -127,21 +126,21 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
 
 
 def check_journal(config: Config, accept_loss: bool) -> list[str]:
-    """That no other broker has it, that it is of this configuration, and that it is whole; or what was given up of it.
-    Raises JournalError."""
-    folder, stored = journal_of(config.run_dir), stored_checkpoints(config, once=True)
+    """Check that the journal is unlocked, fits the configuration and is complete; returns the losses accepted with
+    `accept_loss`. Raises JournalError."""
+    folder, stored = journal_folder(config.run_dir), stored_checkpoints(config, once=True)
     with contextlib.closing(Journal(folder)) as journal:
         if recorded := recorded_header(folder):
             check_header(recorded, make_header(config, open_prompts(config)))
         if not accept_loss:
             ledger = Ledger(ledger_rules(config))
             rebuild(ledger, journal, SnapshotStore(folder), SyncNote(folder).position)
-            check_whole(config.run_dir, journal, ledger, stored.steps() if stored else ())
+            check_complete(config.run_dir, journal, ledger, stored.steps() if stored else ())
     return recovery.accept_loss(config, stored) if accept_loss else []
 
 
 def read_toml(path: Path) -> dict:
-    """Nothing where there is no such file, or a damaged one."""
+    """Content of a TOML file; empty if it is missing or damaged."""
     try:
         return tomllib.loads(path.read_text())
     except (FileNotFoundError, tomllib.TOMLDecodeError):
@@ -149,6 +148,7 @@ def read_toml(path: Path) -> dict:
 
 
 def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
+    """One line per configuration key with different values: "section.key: old -> new"."""
     lines = []
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
@@ -159,17 +159,16 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
     return lines
 
 
-def note_resume(run_dir: Path, said: list[str]) -> None:
-    """Write down that the run goes on from here, and with which keys changed, for the report. `said`: by
-    `check_resume`."""
-    changed = [line.removeprefix(CHANGED) for line in said if line.startswith(CHANGED)]
+def note_resume(run_dir: Path, notes: list[str]) -> None:
+    """Append this resume and its changed keys to resumes.jsonl, for the report. `notes`: from `check_resume`."""
+    changed = [line.removeprefix(CHANGED) for line in notes if line.startswith(CHANGED)]
     line = {"time": time.time(), "step": read_summary(run_dir / "summary.json").get("steps", 0), "changed": changed}
     with (run_dir / "resumes.jsonl").open("ab") as file:
         file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def too_many_failed(config: Config) -> str:
-    """Why a run that has finished is no success, in one sentence; empty: it is one."""
+    """Sentence why a finished run counts as failed: too many failed prompts; empty if it succeeded."""
     shares = read_summary(config.run_dir / "summary.json").get("failed_share") or {}
     for name, share in shares.items():
         if share > (most := config.reward.max_failed_share):
@@ -181,7 +180,8 @@ def too_many_failed(config: Config) -> str:
 
 
 def mark_ended(run_dir: Path, state: str, why: str = "") -> None:
-    """Let summary.json not say "running" of a run whose broker could not say how it ended, and say why it failed."""
+    """Correct summary.json if the broker could not: replace the state "running" by `state`, and add the failure's
+    reason."""
     path = run_dir / "summary.json"
     summary = read_summary(path)
     ended = summary | ({"failure": why} if why else {})

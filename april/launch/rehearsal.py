@@ -1,6 +1,6 @@
-"""Before a run starts, functions of one's own are called once, and reference answers graded by their own verifiers.
+"""Tries a run's verifiers, environment, agent and filters once before it starts; verifiers grade the reference answers.
 
-All but filters run in processes of their own, as in the run.
+All but the filters run in processes of their own, as in a run.
 """
 
 import threading
@@ -15,12 +15,12 @@ from april.config import Config, ConfigError
 from april.data.rows import GROUP_REWARD
 from april.data.tokenizer import Tokenizer
 from april.environments import ENVIRONMENTS
-from april.environments.messages import Answer, Call, EnvironmentRules
+from april.environments.messages import EnvironmentAnswer, EnvironmentCall, EnvironmentRules
 from april.environments.pool import EnvironmentPool
 from april.filters.filters import CompleteGroup, FilterFailed, GroupFilters, ask
-from april.launch.agent_rehearsal import run_once
+from april.launch.agent_rehearsal import run_agent_once
 from april.launch.check import Findings
-from april.launch.rows import Seen, prompt_text
+from april.launch.rows import InspectedRow, prompt_text
 from april.processes.blame import raised
 from april.processes.pool import ProcessPool
 from april.words import counted
@@ -31,18 +31,18 @@ from april.workers.scoring import reward_rules
 
 POLL_S = 0.001
 QUEUED = 64
-"""rows that wait for a verifier; the others are not made ready before there is time for them"""
-FILTER_S = 10.0
-"""longest call of a filter, which holds the broker up for as long"""
+"""Most rows queued for a verifier; further ones are prepared later."""
+FILTER_TIMEOUT_S = 10.0
+"""Longest call of a filter: it blocks the broker's loop."""
 REWARD_MEND = "return a number, or a number and a dictionary of numbers"
 STARTING_S, DRY_S = 0.3, 20.0
-"""for grading beyond the first row of each verifier, when a run starts and in a dry run"""
-FIRST_S = 15.0
-"""longest wait beyond that for the first answer of what may take longer by its own time limit"""
+"""Time for grading beyond the first row of each verifier, at the start of a run and in a dry run."""
+FIRST_ANSWER_S = 15.0
+"""Additional wait for a first answer, which may take up to its own time limit."""
 
 
 class Rehearsal:
-    """Its processes are started at once, so that they are up when the rows have been read.
+    """Tries user-defined functions on some rows. Its processes start at once, and are up when the rows have been read.
 
     with Rehearsal(config, found) as rehearsal:
         rehearsal.hold(look_at_rows(...), tokenizer, patience_s)
@@ -65,29 +65,29 @@ class Rehearsal:
         self.verifiers.close()
         self.environment.close()
 
-    def hold(self, seen: list[Seen], tokenizer: Tokenizer, patience_s: float) -> None:
-        """Whatever goes wrong on every row is an objection; on some of them, a remark."""
-        state = self._ask_environment(seen[0])
+    def try_rows(self, rows: list[InspectedRow], tokenizer: Tokenizer, patience_s: float) -> None:
+        """Try all functions and record the results: a failure on every row is an error, on some rows a warning."""
+        state = self._ask_environment(rows[0])
         by_verifier: dict[str, list[int]] = defaultdict(list)
-        for number, one in enumerate(seen):
-            by_verifier[one.row.reward or self.config.reward.name].append(number)
-        by_verifier = {name: numbers for name, numbers in by_verifier.items() if self._is_there(name)}
+        for index, row in enumerate(rows):
+            by_verifier[row.dataset_row.reward or self.config.reward.name].append(index)
+        by_verifier = {name: indices for name, indices in by_verifier.items() if self._is_usable(name)}
         if self.config.environment.name:
-            by_verifier = {name: numbers[:1] for name, numbers in by_verifier.items()}
+            by_verifier = {name: indices[:1] for name, indices in by_verifier.items()}
         if state is None and (self.config.environment.name or self.config.agent.is_set):
-            by_verifier = {name: numbers for name, numbers in by_verifier.items() if not reads_state(name)}
-        scores = self._grade(by_verifier, seen, tokenizer, state or b"", patience_s)
+            by_verifier = {name: indices for name, indices in by_verifier.items() if not reads_state(name)}
+        scores = self._grade(by_verifier, rows, tokenizer, state or b"", patience_s)
         graded = {
-            name: [(seen[number], scores[number]) for number in numbers if number in scores]
-            for name, numbers in by_verifier.items()
+            name: [(rows[index], scores[index]) for index in indices if index in scores]
+            for name, indices in by_verifier.items()
         }
-        said = [self._judge(name, of_verifier) for name, of_verifier in graded.items()]
-        self.found.facts["rewards"] = "\n".join(filter(None, said))
-        self._run_agent(seen[0], tokenizer, patience_s)
+        sentences = [self._judge(name, of_verifier) for name, of_verifier in graded.items()]
+        self.found.facts["rewards"] = "\n".join(filter(None, sentences))
+        self._run_agent(rows[0], tokenizer, patience_s)
         self._ask_filters(next(iter(scores.values()), None))
 
-    def _is_there(self, name: str) -> bool:
-        """Otherwise it has been objected to."""
+    def _is_usable(self, name: str) -> bool:
+        """Whether the verifier can be used; if not, `check_run` has recorded the error."""
         try:
             check_verifier(name, url=self.config.reward.url)
         except ConfigError:
@@ -97,18 +97,23 @@ class Rehearsal:
     # --- verifiers ------------------------------------------------------------------------------------------------
 
     def _grade(
-        self, by_verifier: dict[str, list[int]], seen: list[Seen], tokenizer: Tokenizer, state: bytes, patience_s: float
+        self,
+        by_verifier: dict[str, list[int]],
+        rows: list[InspectedRow],
+        tokenizer: Tokenizer,
+        state: bytes,
+        patience_s: float,
     ) -> dict[int, Score]:
-        """By the row's number: of the first row of each verifier, and of as many more as there is time for."""
-        first = {numbers[0] for numbers in by_verifier.values()}
-        others = [number for numbers in by_verifier.values() for number in numbers[1:]]
-        names = {number: name for name, numbers in by_verifier.items() for number in numbers}
+        """Scores by row index: of each verifier's first row, and of as many others as there is time for."""
+        first = {indices[0] for indices in by_verifier.values()}
+        others = [index for indices in by_verifier.values() for index in indices[1:]]
+        names = {index: name for name, indices in by_verifier.items() for index in indices}
         waiting, scores = deque((*sorted(first), *sorted(others))), dict[int, Score]()
 
         def submit_more() -> None:
             while waiting and len(self.verifiers.queue) < QUEUED:
-                number = waiting.popleft()
-                self._submit(number, names[number], seen[number], tokenizer, state)
+                index = waiting.popleft()
+                self._submit(index, names[index], rows[index], tokenizer, state)
 
         submit_more()
         for answer in self._answers(self.verifiers, patience_s, lambda: first <= scores.keys(), submit_more):
@@ -118,137 +123,145 @@ class Rehearsal:
     def _answers(
         self, pool: ProcessPool, patience_s: float, enough: Callable[[], bool], submit_more: Callable[[], None]
     ) -> Iterator[Any]:
-        """As they come: all there are in time, which is `FIRST_S` longer until there are `enough`, and begins when the
-        first process is up."""
+        """Yield answers of a pool until it is idle or the time is over: `patience_s` from the start of its first
+        process, and `FIRST_ANSWER_S` more until `enough()`."""
         up, began = False, time.monotonic()
-        while pool.pending and time.monotonic() - began < patience_s + (0 if enough() else FIRST_S):
+        while pool.pending and time.monotonic() - began < patience_s + (0 if enough() else FIRST_ANSWER_S):
             yield from pool.poll()
             submit_more()
             if not up:
                 up, began = pool.processes[0].ready, time.monotonic()
             time.sleep(POLL_S)
 
-    def _submit(self, number: int, name: str, one: Seen, tokenizer: Tokenizer, state: bytes) -> None:
-        label = one.row.label
+    def _submit(self, index: int, name: str, row: InspectedRow, tokenizer: Tokenizer, state: bytes) -> None:
+        label = row.dataset_row.label
         example = right_response(name)
         response = example(label) if example else label
-        prompt = tokenizer.decode(one.tokens) if len(one.tokens) else prompt_text(one.row)
+        prompt = tokenizer.decode(row.tokens) if len(row.tokens) else prompt_text(row.dataset_row)
         tokens = len(tokenizer.encode_prompt(response))
-        item = Item(number, name, response, label, "stop", prompt, tokens, state)
+        item = Item(index, name, response, label, "stop", prompt, tokens, state)
         if name.startswith(GROUP_REWARD):
-            self.verifiers.submit_group(number, name, [item] * self.config.schedule.n_samples_per_prompt)
+            self.verifiers.submit_group(index, name, [item] * self.config.schedule.n_samples_per_prompt)
         else:
             self.verifiers.queue.append(item)
 
-    def _judge(self, name: str, graded: list[tuple[Seen, Score]]) -> str:
-        """What a verifier says of the reference answers; what is wrong goes to the findings."""
+    def _judge(self, name: str, graded: list[tuple[InspectedRow, Score]]) -> str:
+        """Sentence about a verifier's scores of the reference answers; records errors and warnings."""
         if not graded:
-            return f"{name}: no answer yet after {FIRST_S:g} s; the run waits reward.timeout_s"
-        failed = [(one, bare(score.error, name)) for one, score in graded if score.error]
-        given = [(one, score) for one, score in graded if not score.error]
+            return f"{name}: no answer yet after {FIRST_ANSWER_S:g} s; the run waits reward.timeout_s"
+        failed = [(row, without_prefix(score.error, name)) for row, score in graded if score.error]
+        given = [(row, score) for row, score in graded if not score.error]
         if not given:
-            (one, error), all_of = failed[0], f" and all {len(failed)} that it was tried on" if len(failed) > 1 else ""
-            mend = REWARD_MEND if error.startswith("returned") else "mend it, or the rows"
+            (row, error), all_of = failed[0], f" and all {len(failed)} that it was tried on" if len(failed) > 1 else ""
+            fix = REWARD_MEND if error.startswith("returned") else "fix it, or the rows"
             if not right_response(name):
-                mend += f"; it was given the label as the response, {name}'s attribute `example` can say what to give"
-            self.found.objections.append(f"verifier {name!r} fails on {one.where}{all_of}: {mended(error, mend)}")
+                fix += f"; it was given the label as the response, {name}'s attribute `example` can say what to give"
+            self.found.errors.append(f"verifier {name!r} fails on {row.where}{all_of}: {with_fix(error, fix)}")
             return ""
         if failed:
-            self.found.remarks.append(
-                f"verifier {name!r} fails on {share(failed, graded)} by {last_line(failed[0][1])}; "
-                "samples of such rows come to nothing: mend the labels, or the verifier"
+            self.found.warnings.append(
+                f"verifier {name!r} fails on {share_of(failed, graded)} by {last_line(failed[0][1])}; "
+                "samples of such rows come to nothing: fix the labels, or the verifier"
             )
         first, score = given[0]
         if not right_response(name):
             return f"{name}: a response that is the label, of {first.where}, is worth {worth(score)}"
-        wrong = [(one, score) for one, score in given if score.details.get("correct", score.reward or 0.0) <= 0]
+        wrong = [(row, score) for row, score in given if score.details.get("correct", score.reward or 0.0) <= 0]
         if wrong:
-            self.found.remarks.append(
-                f"verifier {name!r} does not find {share(wrong, graded)} right; mend the labels, or take another"
+            self.found.warnings.append(
+                f"verifier {name!r} does not find {share_of(wrong, graded)} right; fix the labels, or take another"
             )
         right = len(given) - len(wrong)
         return f"{name}: {right:,} of {len(graded):,} reference answers are right; the first is worth {worth(score)}"
 
     # --- agents, environment and filters --------------------------------------------------------------------------
 
-    def _ask_environment(self, one: Seen) -> bytes | None:
-        """The state behind a turn that is the reference answer, where that ends the response."""
+    def _ask_environment(self, row: InspectedRow) -> bytes | None:
+        """Try the environment with the reference answer as the turn; returns its final state if that ends the
+        response."""
         section = self.config.environment
-        if not section.name or f"{ENVIRONMENTS.key!r}" in "".join(self.found.objections):
+        if not section.name or f"{ENVIRONMENTS.key!r}" in "".join(self.found.errors):
             return None
-        text = one.row.label + "".join(section.turn_ends[:1])
-        self.environment.submit(Call(0, text, 0, True, b"", prompt_text(one.row), one.row.label))
-        answer: Answer | None = next(self._answers(self.environment, 0, lambda: False, lambda: None), None)
+        text = row.dataset_row.label + "".join(section.turn_ends[:1])
+        self.environment.submit(
+            EnvironmentCall(0, text, 0, True, b"", prompt_text(row.dataset_row), row.dataset_row.label)
+        )
+        answer: EnvironmentAnswer | None = next(self._answers(self.environment, 0, lambda: False, lambda: None), None)
         if answer is None:
-            self.found.facts["turns"] = f"{section.name} has not answered {text!r} in {FIRST_S:g} s"
+            self.found.facts["turns"] = f"{section.name} has not answered {text!r} in {FIRST_ANSWER_S:g} s"
             return None
         if not answer.error:
             done = ", and the response is over" if answer.done else ""
             self.found.facts["turns"] = f"{section.name} answers {text!r} by {answer.text[:200]!r}{done}"
             return answer.state if answer.done else None
-        failed = f"environment {section.name!r} fails on the turn {text!r} of {one.where}: "
+        failed = f"environment {section.name!r} fails on the turn {text!r} of {row.where}: "
         if section.failure_text:
-            self.found.remarks.append(
+            self.found.warnings.append(
                 f"{failed}{last_line(answer.error)}; the policy would read {section.failure_text!r}"
             )
         else:
-            self.found.objections.append(failed + mended(answer.error, "mend it, or set environment.failure_text"))
+            self.found.errors.append(failed + with_fix(answer.error, "fix it, or set environment.failure_text"))
         return None
 
-    def _run_agent(self, one: Seen, tokenizer: Tokenizer, patience_s: float) -> None:
-        """What goes wrong once the policy has said something is a remark: it says other things in the run."""
+    def _run_agent(self, row: InspectedRow, tokenizer: Tokenizer, patience_s: float) -> None:
+        """Try the agent's program. A failure after a reply of the policy is only a warning: the real policy replies
+        otherwise."""
         agent = self.config.agent
-        if not (agent.program or agent.command) or "'agent." in "".join(self.found.objections):
+        if not (agent.program or agent.command) or "'agent." in "".join(self.found.errors):
             return
         name = agent.program or " ".join(agent.command)
-        ending = run_once(self.config, tokenizer, one, patience_s)
-        if ending.error:
-            what, _, way = ending.error.partition("\n")
-            text = f"agent {name!r} fails on {one.where} after {counted(ending.turns, 'answer')}: {what}; mend it"
-            (self.found.remarks if ending.turns else self.found.objections).append(f"{text}\n{way}".rstrip())
+        outcome = run_agent_once(self.config, tokenizer, row, patience_s)
+        if outcome.error:
+            failure, _, traceback = outcome.error.partition("\n")
+            text = f"agent {name!r} fails on {row.where} after {counted(outcome.turns, 'answer')}: {failure}; fix it"
+            (self.found.warnings if outcome.turns else self.found.errors).append(f"{text}\n{traceback}".rstrip())
         else:
             returned = (
-                "its verifier says what that is worth" if ending.reward is None else f"returned {ending.reward:g}"
+                "its verifier says what that is worth" if outcome.reward is None else f"returned {outcome.reward:g}"
             )
-            asked = f"{name} asked {counted(ending.turns, 'time')} for {one.where}"
-            self.found.facts["agent"] = f"{asked}; {returned if ending.over else 'it is still at work'}"
+            asked = f"{name} asked {counted(outcome.turns, 'time')} for {row.where}"
+            self.found.facts["agent"] = f"{asked}; {returned if outcome.is_over else 'it is still at work'}"
 
     def _ask_filters(self, score: Score | None) -> None:
-        """On a group of which half is right."""
+        """Try the filters on a group in which half of the rewards are 1 and half 0."""
         n = self.config.schedule.n_samples_per_prompt
-        rewards = [float(number % 2) for number in range(n)]
+        rewards = [float(index % 2) for index in range(n)]
         details = dict(score.details) if score else {}
         group = CompleteGroup(rewards, [1] * n, ["stop"] * n, [details] * n, rewards)
-        filters = self.found.passes(GroupFilters, self.config.schedule)
+        filters = self.found.run_check(GroupFilters, self.config.schedule)
         for function in filters.filters if filters else ():
             name = getattr(function, "__name__", repr(function))
-            said: list[Any] = []
-            thread = threading.Thread(target=try_filter, args=(function, group, said), daemon=True)
+            outcomes: list[Any] = []
+            thread = threading.Thread(target=try_filter, args=(function, group, outcomes), daemon=True)
             thread.start()
-            thread.join(FILTER_S)
-            failure = said[0] if said else FilterFailed(f"the filter {name} gave no answer within {FILTER_S:g} s")
+            thread.join(FILTER_TIMEOUT_S)
+            failure = (
+                outcomes[0]
+                if outcomes
+                else FilterFailed(f"the filter {name} gave no answer within {FILTER_TIMEOUT_S:g} s")
+            )
             if isinstance(failure, FilterFailed):
-                way = f"\n{raised(failure.__cause__)}" if failure.__cause__ else ""
-                self.found.objections.append(f"key 'schedule.group_filter': {failure}; mend it{way}")
+                traceback = f"\n{raised(failure.__cause__)}" if failure.__cause__ else ""
+                self.found.errors.append(f"key 'schedule.group_filter': {failure}; fix it{traceback}")
             elif self.config.schedule.group_filter:
-                text = f"discards as {said[0]!r}" if said[0] else "keeps"
+                text = f"discards as {outcomes[0]!r}" if outcomes[0] else "keeps"
                 self.found.facts["filter"] = f"{name} {text} a group of which every second response is worth 1"
 
 
-def try_filter(function, group: CompleteGroup, said: list[Any]) -> None:
+def try_filter(function, group: CompleteGroup, outcomes: list[Any]) -> None:
     try:
-        said.append(ask(function, group))
+        outcomes.append(ask(function, group))
     except FilterFailed as error:
-        said.append(error)
+        outcomes.append(error)
 
 
-def mended(error: str, mend: str) -> str:
-    """A sentence; of an exception its last line is in it, and the traceback behind it."""
-    return f"{last_line(error)}; {mend}" + (f"\n{error}" if "\n" in error else "")
+def with_fix(error: str, fix: str) -> str:
+    """The error and its fix as a sentence, followed by the traceback if there is one."""
+    return f"{last_line(error)}; {fix}" + (f"\n{error}" if "\n" in error else "")
 
 
-def bare(error: str | None, name: str) -> str:
-    """Without what the sentence around it says already."""
+def without_prefix(error: str | None, name: str) -> str:
+    """The error without the prefix that the sentence around it repeats."""
     return (error or "").removeprefix(f"verifier {name!r}: ")
 
 
@@ -256,9 +269,9 @@ def last_line(error: str) -> str:
     return error.rpartition("\n")[2]
 
 
-def share(some: Sequence[tuple[Seen, Any]], of: Sequence[Any]) -> str:
-    one = some[0][0]
-    return f"{len(some)} of {len(of)} reference answers, the first {one.row.label[:80]!r} of {one.where},"
+def share_of(some: Sequence[tuple[InspectedRow, Any]], of: Sequence[Any]) -> str:
+    row = some[0][0]
+    return f"{len(some)} of {len(of)} reference answers, the first {row.dataset_row.label[:80]!r} of {row.where},"
 
 
 def worth(score: Score) -> str:

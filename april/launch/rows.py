@@ -1,4 +1,4 @@
-"""What a run's rows are to its tokenizer: lengths against the budgets, and characters that it cannot express."""
+"""Inspects a run's rows with its tokeniser: lengths against the budgets, and characters that it cannot encode."""
 
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -10,26 +10,27 @@ import numpy as np
 from april.broker.prompts import PromptBook
 from april.config import Config, SourceSection
 from april.data.dataset import Dataset
-from april.data.rows import BadRow, Row, text_of
+from april.data.rows import BadRow, DatasetRow, text_of
 from april.data.tokenizer import Tokenizer
 from april.launch.check import Findings
 
 FIRST_ROWS = 1000
-"""that are looked at, and the last"""
+"""Rows per dataset that are inspected; the last row is inspected as well."""
 CHARACTERS_SHOWN = 8
 
 
-class Seen(NamedTuple):
-    """A row that was looked at."""
+class InspectedRow(NamedTuple):
+    """An inspected row, with its location and its tokens."""
 
     where: str
-    row: Row
+    """Location, such as "data/train.jsonl, row 3"."""
+    dataset_row: DatasetRow
     tokens: np.ndarray
-    """int32: its prompt, none of an agent's task"""
+    """int32 [P]: its prompt; empty for an agent's task."""
 
 
-def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tuple[str, Row]]:
-    """The first and the last, and where each is: its place among the source's rows that can be used, from 1."""
+def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tuple[str, DatasetRow]]:
+    """(location, row) of the first rows and the last row. A location counts the source's valid rows, from 1."""
     numbers = list(range(min(len(dataset), FIRST_ROWS))) + ([len(dataset) - 1] if len(dataset) > FIRST_ROWS else [])
     starts = np.cumsum([0, *dataset.counts])
     for number in numbers:
@@ -37,65 +38,73 @@ def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tupl
         yield f"{sources[source].path}, row {number - starts[source] + 1}", dataset[number]
 
 
-def look_at_rows(config: Config, book: PromptBook, found: Findings) -> list[Seen]:
-    """Those of the training prompts, then those held out."""
+def inspect_rows(config: Config, book: PromptBook, found: Findings) -> list[InspectedRow]:
+    """Inspect training prompts, then held-out ones; returns the usable rows and records facts and warnings."""
     data, tokenizer = config.data, book.tokenizer
-    held_out = [place for one in book.held_out.values() for place in rows_of(one.rows, [one.asked.source])]
-    places = [*rows_of(book.rows, data.train_sources), *held_out]
-    seen, refused = [], []
-    for where, row in places:
+    held_out = [row for dataset in book.held_out.values() for row in rows_of(dataset.rows, [dataset.settings.source])]
+    located_rows = [*rows_of(book.rows, data.train_sources), *held_out]
+    rows, refused = [], []
+    for where, row in located_rows:
         try:
             tokens = np.zeros(0, np.int32)
             if not config.agent.is_set:
                 tokens = tokenizer.encode_prompt(row.prompt, data.template_options)
-            seen.append(Seen(where, row, tokens))
+            rows.append(InspectedRow(where, row, tokens))
         except BadRow as error:
             refused.append(f"{where}: {error}")
     if refused:
-        found.remarks.append(f"{len(refused)} of {len(places)} prompts are left out, the first {refused[0]}")
-    if seen:
-        say_lengths(config, book, seen, found)
-        say_characters(tokenizer, seen, found)
-    return seen
+        found.warnings.append(f"{len(refused)} of {len(located_rows)} prompts are left out, the first {refused[0]}")
+    if rows:
+        record_lengths(config, book, rows, found)
+        warn_of_characters(tokenizer, rows, found)
+    return rows
 
 
-def say_lengths(config: Config, book: PromptBook, seen: list[Seen], found: Findings) -> None:
+def record_lengths(config: Config, book: PromptBook, rows: list[InspectedRow], found: Findings) -> None:
+    """Record the lengths of prompts and reference answers, and warn of those beyond their budgets."""
     most, budget = book.max_prompt_tokens, config.sampling.max_response_tokens
-    lengths = [len(one.tokens) for one in seen]
+    lengths = [len(row.tokens) for row in rows]
     counts = book.counts()
     read = f"{counts['rows']:,} rows" + (f", {counts['bad_rows']:,} bad ones left out" if counts["bad_rows"] else "")
-    count = sum(len(one.rows) for one in book.held_out.values())
+    count = sum(len(dataset.rows) for dataset in book.held_out.values())
     held_out = f" and {count:,} held out" if count else ""
-    spread = "" if config.agent.is_set else f"; {span(lengths)} in the {len(seen):,} looked at, {most:,} at most"
+    spread = (
+        "" if config.agent.is_set else f"; {length_range(lengths)} in the {len(rows):,} looked at, {most:,} at most"
+    )
     found.facts["prompts"] = f"{read}{held_out}{spread}"
-    outside = [one.where for one in seen if not 0 < len(one.tokens) <= most]
+    outside = [row.where for row in rows if not 0 < len(row.tokens) <= most]
     if outside and not config.agent.is_set:
-        found.remarks.append(
-            f"{len(outside)} of {len(seen)} prompts are left out, the first {outside[0]}: between 1 and {most} tokens "
+        found.warnings.append(
+            f"{len(outside)} of {len(rows)} prompts are left out, the first {outside[0]}: between 1 and {most} tokens "
             "are wanted; raise data.max_prompt_tokens, or lower sampling.max_response_tokens if the context is short"
         )
-    answers = [len(book.tokenizer.encode_prompt(one.row.label)) for one in seen]
-    found.facts["answers"] = f"{span(answers)}, of a budget of {budget:,}"
-    too_long = [one.where for one, length in zip(seen, answers, strict=True) if length > budget]
+    answers = [len(book.tokenizer.encode_prompt(row.dataset_row.label)) for row in rows]
+    found.facts["answers"] = f"{length_range(answers)}, of a budget of {budget:,}"
+    too_long = [row.where for row, length in zip(rows, answers, strict=True) if length > budget]
     if too_long:
-        found.remarks.append(
-            f"{len(too_long)} of {len(seen)} reference answers have more tokens than sampling.max_response_tokens = "
+        found.warnings.append(
+            f"{len(too_long)} of {len(rows)} reference answers have more tokens than sampling.max_response_tokens = "
             f"{budget}, the first {too_long[0]}; raise it if responses contain them"
         )
 
 
-def span(lengths: Sequence[int]) -> str:
-    few, many = min(lengths), max(lengths)
-    return f"{many:,} tokens" if few == many else f"{few:,} to {many:,} tokens, {median(lengths):,.0f} in the median"
+def length_range(lengths: Sequence[int]) -> str:
+    shortest, longest = min(lengths), max(lengths)
+    return (
+        f"{longest:,} tokens"
+        if shortest == longest
+        else f"{shortest:,} to {longest:,} tokens, {median(lengths):,.0f} in the median"
+    )
 
 
-def say_characters(tokenizer: Tokenizer, seen: list[Seen], found: Findings) -> None:
+def warn_of_characters(tokenizer: Tokenizer, rows: list[InspectedRow], found: Findings) -> None:
+    """Warn of characters that the tokeniser cannot encode."""
     texts = {
-        "prompts": ((one.where, prompt_text(one.row)) for one in seen),
-        "reference answers": ((one.where, one.row.label) for one in seen),
+        "prompts": ((row.where, prompt_text(row.dataset_row)) for row in rows),
+        "reference answers": ((row.where, row.dataset_row.label) for row in rows),
     }
     meaning = {"prompts": "the policy does not read them", "reference answers": "the policy cannot write them"}
-    for what, pairs in texts.items():
+    for kind, pairs in texts.items():
         first: dict[str, str] = {}
         for where, text in pairs:
             for character in set(text) - first.keys():
@@ -104,18 +113,18 @@ def say_characters(tokenizer: Tokenizer, seen: list[Seen], found: Findings) -> N
         if lost:
             shown = ", ".join(map(repr, lost[:CHARACTERS_SHOWN]))
             more = f" and {len(lost) - CHARACTERS_SHOWN} more" if len(lost) > CHARACTERS_SHOWN else ""
-            found.remarks.append(
-                f"the tokeniser of {str(tokenizer.path)!r} cannot express {shown}{more} of the {what}, {lost[0]!r} "
-                f"first in {first[lost[0]]}: {meaning[what]}; take another tokeniser, or mend the rows"
+            found.warnings.append(
+                f"the tokeniser of {str(tokenizer.path)!r} cannot express {shown}{more} of the {kind}, {lost[0]!r} "
+                f"first in {first[lost[0]]}: {meaning[kind]}; take another tokeniser, or mend the rows"
             )
 
 
-def prompt_text(row: Row) -> str:
+def prompt_text(row: DatasetRow) -> str:
     return row.prompt if isinstance(row.prompt, str) else "\n".join(map(text_of, row.prompt))
 
 
 def is_expressed(character: str, tokenizer: Tokenizer) -> bool:
-    """Whether it comes out of the tokeniser again, as a variant of itself perhaps."""
+    """Whether encoding and decoding preserve a character, up to case and Unicode compatibility forms."""
     ids = tokenizer.encode_prompt(character).tolist()
     if not ids or tokenizer.inner.unk_token_id in ids:
         return False

@@ -1,31 +1,31 @@
-"""How large a model is, from its config.json alone."""
+"""Size of a model, computed from its config.json alone."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 WEIGHT_BYTES = 2
-"""of a parameter in an engine and on its way there, bfloat16"""
+"""Bytes per parameter in an engine and in a weight transfer: bfloat16."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a model's config.json says of a Qwen or Llama."""
+class ModelShape:
+    """Size of a Qwen or Llama model."""
 
     parameters: int
     kv_bytes: int
-    """of a token in an engine's cache, bfloat16"""
+    """KV cache bytes per token in an engine: bfloat16."""
     context: int
     layers: int
     hidden: int
     kept_bytes: int
-    """of a token in a layer, which the backward pass needs: bfloat16, what norms compute with in float32"""
+    """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms."""
     head: int
-    """parameters of the output projection"""
+    """Parameters of the output projection."""
 
 
-def read_shape(folder: Path) -> Shape | None:
-    """None where there is no such file, or one of another kind of model."""
+def read_shape(folder: Path) -> ModelShape | None:
+    """Size of the model in a folder; None without a config.json of a known architecture."""
     try:
         config = json.loads((folder / "config.json").read_text())
         hidden, layers, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
@@ -44,6 +44,6 @@ def read_shape(folder: Path) -> Shape | None:
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     parameters = embeddings + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
     kept = 20 * hidden + 14 * (query_width + kv_width) + 2 * kv_width + 8 * inner
-    return Shape(
+    return ModelShape(
         parameters, 2 * layers * kv_width * WEIGHT_BYTES, context, layers, hidden, kept, head=vocabulary * hidden
     )

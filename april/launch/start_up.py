@@ -1,4 +1,4 @@
-"""What the seconds before the first step are spent on, a line for each thing that has come about."""
+"""Notes the milestones between the start of a run and its first step, one line each."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,42 +9,44 @@ from april.processes import clock
 
 class StartUp:
     """start_up = StartUp(view.note)
-    start_up.began(["broker", "learner", "worker-0"], logs)
-    start_up.look(status)                                # again and again, until `over`
+    start_up.parts_started(["broker", "learner", "worker-0"], logs)
+    start_up.look(status)                                # repeatedly, until `over`
     """
 
     def __init__(self, note: Callable[[str], None]):
-        self.over = False
-        """a step was trained"""
+        self.is_over = False
+        """Whether a step has been trained since the start."""
         self._first_step: int | None = None
-        """of this start, where a run was resumed"""
+        """Step at which this start of the run parts_started; above 0 after a resume."""
         self._note = note
         self._began_at = clock.now()
-        self._said: set[str] = set()
+        self._noted: set[str] = set()
 
-    def began(self, parts: list[str], logs: Path) -> None:
-        self.say(f"starting {', '.join(parts)}; each has a log in {logs}, what rewards print is in rewards.log there")
+    def parts_started(self, parts: list[str], logs: Path) -> None:
+        self.note_once(
+            f"starting {', '.join(parts)}; each has a log in {logs}, what rewards print is in rewards.log there"
+        )
 
-    def look(self, status: dict[str, Any]) -> None:
-        """At what the broker says of the run."""
+    def observe(self, status: dict[str, Any]) -> None:
+        """Note the milestones visible in the broker's status."""
         if self._first_step is None:
             self._first_step = status["step"]
-        self.over |= status["step"] > self._first_step
-        if self.over:
+        self.is_over |= status["step"] > self._first_step
+        if self.is_over:
             return
         if status["learner_silent_s"] is not None:
-            self.say("the learner is there")
+            self.note_once("the learner is connected")
         for worker in status["workers"]:
-            self.say(f"{worker['name']} is there, with its engine")
+            self.note_once(f"{worker['name']} is connected, with its engine loaded")
             if worker["version"] != "loading":
-                self.say(f"{worker['name']} has the weights {worker['version']}")
+                self.note_once(f"{worker['name']} has the weights {worker['version']}")
         for holder in (*status["scorers"], *status["agents"]):
-            self.say(f"{holder['name']} is there")
+            self.note_once(f"{holder['name']} is connected")
         if status["phase"] in ("evaluating", "generating", "training"):
-            self.say(f"{status['phase']}: the first step is under way")
+            self.note_once(f"{status['phase']}: the first step is under way")
 
-    def say(self, fact: str) -> None:
-        """Once."""
-        if fact not in self._said:
-            self._said.add(fact)
+    def note_once(self, fact: str) -> None:
+        """Note a fact with its time, unless it was noted before."""
+        if fact not in self._noted:
+            self._noted.add(fact)
             self._note(f"{clock.now() - self._began_at:6.1f} s  {fact}")

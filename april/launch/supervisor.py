@@ -1,4 +1,4 @@
-"""`april run`: the processes of a run on one machine, started together, watched, and stopped together."""
+"""`april run`: starts, supervises and stops the processes of a run on one machine."""
 
 import contextlib
 import os
@@ -33,28 +33,28 @@ from april.words import counted
 
 POLL_MS = 200
 STATUS_S = 0.5
-DEAF_S = 5.0
-"""a broker that has not said for so long how things are has not heard the others either"""
+STALE_STATUS_S = 5.0
+"""Age at which the broker's last status is stale: a broker that did not answer may not have heard the other parts."""
 HELLO_S = 2.0
-"""longest wait for a broker's welcome before the processes are looked at again"""
+"""Longest wait for a broker's welcome before the processes are checked again."""
 STOP_S = 600.0
-"""longest wait for a run that was asked to stop, its last checkpoint included, beyond the longest step"""
+"""Longest wait for a run that was asked to stop, beyond learner.load_s; includes its last checkpoint."""
 KILL_S = 30.0
-"""longest wait for a process that was killed: one that a driver or a dead file system holds stays behind"""
+"""Longest wait for a killed process; one stuck in a driver or a dead file system is left behind."""
 ASK_AGAIN_S = 5.0
-"""between two requests to stop: a broker that is just being restarted takes none"""
+"""Interval between stop requests, since a broker that is being restarted misses them."""
 CLOSE_S = 5.0
-"""longest wait for workers and broker to leave in order after a failure"""
+"""Longest wait for workers and broker to end by themselves after a failure."""
 LEARNER_CLOSE_S = 60.0
-"""longest wait for a learner to leave whose run is over, and its policy written"""
-HOPELESS = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
-"""exit statuses of parts that starting them again would not help"""
+"""Longest wait for the learner to end after the run is over and the policy written."""
+FATAL_STATUSES = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
+"""Exit statuses after which a restart would not help, with their meaning."""
 TAIL_LINES = 25
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class View(Protocol):
-    """Where the run is shown."""
+    """Displays the progress of a run."""
 
     def update(self, status: dict) -> None: ...
 
@@ -64,12 +64,12 @@ class View(Protocol):
 
 
 class RunFailed(RuntimeError):
-    """A part without which the run cannot go on has ended; the text holds its last lines."""
+    """Raised when a part that the run needs has ended for good; the text has the last lines of its log."""
 
 
 @dataclass
 class Part:
-    """A program that the target runs, with its output in a log file."""
+    """A process of the run, with its restarts, its liveness and its log file."""
 
     target: Target
     name: str
@@ -78,41 +78,41 @@ class Part:
     threads: int
     max_restarts: int
     hung_s: float
-    """longest silence"""
+    """Longest silence before it is killed."""
     load_s: float
-    """the same before it was heard for the first time"""
+    """Longest silence before the broker first hears from it after a start."""
     devices: Sequence[str] = ()
-    """accelerators that it sees; none: what this process sees"""
+    """Accelerators visible to it; empty: those of this process."""
     program: Program | None = None
-    log_begins: int = 0
-    """bytes of the log that an earlier run of the folder has left"""
+    log_offset: int = 0
+    """Log bytes written by an earlier start of the run."""
     restarts: int = 0
-    """since it was last of use"""
+    """Restarts since it last contributed to a new step."""
     started_at: float = 0.0
     heard_at: float = 0.0
-    """when it was last known to live"""
+    """Time at which it was last known to be alive."""
     at_work_since: float | None = None
-    """when it was first seen at work since its start"""
+    """Time at which it was first seen working since its start."""
     was_heard: bool = False
-    """since it was started"""
-    had_another: bool = False
-    """before this program, so that the broker may still speak of that one"""
-    start_at: float | None = None
-    """when it will be started again"""
+    """Whether the broker has heard from it since its start."""
+    had_predecessor: bool = False
+    """Whether an earlier process of this part ran, which the broker's status may still refer to."""
+    restart_at: float | None = None
+    """Time of its next start while it waits for a restart."""
 
     def start(self) -> None:
         self.started_at = self.heard_at = clock.now()
-        self.was_heard, self.at_work_since, self.start_at = False, None, None
-        self.had_another = self.program is not None
+        self.was_heard, self.at_work_since, self.restart_at = False, None, None
+        self.had_predecessor = self.program is not None
         if self.program is None and self.log.exists():
-            self.log_begins = self.log.stat().st_size
+            self.log_offset = self.log.stat().st_size
         own = dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: str(os.getpid())}
         self.program = self.target.start(self.name, self.command, own | environment_of(self.devices), self.log)
 
-    def heard(self, at: float) -> None:
-        """It lives; what is said of it soon after another start may be of the one before it."""
+    def note_heard(self, at: float) -> None:
+        """Note that it was alive at time `at`; right after a restart that may still refer to its predecessor."""
         self.heard_at = max(self.heard_at, at)
-        self.was_heard = self.was_heard or at - self.started_at > (DEAF_S if self.had_another else 0.0)
+        self.was_heard = self.was_heard or at - self.started_at > (STALE_STATUS_S if self.had_predecessor else 0.0)
 
     @property
     def longest_silence_s(self) -> float:
@@ -120,28 +120,28 @@ class Part:
 
     @property
     def status(self) -> int | None:
-        """Exit status, None while it runs."""
+        """Exit status; None while it runs."""
         return self.program.status() if self.program else None
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has ended, or the time is over."""
+        """Wait until it has ended, at most `timeout_s`."""
         if self.program:
             self.program.wait(timeout_s)
 
     def kill(self) -> None:
-        """End it with everything that it has started."""
+        """Kill it and its child processes."""
         if self.program:
             self.program.kill()
             self.program.wait(KILL_S)
 
-    def saw_work(self, now: float) -> None:
+    def note_work(self, now: float) -> None:
         """It is at work; for long enough, it has its whole budget of restarts again."""
         self.at_work_since = now if self.at_work_since is None else self.at_work_since
         if now - self.at_work_since >= STEADY_S:
             self.restarts = 0
 
     def last_lines(self) -> str:
-        written = self.log.read_bytes()[self.log_begins :].decode(errors="replace")
+        written = self.log.read_bytes()[self.log_offset :].decode(errors="replace")
         lines = written.splitlines()[-TAIL_LINES:]
         return "\n".join(f"  {self.name} | {line}" for line in lines)
 
@@ -149,42 +149,42 @@ class Part:
 class Supervisor:
     """Runs one configuration to its end.
 
-    status = Supervisor(config, view, placed).run()      # "finished" or "stopped"; raises RunFailed
+    status = Supervisor(config, view, devices_by_part).run()      # "finished" or "stopped"; raises RunFailed
     """
 
     def __init__(
         self,
         config: Config,
         view: View,
-        placed: Mapping[str, Sequence[str]] | None = None,
-        trains: bool = True,
+        devices_by_part: Mapping[str, Sequence[str]] | None = None,
+        has_learner: bool = True,
     ):
-        """`placed`: accelerators of the parts that get their own, by name; `trains`: whether the learner is one of the
-        parts, and not somebody else's."""
+        """`devices_by_part`: accelerators by part name, for parts that get their own; `has_learner`: whether the run
+        starts its learner, False with an external trainer."""
         self.config = config
-        self.trains = trains
+        self.has_learner = has_learner
         self.learner: Part | None = None
         self.view = view
-        self.placed = placed or {}
+        self.devices_by_part = devices_by_part or {}
         self.target: Target = TARGETS.find(config.run.target)()
         self.run_dir = config.run_dir
         self.logs = self.run_dir / "logs"
         self.workers: list[Part] = []
-        """and scorers and agents processes, which are started, watched and stopped like them"""
+        """Workers, scorers and agents processes."""
         self._started: list[Part] = []
         self.connection: BrokerConnection | None = None
         self.stop_by: float | None = None
         self._stop_s = config.learner.load_s + STOP_S
-        self._ask_at = 0.0
+        self._next_stop_request_s = 0.0
         self._stop_signals = 0
-        self._over = False
+        self._is_finished = False
         self._read_only = ""
         self._metrics_read = 0
-        self._next_status = self._status_at = 0.0
-        """when the broker is asked next how things are, and has said so last"""
-        self._best_step = 0
+        self._next_status = self._last_status_s = 0.0
+        """Time of the next status request, and of the last status received."""
+        self._highest_step = 0
         self._evaluations = len(read_summary(self.run_dir / "summary.json").get("evaluation") or [])
-        """that were noted, in this start or in those before it"""
+        """Number of evaluations already noted, in this start or earlier ones."""
         self.start_up = StartUp(lambda text: view.note(text))
 
     def run(self) -> str:
@@ -198,18 +198,18 @@ class Supervisor:
             self.broker = self._part("broker", ["broker", str(config_path)], self.config.broker)
             self._start(self.broker)
             broker = str(self.run_dir)
-            if self.trains:
+            if self.has_learner:
                 self.learner = self._learner_part(config_path, broker)
             self.workers = [self._worker_part(index, config_path, broker) for index in range(self.config.worker.count)]
             for role, count in (("scorer", self.config.scorers), ("agents", self.config.agents)):
                 self.workers += [self._holder_part(role, index, config_path, broker) for index in range(count)]
-            for part in self._others:
+            for part in self._all_but_broker:
                 self._start(part)
-            self.start_up.began([part.name for part in self._started], self.logs)
+            self.start_up.parts_started([part.name for part in self._started], self.logs)
             address = self._wait_for_broker()
             if address is None:
                 return "stopped"
-            self.start_up.say(f"the broker listens at {address}")
+            self.start_up.note_once(f"the broker listens at {address}")
             self.connection = self._connection(address)
             return self._watch()
         finally:
@@ -221,8 +221,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     @property
-    def _others(self) -> list[Part]:
-        """All parts but the broker."""
+    def _all_but_broker(self) -> list[Part]:
+        """All parts except the broker."""
         return [part for part in (self.learner, *self.workers) if part]
 
     def _start(self, part: Part) -> None:
@@ -239,7 +239,7 @@ class Supervisor:
         threads: int = 1,
     ) -> Part:
         command = [sys.executable, "-m", "april.cli", *arguments]
-        log, devices = self.logs / f"{name}.log", self.placed.get(name, ())
+        log, devices = self.logs / f"{name}.log", self.devices_by_part.get(name, ())
         hung_s = limits.hung_s
         return Part(self.target, name, command, log, threads, limits.max_restarts, hung_s, hung_s, devices)
 
@@ -257,14 +257,14 @@ class Supervisor:
         section = self.config.learner
         launch = ["-m", "april.learner.launch", "--nproc-per-node", str(section.ranks)]
         command = [sys.executable, *launch, "-m", "april.learner", str(config_path), "--connect", address]
-        log, devices = self.logs / "learner.log", self.placed.get("learner", ())
+        log, devices = self.logs / "learner.log", self.devices_by_part.get("learner", ())
         return Part(
             self.target, "learner", command, log, section.threads, section.max_restarts, section.hung_s, section.load_s,
             devices,
         )  # fmt: skip
 
     def _wait_for_broker(self) -> str | None:
-        """The broker's address; None if the user stops the run before there is one."""
+        """Wait for the broker's address; returns None if the user stops the run before. Raises RunFailed."""
         address_file = self.run_dir / ADDRESS_FILE
         longest_s = self.config.broker.hung_s
         deadline = clock.now() + longest_s
@@ -290,54 +290,53 @@ class Supervisor:
             self._show()
             if self.broker.status == 0:
                 return self._broker_ended()
-            if self._stop_signals and not self._over and clock.now() >= self._ask_at:
+            if self._stop_signals and not self._is_finished and clock.now() >= self._next_stop_request_s:
                 self._ask_to_stop()
-            ending = self._over or self.stop_by is not None
-            for part in (self.broker, *self._others):
+            ending = self._is_finished or self.stop_by is not None
+            for part in (self.broker, *self._all_but_broker):
                 if not (ending and part in self.workers):
-                    self._tend(part)
+                    self._restart_if_needed(part)
             if self.stop_by is not None and clock.now() > self.stop_by:
                 raise RunFailed(f"the run did not stop within {self._stop_s:g} s and was killed")
 
-    def _tend(self, part: Part) -> None:
-        """Restart a part that is dead or hung, unless that has been tried too often without a step trained since."""
-        if part.start_at is not None:
-            if clock.now() >= part.start_at:
+    def _restart_if_needed(self, part: Part) -> None:
+        """Restart a dead or hung part. Raises RunFailed after too many restarts without a new step, or a fatal exit
+        status."""
+        if part.restart_at is not None:
+            if clock.now() >= part.restart_at:
                 part.start()
                 if part is self.broker:
-                    self._forget_silence()
+                    self._reset_silence()
             return
-        known_until = clock.now() if part is self.broker else self._status_at
+        known_until = clock.now() if part is self.broker else self._last_status_s
         if part.status is None and known_until - part.heard_at > part.longest_silence_s:
             self.view.note(f"{part.name} has not been heard of for {part.longest_silence_s:g} s and is killed")
             part.kill()
         if part.status in (None, 0):
             return
         ended = f"{part.name} ended with status {part.status}"
-        if part.status in HOPELESS:
-            self._fail(part, f"{ended}: it {HOPELESS[part.status]}")
+        if part.status in FATAL_STATUSES:
+            self._fail(part, f"{ended}: it {FATAL_STATUSES[part.status]}")
         if part.status == STEPPED_ASIDE:
-            part.start_at = clock.now()
+            part.restart_at = clock.now()
             return self.view.note(f"{part.name} was told to leave; it is started again, and goes on")
         if part.restarts >= part.max_restarts:
-            self._fail(
-                part, f"{ended}, {counted(part.restarts, 'restart')} brought nothing" if part.restarts else ended
-            )
+            self._fail(part, f"{ended}, {counted(part.restarts, 'restart')} did not help" if part.restarts else ended)
         part.kill()
         part.restarts += 1
         wait_s = delay_s(part.restarts, part.max_restarts)
-        part.start_at = clock.now() + wait_s
+        part.restart_at = clock.now() + wait_s
         when = f" in {wait_s:.0f} s" if wait_s else ""
         self.view.note(f"{ended}; restart {part.restarts} of {part.max_restarts}{when}")
 
-    def _forget_silence(self) -> None:
-        """Who could not be heard while the broker was away has its whole time again."""
+    def _reset_silence(self) -> None:
+        """Restart every part's silence timer, because a broker that was away heard nobody."""
         for part in self._started:
             part.heard_at = clock.now()
 
     def _fail(self, part: Part, reason: str) -> NoReturn:
-        """Let workers hand in what they have, the learner write a checkpoint, and the broker close the books; then give
-        up."""
+        """Stop the run in order (workers return samples, the learner writes a checkpoint, the broker ends), then raise
+        RunFailed."""
         self.view.note(f"{reason}; the run is ended")
         if part is not self.broker:
             self._stop_run(reason, "failed")
@@ -371,16 +370,16 @@ class Supervisor:
     def _ask_to_stop(self) -> None:
         if self.stop_by is None:
             self.view.note(
-                "stopping: what is acknowledged is kept, the learner writes a checkpoint; Ctrl-C twice: at once"
+                "stopping: acknowledged samples are kept, the learner writes a checkpoint; Ctrl-C twice: at once"
             )
             self.stop_by = clock.now() + self._stop_s
-        self._ask_at = clock.now() + ASK_AGAIN_S
+        self._next_stop_request_s = clock.now() + ASK_AGAIN_S
         self._stop_run("stopped by the user", "stopped")
 
     def _stop_run(self, reason: str, state: wire.StopState) -> None:
-        """Tell the broker; a broker that does not answer is seen, or killed, by whoever calls."""
+        """Send the broker a stop request; the caller handles a broker that does not answer."""
         with contextlib.suppress(BrokerUnreachable):
-            if connection := self._with_session():
+            if connection := self._open_connection():
                 connection.request(wire.StopRun(reason, state), HELLO_S)
 
     # --- showing --------------------------------------------------------------------------------------------
@@ -389,8 +388,8 @@ class Supervisor:
         self._show_new_steps()
         self._poll_status()
 
-    def _with_session(self) -> BrokerConnection | None:
-        """The connection, if the broker that runs now grants a session; it may still be starting."""
+    def _open_connection(self) -> BrokerConnection | None:
+        """The connection with a session; None while the broker is starting."""
         connection = self.connection
         if connection and not connection.session:
             with contextlib.suppress(BrokerUnreachable):
@@ -398,7 +397,7 @@ class Supervisor:
         return connection if connection and connection.session else None
 
     def _poll_status(self) -> None:
-        connection = self._with_session()
+        connection = self._open_connection()
         if connection is None:
             return
         if clock.now() >= self._next_status:
@@ -409,15 +408,15 @@ class Supervisor:
                 return connection.forget()
             if isinstance(received.message, wire.Status):
                 status = orjson.loads(received.arrays[0].tobytes())
-                self._over = status["phase"] == "finished"
-                self._note_alive(status)
+                self._is_finished = status["phase"] == "finished"
+                self._note_liveness(status)
                 self._note_disk(status["read_only"])
-                self.start_up.look(status)
+                self.start_up.observe(status)
                 self._note_evaluations(status["evaluation"])
                 self.view.update(status)
 
     def _note_evaluations(self, evaluations: list[dict]) -> None:
-        """Those that were not there when this run began, or went on."""
+        """Note the evaluations that are new since the last status."""
         for result in evaluations[self._evaluations :]:
             self.view.note(describe_evaluation(result))
         self._evaluations = max(self._evaluations, len(evaluations))
@@ -427,25 +426,26 @@ class Supervisor:
             self.view.note(f"READ ONLY: {read_only}" if read_only else "the journal can be written again")
             self._read_only = read_only
 
-    def _note_alive(self, status: dict) -> None:
-        """Who lives, and, when a step has been trained that never was before, who has been of use."""
+    def _note_liveness(self, status: dict) -> None:
+        """Note which parts are alive; after a new step, reset the restart counts of the parts that contributed to
+        it."""
         now = clock.now()
-        if now - self._status_at > DEAF_S:
-            self._forget_silence()
-        self._status_at = now
+        if now - self._last_status_s > STALE_STATUS_S:
+            self._reset_silence()
+        self._last_status_s = now
         present = {holder["name"]: holder for holder in (*status["workers"], *status["scorers"], *status["agents"])}
         silent_s = status["learner_silent_s"]
-        self.broker.heard(now)
+        self.broker.note_heard(now)
         if self.learner and silent_s is not None:
-            self.learner.heard(now - silent_s)
+            self.learner.note_heard(now - silent_s)
         for worker in self.workers:
             if worker.name in present:
-                worker.heard(now)
-        at_work = [part for part in self.workers if part.start_at is None and works(present.get(part.name))]
+                worker.note_heard(now)
+        at_work = [part for part in self.workers if part.restart_at is None and is_working(present.get(part.name))]
         for worker in at_work:
-            worker.saw_work(now)
-        if status["step"] > self._best_step:
-            self._best_step = status["step"]
+            worker.note_work(now)
+        if status["step"] > self._highest_step:
+            self._highest_step = status["step"]
             for part in (self.broker, self.learner):
                 if part:
                     part.restarts = 0
@@ -467,19 +467,19 @@ class Supervisor:
                     self.view.step(record)
 
 
-def works(holder: dict | None) -> bool:
-    """Whether the broker has it, and, of one that generates, tokens of it."""
+def is_working(holder: dict | None) -> bool:
+    """Whether a part is connected to the broker and, if it is a worker, generates tokens."""
     return holder is not None and bool(holder.get("tokens_per_s", 1))
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Which ask for an end in order; a hang-up does not where it is ignored, as under nohup."""
+    """Signals that stop the run in order; SIGHUP only if it is not ignored, as it is under nohup."""
     outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM] + ([] if outlives_terminal else [signal.SIGHUP])
 
 
 def leave_terminal() -> None:
-    """What is written from now on goes nowhere: the terminal is gone, and writing to it would fail."""
+    """Redirect stdout and stderr to /dev/null: the terminal is gone, and writing to it would fail."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

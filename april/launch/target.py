@@ -1,4 +1,4 @@
-"""Launch targets: where `april run` starts the parts of a run. Shipped is this machine alone."""
+"""Launch targets: where `april run` starts the parts of a run. The shipped one is this machine."""
 
 import contextlib
 import os
@@ -10,30 +10,32 @@ from typing import Protocol
 
 
 class Program(Protocol):
-    """A part that was started, for as long as it runs and after its end."""
+    """Handle of a started process."""
 
     def status(self) -> int | None:
         """Exit status; None while it runs."""
 
     def wait(self, timeout_s: float) -> int | None:
-        """The same, when it has ended or the time is over."""
+        """Wait for its end, at most `timeout_s`; returns its exit status, None if it still runs."""
 
     def kill(self) -> None:
-        """End it at once, with everything that it has started."""
+        """Kill it and its child processes."""
 
 
 class Target:
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Program:
-        """Start the part `name`. `environment`: what differs from this process's own; `log`: takes its output, and is
-        read by `april run` and the report.
+    """Interface of a launch target."""
 
-        What it runs in sees the run folder under the same path, and reaches broker.bind and weights.host.
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Program:
+        """Start the part `name`. `environment`: changes to this process's environment; `log`: file that takes its
+        output, read by `april run` and the report.
+
+        The process must see the run folder under the same path, and reach broker.bind and weights.host.
         """
         raise NotImplementedError
 
 
 class LocalTarget(Target):
-    """A child of this process, in a process group of its own."""
+    """Starts child processes of this process, each in its own process group."""
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> "LocalProgram":
         with log.open("ab") as output:

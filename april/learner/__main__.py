@@ -8,10 +8,10 @@ from functools import partial
 from april import config as configuration
 from april.connections.broker import AccessDenied, BrokerRefused, BrokerUnreachable
 from april.learner import refusal
-from april.processes.device_turns import TurnLate
+from april.processes.device_turns import TimeSliceLate
 from april.processes.lifetime import REFUSED, die_with_parent, end
 from april.processes.logs import log_to_stderr
-from april.registry import look_in
+from april.registry import add_import_folders
 from april.security.keys import load_keys
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ from the newest one. Overrides are written as --section.key value."""
 
 
 def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
-    """The configuration, and where the broker is. Raises ConfigError."""
+    """The configuration and the broker's address or run folder. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="torchrun -m april.learner",
         description=HELP,
@@ -34,9 +34,9 @@ def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
         "--connect", required=True, metavar="ADDRESS", help="the broker's, as tcp://HOST:PORT, or its run folder"
     )
     options, overrides = parser.parse_known_args(arguments)
-    look_in()
+    add_import_folders()
     config = configuration.load(options.config, overrides, inputs=["model"])
-    look_in(*config.run.parts)
+    add_import_folders(*config.run.parts)
     configuration.check_address(options.connect)
     return config, options.connect
 
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def status_of_training(config: configuration.Config, address: str) -> int:
-    """Exit status; threads that wait for a batch or for other ranks do not keep the process from ending."""
+    """Train; returns the exit status: 0, REFUSED for errors that a restart cannot fix, otherwise 1."""
     from april.learner.attention import PackedAttentionError
     from april.learner.loading import ModelError
     from april.learner.loop import Diverged
@@ -72,10 +72,10 @@ def status_of_training(config: configuration.Config, address: str) -> int:
         Diverged,
         ModelError,
         PackedAttentionError,
-        TurnLate,
+        TimeSliceLate,
     ) as error:
         print(f"april.learner: {error}", file=sys.stderr)
-        passes = isinstance(error, (BrokerUnreachable, TurnLate)) and not isinstance(error, AccessDenied)
+        passes = isinstance(error, (BrokerUnreachable, TimeSliceLate)) and not isinstance(error, AccessDenied)
         return 1 if passes else REFUSED
     except Exception:
         log.exception("the learner cannot go on")
@@ -88,11 +88,11 @@ def train(config: configuration.Config, address: str) -> None:
 
     from april.connections.address import address_at
     from april.learner import loop, process_group
-    from april.learner.device_turns import Turn
-    from april.learner.seen import keeps
+    from april.learner.device_turns import TimeSlice
+    from april.learner.seen import keeps_samples
     from april.learner.source import BrokerSource
     from april.learner.trainer import Trainer
-    from april.processes.pulse import MAIN, Watch
+    from april.processes.pulse import MAIN, LoopWatch
     from april.weights.publisher import WeightPublisher, weights_towards
 
     device = process_group.join(config.learner)
@@ -102,17 +102,17 @@ def train(config: configuration.Config, address: str) -> None:
     source = publisher = None
     if rank == 0:
         MAIN.at("loading the model", takes_long=True)
-        Watch(config.learner.hung_s, config.learner.load_s).start()
+        LoopWatch(config.learner.hung_s, config.learner.load_s).start()
         keys = config.security.keys
         address = address_at(address, config.broker.patience_s)
         publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys)
         source = BrokerSource(
             address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"),
-            keeps=partial(keeps, config.samples),
+            keeps_samples=partial(keeps_samples, config.samples),
         )  # fmt: skip
-    turn = Turn(config, device, rank)
-    turn.take()
-    loop.run(config, Trainer(config, device), source, publisher, turn)
+    time_slice = TimeSlice(config, device, rank)
+    time_slice.acquire()
+    loop.run(config, Trainer(config, device), source, publisher, time_slice)
     process_group.leave()
     if source and publisher:
         source.close()

@@ -1,7 +1,7 @@
-"""torchrun over several machines: `python -m april.learner.across NODE --nnodes N ... -m april.learner ...`.
+"""torchrun on several machines: `python -m april.learner.across NODE --nnodes N ... -m april.learner ...`.
 
-As plain torchrun, but its machines find each other by the broker where no --rdzv-endpoint says where they meet. It is
-ended by the kernel when its keeper dies, and has the exit status of ranks that refuse to work.
+Like torchrun, but without --rdzv-endpoint the machines find each other through the broker. The kernel kills it when its
+parent dies, and it exits with REFUSED if its ranks refused to work.
 """
 
 import os
@@ -15,20 +15,20 @@ from april.processes.pulse import MAIN
 PROGRAM = "april.learner"
 
 
-def with_place(node: int, arguments: list[str]) -> list[str]:
-    """torchrun's arguments, with where its agents meet."""
+def with_rendezvous(node: int, arguments: list[str]) -> list[str]:
+    """torchrun's arguments, with the --rdzv-endpoint of its agents."""
     if any(word.startswith("--rdzv-endpoint=") for word in arguments):
         return arguments
     from april.learner.__main__ import read_arguments
-    from april.learner.meeting import place_of
+    from april.learner.meeting import rendezvous_address
 
     config, connect = read_arguments(arguments[arguments.index(PROGRAM) + 1 :])
-    return [f"--rdzv-endpoint={place_of(config, connect, node)}", *arguments]
+    return [f"--rdzv-endpoint={rendezvous_address(config, connect, node)}", *arguments]
 
 
 def main(node: int, arguments: list[str]) -> int:
     try:
-        arguments = with_place(node, arguments)
+        arguments = with_rendezvous(node, arguments)
     except (ConfigError, BrokerUnreachable, TimeoutError) as error:
         print(f"april.learner: {error}", file=sys.stderr)
         return REFUSED if isinstance(error, ConfigError | AccessDenied) else 1

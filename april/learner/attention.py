@@ -1,7 +1,7 @@
-"""Causal attention inside each of several sequences laid end to end in one row, without padding or masks.
+"""Packed attention: causal attention within each of several sequences concatenated in one row, without padding.
 
-Registered with transformers as `packed`. It refuses what it would silently compute wrongly: padded batches,
-a key-value cache, sliding windows, soft caps, sinks and dropout.
+Registered with transformers as `packed`. It refuses inputs that it would silently compute wrongly: padded batches, a
+key-value cache, sliding windows, soft caps, sinks and dropout.
 """
 
 import logging
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 NAME = "packed"
 FLASH_CAPABILITY = (8, 0)
-"""the least compute capability that flash attention runs on"""
+"""Lowest CUDA compute capability with flash attention."""
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 
 
 class PackedAttentionError(ValueError):
-    """An input that packed attention would compute wrongly; the text says which and what to do instead."""
+    """An input that packed attention would compute wrongly; the message names it and the fix."""
 
 
 def packed_attention(
@@ -40,30 +40,31 @@ def packed_attention(
     max_length_q: int | None = None,
     **features,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None); `seq_lens` add up to T.
+    """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None); the sum of `seq_lens` is T.
 
-    By `variable_length` or `each_sequence`, whichever `choice` says; the former needs `cu_seq_lens_q` (int32
-    [sequences + 1]) and `max_length_q`. `PackedAttentionError` for what neither computes.
+    Runs `variable_length`, which needs `cu_seq_lens_q` (int32 [sequences + 1]) and `max_length_q`, or `each_sequence`,
+    as `choose_kernel` decides. Raises PackedAttentionError for inputs that neither supports.
     """
-    lengths = supported(query, key, attention_mask, dropout, seq_lens, features)
-    if chosen(query.device, query.dtype) == "variable_length":
+    lengths = check_supported(query, key, attention_mask, dropout, seq_lens, features)
+    if kernel_for(query.device, query.dtype) == "variable_length":
         return variable_length(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     return each_sequence(query, key, value, lengths, scaling), None
 
 
-def choice(capability: tuple[int, int] | None, dtype: torch.dtype, importable: bool) -> str:
-    """`variable_length`, one flash call, where that can run; otherwise `each_sequence`, a scaled-dot-product call each.
+def choose_kernel(capability: tuple[int, int] | None, dtype: torch.dtype, importable: bool) -> str:
+    """`variable_length` (one flash-attention call) where supported, otherwise `each_sequence` (one SDPA call per
+    sequence).
 
-    `capability` is the accelerator's, None on the CPU; `importable` says whether PyTorch has `varlen_attn`.
+    `capability` is the accelerator's compute capability, None on a CPU; `importable`: PyTorch has `varlen_attn`.
     """
     flash = importable and dtype in FLASH_TYPES and capability is not None and capability >= FLASH_CAPABILITY
     return "variable_length" if flash else "each_sequence"
 
 
 @cache
-def chosen(device: torch.device, dtype: torch.dtype) -> str:
+def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    name = choice(capability, dtype, find_spec("torch.nn.attention.varlen") is not None)
+    name = choose_kernel(capability, dtype, find_spec("torch.nn.attention.varlen") is not None)
     log.info("packed attention by %s on %s in %s", name, device, dtype)
     return name
 
@@ -98,7 +99,7 @@ def variable_length(
 
 
 def all_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Each of the shared heads, dimension 1, once for every query head that it serves."""
+    """Key or value heads (dimension 1) repeated for every query head that shares them."""
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
@@ -107,7 +108,7 @@ def parameters_of(function: Callable) -> frozenset[str]:
     return frozenset(signature(function).parameters)
 
 
-def supported(
+def check_supported(
     query: Tensor,
     key: Tensor,
     attention_mask: Tensor | None,
@@ -115,7 +116,7 @@ def supported(
     seq_lens: list[int] | None,
     features: dict,
 ) -> list[int]:
-    """The lengths of the sequences. Raises PackedAttentionError."""
+    """Sequence lengths of a supported input. Raises PackedAttentionError for any other."""
     if attention_mask is not None:
         raise PackedAttentionError("an attention mask was passed; packed input has no padding, pass None")
     if query.shape[0] != 1:
@@ -136,7 +137,8 @@ def supported(
 
 
 def no_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **unused) -> None:
-    """The mask that transformers builds for `packed`: none, and padding or a cache are refused here."""
+    """Mask builder that transformers calls for `packed`: returns None. Raises PackedAttentionError for padding or a
+    cache."""
     if attention_mask is not None:
         raise PackedAttentionError("an attention mask was passed; packed input has no padding, pass None")
     if q_length != kv_length:
@@ -144,7 +146,7 @@ def no_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = No
 
 
 def register() -> str:
-    """Make `packed` known to transformers; returns the name to pass as `attn_implementation`."""
+    """Register packed attention with transformers; returns the name to pass as `attn_implementation`."""
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, no_mask)
     return NAME

@@ -1,4 +1,4 @@
-"""Work that goes on beside the training step, in a thread of its own."""
+"""Work in a thread while the training step runs."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ Answer = TypeVar("Answer")
 
 
 def in_background(work: Callable[..., Answer], *arguments: Any) -> Future[Answer]:
-    """What `work` returns or raises, once it has. Its thread never keeps the process from ending."""
+    """Run `work(*arguments)` in a daemon thread; the future has its result or exception."""
     future: Future[Answer] = Future()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""What the learner trains on: finished samples in groups, one batch a step.
+"""Training batches: finished samples in groups, one batch a step.
 
-Rank 0 receives a batch; `share_batch` hands it to the other ranks as one byte tensor, without pickle.
+Rank 0 receives a batch; `share_batch` broadcasts it to the other ranks as one byte tensor, without pickle.
 """
 
 from collections.abc import Mapping
@@ -14,49 +14,56 @@ import torch
 import torch.distributed as dist
 
 from april.data.support import Support
-from april.wire.training import GroupHead, Stay
+from april.wire.training import GroupHead, SampleSpan
 from april.wire.version import Version
 
 NO_MORE_BATCHES = -1
-"""sent in place of the byte count when the run is over"""
+"""Broadcast in place of the byte count when the run is over."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSample:
-    """One finished response with its prompt, P + R tokens. `ValueError` if the parts do not fit together."""
+    """One finished response with its prompt, P + R tokens: a row of the batch.
+
+    Raises ValueError if the parts do not fit together.
+    """
 
     tokens: np.ndarray
-    """int32 [P + R]"""
+    """int32 [P + R]."""
     prompt_tokens: int
-    """P, at least 1: the first response token needs something to be predicted from"""
+    """P, at least 1: the first response token needs a token to be predicted from."""
     logprobs: np.ndarray
-    """float32 [R]: behaviour log-probabilities, log-softmax(logits / temperature) at sampling, over the support where
-    there is one; 0 for observations"""
+    """float32 [R]: behaviour log-probabilities, log-softmax(logits / temperature) at sampling, over the support if the
+    distribution was cut; 0 for observations."""
     reward: float
     segments: tuple[tuple[int, int, Version], ...]
-    """(start, end, version): response tokens start..end were sampled by that version, in order; those in between are
-    observations of an environment, which are read and not trained"""
+    """(start, end, version): response tokens start..end were sampled by that version, in order; tokens between segments
+    are observations of an environment, which are read and not trained."""
     support: Support | None = None
-    """of the R tokens, where the distribution was cut: log-probabilities are renormalised over it"""
+    """Token ids each of the R tokens was drawn from, if the distribution was cut; log-probabilities are renormalised
+    over it."""
     group: int = -1
-    """the number of its group in the run's books; -1 where nobody has said it, as in a batch made by hand"""
+    """Group number in the run; -1 if unknown, as in a batch made by hand."""
     index: int = -1
-    """its place in the group as that was opened, of which some may have been lost"""
+    """Index in the group as it was opened (some of its samples may have been lost); -1 if unknown."""
     finish_reason: str = ""
     details: Mapping[str, float] = field(default_factory=dict)
-    """what its reward is made of"""
-    stays: tuple[Stay, ...] = ()
-    """where it has been, and when"""
+    """Components of the reward, by name."""
+    spans: tuple[SampleSpan, ...] = ()
+    """Spans of the sample's life, in order: generation, scoring and other phases, each with worker and Unix seconds."""
     opened_at: float = 0.0
+    """Unix seconds when the group was opened; 0 if unknown."""
     delivered_at: float = 0.0
-    """Unix seconds; 0 where nobody has said it"""
-    branch: int = 0
-    """of the session of an agent, whose branches are a row each; what they share is trained with one of them"""
+    """Unix seconds when the group was delivered; 0 if unknown."""
+    fork: int = 0
+    """Fork number within an agent session; each fork is a row, and the prefix it shares is trained with one fork
+    only."""
     chunks: tuple[tuple[int, float], ...] = ()
-    """(response tokens that there were, Unix seconds) of each chunk, where the sample is kept to be read"""
+    """(response tokens after the chunk, Unix seconds) of each chunk, if samples are kept."""
     parent: int = 0
-    shared: int = 0
-    """of a branch, to be read: the one that it has left, and how many tokens at its beginning are that one's"""
+    """Fork that this fork started from; for reading only."""
+    shared_tokens: int = 0
+    """Tokens at the beginning that a fork shares with its parent; for reading only."""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -74,35 +81,35 @@ class TrainSample:
 
     @property
     def response_tokens(self) -> int:
-        """R; 0 is allowed and trains nothing."""
+        """R, response tokens; 0 is allowed and trains nothing."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def sampled_tokens(self) -> int:
-        """K: those of the response that the policy has sampled, the only ones with a loss."""
+        """K, response tokens that the policy sampled; only these have a loss."""
         return sum(end - start for start, end, _ in self.segments)
 
     @cached_property
-    def sampled(self) -> np.ndarray:
-        """int64 [K]: their places in the response."""
+    def sampled_positions(self) -> np.ndarray:
+        """int64 [K]: positions in the response of the tokens that the policy sampled."""
         spans = [np.arange(start, end) for start, end, _ in self.segments]
         return np.concatenate(spans) if spans else np.zeros(0, np.int64)
 
 
-ToldGroup = tuple[GroupHead, list[TrainSample]]
-"""a group, and what the broker says of it"""
+ReceivedGroup = tuple[GroupHead, list[TrainSample]]
+"""A group as delivered by the broker: its head (metadata) and its samples."""
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class TrainingBatch:
     """The groups that turn weights `step` into weights `step + 1`; a group may have lost samples."""
 
     step: int
     groups: list[list[TrainSample]]
     origins: list[tuple[int, bytes]] = field(default_factory=list)
-    """of each group whose prompt the trainer has brought: number of the prompt, and what was brought beside it"""
-    discards: list[ToldGroup] = field(default_factory=list)
-    """what was discarded since the batch before and is kept to be read; rank 0's"""
+    """(prompt number, attached bytes) of each group whose prompt an external trainer submitted."""
+    discards: list[ReceivedGroup] = field(default_factory=list)
+    """Groups discarded since the previous batch, for reading; on rank 0 only."""
 
     @property
     def samples(self) -> list[TrainSample]:
@@ -110,15 +117,15 @@ class Batch:
         return [sample for group in self.groups for sample in group]
 
 
-Session = list[TrainSample]
-"""the rows of a sample: one, or those of the branches of an agent's session"""
+SampleForks = list[TrainSample]
+"""All rows of one sample: a single row, or one row per fork of an agent session."""
 
 
-def sessions(group: list[TrainSample]) -> list[Session]:
-    """The rows of a group, those of one session together: what counts as one where samples are compared or counted."""
-    found: list[Session] = []
+def group_forks(group: list[TrainSample]) -> list[SampleForks]:
+    """The rows of a group, grouped by sample: all forks of a sample count as one in comparisons and counts."""
+    found: list[SampleForks] = []
     for sample in group:
-        if sample.branch and found and found[-1][0].index == sample.index:
+        if sample.fork and found and found[-1][0].index == sample.index:
             found[-1].append(sample)
         else:
             found.append([sample])
@@ -126,7 +133,7 @@ def sessions(group: list[TrainSample]) -> list[Session]:
 
 
 class FlatBatch(msgspec.Struct, omit_defaults=True):
-    """A batch as a few flat columns, one entry a sample; tokens, log-probabilities and supports joined end to end."""
+    """A batch as flat columns, one entry a row; tokens, log-probabilities and supports are concatenated."""
 
     step: int
     group_sizes: list[int]
@@ -137,19 +144,20 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     tokens: bytes
     logprobs: bytes
     support_counts: bytes = b""
-    """of all samples, or none"""
+    """Support sizes of all response tokens, int32; empty if the distribution was not cut."""
     support_ids: bytes = b""
     names: list[tuple[int, int, int, str]] = []
-    """(group, index, branch, finish reason)"""
+    """(group, index, fork, finish reason) of each row."""
     details: list[dict[str, float]] = []
-    stays: list[tuple[Stay, ...]] = []
+    spans: list[tuple[SampleSpan, ...]] = []
     times: list[tuple[float, float]] = []
-    """(opened, delivered)"""
+    """(opened, delivered), Unix seconds."""
     origins: list[tuple[int, bytes]] = []
 
 
-def encode(batch: Batch) -> bytes:
-    """MessagePack, arrays little-endian; `decode` gives an equal batch back, without what is only kept to be read."""
+def encode(batch: TrainingBatch) -> bytes:
+    """The batch as MessagePack, arrays little-endian. `decode` restores it without the fields that are for reading
+    only. Raises ValueError if only some samples have a support."""
     samples = batch.samples
     supports = [sample.support for sample in samples if sample.support]
     if supports and len(supports) < len(samples):
@@ -166,29 +174,30 @@ def encode(batch: Batch) -> bytes:
             logprobs=b"".join(np.asarray(sample.logprobs, "<f4").tobytes() for sample in samples),
             support_counts=b"".join(np.asarray(support.counts, "<i4").tobytes() for support in supports),
             support_ids=b"".join(np.asarray(support.ids, "<i4").tobytes() for support in supports),
-            names=[(sample.group, sample.index, sample.branch, sample.finish_reason) for sample in samples],
+            names=[(sample.group, sample.index, sample.fork, sample.finish_reason) for sample in samples],
             details=[dict(sample.details) for sample in samples],
-            stays=[sample.stays for sample in samples],
+            spans=[sample.spans for sample in samples],
             times=[(sample.opened_at, sample.delivered_at) for sample in samples],
             origins=batch.origins,
         )
     )
 
 
-def decode(data: bytes | bytearray | memoryview) -> Batch:
-    """The batch that `encode` was given. The arrays are read-only views. `msgspec.DecodeError` on other bytes."""
+def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
+    """The batch that `encode` wrote; its arrays are read-only views of `data`. Raises `msgspec.DecodeError` on other
+    bytes."""
     flat = msgspec.msgpack.decode(data, type=FlatBatch)
     all_tokens, all_logprobs = np.frombuffer(flat.tokens, "<i4"), np.frombuffer(flat.logprobs, "<f4")
     counts, support_ids = np.frombuffer(flat.support_counts, "<i4"), np.frombuffer(flat.support_ids, "<i4")
     samples, token_at, logprob_at, id_at = [], 0, 0, 0
     names = flat.names or [(-1, -1, 0, "")] * len(flat.rewards)
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
-    told = zip(flat.details, flat.stays, flat.times, strict=True) if flat.times else repeat(({}, (), (0.0, 0.0)))
-    for (prompt, response, reward, segments, (number, index, branch, finish_reason)), (details, stays, times) in zip(
-        columns, told, strict=False
+    metadata = zip(flat.details, flat.spans, flat.times, strict=True) if flat.times else repeat(({}, (), (0.0, 0.0)))
+    for (prompt, response, reward, segments, (number, index, fork, finish_reason)), (details, spans, times) in zip(
+        columns, metadata, strict=False
     ):
-        of_sample = counts[logprob_at : logprob_at + response]
-        ids = int(of_sample.sum())
+        sample_counts = counts[logprob_at : logprob_at + response]
+        ids = int(sample_counts.sum())
         samples.append(
             TrainSample(
                 tokens=all_tokens[token_at : token_at + prompt + response],
@@ -196,15 +205,15 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
                 logprobs=all_logprobs[logprob_at : logprob_at + response],
                 reward=reward,
                 segments=tuple((start, end, Version(*version)) for start, end, *version in segments),
-                support=Support(of_sample, support_ids[id_at : id_at + ids]) if len(counts) else None,
+                support=Support(sample_counts, support_ids[id_at : id_at + ids]) if len(counts) else None,
                 group=number,
                 index=index,
                 finish_reason=finish_reason,
                 details=details,
-                stays=stays,
+                spans=spans,
                 opened_at=times[0],
                 delivered_at=times[1],
-                branch=branch,
+                fork=fork,
             )
         )
         token_at, logprob_at, id_at = token_at + prompt + response, logprob_at + response, id_at + ids
@@ -212,14 +221,14 @@ def decode(data: bytes | bytearray | memoryview) -> Batch:
     for size in flat.group_sizes:
         groups.append(samples[first : first + size])
         first += size
-    return Batch(flat.step, groups, flat.origins)
+    return TrainingBatch(flat.step, groups, flat.origins)
 
 
-def share_batch(batch: Batch | None, group: dist.ProcessGroup | None = None) -> Batch | None:
-    """Rank 0's batch on every rank; None there (the run is over) is None everywhere. Collective.
+def share_batch(batch: TrainingBatch | None, group: dist.ProcessGroup | None = None) -> TrainingBatch | None:
+    """Broadcast rank 0's batch to every rank; None (the run is over) becomes None everywhere. Collective.
 
-    What is only kept to be read stays on rank 0. The other ranks pass None and wait here for rank 0; `group` must carry
-    CPU tensors (default: the default group).
+    Fields for reading only stay on rank 0. The other ranks pass None and wait here for rank 0; `group` must support CPU
+    tensors (default: the default group).
     """
     leader = dist.get_rank() == 0
     data = encode(batch) if leader and batch is not None else b""

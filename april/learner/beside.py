@@ -1,10 +1,10 @@
-"""What goes on beside the training of a batch: the next is fetched, and the last weights are sent.
+"""Work in threads while a batch trains: the next batch is prefetched, and the last weights are sent.
 
-handover.ask(step)
-sending.start(step, weights, canary)
-...                                             # train the batch before
-(batch, ready), wait_s = handover.take()
-figures = sending.finish()
+prefetcher.request(step)
+sender.start(step, weights, canary)
+...                                             # train the previous batch
+(batch, ready), wait_s = prefetcher.take()
+metrics = sender.finish()
 """
 
 import time
@@ -16,86 +16,90 @@ import torch.distributed as dist
 from torch import Tensor
 
 from april.learner.background import in_background
-from april.learner.batch import Batch, ToldGroup, share_batch
-from april.weights.base import Adapted
+from april.learner.batch import ReceivedGroup, TrainingBatch, share_batch
+from april.weights.base import AdapterWeights
 from april.weights.canary import Canary
 from april.wire.training import Discard
 from april.wire.version import Version
 
 ALIVE_S = 1.0
-"""the source hears this often that the learner waits for a batch of it, and does not hang"""
+"""Interval of `BatchSource.alive` while the learner waits for a batch, seconds."""
 
 Ready = TypeVar("Ready")
 
 
-class Source(Protocol):
-    """Where batches come from, and where the learner reports what has become of them.
+class BatchSource(Protocol):
+    """Source of training batches; the learner reports to it what became of them.
 
-    `fetch` is called by one thread while another calls the rest.
+    One thread calls `fetch` while another calls the other methods.
     """
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
-        """The learner holds weights `checkpoint_step`, whose checkpoint is on disk -> (branch, frontier).
+        """Start from weights `checkpoint_step`, whose checkpoint is on disk; returns (incarnation, frontier).
 
-        They contain every batch below `checkpoint_step`. Batches from there to the frontier have been consumed
-        before and are handed out again identically. After a crash between a checkpoint and its reports,
-        `checkpoint_step` is ahead of what `durable` has said, and stands for it.
+        The weights contain every batch below `checkpoint_step`. Batches from there to the frontier were consumed
+        before and are delivered again identically. After a crash between writing a checkpoint and reporting it,
+        `checkpoint_step` is ahead of the last `durable` call and counts as one.
         """
 
-    def fetch(self, step: int) -> Batch | None:
-        """Wait for batch `step`, which may be one ahead of the batches consumed; None when the run is over."""
+    def fetch(self, step: int) -> TrainingBatch | None:
+        """Wait for batch `step`, at most one ahead of the last one consumed; None when the run is over."""
 
-    left: list[ToldGroup]
-    """where the run has failed, what was discarded since the last batch, if samples are kept"""
+    leftover: list[ReceivedGroup]
+    """Groups discarded after the last batch, known once `fetch` has returned None; only if samples are kept."""
 
     def alive(self) -> None:
-        """The learner waits for what it has asked for, and lives; said every `ALIVE_S`."""
+        """Heartbeat while the learner waits for a batch, every `ALIVE_S` seconds."""
 
     def consumed(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
-        """Batch `step` is in the weights, or was passed without changing them because it is `discarded`."""
+        """Report that batch `step` is in the weights, or was skipped for the reason `discarded`."""
 
     def durable(self, step: int, oldest: int) -> None:
-        """The checkpoint of weights `step` is on disk, and the oldest that is kept is `oldest`: the batches below
-        that are never needed again."""
+        """Report that the checkpoint of weights `step` is on disk and `oldest` is the oldest one kept: batches below
+        `oldest` are never needed again."""
 
     def best(self) -> tuple[int, list[int]]:
-        """Step of the weights that were the most accurate on held-out prompts, -1 where none are known, and those that
-        may turn out to be; asked with `evaluation.best` alone."""
+        """(policy step with the best held-out accuracy, or -1 if unknown; steps whose evaluation is still running).
+        Called only with `evaluation.best`."""
 
 
-Weights = Mapping[str, Tensor] | Adapted
-"""all of them, on the CPU, by Hugging Face name, or what is trained in their place"""
+Weights = Mapping[str, Tensor] | AdapterWeights
+"""All weights on the CPU by Hugging Face name, or the adapter trained in their place."""
 
 
 class Publisher(Protocol):
+    """Sends policy versions to the workers."""
+
     def publish(self, version: Version, weights: Weights, canary: Canary | None) -> dict[str, float]:
-        """Hand the weights to the workers, and what they are known by; figures about it."""
+        """Send the weights and their canary to the workers; returns metrics of the publication."""
 
     def announce(self, version: Version, canary: Canary | None) -> None:
-        """Have the workers stop for weights that others bring."""
+        """Tell the workers to pause for a version that another process loads into their engines."""
 
-    def brought(self) -> dict[str, float]:
-        """They are there; figures about it."""
+    def externally_loaded(self) -> dict[str, float]:
+        """Confirm that the announced weights are loaded; returns metrics of the publication."""
 
 
-class Handover(Generic[Ready]):
-    """Fetches the next batch on rank 0, shares it with all and makes it ready, in a thread beside the training."""
+class BatchPrefetcher(Generic[Ready]):
+    """Fetches the next batch on rank 0, broadcasts and prepares it, in a thread while the current batch trains."""
 
-    def __init__(self, source: Source | None, group: dist.ProcessGroup | None, prepare: Callable[[Batch], Ready]):
-        """`source` is rank 0's, None elsewhere; `group`: over all ranks, None where there is one alone."""
+    def __init__(
+        self, source: BatchSource | None, group: dist.ProcessGroup | None, prepare: Callable[[TrainingBatch], Ready]
+    ):
+        """`source` is None except on rank 0; `group` spans all ranks, None for a single rank."""
         self.source, self.group, self.prepare = source, group, prepare
-        self._asked = False
-        """the source has not answered yet"""
-        self._next: Future[tuple[Batch, Ready] | None]
-        """of the last `ask`"""
+        self._fetching = False
+        """Whether a `fetch` of the source is in progress."""
+        self._next: Future[tuple[TrainingBatch, Ready] | None]
+        """Result of the last `request`."""
 
-    def ask(self, step: int) -> None:
-        self._asked = True
+    def request(self, step: int) -> None:
+        self._fetching = True
         self._next = in_background(self._fetch, step)
 
-    def _fetch(self, step: int) -> tuple[Batch, Ready] | None:
+    def _fetch(self, step: int) -> tuple[TrainingBatch, Ready] | None:
         batch = self.source.fetch(step) if self.source else None
-        self._asked = False
+        self._fetching = False
         if self.group is not None:
             batch = share_batch(batch, self.group)
         if batch is None:
@@ -104,33 +108,33 @@ class Handover(Generic[Ready]):
             raise ValueError(f"batch {batch.step} arrived where batch {step} was due; the source is out of step")
         return batch, self.prepare(batch)
 
-    def take(self) -> tuple[tuple[Batch, Ready], float] | None:
-        """The batch that was asked for, and the seconds waited for it; None when the run is over."""
+    def take(self) -> tuple[tuple[TrainingBatch, Ready], float] | None:
+        """Wait for the requested batch: ((batch, prepared batch), seconds waited); None when the run is over."""
         began = time.perf_counter()
         while not self._next.done():
-            if self.source and self._asked:
+            if self.source and self._fetching:
                 self.source.alive()
             wait([self._next], ALIVE_S)
-        arrived = self._next.result()
-        return arrived and (arrived, time.perf_counter() - began)
+        result = self._next.result()
+        return result and (result, time.perf_counter() - began)
 
 
-class Sending:
-    """Sends weights to the workers, in a thread beside the training."""
+class WeightSender:
+    """Sends weights to the workers, in a thread while training goes on."""
 
-    def __init__(self, publisher: Publisher | None, branch: int, frontier: int):
-        """`publisher` is rank 0's, None elsewhere. Weights below the frontier are those of batches that are trained
-        again, and nobody needs them."""
-        self.publisher, self.branch, self.frontier = publisher, branch, frontier
+    def __init__(self, publisher: Publisher | None, incarnation: int, frontier: int):
+        """`publisher` is None except on rank 0. Weights below the frontier come from replayed batches and are not
+        sent."""
+        self.publisher, self.incarnation, self.frontier = publisher, incarnation, frontier
         self._sending: Future[dict[str, float]] | None = None
 
     def is_due(self, step: int) -> bool:
         return step >= self.frontier
 
     def start(self, step: int, weights: Weights, canary: Canary | None) -> None:
-        """Begin with weights `step`; what was sent before has to be finished."""
+        """Start sending weights `step`; the previous send must be finished."""
         if self.publisher:
-            self._sending = in_background(self._send, self.publisher, Version(self.branch, step), weights, canary)
+            self._sending = in_background(self._send, self.publisher, Version(self.incarnation, step), weights, canary)
 
     def _send(
         self, publisher: Publisher, version: Version, weights: Weights, canary: Canary | None
@@ -140,14 +144,14 @@ class Sending:
 
     def announce(self, step: int, canary: Canary | None) -> None:
         if self.publisher:
-            self.publisher.announce(Version(self.branch, step), canary)
+            self.publisher.announce(Version(self.incarnation, step), canary)
 
-    def brought(self) -> None:
+    def externally_loaded(self) -> None:
         if self.publisher:
-            self.publisher.brought()
+            self.publisher.externally_loaded()
 
     def finish(self) -> dict[str, float]:
-        """Wait for what is being sent; figures about it."""
+        """Wait until the weights are sent; returns metrics of the publication, {} if nothing was being sent."""
         if self._sending is None:
             return {}
         began = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Resumable checkpoints of the sharded learner, and the policy as an ordinary Hugging Face folder.
+"""Resumable checkpoints of the sharded learner, and export of the policy as an ordinary Hugging Face folder.
 
-A checkpoint is written under a temporary name and renamed when it is complete and on disk, so a folder
-`step_000010` was whole when it got its name. It has the checksums of its files, `sha256sum -c SHA256SUMS` checks them,
-and so does whoever goes on from it. Where ranks have disks of their own, each disk has a part of the files and the
-checksums of all: `store.py` writes, finds and restores checkpoints on one disk or several.
+A checkpoint is written under a temporary name and renamed once it is complete and on disk, so a folder `step_000010`
+was complete when it got its name. It contains the checksums of its files (`sha256sum -c SHA256SUMS` checks them), and a
+learner verifies them before it resumes. Where ranks have disks of their own, each disk has a part of the files and the
+checksums of all; `store.py` writes, finds and restores checkpoints on one disk or several.
 """
 
 import logging
@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
 
-from april.config import ConfigError
+from april.errors import refuse, toml_like
 from april.files.disk import sync
-from april.formats.stored import CHECKSUMS_FILE, digest_of, listed, listing
+from april.formats.stored import CHECKSUMS_FILE, digest_of, listing, parse_listing
 from april.learner.lora import save_adapter
-from april.learner.model import Policy, gathered
+from april.learner.model import Policy, gather_tensors
 
 log = logging.getLogger(__name__)
 
@@ -39,19 +39,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
-class Part:
-    """A sharded model that is trained, with its optimizer: its tensors have names of their own in a checkpoint."""
+class CheckpointPart:
+    """A trained sharded model with its optimizer: the policy or the critic."""
 
     prefix: str
-    """of those names: none for the policy"""
+    """Prefix of its tensor names in a checkpoint; empty for the policy."""
     model: Any
-    """has `trained`, parameters with their names"""
+    """Module with the property `trained`: (name, parameter) pairs."""
     optimizer: Optimizer
     steps: int = 0
-    """of the optimizer, those left out that changed nothing"""
+    """Optimizer steps that changed the weights."""
 
     def state(self) -> dict[str, Tensor]:
-        """Its tensors, by their names in a checkpoint. Moments exist once the optimizer has made a step."""
+        """Weights and moments by their names in a checkpoint. Moments exist once the optimizer has made a step."""
         state = {}
         for name, parameter in self.model.trained:
             state[f"{self.prefix}model.{name}"] = parameter.detach()
@@ -59,12 +59,12 @@ class Part:
                 state[f"{self.prefix}{moment}.{name}"] = self.optimizer.state[parameter][moment]
         return state
 
-    def take(self, state: dict[str, Tensor]) -> None:
-        """Hold what has been put into a `state()` since: these are the very tensors."""
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Adopt values that were loaded into the tensors of `state()`; here these are the model's own tensors."""
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints in `directory`, the oldest first."""
+    """Policy steps of the complete checkpoints in `directory`, the oldest first."""
     if not directory.is_dir():
         return []
     names = (COMPLETE_NAME.fullmatch(path.name) for path in directory.iterdir() if (path / PROGRESS_FILE).is_file())
@@ -72,12 +72,12 @@ def steps(directory: Path) -> list[int]:
 
 
 def latest(directory: Path) -> int | None:
-    """Step of the newest complete checkpoint, None without one."""
+    """Policy step of the newest complete checkpoint; None without one."""
     return max(steps(directory), default=None)
 
 
 def set_aside(directory: Path, step: int, damaged: Collection[str]) -> None:
-    """Let the checkpoint of `step` be none any more, and say so."""
+    """Rename a damaged checkpoint so that it no longer counts, and log its `damaged` files."""
     source = folder(directory, step)
     aside = source.with_suffix(".damaged")
     shutil.rmtree(aside, ignore_errors=True)
@@ -90,23 +90,23 @@ def set_aside(directory: Path, step: int, damaged: Collection[str]) -> None:
 
 
 def damaged_files(source: Path) -> list[str]:
-    """Those of a checkpoint that are missing, or not what was written."""
+    """Files of a checkpoint that are missing or do not match their checksum."""
     if not (source / CHECKSUMS_FILE).exists():
         log.warning("checkpoint %s has no %s: it is taken as it is", source, CHECKSUMS_FILE)
         return []
     named = checksums(source)
-    return others_than(named, source) if named else [CHECKSUMS_FILE]
+    return mismatched_files(named, source) if named else [CHECKSUMS_FILE]
 
 
-def others_than(named: Mapping[str, str], source: Path) -> list[str]:
-    """Files of a folder that are missing, or do not have the digest that is given with their names."""
+def mismatched_files(named: Mapping[str, str], source: Path) -> list[str]:
+    """Files in the list `named` (name -> digest) that are missing in the folder `source` or have another digest."""
     return [name for name, digest in named.items() if digest_of(source / name) != digest]
 
 
 def checksums(source: Path) -> dict[str, str]:
-    """By name, as the list of them says; none where it cannot be right, or is not there."""
+    """Checksums of a checkpoint's files by name; empty if its list is missing or broken."""
     sums = source / CHECKSUMS_FILE
-    named = listed(sums.read_text(errors="replace")) if sums.exists() else {}
+    named = parse_listing(sums.read_text(errors="replace")) if sums.exists() else {}
     return named if PROGRESS_FILE in named else {}
 
 
@@ -115,7 +115,7 @@ def write_checksums(source: Path, named: Mapping[str, str]) -> None:
 
 
 def begin_folder(source: Path, named: Mapping[str, str]) -> None:
-    """Have there be one for the files of such a list, with nothing but the list, in the place of what is there."""
+    """Replace the folder `source` by one that has only the checksum list `named`."""
     shutil.rmtree(source, ignore_errors=True)
     source.mkdir(parents=True)
     write_checksums(source, named)
@@ -126,29 +126,34 @@ def folder(directory: Path, step: int) -> Path:
 
 
 def check_adapter(directory: Path, step: int, adapter: dict[str, Any]) -> None:
-    """Raises ConfigError where the checkpoint of `step` is not of such an adapter, or such a model without one."""
+    """Raises ConfigError if the checkpoint of `step` was made with another configuration of `[lora]`."""
     before = orjson.loads((folder(directory, step) / PROGRESS_FILE).read_bytes()).get("lora", {"rank": 0})
     before.setdefault("embedding", False)
     for key, value in before.items():
         if adapter.get(key, value) != value:
-            raise ConfigError(
-                f"key 'lora.{key}' = {adapter[key]} is not the {value} of checkpoint {folder(directory, step)}; go on "
-                f"with {value}, or begin another run"
+            refuse(
+                f"lora.{key}",
+                adapter[key],
+                f"is not the {toml_like(value)} of checkpoint {folder(directory, step)}",
+                f"go on with {toml_like(value)}, or begin another run",
             )
 
 
-def check_critic(directory: Path, step: int, parts: Sequence[Part]) -> None:
-    """Raises ConfigError where the checkpoint of `step` lacks one of the parts."""
+def check_critic(directory: Path, step: int, parts: Sequence[CheckpointPart]) -> None:
+    """Raises ConfigError if the checkpoint of `step` lacks one of the parts, such as the critic."""
     progress = orjson.loads((folder(directory, step) / PROGRESS_FILE).read_bytes())
     if any(f"{part.prefix}{STEPS}" not in progress for part in parts):
-        raise ConfigError(
-            f"key 'algorithm.advantage' wants a critic, which checkpoint {folder(directory, step)} does not have; "
-            "go on with an advantage that wants none, or begin another run"
+        refuse(
+            "algorithm.advantage",
+            None,
+            f"wants a critic, which checkpoint {folder(directory, step)} does not have",
+            "go on with an advantage that wants none, or begin another run",
         )
 
 
-def place_for(source: Path, parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Tensors of the parts, by their names in a checkpoint, that its values can be put into."""
+def allocate_state(source: Path, parts: Sequence[CheckpointPart]) -> dict[str, Tensor]:
+    """Tensors of the parts by their names in checkpoint `source`, allocated so that its values can be loaded into them;
+    sets the parts' step counts."""
     progress = orjson.loads((source / PROGRESS_FILE).read_bytes())
     for part in parts:
         part.steps = progress[f"{part.prefix}{STEPS}"]
@@ -160,28 +165,29 @@ def place_for(source: Path, parts: Sequence[Part]) -> dict[str, Tensor]:
     return sharded_state(parts)
 
 
-def read(source: Path, state: dict[str, Tensor], parts: Sequence[Part]) -> None:
-    """Have the parts hold what a checkpoint says of `state`, on any number of ranks. Collective."""
+def read(source: Path, state: dict[str, Tensor], parts: Sequence[CheckpointPart]) -> None:
+    """Load the tensors `state` of the parts from checkpoint `source`, on any number of ranks. Collective."""
     dcp.load(state, checkpoint_id=source)
     for part in parts:
-        part.take(state)
+        part.load_state(state)
 
 
-def files_with(source: Path, state: dict[str, Tensor]) -> set[str]:
-    """Those of a checkpoint that `state`, as this rank has it, is read from."""
+def files_of_state(source: Path, state: dict[str, Tensor]) -> set[str]:
+    """Names of the files of a checkpoint from which this rank's shards of `state` are read."""
     metadata, planner = FileSystemReader(source).read_metadata(), DefaultLoadPlanner()
     planner.set_up_planner(state, metadata)
     items = planner.create_local_plan().items
     return {metadata.storage_data[item.storage_index].relative_path for item in items}
 
 
-def sharded_state(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by name: what is trained."""
+def sharded_state(parts: Sequence[CheckpointPart]) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by name, sharded: trained weights and moments."""
     return {name: tensor for part in parts for name, tensor in part.state().items()}
 
 
 def prune(directory: Path, keep: int, besides: Collection[int] = ()) -> None:
-    """Remove all but the newest `keep` checkpoints and those `besides`, and what crashes have left half-written."""
+    """Remove all checkpoints but the newest `keep` and those of the steps `besides`, and partial ones left by
+    crashes."""
     for step in steps(directory)[:-keep]:
         if step not in besides:
             shutil.rmtree(folder(directory, step))
@@ -190,9 +196,10 @@ def prune(directory: Path, keep: int, besides: Collection[int] = ()) -> None:
 
 
 def export(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, out_dir: Path) -> None:
-    """Write `out_dir`: `state`, weights of such a model as `lm`, with the source's configuration and tokenizer files.
+    """Write a Hugging Face folder `out_dir`: the weights `state` of model `lm`, with configuration and tokenizer files
+    of `source_folder`.
 
-    An existing `out_dir` is replaced when the new one is complete. Rank 0 writes; the others do not wait for it.
+    An existing `out_dir` is replaced once the new one is complete. Rank 0 writes; the others do not wait for it.
     """
     if dist.get_rank() == 0:
         write_model(lm, state, source_folder, out_dir)
@@ -208,14 +215,14 @@ def write_model(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Pa
     replace_folder(partial, out_dir)
 
 
-def type_of_files(folder: Path) -> torch.dtype | None:
-    """Of the weights of a Hugging Face folder; None where it does not say."""
+def dtype_of_folder(folder: Path) -> torch.dtype | None:
+    """Dtype that a Hugging Face folder's configuration names for its weights; None if it names none."""
     return AutoConfig.from_pretrained(folder).dtype
 
 
 def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir: Path) -> None:
-    """Write `out_dir`, what is trained, as peft reads it, in the place of what is there. Collective, as `export`."""
-    weights = gathered(policy.trained)
+    """Write the trained tensors as a peft adapter folder, replacing `out_dir`. Collective; only rank 0 writes."""
+    weights = gather_tensors(policy.trained)
     if dist.get_rank() == 0:
         partial = out_dir.with_name(f"{out_dir.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -225,7 +232,7 @@ def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir:
 
 
 def replace_folder(complete: Path, final: Path) -> None:
-    """Put `complete` on disk and then under its final name, in the place of what is there."""
+    """Sync the folder `complete` to disk, then rename it to `final`, replacing an existing folder."""
     for path in [*complete.rglob("*"), complete]:
         sync(path)
     replaced = final.with_name(f"{final.name}.replaced.partial")

@@ -1,5 +1,5 @@
-"""`april convert-weights`: a checkpoint of any back end and number of ranks as a Hugging Face folder, and Hugging Face
-folders to and from checkpoints in a back end's own form. Weights alone: what an optimizer keeps stays where it is.
+"""`april convert-weights`: from a checkpoint of any back end and number of ranks to a Hugging Face folder, and between
+Hugging Face folders and a back end's native checkpoints. Only weights are converted, no optimizer state.
 """
 
 import shutil
@@ -12,49 +12,54 @@ import torch.distributed.checkpoint as dcp
 
 from april import config as configuration
 from april.config import Config, ConfigError
+from april.errors import refuse
 from april.files.objects import StoreError
 from april.formats.stored import StoredCheckpoints, refused, stored_checkpoints
 from april.learner import checkpoint, lora
 from april.learner.backends import BACKENDS
 from april.learner.backends.entry import BackendEntry
-from april.learner.loading import ModelError, fill
-from april.learner.model import as_in_files, outline
+from april.learner.loading import ModelError, load_weights
+from april.learner.model import empty_policy, hugging_face_state
 
 HUGGING_FACE = "huggingface"
 KEY = "--to"
 
 
 def convert(source: Path, to: str, step: int | None, model: Path | None, out_dir: Path) -> str:
-    """Write `out_dir`, a new folder; what is in it. The source is a run folder, a Hugging Face folder, or a checkpoint
-    in a back end's own form, `model` the Hugging Face folder that the latter is of. Raises ConfigError.
+    """Write `out_dir`, a new folder; returns a description of what was converted.
+
+    `source` is a run folder, a Hugging Face folder, or a native checkpoint of a back end, for which `model` is the
+    Hugging Face folder with its configuration. Raises ConfigError.
     """
     if out_dir.exists():
-        raise ConfigError(f"option '--out' = {str(out_dir)!r} is there already; give a folder that is not")
+        refuse("--out", out_dir, "is there already", "give a folder that is not")
     target = None if to == HUGGING_FACE else BACKENDS.find(to, KEY)
-    if target and not target.own_files:
-        raise ConfigError(f"option '{KEY}' = {to!r} has no checkpoints of its own; give one of {', '.join(owners())}")
+    if target and not target.native_files:
+        refuse(KEY, to, "has no checkpoints of its own", f"give one of {', '.join(native_backends())}")
     is_run, is_model = ((source / name).is_file() for name in ("config.toml", "config.json"))
-    owner = None if is_run or is_model else owner_of(source)
-    if (is_model and target is None) or (owner and target):
-        others = ", ".join(owners()) if is_model else HUGGING_FACE
+    native_entry = None if is_run or is_model else backend_of_checkpoint(source)
+    if (is_model and target is None) or (native_entry and target):
+        others = ", ".join(native_backends()) if is_model else HUGGING_FACE
         raise ConfigError(f"{source} cannot become {to!r}; give {KEY} {others}")
-    if step is not None and (owner or is_model):
-        raise ConfigError(f"option '--step' = {step} is of a run, which {source} is not; leave it out")
-    if owner and model is None:
-        raise ConfigError(
-            f"option '--model' is wanted for {source}; give the Hugging Face folder that has its configuration and "
-            "tokenizer"
+    if step is not None and (native_entry or is_model):
+        refuse("--step", step, f"is of a run, which {source} is not", "leave it out")
+    if native_entry and model is None:
+        refuse(
+            "--model",
+            None,
+            f"is wanted for {source}",
+            "give the Hugging Face folder that has its configuration and tokenizer",
         )
-    if model and not owner:
-        raise ConfigError(f"option '--model' = {str(model)!r} is of a back end's own checkpoint; leave it out")
+    if model and not native_entry:
+        refuse("--model", model, "is of a back end's own checkpoint", "leave it out")
     try:
-        if owner and model:
-            lm, weights = owner.read_own(source, model)
-            checkpoint.write_model(lm, as_in_files(lm, weights), model, out_dir)
+        if native_entry and model:
+            lm, weights = native_entry.read_native(source, model)
+            checkpoint.write_model(lm, hugging_face_state(lm, weights), model, out_dir)
         elif target and is_model:
-            to_own(target, source, out_dir)
+            to_native(target, source, out_dir)
         elif target:
-            return f"step {run_to_own(target, source, step, out_dir)}"
+            return f"step {run_to_native(target, source, step, out_dir)}"
         else:
             return f"step {to_model(source, step, out_dir)}"
     except ModelError as error:
@@ -62,45 +67,47 @@ def convert(source: Path, to: str, step: int | None, model: Path | None, out_dir
     return str(source)
 
 
-def owners() -> dict[str, type[BackendEntry]]:
-    """Shipped back ends that have checkpoints in a form of their own, by name."""
+def native_backends() -> dict[str, type[BackendEntry]]:
+    """Shipped back ends with a native checkpoint format, by name."""
     entries = {name: BACKENDS.find(name) for name in BACKENDS.shipped}
-    return {name: entry for name, entry in entries.items() if entry.own_files}
+    return {name: entry for name, entry in entries.items() if entry.native_files}
 
 
-def owner_of(source: Path) -> type[BackendEntry] | None:
-    """Whose form a checkpoint has; None where it is nobody's own."""
-    found = (entry for entry in owners().values() if any((source / name).is_file() for name in entry.own_files))
+def backend_of_checkpoint(source: Path) -> type[BackendEntry] | None:
+    """The back end whose native checkpoint `source` is; None if it is none's."""
+    found = (
+        entry for entry in native_backends().values() if any((source / name).is_file() for name in entry.native_files)
+    )
     return next(found, None)
 
 
-def run_to_own(target: type[BackendEntry], run_dir: Path, step: int | None, out_dir: Path) -> int:
-    """By way of a Hugging Face folder beside it, which goes again."""
-    target.installed()
-    between = out_dir.with_name(f"{out_dir.name}.model.partial")
-    shutil.rmtree(between, ignore_errors=True)
+def run_to_native(target: type[BackendEntry], run_dir: Path, step: int | None, out_dir: Path) -> int:
+    """Convert a run's checkpoint to a native one, through a temporary Hugging Face folder; returns its step."""
+    target.installed_version()
+    model_folder = out_dir.with_name(f"{out_dir.name}.model.partial")
+    shutil.rmtree(model_folder, ignore_errors=True)
     try:
-        found = to_model(run_dir, step, between)
-        to_own(target, between, out_dir)
+        found = to_model(run_dir, step, model_folder)
+        to_native(target, model_folder, out_dir)
     finally:
-        shutil.rmtree(between, ignore_errors=True)
+        shutil.rmtree(model_folder, ignore_errors=True)
     return found
 
 
-def to_own(target: type[BackendEntry], folder: Path, out_dir: Path) -> None:
+def to_native(target: type[BackendEntry], folder: Path, out_dir: Path) -> None:
     partial = out_dir.with_name(f"{out_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        target.write_own(folder, partial)
+        target.write_native(folder, partial)
         checkpoint.replace_folder(partial, out_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def to_model(run_dir: Path, step: int | None, out_dir: Path) -> int:
-    """Write `out_dir`: the weights of checkpoint `step`, of the newest where none is given, in the type
-    of the model that the run began with; the step. In one process, on the CPU. Raises ConfigError or ModelError.
+    """Write the weights of a run's checkpoint `step` (None: the newest) as a Hugging Face folder `out_dir`, in the
+    dtype of the run's starting model; returns the step. In one process, on the CPU. Raises ConfigError or ModelError.
     """
     config = configuration.load([run_dir / "config.toml"], [], inputs=["model"])
     try:
@@ -112,45 +119,45 @@ def to_model(run_dir: Path, step: int | None, out_dir: Path) -> int:
 
 
 def write(source: Path, config: Config, out_dir: Path) -> None:
-    """The model of a whole checkpoint. Raises ModelError."""
+    """Write the model of a complete checkpoint folder as a Hugging Face folder. Raises ModelError."""
     folder = config.model.path
-    policy = outline(folder, config.sampling.temperature)
+    policy = empty_policy(folder, config.sampling.temperature)
     if config.lora.is_set:
         lora.attach(policy.lm, config.lora, config.seed)
-    fill(policy.lm, folder)
+    load_weights(policy.lm, folder)
     state = {f"model.{name}": parameter.detach() for name, parameter in policy.trained}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
         dcp.load(state, checkpoint_id=source, no_dist=True)
-    dtype = checkpoint.type_of_files(folder)
+    dtype = checkpoint.dtype_of_folder(folder)
     weights = {name: value.detach().to(dtype) for name, value in lora.merged_weights(policy.lm)}
-    checkpoint.write_model(policy.lm, as_in_files(policy.lm, weights), folder, out_dir)
+    checkpoint.write_model(policy.lm, hugging_face_state(policy.lm, weights), folder, out_dir)
 
 
 @contextmanager
 def checkpoint_of(
     directory: Path, stored: StoredCheckpoints | None, step: int | None, out_dir: Path
 ) -> Iterator[tuple[int, Path]]:
-    """Its step and folder, whole; beside `out_dir` meanwhile, where the store has it and `directory` does not. Raises
-    ConfigError."""
+    """Step and folder of a complete checkpoint. One that only the object store has is fetched into a temporary folder
+    beside `out_dir`. Raises ConfigError."""
     in_store = stored.steps() if stored else set()
-    there = sorted({*checkpoint.steps(directory), *in_store})
-    if not there or (step is not None and step not in there):
+    known_steps = sorted({*checkpoint.steps(directory), *in_store})
+    if not known_steps or (step is not None and step not in known_steps):
         wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        known = f"there are those of steps {', '.join(map(str, there))}" if there else "there is none"
+        known = f"there are those of steps {', '.join(map(str, known_steps))}" if known_steps else "there is none"
         raise ConfigError(f"{directory} does not have {wanted}; {known}")
-    step = there[-1] if step is None else step
+    step = known_steps[-1] if step is None else step
     source = checkpoint.folder(directory, step)
     damaged = checkpoint.damaged_files(source) if source.is_dir() else [checkpoint.CHECKSUMS_FILE]
     if not damaged:
         yield step, source
     elif stored and step in in_store:
-        meanwhile = out_dir.with_name(f"{out_dir.name}.checkpoint.partial")
+        temporary = out_dir.with_name(f"{out_dir.name}.checkpoint.partial")
         try:
-            fetch(stored, step, meanwhile)
-            yield step, meanwhile
+            fetch(stored, step, temporary)
+            yield step, temporary
         finally:
-            shutil.rmtree(meanwhile, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     elif any((source / name).exists() for name in damaged):
         raise ConfigError(f"checkpoint {source} is damaged ({', '.join(damaged)}); take another with --step")
     else:
@@ -161,8 +168,8 @@ def checkpoint_of(
 
 
 def fetch(stored: StoredCheckpoints, step: int, folder: Path) -> None:
-    """All of a checkpoint. Raises ConfigError."""
-    for sums in stored.writings(step):
+    """Download a whole checkpoint from the object store. Raises ConfigError if it is damaged."""
+    for sums in stored.checkpoint_sums(step):
         checkpoint.begin_folder(folder, sums)
         if all(stored.fetch(step, sums, name, folder / name) for name in sums):
             return

@@ -1,5 +1,5 @@
-"""Where a checkpoint's files have to lie, beside the disks that they are written on, before `durable` is said: each on
-the next disk, or all in an object store."""
+"""Copies of a checkpoint's files that must exist before it counts as durable: on the next disk, or in an object
+store."""
 
 import logging
 import re
@@ -11,49 +11,52 @@ from april.files.objects import StoreRefused
 from april.formats.stored import StoredCheckpoints, Sums, refused
 from april.learner.checkpoint import begin_folder
 from april.learner.disks import Disks
-from april.learner.holdings import Found, Held, nowhere
+from april.learner.holdings import FoundCheckpoint, RankInventory, missing_files
 
 log = logging.getLogger(__name__)
 
 WRITER = re.compile(r"__(\d+)_.*")
-"""of the rank that wrote a file"""
+"""Names of checkpoint files that a rank wrote, with the rank."""
 
 
-class Copies(Protocol):
-    """Every method but `export` is collective."""
+class CheckpointCopies(Protocol):
+    """A mechanism for copies of checkpoints. Every method except `export` is collective."""
 
     on_disks: int
-    """disks that each file is on, if there are so many"""
+    """Number of disks that each file is on, if there are that many disks."""
 
     @property
     def retries(self) -> int | None:
-        """Calls of this rank into a store, if there is one, that were tried again."""
+        """Retried calls of this rank into the object store; None without a store."""
 
     def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
-        """Make those of a checkpoint that has just been written; all are there then. `written`: files by rank; `folder`
-        has `sums` but for their list."""
+        """Copy a checkpoint that has just been written; returns once all copies exist. `written` lists the files of
+        each rank; `folder` has the files of `sums`, without the checksum list itself."""
 
     def steps(self) -> set[int]:
-        """Of the checkpoints that can be put together from copies alone."""
+        """Steps of the checkpoints that can be restored from copies alone."""
 
-    def bring(self, step: int, folder: Path, own: Held | None, held: Sequence[Held | None]) -> Held | None:
-        """Have the disks hold what none of them does and the copies do; what this rank holds then. `held`: by rank."""
+    def fetch_missing(
+        self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
+    ) -> RankInventory | None:
+        """Fetch files that no disk has but the copies do; returns this rank's inventory after that. `own` is this
+        rank's inventory, `inventories` has those of all ranks."""
 
-    def mend(self, found: Found, folder: Path) -> None:
-        """Make those that are lacking of a checkpoint that the disks hold together."""
+    def repair(self, found: FoundCheckpoint, folder: Path) -> None:
+        """Make missing copies of a checkpoint that the disks hold completely."""
 
     def set_aside(self, step: int) -> None:
-        """Let copies of that step be of no checkpoint any more."""
+        """Quarantine the copies of step `step`, so that they count as no checkpoint."""
 
     def prune(self, keep: int, besides: Collection[int]) -> None:
-        """Remove all but those of the newest `keep` checkpoints and of those `besides`."""
+        """Remove the copies of all checkpoints but the newest `keep` and those of the steps `besides`."""
 
     def export(self, folder: Path) -> None:
-        """Copy an exported folder, too. One rank alone."""
+        """Copy an exported model folder. Not collective: one rank calls it."""
 
 
-class OnNextDisk:
-    """Each file goes to the next disk, if there is one: any one of them may be lost."""
+class NeighbourDiskCopies:
+    """Copies each file to the next disk, if there is one: any single disk may be lost."""
 
     on_disks = 2
     retries = None
@@ -62,15 +65,17 @@ class OnNextDisk:
         self.disks = disks
 
     def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
-        self.disks.carry(self.disks.copies(written), folder, sums)
+        self.disks.transfer(self.disks.neighbour_copies(written), folder, sums)
 
     def steps(self) -> set[int]:
         return set()
 
-    def bring(self, step: int, folder: Path, own: Held | None, held: Sequence[Held | None]) -> Held | None:
+    def fetch_missing(
+        self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
+    ) -> RankInventory | None:
         return own
 
-    def mend(self, found: Found, folder: Path) -> None: ...
+    def repair(self, found: FoundCheckpoint, folder: Path) -> None: ...
 
     def set_aside(self, step: int) -> None: ...
 
@@ -79,71 +84,89 @@ class OnNextDisk:
     def export(self, folder: Path) -> None: ...
 
 
-class InStore:
-    """Every rank puts its files there; all disks may be lost. What they still hold is not fetched."""
+class ObjectStoreCopies:
+    """Copies in an object store, where every rank uploads its files: all disks may be lost. Files that the disks still
+    have are not fetched."""
 
     on_disks = 1
 
     def __init__(self, stored: StoredCheckpoints, disks: Disks):
-        """Raises ConfigError where one of the disks' machines has no use of the store."""
+        """Raises ConfigError if a machine cannot use the object store."""
         self.stored, self.disks = stored, disks
         try:
-            if disks.leads:
+            if disks.is_leader:
                 stored.objects.probe()
         except StoreRefused as error:
             raise refused(error) from None
         if disks.rank == 0:
-            log.info("checkpoints lie in %s, too, before the broker hears of them", stored.url)
+            log.info("checkpoints are copied to %s before they count as durable", stored.url)
 
     @property
     def retries(self) -> int:
         return self.stored.objects.retries
 
     def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
-        others = sums.keys() - {name for names in written for name in names} if self.disks.rank == 0 else set()
-        self._put(step, folder, [*written[self.disks.rank], *sorted(others)], sums)
+        unowned = sums.keys() - {name for names in written for name in names} if self.disks.rank == 0 else set()
+        self._put(step, folder, [*written[self.disks.rank], *sorted(unowned)], sums)
 
     def _put(self, step: int, folder: Path, names: Sequence[str], sums: Sums) -> None:
-        """The files of this rank, and when all ranks have put theirs, the list. Collective."""
+        """Upload the files of this rank, and the checksum list once all ranks have uploaded theirs. Collective."""
         for name in names:
             self.stored.put(step, sums, folder / name)
-        self.disks.meet()
+        self.disks.barrier()
         if self.disks.rank == 0:
             self.stored.complete(step, sums)
-        self.disks.meet()
+        self.disks.barrier()
 
     def steps(self) -> set[int]:
-        return self.disks.told(self.stored.steps() if self.disks.rank == 0 else set())[0]
+        return self.disks.all_gather(self.stored.steps() if self.disks.rank == 0 else set())[0]
 
-    def bring(self, step: int, folder: Path, own: Held | None, held: Sequence[Held | None]) -> Held | None:
-        writings = self.disks.told(self.stored.writings(step) if self.disks.rank == 0 else [])[0]
-        on_disk = [sums for sums in writings if any(one and one.sums == sums for one in held)]
-        return self._bring(step, folder, own, held, [*on_disk, *writings][0]) if writings else own
+    def fetch_missing(
+        self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
+    ) -> RankInventory | None:
+        checksum_lists = self.disks.all_gather(self.stored.checkpoint_sums(step) if self.disks.rank == 0 else [])[0]
+        on_disk = [
+            sums for sums in checksum_lists if any(inventory and inventory.sums == sums for inventory in inventories)
+        ]
+        return (
+            self._fetch_missing(step, folder, own, inventories, [*on_disk, *checksum_lists][0])
+            if checksum_lists
+            else own
+        )
 
-    def _bring(self, step: int, folder: Path, own: Held | None, held: Sequence[Held | None], sums: Sums) -> Held:
+    def _fetch_missing(
+        self,
+        step: int,
+        folder: Path,
+        own: RankInventory | None,
+        inventories: Sequence[RankInventory | None],
+        sums: Sums,
+    ) -> RankInventory:
         if own is None or own.sums != sums:
-            own = Held(sums, ())
-            if self.disks.leads:
+            own = RankInventory(sums, ())
+            if self.disks.is_leader:
                 begin_folder(folder, sums)
-        self.disks.meet()
-        ranks = len(held)
-        share = [name for name in nowhere(sums, held) if writer_of(name) % ranks == self.disks.rank]
-        came = [name for name in share if self.stored.fetch(step, sums, name, folder / name)]
-        told = self.disks.told(came)
-        here = {name for rank in self.disks.ranks(self.disks.own) for name in told[rank]}
-        return Held(sums, {*own.whole, *came}, [name for name in own.damaged if name not in here])
+        self.disks.barrier()
+        ranks = len(inventories)
+        share = [name for name in missing_files(sums, inventories) if writer_of(name) % ranks == self.disks.rank]
+        fetched = [name for name in share if self.stored.fetch(step, sums, name, folder / name)]
+        fetched_by_rank = self.disks.all_gather(fetched)
+        on_own_disk = {name for rank in self.disks.ranks(self.disks.own) for name in fetched_by_rank[rank]}
+        return RankInventory(sums, {*own.whole, *fetched}, [name for name in own.damaged if name not in on_own_disk])
 
-    def mend(self, found: Found, folder: Path) -> None:
-        writings = self.disks.told(self.stored.writings(found.step) if self.disks.rank == 0 else [])[0]
-        if found.sums not in writings:
+    def repair(self, found: FoundCheckpoint, folder: Path) -> None:
+        checksum_lists = self.disks.all_gather(self.stored.checkpoint_sums(found.step) if self.disks.rank == 0 else [])[
+            0
+        ]
+        if found.sums not in checksum_lists:
             share = [name for name, disks in sorted(found.disks.items()) if disks[0] == self.disks.own]
             self._put(found.step, folder, self.disks.share(share), found.sums)
 
     def set_aside(self, step: int) -> None:
         if self.disks.rank == 0:
-            for place in self.stored.set_aside(step, "damaged"):
-                log.error("checkpoint %s is damaged, and set aside", place, extra={"step": step})
-        self.disks.meet()
+            for url in self.stored.set_aside(step, "damaged"):
+                log.error("checkpoint %s is damaged, and set aside", url, extra={"step": step})
+        self.disks.barrier()
 
     def prune(self, keep: int, besides: Collection[int]) -> None:
         if self.disks.rank == 0:
@@ -154,6 +177,6 @@ class InStore:
 
 
 def writer_of(name: str) -> int:
-    """The rank, in the ranks of then, that wrote a file; 0 of one that is nobody's own."""
+    """Rank that wrote a checkpoint file, numbered as when it was written; 0 for files of no single rank."""
     found = WRITER.fullmatch(name)
     return int(found[1]) if found else 0

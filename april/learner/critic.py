@@ -1,12 +1,12 @@
-"""A critic: the policy's own body, trained apart from it, with a head that says what reward is still to come.
+"""The critic: a second copy of the policy's body, with a linear head that predicts the remaining reward.
 
     values = [critic.values(micro.packed) for micro in micros]      # under the weights at delivery
-    judged, figures = critic.judge(tokens, values, rewards)         # advantages and returns, fixed for the whole batch
-    critic.backward(micro.packed, tokens, judged)                   # of each micro-batch of an optimizer step
-    figures = critic.reduced()
+    estimates, metrics = critic.estimate(tokens, values, penalties) # advantages and returns, fixed for the whole batch
+    critic.backward(micro.packed, tokens, estimates)                # for each micro-batch of an optimizer step
+    metrics = critic.finish_step()
     critic.update()
 
-Sharded, checkpointed and packed as the policy is.
+It is sharded, checkpointed and packed like the policy.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.learner import attention
-from april.learner.checkpoint import Part
+from april.learner.checkpoint import CheckpointPart
 from april.learner.gradients import adamw, clip_gradients
 from april.learner.loading import empty_model
 from april.learner.losses.gae import value_losses, whitened
@@ -28,11 +28,11 @@ from april.learner.objective import ResponseTokens
 from april.learner.packing import MicroBatch
 
 Estimator = Callable[..., Tensor]
-"""see `april.learner.losses.gae`"""
+"""Function (rewards, values, spans, section) -> advantages, see `april.learner.losses.gae`."""
 
 
 class ValueModel(nn.Module):
-    """The body `lm` of a causal LM, and a linear head that is 0 at first."""
+    """The body `lm` of a causal LM, and a linear value head initialised to 0."""
 
     def __init__(self, lm: nn.Module):
         super().__init__()
@@ -44,12 +44,13 @@ class ValueModel(nn.Module):
         return list(self.named_parameters())
 
     def forward(self, micro: MicroBatch) -> Tensor:
-        """The value of what precedes each target of `micro`, float32 [K]."""
+        """Value of the state before each target of `micro`, float32 [K]."""
         return hidden_states(self.lm, micro).float() @ self.head.float()
 
 
-def outline_of_values(folder: Path, recompute: bool = False) -> ValueModel:
-    """As `april.learner.model.outline`, whose refusals have been asked before."""
+def empty_value_model(folder: Path, recompute: bool = False) -> ValueModel:
+    """The value model of a Hugging Face folder with parameters on the meta device; `april.learner.model.empty_policy`
+    has already checked the folder's model."""
     body = empty_model(folder, attention.register(), body_alone=True)
     if recompute:
         body.gradient_checkpointing_enable({"use_reentrant": False})
@@ -57,75 +58,76 @@ def outline_of_values(folder: Path, recompute: bool = False) -> ValueModel:
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
-    """Of the K tokens of a micro-batch, before the first optimizer step of its batch."""
+class CriticEstimates:
+    """The critic's estimates for the K tokens of a micro-batch, before the first optimizer step of its batch."""
 
     values: Tensor
-    """float32 [K]"""
+    """float32 [K]: V."""
     returns: Tensor
-    """float32 [K]: advantages by GAE, not whitened, and values; what the values are drawn to"""
+    """float32 [K]: R = A + V, A not whitened; regression targets of the values."""
     advantages: Tensor
-    """float32 [K]: what the policy is trained by"""
+    """float32 [K]: A, whitened if `critic.whiten`; the policy's advantages."""
 
 
 class Critic:
-    """Every method is collective, but `advantages` and `update`."""
+    """The sharded value model and its optimizer. Every method is collective except `advantages` and `update`."""
 
     def __init__(self, config: Config, device: torch.device, bf16: bool, estimator: Estimator):
         self.section, self.device, self.estimator = config.critic, device, estimator
-        outline = outline_of_values(config.model.path, config.learner.activation_checkpointing)
-        self.model = load_sharded(outline, config.model.path, device, bf16)
+        model = empty_value_model(config.model.path, config.learner.activation_checkpointing)
+        self.model = load_sharded(model, config.model.path, device, bf16)
         optimizer = adamw([parameter for _, parameter in self.model.trained], config.critic.lr, config.learner)
-        self.part = Part("critic.", self.model, optimizer)
+        self.part = CheckpointPart("critic.", self.model, optimizer)
         self._totals = self._blank()
 
     def _blank(self) -> Tensor:
-        """Tokens, loss and clipped tokens of an optimizer step."""
+        """Zeros for the sums of an optimizer step: tokens, loss, clipped tokens."""
         return torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def values(self, packed: MicroBatch) -> Tensor:
         with torch.no_grad():
             return self.model(packed)
 
-    def judge(
+    def estimate(
         self, tokens: Sequence[ResponseTokens | None], values: Sequence[Tensor], penalties: Sequence[Tensor | None]
-    ) -> tuple[list[Judged | None], dict[str, float]]:
-        """Of this rank's micro-batches, None of a dummy, and figures of those of all. `penalties`: what is taken from
-        the reward of each token, [K]."""
-        known = [place for place, part in enumerate(tokens) if part is not None]
+    ) -> tuple[list[CriticEstimates | None], dict[str, float]]:
+        """Estimates for this rank's micro-batches (None for a dummy), and metrics over all ranks. `penalties` [K] are
+        subtracted from the reward of each token."""
+        known = [index for index, part in enumerate(tokens) if part is not None]
         columns = zip(tokens, values, penalties, strict=True)
         raw = [self.advantages(part, value, penalty) for part, value, penalty in columns if part is not None]
         blank, lengths = torch.zeros(0, device=self.device), [len(each) for each in raw]
-        joined, value = torch.cat([blank, *raw]), torch.cat([blank, *(values[place] for place in known)])
+        joined, value = torch.cat([blank, *raw]), torch.cat([blank, *(values[index] for index in known)])
         returns = joined + value
         advantages = whitened(joined, Ranks()) if self.section.whiten else joined
-        found: list[Judged | None] = [None] * len(tokens)
+        found: list[CriticEstimates | None] = [None] * len(tokens)
         split = (column.split(lengths) for column in (value, returns, advantages))
         for place, each in zip(known, zip(*split, strict=True), strict=True):
-            found[place] = Judged(*each)
-        return found, figures_of(value, returns)
+            found[place] = CriticEstimates(*each)
+        return found, value_metrics(value, returns)
 
     def advantages(self, tokens: ResponseTokens, values: Tensor, penalty: Tensor | None) -> Tensor:
-        """[K], not whitened: by a reward that comes with the last token of a response, less each token's penalty."""
+        """Advantages [K], not whitened. The reward comes with the last token of a response; each token's penalty is
+        subtracted from it."""
         last = tokens.spans.lengths.long().cumsum(0) - 1
         rewards = torch.zeros_like(values).index_put_((last,), tokens.rewards)
         return self.estimator(rewards if penalty is None else rewards - penalty, values, tokens.spans, self.section)
 
-    def backward(self, packed: MicroBatch, tokens: ResponseTokens | None, judged: Judged | None) -> None:
-        """Add a micro-batch's gradients; a dummy, of which there is nothing to say, takes part and weighs nothing."""
+    def backward(self, packed: MicroBatch, tokens: ResponseTokens | None, estimates: CriticEstimates | None) -> None:
+        """Accumulate a micro-batch's gradients; a dummy contributes 0 and only joins the collectives."""
         values = self.model(packed)
-        if tokens is None or judged is None:
+        if tokens is None or estimates is None:
             (0.0 * values.sum()).backward()
             return
-        losses, clipped = value_losses(values, judged.values, judged.returns, self.section.value_clip)
+        losses, clipped = value_losses(values, estimates.values, estimates.returns, self.section.value_clip)
         loss = (tokens.weights * losses).sum()
         loss.backward()
         self._totals += torch.stack(
             [loss.new_tensor(float(len(losses))), loss.detach(), clipped.float().sum()]
         ).double()
 
-    def reduced(self) -> dict[str, float]:
-        """Figures of an optimizer step, whose gradients have been added; norm of those, which are clipped."""
+    def finish_step(self) -> dict[str, float]:
+        """Clip the accumulated gradients to `critic.grad_clip`; returns the metrics of the optimizer step."""
         tokens, loss, clipped = Ranks().total(self._totals).tolist()
         self._totals = self._blank()
         norm = clip_gradients(self.model, self.section.grad_clip) if tokens else 0.0
@@ -140,18 +142,19 @@ class Critic:
         self.part.steps += 1
 
 
-def figures_of(values: Tensor, returns: Tensor) -> dict[str, float]:
-    """Means over the tokens of all ranks, and what share of the returns' variance they explain. Collective."""
-    value, found = values.double(), returns.double()
-    off = found - value
-    columns = [torch.ones_like(value), value, found, found.square(), off, off.square()]
-    tokens, value, found, square, off, off_square = Ranks().total(torch.stack([c.sum() for c in columns])).tolist()
+def value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
+    """Mean value and return, and explained variance 1 - Var(R - V) / Var(R), over the tokens of all ranks.
+    Collective."""
+    value, target = values.double(), returns.double()
+    error = target - value
+    columns = [torch.ones_like(value), value, target, target.square(), error, error.square()]
+    tokens, value, target, square, error, error_square = Ranks().total(torch.stack([c.sum() for c in columns])).tolist()
     if not tokens:
         return {}
-    variance = square / tokens - (found / tokens) ** 2
-    left = off_square / tokens - (off / tokens) ** 2
+    variance = square / tokens - (target / tokens) ** 2
+    residual = error_square / tokens - (error / tokens) ** 2
     return {
         "value_mean": value / tokens,
-        "return_mean": found / tokens,
-        "explained_variance": 1 - left / variance if variance > 0 else 0.0,
+        "return_mean": target / tokens,
+        "explained_variance": 1 - residual / variance if variance > 0 else 0.0,
     }

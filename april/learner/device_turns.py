@@ -1,10 +1,10 @@
-"""The learner's turns on its accelerator: its state is there within them, and on the host in between.
+"""Time sharing of an accelerator between learner and engines: outside its time slice the learner's state is offloaded.
 
-turn = Turn(config, device, rank)
-turn.take()                       # before there is anything on the device
-...                               # load, gather the weights
-turn.give(trainer)                # engines may generate with them
-figures = turn.take()             # a batch has come, and no engine holds memory any more
+time_slice = TimeSlice(config, device, rank)
+time_slice.acquire()                        # before anything is allocated on the device
+...                                         # load, gather the weights
+time_slice.release(trainer)                 # state goes to the host; engines may generate
+metrics = time_slice.acquire()              # a batch has arrived, and no engine holds device memory
 """
 
 import logging
@@ -15,43 +15,46 @@ import torch
 import torch.distributed as dist
 
 from april.config import Config
-from april.learner.parking import Parking
+from april.learner.parking import HostOffload
 from april.learner.trainer import Trainer
-from april.processes.device_turns import LearnerTurns, names_here
+from april.processes.device_turns import LearnerTimeSharing, accelerator_names
 from april.processes.pulse import MAIN
 
 log = logging.getLogger(__name__)
 
 
-class Turn:
-    """Without `devices.turns` there is always one, and all of this does nothing."""
+class TimeSlice:
+    """The learner's time slice on its accelerator; without `devices.turns` it never ends and all methods do nothing."""
 
     def __init__(self, config: Config, device: torch.device, rank: int):
         self.patience_s = config.devices.turn_s
-        names = names_here(device.type)
+        names = accelerator_names(device.type)
         own = names[device.index : device.index + 1] if device.type == "cuda" else names[rank:]
-        self._turns = LearnerTurns(config.run_dir, own) if config.devices.turns else None
-        self._parking = Parking(device, config.run_dir)
-        self._gave_s = 0.0
+        self._time_sharing = LearnerTimeSharing(config.run_dir, own) if config.devices.turns else None
+        self._host_offload = HostOffload(device, config.run_dir)
+        self._offload_s = 0.0
 
-    def take(self, meeting: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Wait for one, and, of a learner that has state already, for the other ranks in `meeting`, and have the state
-        back; figures about it. Raises TurnLate."""
-        if self._turns is None or self._turns.has:
+    def acquire(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Wait for the accelerator and move the state back onto it; returns the seconds of both. A learner that has
+        state passes `group`, in which all ranks wait for each other. Raises TimeSliceLate."""
+        if self._time_sharing is None or self._time_sharing.has_slice:
             return {}
         MAIN.at("waiting for the accelerator", takes_long=True)
-        waited_s, began = self._turns.take(self.patience_s), time.perf_counter()
-        if meeting:
-            dist.barrier(meeting)
-        self._parking.unpark()
-        return {"turn_wait_s": waited_s, "turn_move_s": self._gave_s + time.perf_counter() - began}
+        waited_s, began = self._time_sharing.take(self.patience_s), time.perf_counter()
+        if group:
+            dist.barrier(group)
+        self._host_offload.restore()
+        return {"turn_wait_s": waited_s, "turn_move_s": self._offload_s + time.perf_counter() - began}
 
-    def give(self, trainer: Trainer) -> None:
-        if self._turns is None:
+    def release(self, trainer: Trainer) -> None:
+        """Offload the trainer's state to the host and let engines use the accelerator."""
+        if self._time_sharing is None:
             return
-        MAIN.at("leaving the accelerator", takes_long=True)
+        MAIN.at("offloading its state", takes_long=True)
         began = time.perf_counter()
-        parked = self._parking.park(trainer.held())
-        self._turns.give()
-        self._gave_s = time.perf_counter() - began
-        log.info("%d bytes of state lie on the host in the engines' turn (process %d)", parked, os.getpid())
+        freed_bytes = self._host_offload.offload(trainer.device_tensors())
+        self._time_sharing.release()
+        self._offload_s = time.perf_counter() - began
+        log.info(
+            "%d bytes of state are on the host during the engines' time slice (process %d)", freed_bytes, os.getpid()
+        )

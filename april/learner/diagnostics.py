@@ -1,4 +1,4 @@
-"""What the trained tokens say about a step, split by their age; sums on each rank, reduced once a step."""
+"""Token metrics of a training step, by token age: sums on each rank, reduced over the ranks once a step."""
 
 import torch
 from torch import Tensor
@@ -6,28 +6,28 @@ from torch import Tensor
 from april.learner.losses.ranks import Ranks
 
 AGES = 9
-"""ages 0 to 7 have a bucket each, everything older shares the last one"""
+"""Number of age buckets: ages 0 to 7 policy steps have one each, older tokens share the last."""
 BY_AGE = ("k1", "k3", "clip_fraction", "mask_fraction", "truncated_fraction", "ratio_mean", "weight_mean")
 MEANS = ("entropy", *BY_AGE)
 SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", "reference_kl")
 EFFECTIVE = {"ess": ("ratio_mean", "ratio_square"), "weight_ess": ("weight_mean", "weight_square")}
-"""effective sample sizes, each of a sum and a sum of squares"""
+"""Effective sample sizes, each with the names of its sum and its sum of squares."""
 
 
-class TokenTotals:
-    """Sums over the trained tokens of this rank in an optimizer step; over those of all ranks once `reduced`."""
+class StepTotals:
+    """Sums over the trained tokens of this rank in an optimizer step; over all ranks after `reduced`."""
 
     def __init__(self, device: torch.device):
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.ratio_max = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(AGES, len(SUMS), dtype=torch.float64, device=device)
         self.sequences = torch.zeros(3, dtype=torch.float64, device=device)
-        """their number, the sum of their ratios, and that of the squares"""
+        """Float64 [3]: number of responses, sum of their ratios, sum of the squared ratios."""
         self.has_reference = False
 
     def add(self, loss: Tensor, ages: Tensor, ratio: Tensor, weight: Tensor, **columns: Tensor) -> None:
-        """`ratio` is pi / behaviour of each token, `weight` what corrections make of it; `columns` are the other names
-        of SUMS, [K] each."""
+        """Add a micro-batch: its `loss`, and columns [K]: `ratio` pi / mu, `weight` by the corrections, and the other
+        names of SUMS."""
         columns |= {"tokens": torch.ones_like(ratio), "ratio_mean": ratio, "weight_mean": weight}
         columns |= {"ratio_square": ratio.double().square(), "weight_square": weight.double().square()}
         self.has_reference |= "reference_kl" in columns
@@ -38,21 +38,21 @@ class TokenTotals:
         self.ratio_max = torch.maximum(self.ratio_max, ratio.max().double())
 
     def add_sequences(self, ratios: Tensor) -> None:
-        """pi / behaviour of each response, the product over its tokens."""
+        """Add `ratios` pi / mu of whole responses, products over their tokens; [S]."""
         ratios = ratios.double()
         self.sequences += torch.stack([torch.ones_like(ratios).sum(), ratios.sum(), ratios.square().sum()])
 
-    def reduced(self, ranks: Ranks) -> "TokenTotals":
-        """Over all `ranks`. Collective."""
+    def reduced(self, ranks: Ranks) -> "StepTotals":
+        """Sum over `ranks`, in place; returns itself. Collective."""
         packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten()])
         packed, self.ratio_max = ranks.total_and_largest(packed, self.ratio_max)
         self.loss, self.sequences, self.sums = packed[0], packed[1:4], packed[4:].view(AGES, len(SUMS))
         return self
 
     @classmethod
-    def over(cls, steps: list["TokenTotals"], epochs: int) -> "TokenTotals":
-        """Of a batch, by those of the optimizer steps in which each token was trained `epochs` times: the steps' mean
-        loss, and means over the tokens as they were seen in all epochs."""
+    def combined(cls, steps: list["StepTotals"], epochs: int) -> "StepTotals":
+        """Totals of a batch from its optimizer steps, which trained each token `epochs` times: mean loss of the steps,
+        and token sums averaged over epochs."""
         whole = cls(steps[0].sums.device)
         for step in steps:
             whole.loss += step.loss / len(steps)
@@ -62,13 +62,13 @@ class TokenTotals:
             whole.has_reference |= step.has_reference
         return whole
 
-    def figures(self) -> dict[str, float]:
-        """`loss`, `trained_tokens`, and means over them; NAME_age_A of the ages that there are.
+    def metrics(self) -> dict[str, float]:
+        """`loss`, `trained_tokens`, means over these tokens, and NAME_age_A for each age A that occurs.
 
-        `ess` and `weight_ess` are the effective sample sizes of the ratios and of the weights that were applied, as
-        shares of the tokens, `sequence_ess` that of the responses' ratios, as a share of the responses;
-        `off_policy_share` the share of tokens older than the weights at hand. Means are absent when no token was
-        trained, `reference_kl` also where there is no reference.
+        `ess` and `weight_ess` are the effective sample sizes of the ratios and of the applied weights, as shares of the
+        tokens; `sequence_ess` that of the responses' ratios, as a share of the responses; `off_policy_share` the share
+        of tokens older than the current weights. Means are absent if no token was trained, `reference_kl` also without
+        a reference model.
         """
         tokens = self.sums[:, 0].sum().item()
         result = {"loss": self.loss.item(), "trained_tokens": tokens}
@@ -90,7 +90,7 @@ class TokenTotals:
 
 
 def means(sums: Tensor) -> dict[str, float]:
-    """Per-token means of one row of sums, and the effective sample shares."""
+    """Per-token means of one row of sums, and the effective sample sizes as shares of the tokens."""
     found = dict(zip(SUMS, sums.tolist(), strict=True))
     result = {name: found[name] / found["tokens"] for name in SUMS}
     for name, (total, square) in EFFECTIVE.items():
@@ -99,7 +99,7 @@ def means(sums: Tensor) -> dict[str, float]:
 
 
 def effective_share(count: float, total: float, square: float) -> float:
-    """The effective sample size of `count` weights, as a share of them, by their sum and the sum of their squares."""
+    """Effective sample size (sum w)^2 / sum w^2 of `count` weights, as a share of `count`; 0 if all weights are 0."""
     return total**2 / (count * square) if square else 0.0
 
 

@@ -1,6 +1,6 @@
-"""Which ranks of a learner see one disk, and files that go from the disk of one to that of another.
+"""Disks of a learner: which ranks share one, and file transfers between the disks of different ranks.
 
-Ranks of one machine share theirs. Those of several do where the checkpoints' folder lies on a common file system.
+Ranks on one machine share a disk. Ranks on several machines do if the checkpoint folder is on a common file system.
 """
 
 import hashlib
@@ -14,42 +14,42 @@ import torch
 import torch.distributed as dist
 
 from april.files.disk import sync
-from april.learner.holdings import Move, in_rounds
+from april.learner.holdings import FileTransfer, order_transfers
 
 CHUNK_BYTES = 2**24
 
-Told = TypeVar("Told")
+Value = TypeVar("Value")
 
 
 class Disks:
-    """Those on which the ranks see `directory`; numbered by their lowest ranks."""
+    """The disks on which the ranks see `directory`, numbered in the order of their lowest ranks."""
 
     def __init__(self, directory: Path, group: dist.ProcessGroup):
-        """`group`: gloo, over all ranks. Collective."""
+        """`group` is a gloo group over all ranks. Collective."""
         self.directory, self.group, self.rank = directory, group, dist.get_rank()
         lowest = self._lowest_ranks() if dist.get_world_size() > 1 else [0]
         self.leaders = sorted(set(lowest))
-        """the lowest rank of each disk"""
-        self.of_rank = [self.leaders.index(rank) for rank in lowest]
+        """Lowest rank of each disk."""
+        self.disk_of_rank = [self.leaders.index(rank) for rank in lowest]
 
     def _lowest_ranks(self) -> list[int]:
-        """The lowest rank that sees the folder of each rank, found by marks in it."""
-        name = f"{self.told(uuid.uuid4().hex)[0]}_{{}}.partial"
+        """For each rank the lowest rank that sees the same folder, found by marker folders in it. Collective."""
+        name = f"{self.all_gather(uuid.uuid4().hex)[0]}_{{}}.partial"
         own = self.directory / name.format(self.rank)
         own.mkdir(parents=True)
         dist.barrier(self.group)
         seen = (rank for rank in range(self.rank) if (self.directory / name.format(rank)).is_dir())
-        lowest = self.told(next(seen, self.rank))
+        lowest = self.all_gather(next(seen, self.rank))
         own.rmdir()
         return lowest
 
     @property
     def own(self) -> int:
-        return self.of_rank[self.rank]
+        return self.disk_of_rank[self.rank]
 
     @property
-    def leads(self) -> bool:
-        """This rank does what is done once on its disk."""
+    def is_leader(self) -> bool:
+        """Whether this rank does the work that is done once per disk."""
         return self.rank in self.leaders
 
     @property
@@ -57,54 +57,54 @@ class Disks:
         return len(self.leaders)
 
     def ranks(self, disk: int) -> list[int]:
-        return [rank for rank, its in enumerate(self.of_rank) if its == disk]
+        return [rank for rank, its in enumerate(self.disk_of_rank) if its == disk]
 
     def share(self, names: Sequence[str]) -> Sequence[str]:
-        """Of work on files of this disk, what is this rank's."""
+        """This rank's share of work on the files `names` of its disk."""
         ranks = self.ranks(self.own)
         return names[ranks.index(self.rank) :: len(ranks)]
 
-    def told(self, own: Told) -> list[Told]:
-        """What each rank says. Collective."""
-        said: list[Told | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, own, self.group)
-        return said  # type: ignore[return-value]
+    def all_gather(self, own: Value) -> list[Value]:
+        """The value `own` of each rank, by rank. Collective."""
+        values: list[Value | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, own, self.group)
+        return values  # type: ignore[return-value]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         dist.barrier(self.group)
 
-    def copies(self, names: Sequence[Sequence[str]]) -> list[Move]:
-        """Between ranks: the files that each has written go to the disk after its own, if there is one."""
+    def neighbour_copies(self, names: Sequence[Sequence[str]]) -> list[FileTransfer]:
+        """Transfers between ranks that copy the files each rank has written to the next disk, if there is one."""
         moves = []
         for rank, written in enumerate(names):
-            disk = self.of_rank[rank]
+            disk = self.disk_of_rank[rank]
             targets = self.ranks((disk + 1) % self.count)
             target = targets[self.ranks(disk).index(rank) % len(targets)]
-            moves += [Move(name, rank, target) for name in written if self.count > 1]
+            moves += [FileTransfer(name, rank, target) for name in written if self.count > 1]
         return moves
 
-    def from_first(self, name: str) -> list[Move]:
-        """Between ranks: a file of rank 0's goes to every other disk."""
-        return [Move(name, 0, leader) for leader in self.leaders[1:]]
+    def from_rank_0(self, name: str) -> list[FileTransfer]:
+        """Transfers between ranks that copy a file of rank 0 to every other disk."""
+        return [FileTransfer(name, 0, leader) for leader in self.leaders[1:]]
 
-    def between_ranks(self, moves: Sequence[Move]) -> list[Move]:
-        """Moves between disks, shared out among their ranks."""
-        shared = []
-        for place, move in enumerate(moves):
+    def assign_ranks(self, moves: Sequence[FileTransfer]) -> list[FileTransfer]:
+        """Transfers between disks, distributed over the disks' ranks."""
+        assigned = []
+        for index, move in enumerate(moves):
             sources, targets = self.ranks(move.source), self.ranks(move.target)
-            shared.append(Move(move.name, sources[place % len(sources)], targets[place % len(targets)]))
-        return shared
+            assigned.append(FileTransfer(move.name, sources[index % len(sources)], targets[index % len(targets)]))
+        return assigned
 
-    def carry(self, moves: Sequence[Move], folder: Path, sums: Mapping[str, str]) -> None:
-        """Copy files of `folder` from rank to rank; they are on disk then. Raises OSError where one does not arrive as
-        `sums` says it is. Collective."""
-        for move in in_rounds(moves):
+    def transfer(self, moves: Sequence[FileTransfer], folder: Path, sums: Mapping[str, str]) -> None:
+        """Copy files of `folder` from rank to rank and sync them to disk. Raises OSError if a received file does not
+        match its checksum in `sums`. Collective."""
+        for move in order_transfers(moves):
             if self.rank == move.source:
                 self._send(folder / move.name, move.target)
             elif self.rank == move.target:
                 self._receive(folder / move.name, move.source, sums[move.name])
-        self.meet()
+        self.barrier()
 
     def _send(self, path: Path, rank: int) -> None:
         size = path.stat().st_size

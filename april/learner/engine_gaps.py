@@ -1,8 +1,8 @@
-"""How far each engine was from the learner on the tokens that are trained: |log pi - log behaviour|, by worker.
+"""Gap between learner and engine on the trained tokens, |log pi - log mu|, by worker.
 
-Of tokens that were sampled under the very weights that a step begins with (age 0) the two are of the same
-distribution, and what lies between them is rounding. Of older ones it is also what the policy has learnt since. So a
-worker's figures are of the youngest that it has in the batch, and say how old these are.
+For tokens sampled under exactly the weights that a step begins with (age 0) pi and mu are the same distribution, and
+the gap is rounding. For older tokens the gap also contains what the policy has learnt since. So a worker's metrics are
+those of its youngest tokens in the batch, with their age.
 """
 
 import numpy as np
@@ -15,36 +15,39 @@ from april.learner.losses.columns import log_ratio
 from april.learner.losses.ranks import Ranks
 
 MOST_WORKERS = 128
-"""whose figures are reported, those that are furthest from the learner; metrics of a step are limited in number"""
+"""Workers reported per step, those with the largest mean gap, which bounds the number of metrics."""
 PREFIX = "engine_gap_"
-"""of the figures' names: engine_gap_FIGURE_WORKER"""
+"""Prefix of the metrics' names: engine_gap_FIGURE_WORKER."""
 
 
 class EngineGaps:
-    """Sums over the trained tokens of this rank, whose samples are of `samples`."""
+    """Sums of the gaps over this rank's trained tokens of `samples`, by worker and age."""
 
     def __init__(self, samples: list[TrainSample], device: torch.device):
-        self._makers = [makers(sample) for sample in samples]
+        self._sampling_workers = [sampling_workers(sample) for sample in samples]
         self._samples = samples
-        self.workers = sorted({worker for made in self._makers for _, worker in made})
-        shape = len(self.workers) * AGES
-        self.sums = torch.zeros(2, shape, dtype=torch.float64, device=device)
-        """tokens and gaps of each worker's tokens of each age"""
-        self.largest = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.workers = sorted({worker for sampled_by in self._sampling_workers for _, worker in sampled_by})
+        cells = len(self.workers) * AGES
+        self.sums = torch.zeros(2, cells, dtype=torch.float64, device=device)
+        """float64 [2, workers * AGES]: number of tokens, and sum of their gaps."""
+        self.largest = torch.zeros(cells, dtype=torch.float64, device=device)
 
     def add(self, indices: list[int], logprobs: Tensor, behaviour: Tensor, ages: Tensor) -> None:
-        """Of a micro-batch with the samples `indices`, end to end; [K] each."""
+        """Add a micro-batch with the samples `indices`, concatenated; [K] each."""
         if not self.workers:
             return
-        known = [places_of(self._makers[i], self.workers, self._samples[i].sampled) for i in indices]
-        of_tokens = torch.from_numpy(np.concatenate(known)).to(logprobs.device)
-        places = (of_tokens * AGES + ages.clamp(0, AGES - 1))[of_tokens >= 0]
-        gaps = log_ratio(logprobs.detach(), behaviour).abs().double()[of_tokens >= 0]
-        self.sums.index_add_(1, places, torch.stack([torch.ones_like(gaps), gaps]))
-        self.largest.scatter_reduce_(0, places, gaps, "amax")
+        indices_by_sample = [
+            worker_indices(self._sampling_workers[i], self.workers, self._samples[i].sampled_positions) for i in indices
+        ]
+        worker_of_token = torch.from_numpy(np.concatenate(indices_by_sample)).to(logprobs.device)
+        cells = (worker_of_token * AGES + ages.clamp(0, AGES - 1))[worker_of_token >= 0]
+        gaps = log_ratio(logprobs.detach(), behaviour).abs().double()[worker_of_token >= 0]
+        self.sums.index_add_(1, cells, torch.stack([torch.ones_like(gaps), gaps]))
+        self.largest.scatter_reduce_(0, cells, gaps, "amax")
 
     def reduced(self, ranks: Ranks) -> dict[str, float]:
-        """`tokens`, `mean`, `largest` (nats) and `age` of each worker that has some, over all `ranks`. Collective."""
+        """`tokens`, `mean` and `largest` gap (nats) and `age` of each worker with trained tokens, over all `ranks`.
+        Collective."""
         if not self.workers:
             return {}
         self.sums, self.largest = ranks.total_and_largest(self.sums, self.largest)
@@ -56,7 +59,7 @@ class EngineGaps:
             age = int(np.flatnonzero(tokens[worker])[0])
             mean = gaps[worker, age] / tokens[worker, age]
             found.append((name, tokens[worker, age], mean, largest[worker, age], age))
-        found.sort(key=lambda of_worker: -of_worker[2])
+        found.sort(key=lambda row: -row[2])
         return {
             f"{PREFIX}{figure}_{name}": float(value)
             for name, *values in found[:MOST_WORKERS]
@@ -64,17 +67,17 @@ class EngineGaps:
         }
 
 
-def makers(sample: TrainSample) -> list[tuple[int, str]]:
-    """(start, worker): response tokens from `start` on were sampled by that worker, up to the next one's."""
+def sampling_workers(sample: TrainSample) -> list[tuple[int, str]]:
+    """(start, worker), in order: the worker that sampled the response tokens from `start` to the next entry's start."""
     found: list[tuple[int, str]] = []
-    for stay in sample.stays:
-        if stay.what == "generate":
-            found = [*(made for made in found if made[0] < stay.start), (stay.start, stay.where)]
+    for span in sample.spans:
+        if span.activity == "generate":
+            found = [*(sampled_by for sampled_by in found if sampled_by[0] < span.start), (span.start, span.holder)]
     return found
 
 
-def places_of(made: list[tuple[int, str]], workers: list[str], tokens: np.ndarray) -> np.ndarray:
-    """int64 [K]: the place among `workers` of who has sampled each of `tokens`; -1 where nobody has said it."""
-    starts = [start for start, _ in made]
-    places = np.array([-1, *(workers.index(worker) for _, worker in made)], np.int64)
-    return places[np.searchsorted(starts, tokens, side="right")]
+def worker_indices(sampled_by: list[tuple[int, str]], workers: list[str], tokens: np.ndarray) -> np.ndarray:
+    """int64 [K]: index in `workers` of the worker that sampled each response position of `tokens`; -1 if unknown."""
+    starts = [start for start, _ in sampled_by]
+    indices = np.array([-1, *(workers.index(worker) for _, worker in sampled_by)], np.int64)
+    return indices[np.searchsorted(starts, tokens, side="right")]

@@ -1,9 +1,9 @@
-"""Floating-point operations of a model's training step: what a forward pass costs by sequence length, and MFU.
+"""Floating-point operations of a training step by sequence length, and peak rates for MFU.
 
-Counted as in PaLM, arXiv 2204.02311, appendix B: two operations a parameter and token forward, four backward, two of
-a reference policy, attention apart, nothing for activations that are computed again. Attention is causal, half of the
-full square. Where an adapter is trained, the backward pass has two: weights that stand still have no gradient. That
-of a head that is trained beside it is left out.
+Counted as in PaLM, arXiv 2204.02311, appendix B: per parameter and token 2 operations forward, 4 backward, 2 for a
+reference policy; attention separately, and nothing for recomputed activations. Attention is causal: half of the full
+square. With an adapter the backward pass has 2 operations, since frozen weights need no gradient; a head trained with
+the adapter is not counted.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 PASSES, ADAPTER_PASSES = 3, 2
-"""a training step over a forward pass: backward costs twice as much as forward, or once, a reference policy once"""
+"""Cost of forward plus backward pass in units of a forward pass: all weights trained, or an adapter."""
 
 PEAK_TFLOPS = {
     "B200": 2250,
@@ -27,27 +27,27 @@ PEAK_TFLOPS = {
     "MI325X": 1307,
     "MI300X": 1307,
 }
-"""dense 16-bit peak by a part of the accelerator's name, the first that fits, from the makers' data sheets"""
+"""Dense 16-bit peak, TFLOP/s, from data sheets, by a substring of the accelerator's name; the first match counts."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations of one forward pass of the model."""
+    """Coefficients of the floating-point operations of one forward pass."""
 
     per_token: float
-    """body of the model, for each input token"""
+    """Operations of the body per input token."""
     per_square: float
-    """attention, for each squared input token of a sequence"""
+    """Operations of attention per squared input token of a sequence."""
     per_target: float
-    """head, for each token that is scored"""
+    """Operations of the head per scored token."""
 
     def of(self, length: int, targets: int) -> float:
-        """Of a sequence of `length` input tokens, `targets` of which are scored."""
+        """Forward operations of a sequence of `length` input tokens, `targets` of which are scored."""
         return self.per_token * length + self.per_square * length**2 + self.per_target * targets
 
 
 def cost(lm: nn.Module) -> Cost:
-    """Of an unsharded Hugging Face causal LM; of its experts, those that a token visits are counted."""
+    """Cost of an unsharded Hugging Face causal LM; only the experts that a token is routed to count."""
     config = lm.config
     layers = lm.base_model.layers
     weights = sum(active_weights(layer, config) for layer in layers)
@@ -57,7 +57,7 @@ def cost(lm: nn.Module) -> Cost:
 
 
 def active_weights(layer: nn.Module, config) -> float:
-    """Weights of a layer that take part in a token's products."""
+    """Weights of a layer that one token is multiplied with."""
     total = 0.0
     for name, parameter in layer.named_parameters():
         share = 1.0
@@ -69,7 +69,7 @@ def active_weights(layer: nn.Module, config) -> float:
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Dense 16-bit peak of an accelerator that is known, None of others."""
+    """Dense 16-bit peak of an accelerator, TFLOP/s; None if unknown."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""From gradients to an optimizer step, the same for the policy and for a critic."""
+"""Optimizer and gradient clipping, the same for policy and critic."""
 
 import math
 from collections.abc import Iterable
@@ -14,12 +14,13 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float, section: LearnerSection
     return torch.optim.AdamW(parameters, lr=lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
 
 
-def clip_gradients(model: nn.Module, most: float) -> float:
-    """Scale gradients of a sharded model to a global norm of at most `most`; the norm before that. Collective."""
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients of a sharded model to a global L2 norm of at most `max_norm`; returns the norm before.
+    Collective."""
     gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
     square = torch.nn.utils.get_total_norm(gradients).double().square()
     dist.all_reduce(square)
     norm = square.sqrt().item()
-    if norm > most and math.isfinite(norm):
-        torch._foreach_mul_(gradients, most / norm)
+    if norm > max_norm and math.isfinite(norm):
+        torch._foreach_mul_(gradients, max_norm / norm)
     return norm

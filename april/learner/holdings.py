@@ -1,6 +1,6 @@
-"""What the disks of a learner hold of one checkpoint, together, and which files have to go from one to another.
+"""Inventory of one checkpoint over the disks of a learner, and the file transfers it needs.
 
-Nothing here reads a file or asks another rank.
+Pure functions: nothing here reads a file or communicates with another rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -8,81 +8,92 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one rank has seen of a checkpoint on its disk."""
+class RankInventory:
+    """One rank's inventory of a checkpoint on its disk: the result of verifying its share of the files."""
 
     sums: Mapping[str, str]
-    """the list that lies there: digests of all files of the checkpoint, on whatever disk, by name"""
+    """Checksum list on the disk: SHA-256 of every file of the checkpoint, on whichever disk, by name."""
     whole: Collection[str]
-    """those that are there and have their digest, of the ones that this rank has looked at"""
+    """Verified files that exist and match their checksum."""
     damaged: Collection[str] = ()
-    """those that are there and have another"""
+    """Verified files that exist and do not match their checksum."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint that the disks hold whole, each file on one of them at least."""
+class FoundCheckpoint:
+    """A complete checkpoint: each file is on at least one disk."""
 
     step: int
+    """Policy step of its weights."""
     sums: Mapping[str, str]
+    """Checksums of its files by name."""
     disks: Mapping[str, Sequence[int]]
-    """by name of the file: the disks that have it"""
+    """Disks that have a file, by its name."""
     listed: Collection[int]
-    """disks that have its list"""
+    """Disks that have its checksum list."""
 
 
 @dataclass(frozen=True)
-class Move:
-    """A file's way between two disks, or two ranks."""
+class FileTransfer:
+    """Copy of the file `name` from disk or rank `source` to disk or rank `target`."""
 
     name: str
     source: int
     target: int
 
 
-def found_in(step: int, held: Sequence[Held | None], of_rank: Sequence[int]) -> Found | None:
-    """By what each rank says it holds; `of_rank`: its disk. Files under different lists are of different writings of
-    the step, and never put together."""
-    lists = [dict(one.sums) for one in held if one]
+def find_checkpoint(
+    step: int, inventories: Sequence[RankInventory | None], disk_of_rank: Sequence[int]
+) -> FoundCheckpoint | None:
+    """The complete checkpoint of `step` on the ranks' disks, by the inventory and the disk of each rank; None without
+    one. Files under different checksum lists come from different writes and are never combined."""
+    lists = [dict(inventory.sums) for inventory in inventories if inventory]
     for sums in lists:
-        same = [(disk, one) for disk, one in zip(of_rank, held, strict=True) if one and one.sums == sums]
-        disks = {name: sorted({disk for disk, one in same if name in one.whole}) for name in sums}
+        same = [
+            (disk, inventory)
+            for disk, inventory in zip(disk_of_rank, inventories, strict=True)
+            if inventory and inventory.sums == sums
+        ]
+        disks = {name: sorted({disk for disk, inventory in same if name in inventory.whole}) for name in sums}
         if sums and all(disks.values()):
-            return Found(step, sums, disks, {disk for disk, _ in same})
+            return FoundCheckpoint(step, sums, disks, {disk for disk, _ in same})
     return None
 
 
-def nowhere(sums: Mapping[str, str], held: Sequence[Held | None]) -> list[str]:
-    """Files of such a list that no disk has whole."""
-    whole = set[str]().union(*(one.whole for one in held if one and one.sums == sums))
+def missing_files(sums: Mapping[str, str], inventories: Sequence[RankInventory | None]) -> list[str]:
+    """Files of the checksum list `sums` that no disk has intact."""
+    whole = set[str]().union(*(inventory.whole for inventory in inventories if inventory and inventory.sums == sums))
     return sorted(sums.keys() - whole)
 
 
-def lacking(disks: Mapping[str, Sequence[int]], needed: Sequence[Collection[str]], copies: int = 2) -> list[Move]:
-    """Moves after which each disk has what it needs of these files, and each file is on so many disks, one or two, if
-    there are so many.
+def plan_transfers(
+    disks: Mapping[str, Sequence[int]], needed: Sequence[Collection[str]], copies: int = 2
+) -> list[FileTransfer]:
+    """Transfers after which each disk has the files it needs, and each file is on `copies` disks (1 or 2) if there are
+    that many.
 
-    `disks`: those that have a file, by its name; `needed`: names, by disk.
+    `disks` has the disks that hold each file, by name; `needed` the names of the files that each disk needs.
     """
     moves = []
     for name, holders in sorted(disks.items()):
         targets = [disk for disk, names in enumerate(needed) if name in names and disk not in holders]
         if len(needed) > 1 and len(holders) + len(targets) < copies:
             targets.append((holders[0] + 1) % len(needed))
-        moves += [Move(name, holders[i % len(holders)], target) for i, target in enumerate(targets)]
+        moves += [FileTransfer(name, holders[i % len(holders)], target) for i, target in enumerate(targets)]
     return moves
 
 
-def in_rounds(moves: Sequence[Move]) -> list[Move]:
-    """In an order in which ranks that take one after the other wait for each other as little as they can."""
-    left, ordered = list(moves), list[Move]()
-    while left:
-        busy, later = set[int](), list[Move]()
-        for move in left:
+def order_transfers(moves: Sequence[FileTransfer]) -> list[FileTransfer]:
+    """Transfers in rounds in which each rank takes part once, so that ranks wait for each other as little as
+    possible."""
+    remaining, ordered = list(moves), list[FileTransfer]()
+    while remaining:
+        busy, later = set[int](), list[FileTransfer]()
+        for move in remaining:
             if busy & {move.source, move.target}:
                 later.append(move)
             else:
                 busy |= {move.source, move.target}
                 ordered.append(move)
-        left = later
+        remaining = later
     return ordered

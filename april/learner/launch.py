@@ -1,9 +1,9 @@
-"""The ranks of a learner on one machine: `python -m april.learner.launch --nproc-per-node R -m april.learner ...`.
+"""Launcher of the ranks on one machine: `python -m april.learner.launch --nproc-per-node R -m april.learner ...`.
 
-As under torchrun: each rank is a process with RANK, WORLD_SIZE and a store, found by MASTER_ADDR and MASTER_PORT;
-when one fails, the others are ended, and all are started anew up to --max-restarts times. Unlike there, ranks are forks
-of one process that has imported what each of them needs, so that it is imported once; the store is reached from no
-other machine; a rank that refuses to go on is not started again.
+As under torchrun, each rank is a process with RANK, WORLD_SIZE and a store at MASTER_ADDR and MASTER_PORT; when one
+fails, the others are killed, and all are restarted up to --max-restarts times. Unlike torchrun, ranks are forks of one
+process that has imported their modules, so that imports happen once; the store is not reachable from other machines;
+ranks that refused to continue are not restarted.
 """
 
 import argparse
@@ -21,25 +21,25 @@ from april.processes.lifetime import REFUSED, SUPERVISED, die_with_parent, end, 
 HOST = "127.0.0.1"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
-"""before there are ranks; none of it may start a thread or touch an accelerator"""
+"""Modules imported before the fork; none of them may start a thread or touch an accelerator."""
 
 
 def main(arguments: list[str]) -> int:
     die_with_parent()
     options = parse(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask whether there is one must not claim it
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not initialise it
     for name in IMPORTED:
         importlib.import_module(name)
-    meeting = socket.create_server((HOST, 0))
+    listener = socket.create_server((HOST, 0))
     launcher, pids = os.getpid(), set()
     for rank in range(options.ranks):
         if pid := os.fork():
             pids.add(pid)
         else:
-            become_rank(rank, options, launcher, meeting)
+            become_rank(rank, options, launcher, listener)
             return run(options.program)
-    status = watch(pids, meeting)
+    status = watch(pids, listener)
     started = int(os.environ.get(RESTARTS, 0))
     if status in (0, REFUSED) or started >= options.max_restarts:
         end(status)
@@ -60,13 +60,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def become_rank(rank: int, options: argparse.Namespace, launcher: int, meeting: socket.socket) -> None:
+def become_rank(rank: int, options: argparse.Namespace, launcher: int, listener: socket.socket) -> None:
     end_with_parent()
     if os.getppid() != launcher:
         sys.exit("the learner's launcher has ended before this rank could start")
     os.setsid()
-    ranks, port = str(options.ranks), str(meeting.getsockname()[1])
-    meeting.close()
+    ranks, port = str(options.ranks), str(listener.getsockname()[1])
+    listener.close()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
     os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": HOST, "MASTER_PORT": port}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: str(launcher)}
@@ -76,7 +76,7 @@ def become_rank(rank: int, options: argparse.Namespace, launcher: int, meeting: 
 
 
 def run(program: list[str]) -> int:
-    """What Python does with these words."""
+    """Run a program as `python program...` would."""
     if program[0] == "-m":
         sys.argv[:] = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -87,11 +87,12 @@ def run(program: list[str]) -> int:
     return 0
 
 
-def watch(pids: set[int], meeting: socket.socket) -> int:
-    """Until the ranks `pids`, which meet at the store of that listener, have ended: 0, REFUSED or 1."""
+def watch(pids: set[int], listener: socket.socket) -> int:
+    """Serve the store on the listener `listener` until all ranks `pids` have ended; kill the rest when one fails.
+    Returns 0, REFUSED or 1."""
     from april.connections import store
 
-    kept = store.serve_at(meeting)
+    kept = store.serve_at(listener)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     statuses: set[int] = set()
     try:
@@ -111,13 +112,13 @@ def watch(pids: set[int], meeting: socket.socket) -> int:
 
 
 def show_as_rank(program: list[str]) -> None:
-    """Let ps and /proc show this fork's own command line, which is a part of its launcher's (Linux)."""
+    """Make ps and /proc show the rank's own command line, a part of its launcher's (Linux only)."""
     if sys.platform != "linux":
         return
     shown = Path("/proc/self/cmdline").read_bytes().split(b"\0")
-    at = shown.index(os.fsencode(program[0]), 3)
+    start = shown.index(os.fsencode(program[0]), 3)
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    text = b"\0".join([shown[0], b"-u", *shown[at:]])[: end - begin]
+    text = b"\0".join([shown[0], b"-u", *shown[start:]])[: end - begin]
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 

@@ -1,8 +1,8 @@
-"""A Hugging Face folder's weights, read into a model that may be sharded already: each rank reads the rows it keeps.
+"""Loading of a Hugging Face folder's weights into a model that may be sharded: each rank reads only its own rows.
 
-lm = empty_model(folder, attention)     # shapes alone
+lm = empty_model(folder, attention)     # parameters on the meta device
 fully_shard(lm, ...)
-fill(lm, folder)
+load_weights(lm, folder)
 """
 
 import logging
@@ -29,12 +29,12 @@ INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 class ModelError(ValueError):
-    """A model that the learner cannot train; the text says why."""
+    """A model that the learner cannot train; the message says why."""
 
 
 def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Module:
-    """The causal LM of a folder's config.json, fp32, or its body without the head. Its parameters have shapes and no
-    memory; its buffers have."""
+    """The causal LM of a folder's config.json in fp32, or its body without the head. Parameters are on the meta device,
+    buffers on the CPU. Raises ModelError for quantised weights."""
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder}: its weights are quantised, which the learner does not train; give the original")
@@ -45,8 +45,8 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Modules that are made meanwhile have parameters on the meta device, and ordinary buffers: what a model computes
-    for itself is in no file."""
+    """Within this context new modules get parameters on the meta device and ordinary buffers, since computed buffers
+    are in no file."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -62,13 +62,13 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 def persistent_buffers(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that are saved with the weights."""
+    """Buffers that are saved with the weights."""
     kept = lm.state_dict().keys()
     return ((name, buffer) for name, buffer in lm.named_buffers() if name in kept)
 
 
-class Files:
-    """Which of a folder's files has which tensor."""
+class WeightFiles:
+    """Index of the tensors in a folder's safetensors files. Raises ModelError if a file is missing."""
 
     def __init__(self, folder: Path):
         self.folder, index = folder, folder / INDEX
@@ -83,35 +83,36 @@ class Files:
                 self.path_of |= dict.fromkeys(opened.keys(), path)
 
     def slices(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Of each tensor a thing whose part can be read. A file is mapped as long as one of them is there."""
+        """Lazy slices of tensors, from which parts can be read. A file stays mapped while one of its slices exists."""
         keys = list(keys)
         opened = {path: safe_open(path, "pt") for path in {self.path_of[key] for key in keys}}
         return {key: opened[self.path_of[key]].get_slice(key) for key in keys}
 
 
 @dataclass
-class Source:
-    """What becomes a tensor of the model, or several: one of the files' as it is, or as many as a converter takes."""
+class TensorSource:
+    """Tensors in files that become one tensor of the model, or several with a converter."""
 
     converter: WeightConverter | None = None
+    """transformers' conversion from `keys` to the model's tensors; None for a single tensor that is read as it is."""
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """of the files, by the converter's pattern, those of one in their order"""
+    """Names in the files, in order, by the converter's source pattern."""
 
 
-def fill(lm: nn.Module, folder: Path) -> None:
-    """Give memory to the parameters of `lm` that have none, and read them: of sharded ones this rank's rows, of others
-    all; buffers that are saved, too. `ModelError` for what the folder lacks, or has in another shape. Tensors that the
-    model does not know are left out, and logged."""
-    files, tied = Files(folder), dict(lm.all_tied_weights_keys)
+def load_weights(lm: nn.Module, folder: Path) -> None:
+    """Allocate and read the parameters of `lm` that are on the meta device, and its persistent buffers; of sharded
+    tensors only this rank's rows. Raises ModelError for tensors that are missing or have another shape. Tensors unknown
+    to the model are skipped and logged."""
+    files, tied = WeightFiles(folder), dict(lm.all_tied_weights_keys)
     targets = {name: value for name, value in lm.named_parameters() if value.is_meta} | dict(persistent_buffers(lm))
-    sources = sources_of(lm, files)
+    sources = tensor_sources(lm, files)
     for name, original in tied.items():
         if name in sources and original not in sources:
             sources[original] = sources.pop(name)
     unknown = [name for name in sources if name not in targets and name not in tied]
     for name in [name for name in sources if name in targets]:
-        for found, value in read(files, sources[name], name, targets[name], lm).items():
-            put(lm, found, targets.pop(found), value)
+        for found, value in read_tensors(files, sources[name], name, targets[name], lm).items():
+            assign(lm, found, targets.pop(found), value)
     if targets:
         raise ModelError(f"{folder}: its weights lack {sorted(targets)[0]}; give a whole Hugging Face folder")
     for name, original in tied.items():
@@ -122,38 +123,41 @@ def fill(lm: nn.Module, folder: Path) -> None:
         log.warning("%s: %d of its tensors are left out, the first is %s", folder, len(unknown), sorted(unknown)[0])
 
 
-def sources_of(lm: nn.Module, files: Files) -> dict[str, Source]:
-    """By the name in the model, of those that a converter makes the first; as `from_pretrained` finds them."""
+def tensor_sources(lm: nn.Module, files: WeightFiles) -> dict[str, TensorSource]:
+    """Sources by name in the model, as transformers' `from_pretrained` finds them; a converter with several results is
+    listed under the first."""
     transforms = get_model_conversion_mapping(lm)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    known, found = lm.state_dict(), dict[str, Source]()
-    for key in sorted(files.path_of, key=natural):
+    known, found = lm.state_dict(), dict[str, TensorSource]()
+    for key in sorted(files.path_of, key=natural_sort_key):
         name, pattern = rename_source_key(key, renamings, converters, lm.base_model_prefix, known)
         if name not in known and key in known:
             name, pattern = key, None
-        source = found.setdefault(name, Source(deepcopy(by_pattern.get(pattern))))
+        source = found.setdefault(name, TensorSource(deepcopy(by_pattern.get(pattern))))
         source.keys.setdefault(pattern or key, []).append(key)
-    lm._weight_conversions = [each for each in transforms if each.was_used()]  # by which names are turned back
+    lm._weight_conversions = [each for each in transforms if each.was_used()]  # used to convert names back
     return found
 
 
-def natural(key: str) -> list[tuple[int, str]]:
-    """Expert 2 goes before expert 10."""
+def natural_sort_key(key: str) -> list[tuple[int, str]]:
+    """Sort key that compares numbers in a name as numbers: expert 2 before expert 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", key)]
 
 
-def read(files: Files, source: Source, name: str, target: Tensor, lm: nn.Module) -> dict[str, Tensor]:
-    """This rank's rows of what `source` becomes, by name; the first is `target`.
+def read_tensors(
+    files: WeightFiles, source: TensorSource, name: str, target: Tensor, lm: nn.Module
+) -> dict[str, Tensor]:
+    """This rank's rows of the model's tensors made from `source`, by name; `name` is the first, shaped like `target`.
 
-    A converter that stacks tensors gets this rank's alone; any other all of them whole.
+    A converter that stacks tensors (experts) reads only this rank's; any other converter reads all of them.
     """
-    slices, rows = files.slices(key for keys in source.keys.values() for key in keys), own_rows(target)
+    slices, rows = files.slices(key for keys in source.keys.values() for key in keys), local_rows(target)
     if source.converter is None:
         ((key,),) = source.keys.values()
         check_shape(files, name, slices[key].get_shape(), target)
-        return {name: part(slices[key], rows)}
+        return {name: read_rows(slices[key], rows)}
     stacked = all(
         len(keys) == len(target) and len(slices[key].get_shape()) == target.ndim - 1
         for keys in source.keys.values()
@@ -164,17 +168,17 @@ def read(files: Files, source: Source, name: str, target: Tensor, lm: nn.Module)
             source.converter.add_tensor(name, key, pattern, slices[key][...])
     if stacked and rows.start == rows.stop:
         return {name: torch.empty(0, *target.shape[1:])}
-    made = source.converter.convert(name, model=lm, config=lm.config)
-    made = {found: value[0] if isinstance(value, list) else value for found, value in made.items()}
+    converted = source.converter.convert(name, model=lm, config=lm.config)
+    converted = {found: value[0] if isinstance(value, list) else value for found, value in converted.items()}
     if stacked:
-        check_shape(files, name, [len(target), *made[name].shape[1:]], target)
-        return made
-    for found, value in made.items():
+        check_shape(files, name, [len(target), *converted[name].shape[1:]], target)
+        return converted
+    for found, value in converted.items():
         check_shape(files, found, value.shape, lm.get_parameter(found))
-    return {found: value[own_rows(lm.get_parameter(found))] for found, value in made.items()}
+    return {found: value[local_rows(lm.get_parameter(found))] for found, value in converted.items()}
 
 
-def check_shape(files: Files, name: str, shape: Sequence[int], target: Tensor) -> None:
+def check_shape(files: WeightFiles, name: str, shape: Sequence[int], target: Tensor) -> None:
     if tuple(shape) != tuple(target.shape):
         raise ModelError(
             f"{files.folder}: its {name} is {list(shape)}, and config.json makes it {list(target.shape)}; give the "
@@ -182,8 +186,9 @@ def check_shape(files: Files, name: str, shape: Sequence[int], target: Tensor) -
         )
 
 
-def own_rows(tensor: Tensor) -> slice:
-    """Those of a sharded tensor that this rank keeps, the r-th `ceil(n / R)` of n with FSDP2; of another all."""
+def local_rows(tensor: Tensor) -> slice:
+    """Rows of a sharded tensor that this rank holds: with FSDP2 the r-th `ceil(n / R)` of n rows. All rows of an
+    unsharded tensor."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor) if tensor.ndim else None)
     each = -(-len(tensor) // tensor.device_mesh.size())
@@ -191,8 +196,8 @@ def own_rows(tensor: Tensor) -> slice:
     return slice(first, min(first + each, len(tensor)))
 
 
-def part(tensor: Any, rows: slice) -> Tensor:
-    """Rows of a tensor in a file; one without dimensions whole."""
+def read_rows(tensor: Any, rows: slice) -> Tensor:
+    """Read rows of a lazy slice; a scalar is read whole."""
     shape = tensor.get_shape()
     if not shape:
         return tensor[...]
@@ -200,8 +205,8 @@ def part(tensor: Any, rows: slice) -> Tensor:
 
 
 @torch.no_grad()
-def put(lm: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
-    """Make `value`, this rank's rows, what `lm` has under that name, in the type and the place of `target`."""
+def assign(lm: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
+    """Store `value`, this rank's rows, as the tensor `name` of `lm`, in the dtype and on the device of `target`."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if not local.is_meta:
         local.copy_(value)
@@ -217,9 +222,9 @@ def put(lm: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
     setattr(lm.get_submodule(module), attribute, nn.Parameter(read_in, target.requires_grad))
 
 
-def check_tied(files: Files, source: Source, name: str, original: Tensor, lm: nn.Module) -> None:
-    """That a tensor that the files have twice is the same twice. Raises ModelError."""
-    (value,) = read(files, source, name, original, lm).values()
+def check_tied(files: WeightFiles, source: TensorSource, name: str, original: Tensor, lm: nn.Module) -> None:
+    """Check that a tied tensor stored in the files equals the tensor it is tied to. Raises ModelError."""
+    (value,) = read_tensors(files, source, name, original, lm).values()
     kept = original.to_local() if isinstance(original, DTensor) else original
     if not torch.equal(value.to(kept), kept):
         raise ModelError(

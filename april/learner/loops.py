@@ -1,29 +1,29 @@
-"""Whether a response has got into a loop: its end is one stretch of tokens again and again."""
+"""Detection of repetitive responses: the end of the response repeats one sequence of tokens."""
 
 import numpy as np
 
 TAIL = 512
-"""tokens at the end that are looked at"""
-LEAST, TIMES = 48, 4
-"""a loop has so many tokens at least, and its stretch so many times"""
-TRIED = 8
-"""lengths of the stretch, the shortest ones at which the last tokens occurred before"""
-LAST = 4
-"""tokens by which these are found"""
+"""Tokens at the end of a response that are examined."""
+MIN_TOKENS, MIN_REPEATS = 48, 4
+"""Least total length of a repetition, in tokens, and least number of repeats."""
+MAX_PERIODS = 8
+"""Candidate periods that are tried: the shortest distances at which the last tokens occurred before."""
+WINDOW_TOKENS = 4
+"""Last tokens of a response that are searched for to find candidate periods."""
 
 
-def loops(response: np.ndarray) -> bool:
-    """`response`: int32 [T]."""
-    if len(response) < LEAST:
+def is_repetitive(response: np.ndarray) -> bool:
+    """Whether `response`, int32 [T], ends in a repetition."""
+    if len(response) < MIN_TOKENS:
         return False
     tail = response[-TAIL:]
-    windows = np.lib.stride_tricks.sliding_window_view(tail, LAST)
+    windows = np.lib.stride_tricks.sliding_window_view(tail, WINDOW_TOKENS)
     periods = len(windows) - 1 - np.flatnonzero((windows[:-1] == windows[-1]).all(axis=1))
-    return any(looped(tail, int(period)) for period in periods[::-1][:TRIED])
+    return any(repeats_with_period(tail, int(period)) for period in periods[::-1][:MAX_PERIODS])
 
 
-def looped(tail: np.ndarray, period: int) -> bool:
-    length = max(LEAST, TIMES * period)
+def repeats_with_period(tail: np.ndarray, period: int) -> bool:
+    length = max(MIN_TOKENS, MIN_REPEATS * period)
     if length > len(tail):
         return False
     end = tail[-length:]

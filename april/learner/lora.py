@@ -1,6 +1,6 @@
-"""Low-rank adapters: linear layers train B A beside a weight that stands still (LoRA, arXiv 2106.09685, section 4.1).
+"""Low-rank adapters: linear layers train a product B A beside a frozen weight (LoRA, arXiv 2106.09685, section 4.1).
 
-To whoever reads or publishes weights, an adapted model has the tensors that it had before, with the adapter in them.
+Reading or publishing weights, an adapted model shows its original tensors with the adapter merged into them.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 
-from april.config.lora import LoraSection, adapted
+from april.config.lora import LoraSection, layers_to_adapt
 from april.formats import peft
 from april.weights.base import DOWN, UP, merge
 
@@ -28,24 +28,26 @@ class AdaptedLinear(nn.Linear):
     """W x + b + scaling B A x, of which A [rank, in] and B [out, rank] are trained. W and b keep their names."""
 
     def __init__(self, base: nn.Linear, rank: int, scaling: float, generator: torch.Generator):
-        """B is zero, so that nothing changes at first; A as peft and the paper's code draw it."""
+        """B starts at zero, so that the layer is unchanged at first; A is initialised as in peft and the paper's
+        code."""
         super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features))
         self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5), generator=generator)
-        self.scaling, self.switched_on = scaling, True
+        self.scaling, self.enabled = scaling, True
 
     def forward(self, x: Tensor) -> Tensor:
-        """The adapter is added to W x where that lies, and scaled where it is narrow: on a CPU a third of its cost."""
-        if not self.switched_on:
+        """The adapter is added to W x in place, and scaled in its rank-wide activations: on a CPU a third of the
+        cost."""
+        if not self.enabled:
             return super().forward(x)
         rows = x.flatten(0, -2)
-        narrow = self.scaling * F.linear(rows, self.lora_A)
-        return super().forward(rows).addmm_(narrow, self.lora_B.T).view(*x.shape[:-1], self.out_features)
+        low_rank = self.scaling * F.linear(rows, self.lora_A)
+        return super().forward(rows).addmm_(low_rank, self.lora_B.T).view(*x.shape[:-1], self.out_features)
 
     def merged(self) -> Tensor:
-        """W + scaling B A. Collective if they are sharded: each rank computes its own rows, from all of A."""
+        """W + scaling B A. Collective if sharded: each rank computes its own rows, from the whole of A."""
         down, up = self.lora_A.detach(), self.lora_B.detach()
         if isinstance(down, DTensor):
             down = down.redistribute(placements=[Replicate()])
@@ -53,8 +55,8 @@ class AdaptedLinear(nn.Linear):
 
 
 def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
-    """Give the chosen linear layers of `lm` an adapter, in place; nothing else is trained any more, but embedding and
-    head where they are to be. The same seed gives the same adapter. Raises ConfigError for targets that `lm` does not
+    """Add an adapter to the chosen linear layers of `lm`, in place, and freeze everything else, except embedding and
+    head with `lora.embedding`. The same seed gives the same adapter. Raises ConfigError for targets that `lm` does not
     have."""
     lm.requires_grad_(False)
     layers = set(lm.base_model.layers.modules())
@@ -62,7 +64,7 @@ def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
         name: module for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module in layers
     }
     generator = torch.Generator().manual_seed(seed)
-    for name in adapted(linears, section):
+    for name in layers_to_adapt(linears, section):
         adapter = AdaptedLinear(linears[name], section.rank, section.alpha / section.rank, generator)
         lm.set_submodule(name, adapter)
     for table in (lm.get_input_embeddings(), lm.get_output_embeddings()) if section.embedding else ():
@@ -74,7 +76,7 @@ def adapted_layers(lm: nn.Module) -> dict[str, AdaptedLinear]:
 
 
 def merged_weights(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's own parameters with the adapter in them, as they are asked for. Collective if they are sharded."""
+    """The model's original parameters with the adapter merged, computed lazily. Collective if sharded."""
     layers = {f"{name}.weight": layer for name, layer in adapted_layers(lm).items()}
     for name, parameter in lm.named_parameters():
         if name in layers:
@@ -83,11 +85,11 @@ def merged_weights(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
 
 
-def names_in_files(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | None:
-    """What the files of `lm` call the weights of its adapted layers, and what is trained whole; None where some of
-    these lie in files in another form. `trained`: all names that are.
+def names_in_folder(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | None:
+    """Names in Hugging Face files of the adapted layers' weights and of the tensors trained whole, by their names in
+    `lm`; `trained` has the names of all trained parameters. None if some of these weights have another form in files.
 
-    Names are turned back as those of weights are, here of numbers that take no memory.
+    The names are converted by transformers' own conversion of a state dict, applied to numbered placeholder tensors.
     """
     weights = [f"{name}.weight" for name in adapted_layers(lm)] + [name for name in trained if not name.endswith(PARTS)]
     shapes = [lm.get_parameter(name).shape for name in weights]
@@ -101,8 +103,8 @@ def names_in_files(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | No
     return {weights[i]: name for name, (i, _) in found.items()} if same else None
 
 
-def as_published(trained: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """What is trained of a model, by the names of its files, which `names` are."""
+def published_tensors(trained: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Trained tensors by their names in files; `names` maps names in the model to names in files."""
     found = {}
     for name, tensor in trained.items():
         layer, _, part = name.rpartition(".")
@@ -114,31 +116,31 @@ def as_published(trained: Mapping[str, Tensor], names: Mapping[str, str]) -> dic
 
 
 class WithoutAdapter(nn.Module):
-    """A policy as it was before its adapter, and nothing else, was trained, from the same weights; called as it is."""
+    """The starting policy, as the trained policy with its adapters disabled; valid if only the adapter is trained."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
         self.policy = policy
 
     def forward(self, *arguments, **options):
-        with switched_off(self.policy):
+        with adapters_disabled(self.policy):
             return self.policy(*arguments, **options)
 
 
 @contextmanager
-def switched_off(model: nn.Module):
+def adapters_disabled(model: nn.Module):
     layers = adapted_layers(model).values()
     try:
         for layer in layers:
-            layer.switched_on = False
+            layer.enabled = False
         yield
     finally:
         for layer in layers:
-            layer.switched_on = True
+            layer.enabled = True
 
 
 def describe(lm: nn.Module, section: LoraSection) -> dict[str, Any]:
-    """The adapter of `lm` as the keys of `[lora]` say it; those of none where there is none."""
+    """Keys of `[lora]` that describe the adapter of `lm`; rank 0 without one."""
     if not section.is_set:
         return {"rank": 0}
     return section.model_dump() | {"targets": sorted({name.rpartition(".")[2] for name in adapted_layers(lm)})}
@@ -147,10 +149,10 @@ def describe(lm: nn.Module, section: LoraSection) -> dict[str, Any]:
 def save_adapter(
     folder: Path, weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: Path
 ) -> None:
-    """Write what `peft.PeftModel.from_pretrained` reads of all that is trained; `base`: the model folder it belongs to.
+    """Write an adapter folder for `peft.PeftModel.from_pretrained`; `base` is the model folder it belongs to.
 
-    What is trained whole peft puts in the place of the model's own. It wants what is `tied` to that, given by name with
-    what it is tied to, in the file again.
+    peft replaces the model's own tensors by those trained whole, and needs tied tensors in the file as well: `tied`
+    maps their names to the tensors that they are tied to.
     """
     folder.mkdir(parents=True)
     weights = weights | {name: weights[first].clone() for name, first in tied.items()}

@@ -1,4 +1,5 @@
-"""Where the ranks of a learner over several machines meet: its first machine tells the broker, the others ask there."""
+"""Rendezvous of a learner on several machines: the first machine announces its address to the broker, the others ask
+the broker for it."""
 
 import threading
 import time
@@ -11,47 +12,53 @@ from april.connections.broker import BrokerConnection, BrokerUnreachable
 from april.connections.route import own_address
 from april.security.keys import load_keys
 
-PORT = 1
-"""of torchrun's agents: the broker's by default, `launch.port`, and so many more"""
-SAY_S = 2.0
-"""how often the first machine says it: a broker that was restarted has heard it again by then"""
+PORT_OFFSET = 1
+"""Port of torchrun's agents, relative to `launch.port`."""
+ANNOUNCE_S = 2.0
+"""Interval at which the first machine repeats its address, for a broker that was restarted, seconds."""
 ASK_S = 0.2
+"""Interval at which the other machines ask, seconds."""
 
 
-def place_of(config: Config, connect: str, node: int) -> str:
-    """HOST:PORT, on the way that leads to the broker at `connect`. Machine 0 goes on saying it, in a thread. Raises
-    BrokerUnreachable, AccessDenied, ConfigError, TimeoutError where machine 0 has not come within `learner.load_s`."""
+def rendezvous_address(config: Config, connect: str, node: int) -> str:
+    """Rendezvous address HOST:PORT for machine `node` of the learner, on machine 0's interface towards the broker at
+    `connect`. Machine 0 keeps announcing it, in a thread.
+
+    Raises BrokerUnreachable, AccessDenied, ConfigError, and TimeoutError if machine 0 is not there within
+    `learner.load_s`.
+    """
     broker = address_at(connect, config.broker.patience_s)
     keys = load_keys(config.security.keys, "learner")
     connection = BrokerConnection(broker, "node", f"node-{node}", uuid.uuid4().hex, config.broker.patience_s, keys)
-    connection.hello(leases=[])
+    connection.hello(lease_ids=[])
     if node:
         try:
-            return asked(connection, config.learner.load_s)
+            return ask_address(connection, config.learner.load_s)
         finally:
             connection.goodbye()
             connection.close()
     host, _, port = broker.removeprefix("tcp://").rpartition(":")
-    place = f"{own_address(host, int(port))}:{config.launch.port + PORT}"
-    connection.request(wire.Meet(place))
-    threading.Thread(target=keep_saying, args=(connection, place), daemon=True).start()
-    return place
+    address = f"{own_address(host, int(port))}:{config.launch.port + PORT_OFFSET}"
+    connection.request(wire.Rendezvous(address))
+    threading.Thread(target=keep_announcing, args=(connection, address), daemon=True).start()
+    return address
 
 
-def asked(connection: BrokerConnection, patience_s: float) -> str:
+def ask_address(connection: BrokerConnection, patience_s: float) -> str:
+    """Poll the broker for machine 0's address. Raises TimeoutError after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
-    while not (place := connection.request(wire.Meet()).message.place):
+    while not (address := connection.request(wire.Rendezvous()).message.address):
         if time.monotonic() >= deadline:
             raise TimeoutError(f"machine 0 of the learner has not come in {patience_s:g} s; start it, or see its log")
         time.sleep(ASK_S)
-    return place
+    return address
 
 
-def keep_saying(connection: BrokerConnection, place: str) -> None:
-    """Until the broker is away for longer than anybody waits for it."""
+def keep_announcing(connection: BrokerConnection, address: str) -> None:
+    """Announce the address every `ANNOUNCE_S` seconds until the broker is unreachable."""
     try:
         while True:
-            time.sleep(SAY_S)
-            connection.request(wire.Meet(place))
+            time.sleep(ANNOUNCE_S)
+            connection.request(wire.Rendezvous(address))
     except BrokerUnreachable:
         connection.close()

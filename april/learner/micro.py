@@ -1,43 +1,44 @@
-"""What goes through the model at a time, and what the loss and the critic need of it."""
+"""A micro-batch with the inputs of the loss and the critic, and the loss that measures gradient norms."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from april.learner.critic import Judged
+from april.learner.critic import CriticEstimates
 from april.learner.losses.columns import log_ratio
-from april.learner.objective import OfBatch, ResponseTokens
+from april.learner.objective import BatchContext, ResponseTokens
 from april.learner.packing import MicroBatch
 
 
 @dataclass(frozen=True, eq=False)
-class Micro:
-    """What goes through the model at a time."""
+class TrainMicroBatch:
+    """A packed micro-batch with K sampled tokens, and the inputs of its loss."""
 
     indices: list[int]
-    """of its samples among those prepared"""
+    """Indices of its samples in `Prepared.samples`."""
     packed: MicroBatch
     tokens: ResponseTokens | None
-    """what the loss needs of them; None for a dummy"""
-    before: Tensor | None = None
-    """float32 [K]: their log-probabilities under the weights before the first optimizer step, where those are wanted"""
-    reference: Tensor | None = None
-    """float32 [K]: and under the reference, where the loss wants those"""
-    judged: Judged | None = None
-    """what a critic says of them"""
-    given: OfBatch | None = None
-    """what the loss takes from all tokens of the batch"""
+    """Inputs of the loss; None for a dummy."""
+    initial_logprobs: Tensor | None = None
+    """float32 [K]: log-probabilities under the weights before the first optimizer step; None if not needed."""
+    reference_logprobs: Tensor | None = None
+    """float32 [K]: log-probabilities under the reference model; None if not needed."""
+    critic_estimates: CriticEstimates | None = None
+    """Values, returns and advantages from the critic; None without one."""
+    context: BatchContext | None = None
+    """Loss inputs that depend on all tokens of the batch; None if none do."""
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """The `Loss` whose gradient is that of a response, which adds up what is known of it in `log_ratio`."""
+class ResponseGradientLoss:
+    """A `Loss` whose gradient is that of a response's log-probability; sums the response's log(pi / mu) into
+    `log_ratio`, a scalar tensor."""
 
-    passes: list[Micro]
+    micros: list[TrainMicroBatch]
     log_ratio: Tensor
 
-    def __call__(self, place: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-        tokens = self.passes[place].tokens
+    def __call__(self, index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        tokens = self.micros[index].tokens
         if tokens is None:
             return 0.0 * logprobs.sum()
         self.log_ratio.add_(log_ratio(logprobs.detach(), tokens.behaviour_logprobs).sum())

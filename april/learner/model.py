@@ -1,4 +1,4 @@
-"""The policy that is trained: a Hugging Face causal LM that scores packed responses, sharded with FSDP2."""
+"""The trained policy: a Hugging Face causal LM that scores packed responses, sharded with FSDP2."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,43 +15,44 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from april.config import LearnerSection
 from april.learner import attention
-from april.learner.loading import ModelError, empty_model, fill, persistent_buffers
+from april.learner.loading import ModelError, empty_model, load_weights, persistent_buffers
 from april.learner.packing import MicroBatch, PackedSupport
 
 LOGITS_PER_CHUNK = 2**24
-"""logits held at a time by the head (64 MiB in fp32); larger heads work through their tokens in chunks"""
+"""Logits that the head holds at a time (64 MiB in fp32); it works through more tokens in chunks."""
 BUCKET_BYTES = 16 * 2**20
-"""gathered to rank 0 at a time; the fastest size measured on gloo"""
+"""Bytes gathered to rank 0 at a time; the fastest size measured on gloo."""
 GROUPED_BYTES = 16
-"""of which the rows of each factor of a grouped product have a multiple"""
+"""Alignment that torch's grouped matrix product requires of the rows of each factor, bytes."""
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""configuration keys of models that change logits after the head, which `score_tokens` does not do"""
+"""Keys of model configurations that change logits after the head, which `score_tokens` does not compute."""
 
 
 Model = TypeVar("Model", bound=nn.Module)
-"""has a language model, or the body of one, as `lm`"""
+"""A module with a language model, or the body of one, as attribute `lm`."""
 
 
 class ScoreTokens(torch.autograd.Function):
-    """See `score_tokens`. Where there are several chunks, the backward pass computes their logits again.
+    """Autograd function of `score_tokens`. With more than one chunk, the backward pass recomputes the logits.
 
-    With supports, columns are places in them instead of ids; what is computed there is little, and kept.
+    With supports, a column is a position in the target's support instead of a token id; these log-probabilities are
+    small and kept for the backward pass.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support):
         target_logits, logprobs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk)
-        columns = support.places if support else targets
+        columns = support.positions if support else targets
         whole = None if support else torch.empty_like(chunks.buffer)
         kept = []
         for rows, logits in chunks:
             if support:
                 logits = support.select(logits, rows)
-            places = columns[rows, None]
-            target_logits[rows] = logits.gather(-1, places)[:, 0]
+            indices = columns[rows, None]
+            target_logits[rows] = logits.gather(-1, indices)[:, 0]
             log_p = torch.log_softmax(logits, -1, out=None if whole is None else whole[: len(logits)])
-            logprobs[rows] = log_p.gather(-1, places)[:, 0]
+            logprobs[rows] = log_p.gather(-1, indices)[:, 0]
             entropies[rows] = -torch.exp(log_p, out=logits).mul_(log_p).sum(-1)
             if support or len(hidden) <= rows_per_chunk:
                 kept.append(log_p)
@@ -75,13 +76,13 @@ class ScoreTokens(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, log_p in log_ps:
-            of_logprob = logprob_gradients[rows, None]
+            logprob_gradient = logprob_gradients[rows, None]
             if entropy_gradients is None:
-                gradient = log_p.exp_().mul_(-of_logprob)
+                gradient = log_p.exp_().mul_(-logprob_gradient)
             else:
-                factor = (log_p + entropies[rows, None]).mul_(-entropy_gradients[rows, None]).sub_(of_logprob)
+                factor = (log_p + entropies[rows, None]).mul_(-entropy_gradients[rows, None]).sub_(logprob_gradient)
                 gradient = log_p.exp_().mul_(factor)
-            gradient.scatter_add_(1, columns[rows, None], of_logprob)
+            gradient.scatter_add_(1, columns[rows, None], logprob_gradient)
             if ctx.support:
                 gradient = ctx.support.spread(gradient, rows, len(weight))
             if ctx.temperature != 1:
@@ -89,16 +90,17 @@ class ScoreTokens(torch.autograd.Function):
             gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, weight, out=hidden_gradient[rows])
             if weight_gradient is not None:
-                add_product(weight_gradient, gradient.T, hidden[rows])
+                add_matmul(weight_gradient, gradient.T, hidden[rows])
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None, None
 
 
 class LogitChunks:
-    """Iterates over (rows, fp32 logits / temperature) of a head, all in one buffer that each chunk overwrites.
+    """Iterates over (rows, fp32 logits / temperature) of a head, in one buffer that each chunk overwrites.
 
-    16-bit inputs are multiplied with fp32 sums and keep them: rounding a logit of 20 to bfloat16 moves it by 0.06.
+    16-bit inputs are multiplied with fp32 accumulation and fp32 results: rounding a logit of 20 to bfloat16 would move
+    it by 0.06.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, temperature: float, rows_per_chunk: int):
@@ -119,8 +121,8 @@ class LogitChunks:
             yield slice(start, start + len(part)), logits if self.temperature == 1 else logits.div_(self.temperature)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where `total` is fp32."""
+def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, accumulated in fp32; `total` is fp32."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     elif left.device.type == "cpu":
@@ -132,21 +134,21 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def score_tokens(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, support: PackedSupport | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised
-    over the target's support where there are some.
+    """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised over
+    the target's support if there are supports.
 
     hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both carry a gradient, once. At most
-    `LOGITS_PER_CHUNK` logits exist at a time, and twice in memory; where that is all, they are kept for backward.
+    `LOGITS_PER_CHUNK` logits exist at a time, in two copies; if one chunk holds all, it is kept for the backward pass.
     """
     rows_per_chunk = max(1, LOGITS_PER_CHUNK // len(weight))
     return ScoreTokens.apply(hidden, weight, targets, temperature, rows_per_chunk, support)
 
 
 class Policy(nn.Module):
-    """The language model `lm`, and a forward pass that scores the response tokens of a packed micro-batch.
+    """The language model `lm`, with a forward pass that scores the response tokens of a packed micro-batch.
 
-    Body and head run inside this one forward, so that one FSDP group around it owns embedding, final norm and
-    head. Using the head's weight outside of it would lose its gradient from the reduction.
+    Body and head run inside this one forward pass, so that one FSDP group around it owns embedding, final norm and
+    head. Using the head's weight outside would drop its gradient from the reduction.
     """
 
     def __init__(self, lm: nn.Module, temperature: float):
@@ -156,19 +158,19 @@ class Policy(nn.Module):
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are, by their names in `lm`."""
+        """Trained parameters with their names in `lm`."""
         return [(name, parameter) for name, parameter in self.lm.named_parameters() if parameter.requires_grad]
 
     def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of each target of `micro`, float32 [K], from its support, and as sampled: at the
-        policy's own temperature, unless another is given."""
+        """(log-probability, entropy) of each target of `micro`, float32 [K] each, over its support if there is one, at
+        the policy's sampling temperature unless another is given."""
         head = self.lm.get_output_embeddings()
         rows = hidden_states(self.lm, micro)
         return score_tokens(rows, head.weight, micro.targets, temperature or self.temperature, micro.support)
 
 
 def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
-    """What the body makes of the tokens that each target of `micro` is predicted from, [K, D]."""
+    """Last hidden states of the positions that predict the targets of `micro`, [K, D]."""
     longest = max(micro.seq_lens)
     hidden = lm.base_model(
         input_ids=micro.ids,
@@ -185,25 +187,26 @@ def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
 
 
 def load(folder: Path, temperature: float) -> Policy:
-    """Read a Hugging Face folder whole into fp32 on the CPU."""
-    policy = outline(folder, temperature)
-    fill(policy.lm, folder)
+    """Load a Hugging Face folder unsharded, in fp32 on the CPU."""
+    policy = empty_policy(folder, temperature)
+    load_weights(policy.lm, folder)
     return policy
 
 
 def load_sharded(policy: Model, folder: Path, device: torch.device, bf16: bool = False, trained: bool = True) -> Model:
-    """Shard an outline as `shard` does, and read what each rank keeps of the folder. Collective."""
+    """Shard a model whose parameters have no memory yet (see `shard`), and load each rank's rows from the folder.
+    Collective."""
     shard(policy, device, bf16, trained)
-    fill(policy.lm, folder)
+    load_weights(policy.lm, folder)
     policy.to(device)
     return policy
 
 
-def outline(folder: Path, temperature: float, recompute: bool = False) -> Policy:
-    """The policy of a Hugging Face folder whose parameters have no memory yet. `ModelError` if its head or its layers
-    are unknown.
+def empty_policy(folder: Path, temperature: float, recompute: bool = False) -> Policy:
+    """The policy of a Hugging Face folder with parameters on the meta device. Raises ModelError for a head or layers
+    that the learner does not support.
 
-    With `recompute`, the backward pass computes a layer's activations again instead of keeping them.
+    With `recompute`, the backward pass recomputes a layer's activations instead of keeping them.
     """
     lm = empty_model(folder, attention.register())
     changed = [key for key in UNSUPPORTED_HEADS if getattr(lm.config, key, None) is not None]
@@ -219,18 +222,18 @@ def outline(folder: Path, temperature: float, recompute: bool = False) -> Policy
 
 
 def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool = True) -> Model:
-    """Shard over all ranks in place: each layer, then the rest as one group. Collective.
+    """Shard over all ranks in place with FSDP2: each layer, then the rest as one group. Collective.
 
-    Gradients are summed over ranks. The weights that are kept and updated are fp32; with `bf16` they are used in
-    bfloat16, and gradients reduced in fp32. What is not `trained` has no backward pass after which FSDP would let go of
-    the last group again, so it does after the forward pass.
+    Gradients are summed over ranks. Master weights are fp32; with `bf16` passes use bfloat16, and gradients are reduced
+    in fp32. A model that is not `trained` has no backward pass after which FSDP would reshard the last group, so it is
+    resharded after the forward pass.
     """
     options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
     if not trained:
         options["reshard_after_forward"] = True
     if bf16:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    choose_product(policy.lm, torch.bfloat16 if bf16 else torch.float32)
+    choose_experts_implementation(policy.lm, torch.bfloat16 if bf16 else torch.float32)
     for layer in policy.lm.base_model.layers:
         fully_shard(layer, **options)
     fully_shard(policy, **options)
@@ -241,44 +244,44 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
     return policy
 
 
-def choose_product(lm: nn.Module, dtype: torch.dtype) -> None:
-    """Experts whose sizes torch's grouped product of matrices does not take are computed one after the other."""
+def choose_experts_implementation(lm: nn.Module, dtype: torch.dtype) -> None:
+    """Compute experts one after the other if torch's grouped matrix product does not support their sizes."""
     sizes = [size for name, each in lm.named_parameters() if ".experts." in name for size in each.shape[1:]]
     if any(size * dtype.itemsize % GROUPED_BYTES for size in sizes):
         lm.set_experts_implementation("eager")
 
 
-def full_state(
+def gather_state(
     lm: nn.Module, tensors: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """`tensors`, the weights of `lm` by its names, and its buffers, unsharded, on the CPU of rank 0 under their Hugging
-    Face names; {} on other ranks. Collective.
+    """Gather `tensors`, the weights of `lm` by its names, and its buffers, on the CPU of rank 0 by Hugging Face name;
+    {} on other ranks. Collective.
 
-    `dtype` is that of `gathered`. A head that is tied to the embedding is left out.
+    `dtype` as in `gather_tensors`. A head tied to the embedding is left out.
     """
-    state = gathered(tensors, dtype)
+    state = gather_tensors(tensors, dtype)
     if dist.get_rank() != 0:
         return {}
-    return as_in_files(lm, state)
+    return hugging_face_state(lm, state)
 
 
-def as_in_files(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the buffers of `lm`, under their Hugging Face names."""
+def hugging_face_state(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` and the persistent buffers of `lm`, by the names in Hugging Face files."""
     state |= {name: value.cpu().clone() for name, value in persistent_buffers(lm)}
     return dict(revert_weight_conversion(lm, state))
 
 
-def gathered(
+def gather_tensors(
     parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None = None, to: int = 0
 ) -> dict[str, Tensor]:
-    """These, unsharded, on the CPU of rank `to`; {} on other ranks. Collective.
+    """Gather sharded parameters on the CPU of rank `to`; {} on other ranks. Collective.
 
-    They are converted to `dtype` before they travel (None: as they are), from the ranks that have a part of one, `to`
-    among them.
+    They are converted to `dtype` before they are sent (None: as they are). The ranks that hold shards of a parameter
+    send them; `to` is one of these.
     """
     state = {}
     for bucket in buckets(parameters, dtype):
-        group = group_of(bucket[0][1])
+        group = shard_group(bucket[0][1])
         if to in dist.get_process_group_ranks(group):
             state.update(gather_bucket(bucket, dtype, group, to))
     return state
@@ -287,16 +290,16 @@ def gathered(
 def buckets(
     parameters: Iterable[tuple[str, DTensor]], dtype: torch.dtype | None
 ) -> Iterator[list[tuple[str, DTensor]]]:
-    """Runs of parameters of one type, on the same ranks, that travel together, `BUCKET_BYTES` or a single parameter."""
+    """Consecutive parameters of one dtype and device mesh, in buckets of at most `BUCKET_BYTES` or one parameter."""
     bucket: list[tuple[str, DTensor]] = []
     size = 0
     for name, parameter in parameters:
         parameter_bytes = parameter.numel() * (dtype or parameter.dtype).itemsize
-        others = bucket and (
+        differs = bucket and (
             parameter.device_mesh != bucket[0][1].device_mesh
             or (dtype is None and parameter.dtype != bucket[0][1].dtype)
         )
-        if bucket and (others or size + parameter_bytes > BUCKET_BYTES):
+        if bucket and (differs or size + parameter_bytes > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append((name, parameter))
@@ -305,20 +308,21 @@ def buckets(
         yield bucket
 
 
-def group_of(parameter: DTensor) -> dist.ProcessGroup:
-    """The ranks that have parts of it: those of its mesh's last dimension. Others may have the same parts."""
+def shard_group(parameter: DTensor) -> dist.ProcessGroup:
+    """Process group of the ranks that hold shards of a parameter: the last dimension of its mesh. Other ranks may hold
+    replicas."""
     return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
 
 
 def gather_bucket(
     bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, group: dist.ProcessGroup, to: int = 0
 ) -> dict[str, Tensor]:
-    """Unsharded parameters on rank `to`, {} elsewhere. Rank r has the r-th `ceil(n / R)` of the n rows, or columns,
-    along which one is sharded."""
+    """Unsharded parameters on rank `to`, {} on other ranks. Of n rows (or columns) sharded over R ranks, rank r holds
+    the r-th `ceil(n / R)`. Collective."""
     ranks, leader = dist.get_world_size(group), dist.get_rank() == to
     local = torch.cat([parameter.to_local().detach().flatten() for _, parameter in bucket]).to(dtype)
     shapes = [
-        [shape_of_part(parameter.shape, sharded_dim(parameter), rank, ranks) for rank in range(ranks)]
+        [shard_shape(parameter.shape, sharded_dim(parameter), rank, ranks) for rank in range(ranks)]
         for _, parameter in bucket
     ]
     sent = nn.functional.pad(local, (0, sum(math.prod(parts[0]) for parts in shapes) - len(local)))
@@ -328,9 +332,9 @@ def gather_bucket(
         return {}
     shards = [shard.cpu() for shard in received]
     used, full = [0] * ranks, {}
-    for (name, parameter), of_ranks in zip(bucket, shapes, strict=True):
+    for (name, parameter), rank_shapes in zip(bucket, shapes, strict=True):
         parts = []
-        for rank, (data, shape) in enumerate(zip(shards, of_ranks, strict=True)):
+        for rank, (data, shape) in enumerate(zip(shards, rank_shapes, strict=True)):
             length = math.prod(shape)
             parts.append(data[used[rank] : used[rank] + length].view(shape))
             used[rank] += length
@@ -340,13 +344,14 @@ def gather_bucket(
 
 
 def sharded_dim(parameter: DTensor) -> int | None:
-    """Along which it lies on several ranks, those of its mesh's last dimension; None where each has all of it."""
+    """Dimension along which a parameter is sharded over the last dimension of its mesh; None if it is replicated."""
     placement = parameter.placements[-1]
     return placement.dim if placement.is_shard() else None
 
 
-def shape_of_part(shape: Sequence[int], dim: int | None, rank: int, ranks: int) -> list[int]:
-    """Of what that rank keeps of a tensor of `shape` that is sharded along `dim`."""
+def shard_shape(shape: Sequence[int], dim: int | None, rank: int, ranks: int) -> list[int]:
+    """Shape of rank `rank`'s shard of a tensor of `shape` that is sharded along `dim` over `ranks` ranks (`dim` None:
+    replicated)."""
     own = list(shape)
     if dim is not None:
         each = -(-shape[dim] // ranks)

@@ -1,15 +1,15 @@
-"""What a step minimises: from a batch to the samples that are trained, and from their log-probabilities to the loss.
+"""The training objective: from a batch to the trained samples, and from their log-probabilities to the loss.
 
-`Objective.prepare` reads the whole batch once, the same on every rank; `Objective.loss` is called for each
-micro-batch, whose shares add up to the loss of the global batch:
+`Objective.prepare` reads the whole batch once, the same on every rank; `Objective.loss` is called for each micro-batch,
+and the results sum to the loss of the global batch:
 
-    sum over tokens of weight * (correction * policy loss + behaviour_coef * (log pi - log behaviour)^2 / 2
-                                 + kl_coef * KL(pi || reference) - entropy_coef * entropy)
+    L = sum over tokens of weight * (correction * policy_loss + behaviour_coef * (log pi - log mu)^2 / 2
+                                     + kl_coef * KL(pi || reference) - entropy_coef * entropy)
 
-where tokens without an advantage have no pull towards their behaviour policy, so that they need not be computed.
-With one optimizer step a batch, pi at hand is also the policy at the start of the step. With several, "the global
-batch" is the minibatch of a step, and what depends on the policy at the start is taken from a pass over all of the
-batch before the first (`OfBatch`).
+mu is the behaviour policy, which sampled the token. Tokens with advantage 0 have no behaviour term, so that they need
+not be computed. With one optimizer step a batch, the current policy pi is also the policy at the start of the step.
+With several, "the global batch" is the minibatch of a step, and quantities of the policy at the start come from a pass
+over the whole batch before the first step (`BatchContext`).
 """
 
 import random
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from april.config import Config
 from april.config.checks import check_algorithm
-from april.learner.batch import Batch, Session, TrainSample, sessions
-from april.learner.diagnostics import TokenTotals
-from april.learner.loops import loops
+from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
+from april.learner.diagnostics import StepTotals
+from april.learner.loops import is_repetitive
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.learner.losses.advantages import ROUNDING, advantages, has_spread
 from april.learner.losses.columns import Spans, bounded, log_ratio
@@ -37,51 +37,52 @@ from april.learner.losses.ranks import Ranks
 from april.learner.minibatches import minibatches
 
 MAX_VERSIONS = 64
-"""policy versions whose share of a batch is told apart; metrics of a step are limited in number"""
+"""Newest policy versions with a `version_share_STEP` of their own, which bounds the number of metrics of a step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """The samples of a batch that have a gradient, and figures of the whole batch."""
+    """The N rows of a batch that have a gradient, and metrics of the whole batch."""
 
     step: int
-    """of the weights at hand"""
+    """Policy step of the current weights."""
     samples: list[TrainSample]
     advantages: np.ndarray
-    """float64, one a sample"""
+    """float64 [N]."""
     weights: np.ndarray
-    """float64, one a sample: what each of its tokens weighs in the loss"""
-    places: list[int]
-    """of the samples among those of the batch"""
+    """float64 [N]: weight of each token of the row in the loss."""
+    batch_indices: list[int]
+    """Indices of the N rows among all rows of the batch."""
     minibatches: list[int]
-    """the one that each sample is trained in"""
-    of_batch: np.ndarray
-    """float64, the advantage of every sample of the batch; with a critic the mean over its tokens, once there is one"""
-    compared: list[list[list[int]]]
-    """of each group whose rewards differ, of each of its sessions: the samples, among those here"""
+    """Minibatch number of each of the N rows."""
+    batch_advantages: np.ndarray
+    """float64, one per row of the batch. With a critic: the mean advantage of the row's tokens, filled in after the
+    critic's pass."""
+    spread_groups: list[list[list[int]]]
+    """For each group with reward spread, for each of its samples (with all forks): indices into `samples`."""
     metrics: dict[str, float]
-    """of the batch as it came: reward, tokens, groups, and the share of tokens by policy version"""
+    """Metrics of the delivered batch: reward, tokens, groups, and the share of tokens by policy version."""
 
 
 @dataclass(frozen=True, eq=False)
 class ResponseTokens:
-    """What is known of the K sampled tokens of a micro-batch before the forward pass."""
+    """Loss inputs for the K sampled tokens of S sequences that are known before the forward pass."""
 
     behaviour_logprobs: Tensor
-    """float32 [K]"""
+    """float32 [K]: log mu."""
     advantages: Tensor
-    """float32 [K]"""
+    """float32 [K]."""
     weights: Tensor
-    """float32 [K]"""
+    """float32 [K]: weights of the tokens in the loss (`token_weights`)."""
     ages: Tensor
-    """int64 [K]: steps between the version that sampled a token and the weights at hand"""
+    """int64 [K]: policy steps between the version that sampled a token and the current weights."""
     spans: Spans
     rewards: Tensor
-    """float32 [S]: of each sequence"""
+    """float32 [S]."""
 
     @classmethod
-    def joined(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
-        """Those of several micro-batches, or of none, end to end."""
+    def concatenated(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
+        """Concatenation of the tokens of several micro-batches, or of none."""
         sequences = np.cumsum([0, *(len(part.spans.lengths) for part in parts)])
         indices = [part.spans.index + int(first) for part, first in zip(parts, sequences, strict=False)]
 
@@ -99,24 +100,24 @@ class ResponseTokens:
 
 
 @dataclass(frozen=True, eq=False)
-class OfBatch:
-    """What the loss of a micro-batch of K tokens takes from all tokens of its batch, before its first step."""
+class BatchContext:
+    """Loss inputs of a micro-batch of K tokens computed over the whole batch, under the weights before its first
+    step. Without gradients."""
 
     clip: Clip
-    proximal: Tensor
-    """float32 [K], as of `Objective.proximal`"""
-    weight: Tensor
-    """float32 [K], as of `Objective.correction`"""
+    proximal_logprobs: Tensor
+    """float32 [K], see `Objective.proximal_logprobs`."""
+    correction_weights: Tensor
+    """float32 [K], see `Objective.correction_weights`."""
     truncated: Tensor
-    """bool [K]"""
+    """bool [K]: whether a cap reduced the token's weight."""
 
 
 class Objective:
-    """`section` is the configuration's `[algorithm]`."""
+    """The loss configured by the section `[algorithm]`."""
 
     def __init__(self, config: Config, ranks: Ranks | None = None):
-        """`ranks` have a part of a batch each; None: all. Raises ConfigError for a loss or correction that cannot be
-        found."""
+        """`ranks` share the batch; None: all ranks. Raises ConfigError for an unknown loss, advantage or correction."""
         self.section, self.ranks = config.algorithm, ranks or Ranks()
         self.max_response_tokens = config.sampling.max_response_tokens
         self.seed, self.learner = config.seed, config.learner
@@ -129,85 +130,102 @@ class Objective:
         steps = self.learner.minibatches * self.learner.epochs
         self.estimator = ADVANTAGES.find(self.section.advantage)
         self.needs_values = getattr(self.estimator, "needs_values", False)
-        """advantages are those of a critic's values, and known once the step has begun"""
+        """Advantages come from a critic's values, and are known only once the step has begun."""
         self.needs_norms = getattr(self.estimator, "needs_norms", False)
-        """advantages go by the gradient of each response, and are known once the step has begun"""
+        """Advantages depend on the gradient norm of each response, and are known only once the step has begun."""
         self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0
-        self.needs_batch = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
-        """something is taken from all tokens of a batch before the first of them is trained"""
-        self.step_scale = STEP_SCALES.find(self.section.step_scale) if self.section.step_scale else lambda figures: 1.0
-        """of a step's figures: what its learning rate is multiplied by"""
+        self.needs_batch_pass = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
+        """Some loss inputs depend on all tokens of a batch: it is scored once before the first optimizer step."""
+        self.step_scale = STEP_SCALES.find(self.section.step_scale) if self.section.step_scale else lambda metrics: 1.0
+        """Function (metrics of an optimizer step) -> factor on its learning rate."""
         self.needs_reference = self.section.kl_coef > 0
-        """in the loss"""
+        """The loss has a KL term against the reference model."""
         self.trains_every_sample = self.needs_values or self.needs_reference or self.section.entropy_coef > 0
-        """samples with advantage 0 have no gradient otherwise, and are left out"""
+        """Samples with advantage 0 have a gradient too; otherwise they are not computed."""
 
-    def prepare(self, batch: Batch) -> Prepared:
-        groups = [sessions(group) for group in batch.groups]
-        rewards, samples = rewards_of(groups), batch.samples
-        of_batch = self.first_advantages(groups)
-        of_session = np.array(
-            [length for group in groups for rows in group for length in [tokens_of(rows)] * len(rows)]
+    def prepare(self, batch: TrainingBatch) -> Prepared:
+        """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration."""
+        groups = [group_forks(group) for group in batch.groups]
+        rewards, samples = sample_rewards(groups), batch.samples
+        batch_advantages = self.initial_advantages(groups)
+        sample_tokens = np.array(
+            [length for group in groups for rows in group for length in [sampled_token_count(rows)] * len(rows)]
         )
-        places = [
-            place
-            for place, sample in enumerate(samples)
-            if sample.sampled_tokens and (of_batch[place] or self.trains_every_sample)
+        batch_indices = [
+            index
+            for index, sample in enumerate(samples)
+            if sample.sampled_tokens and (batch_advantages[index] or self.trains_every_sample)
         ]
-        trained = [samples[place] for place in places]
+        trained = [samples[index] for index in batch_indices]
         group_of = [number for number, group in enumerate(batch.groups) for _ in group]
-        every = [rows for group in groups for rows in group]
-        chance = random.Random(f"{self.seed} {batch.step}")
-        of_group = np.array(minibatches(len(groups), self.learner.minibatches, chance), np.int64)
-        tokens = [sum(map(tokens_of, group)) for group in groups]
-        sequences = [sum(tokens_of(rows) > 0 for rows in group) for group in groups]
-        minibatch_of = of_group[[group_of[place] for place in places]]
+        all_samples = [rows for group in groups for rows in group]
+        rng = random.Random(f"{self.seed} {batch.step}")
+        group_minibatch = np.array(minibatches(len(groups), self.learner.minibatches, rng), np.int64)
+        tokens = [sum(map(sampled_token_count, group)) for group in groups]
+        sequences = [sum(sampled_token_count(rows) > 0 for rows in group) for group in groups]
+        minibatch_of = group_minibatch[[group_of[index] for index in batch_indices]]
         weights = token_weights(
             self.section.normalisation,
-            of_session[places].astype(np.int64),
-            np.bincount(of_group, tokens)[minibatch_of],
-            np.bincount(of_group, sequences)[minibatch_of],
+            sample_tokens[batch_indices].astype(np.int64),
+            np.bincount(group_minibatch, tokens)[minibatch_of],
+            np.bincount(group_minibatch, sequences)[minibatch_of],
             self.section.constant_tokens or self.max_response_tokens,
         )
-        index_of, numbers = {place: index for index, place in enumerate(places)}, iter(range(len(samples)))
-        of_sessions = [[[index_of.get(next(numbers)) for _ in rows] for rows in group] for group in groups]
-        kept = [[[index for index in rows if index is not None] for rows in group] for group in of_sessions]
-        compared = [list(filter(None, group)) for group, found in zip(kept, rewards, strict=True) if has_spread(found)]
+        prepared_index, numbers = {index: i for i, index in enumerate(batch_indices)}, iter(range(len(samples)))
+        indices = [[[prepared_index.get(next(numbers)) for _ in rows] for rows in group] for group in groups]
+        kept = [[[index for index in rows if index is not None] for rows in group] for group in indices]
+        spread_groups = [
+            list(filter(None, group)) for group, found in zip(kept, rewards, strict=True) if has_spread(found)
+        ]
         metrics = {
-            "reward": float(np.mean([rows[0].reward for rows in every])) if every else 0.0,
-            "samples": float(len(every)),
+            "reward": float(np.mean([rows[0].reward for rows in all_samples])) if all_samples else 0.0,
+            "samples": float(len(all_samples)),
             "tokens": float(sum(tokens)),
             "groups": float(len(batch.groups)),
             "zero_spread_groups": float(sum(not has_spread(group) for group in rewards)),
-            "looping_share": sum(loops(s.tokens[s.prompt_tokens :]) for s in samples) / max(1, len(samples)),
-            "gradient_groups": float(len({group_of[place] for place in places})),
+            "looping_share": sum(is_repetitive(s.tokens[s.prompt_tokens :]) for s in samples) / max(1, len(samples)),
+            "gradient_groups": float(len({group_of[index] for index in batch_indices})),
             **version_shares(samples),
         }
-        divided = minibatch_of.tolist()
-        return Prepared(batch.step, trained, of_batch[places], weights, places, divided, of_batch, compared, metrics)
+        return Prepared(
+            batch.step,
+            trained,
+            batch_advantages[batch_indices],
+            weights,
+            batch_indices,
+            minibatch_of.tolist(),
+            batch_advantages,
+            spread_groups,
+            metrics,
+        )
 
-    def first_advantages(self, groups: list[list[Session]]) -> np.ndarray:
-        """float64, one a row; where they are known only later, 0 for those that will have none whatever comes."""
+    def initial_advantages(self, groups: list[list[SampleForks]]) -> np.ndarray:
+        """Advantages known before the step: float64, one per row. With a critic all 0; with `needs_norms` 1 for rows of
+        groups with reward spread and 0 for the others, whose advantage will stay 0."""
         if self.needs_values:
             return np.zeros(sum(len(rows) for group in groups for rows in group))
         if self.needs_norms:
-            spread = map(has_spread, rewards_of(groups))
+            spread = map(has_spread, sample_rewards(groups))
             rows = [sum(map(len, group)) for group in groups]
             return np.repeat(np.fromiter(spread, np.float64, len(groups)), rows)
         return row_advantages(self.section.advantage, groups)
 
-    def compare(self, prepared: Prepared, log_ratios: Tensor, squares: Tensor) -> None:
-        """Note in `prepared` the advantages that go by what was measured of each of its compared sessions, [S]."""
-        sizes = [len(group) for group in prepared.compared]
-        rewards = rewards_of([[[prepared.samples[i] for i in rows] for rows in group] for group in prepared.compared])
+    def set_norm_advantages(self, prepared: Prepared, log_ratios: Tensor, squares: Tensor) -> None:
+        """Store in `prepared` the advantages computed from log(pi / mu) and squared gradient norm of each of the S
+        samples in its `spread_groups`; float64 [S] each."""
+        sizes = [len(group) for group in prepared.spread_groups]
+        rewards = sample_rewards(
+            [[[prepared.samples[i] for i in rows] for rows in group] for group in prepared.spread_groups]
+        )
         found = self.estimator(rewards, log_ratios.split(sizes), squares.split(sizes))
-        for group, advantages_of in zip(prepared.compared, found, strict=True):
-            for rows, advantage in zip(group, advantages_of.tolist(), strict=True):
+        for group, advantages_of_group in zip(prepared.spread_groups, found, strict=True):
+            for rows, advantage in zip(group, advantages_of_group.tolist(), strict=True):
                 prepared.advantages[rows] = 0.0 if abs(advantage) < ROUNDING else advantage
-        prepared.of_batch[prepared.places] = prepared.advantages
+        prepared.batch_advantages[prepared.batch_indices] = prepared.advantages
 
     def tokens(self, prepared: Prepared, indices: list[int], device: torch.device) -> ResponseTokens:
-        """The sampled tokens of the prepared samples `indices`, end to end in that order; at least one sample."""
+        """Loss inputs for the sampled tokens of the prepared samples `indices` (at least one), concatenated in that
+        order."""
         samples = [prepared.samples[i] for i in indices]
         lengths = np.array([sample.sampled_tokens for sample in samples])
 
@@ -216,7 +234,7 @@ class Objective:
 
         return ResponseTokens(
             behaviour_logprobs=column(
-                np.concatenate([sample.logprobs[sample.sampled] for sample in samples]), np.float32
+                np.concatenate([sample.logprobs[sample.sampled_positions] for sample in samples]), np.float32
             ),
             advantages=column(np.repeat(prepared.advantages[indices], lengths), np.float32),
             weights=column(np.repeat(prepared.weights[indices], lengths), np.float32),
@@ -225,35 +243,37 @@ class Objective:
             rewards=column(np.array([sample.reward for sample in samples]), np.float32),
         )
 
-    def of_batch(self, scored: Sequence[tuple[ResponseTokens, Tensor]], device: torch.device) -> list[OfBatch]:
-        """For each of this rank's micro-batches, of which `scored` has the tokens and their log-probabilities under the
-        weights at hand, before the step. Collective, where `needs_batch`."""
-        tokens = ResponseTokens.joined([part for part, _ in scored], device)
+    def batch_contexts(
+        self, scored: Sequence[tuple[ResponseTokens, Tensor]], device: torch.device
+    ) -> list[BatchContext]:
+        """The `BatchContext` of each of this rank's micro-batches; `scored` has their tokens and log-probabilities
+        under the weights before the first optimizer step. Collective if `needs_batch_pass`."""
+        tokens = ResponseTokens.concatenated([part for part, _ in scored], device)
         logprobs = torch.cat([torch.zeros(0, device=device), *(found for _, found in scored)])
-        proximal = self.proximal(logprobs, tokens)
-        stale = self.stale(logprobs, proximal, tokens)
+        proximal = self.proximal_logprobs(logprobs, tokens)
+        stale = self.stale_tokens(logprobs, proximal, tokens)
         clip = self.clip_of_batch(stale, self.clip, self.section) if self.clip_of_batch else self.clip
         lengths = [len(found) for _, found in scored]
-        columns = (column.split(lengths) for column in (proximal, *self.correction(stale)))
-        return [OfBatch(clip, *each) for each in zip(*columns, strict=True)] if scored else []
+        columns = (column.split(lengths) for column in (proximal, *self.correction_weights(stale)))
+        return [BatchContext(clip, *each) for each in zip(*columns, strict=True)] if scored else []
 
     def loss(
         self,
         logprobs: Tensor,
         entropies: Tensor,
         tokens: ResponseTokens,
-        totals: TokenTotals,
+        totals: StepTotals,
         reference_logprobs: Tensor | None = None,
-        of_batch: OfBatch | None = None,
+        context: BatchContext | None = None,
     ) -> Tensor:
-        """This micro-batch's share of the loss of the global batch; adds its figures to `totals`.
+        """Contribution of a micro-batch to the loss of the global batch, a scalar; adds its metrics to `totals`.
 
-        logprobs, entropies float32 [K] with gradients; `reference_logprobs` where `needs_reference`, `of_batch` where
-        `needs_batch`.
+        logprobs, entropies: float32 [K] with gradients. `reference_logprobs` [K] are required if `needs_reference`,
+        `context` if `needs_batch_pass`.
         """
-        of_batch = of_batch or self.of_batch([(tokens, logprobs.detach())], logprobs.device)[0]
-        correction, proximal = of_batch.weight, of_batch.proximal
-        token_losses, clipped = self.policy_loss(logprobs, proximal, tokens.advantages, tokens.spans, of_batch.clip)
+        context = context or self.batch_contexts([(tokens, logprobs.detach())], logprobs.device)[0]
+        correction, proximal = context.correction_weights, context.proximal_logprobs
+        token_losses, clipped = self.policy_loss(logprobs, proximal, tokens.advantages, tokens.spans, context.clip)
         token_losses = correction * token_losses
         if self.section.behaviour_coef:
             pull = k2(logprobs, tokens.behaviour_logprobs) * (tokens.advantages != 0)
@@ -277,23 +297,23 @@ class Objective:
             k3=k3(behaviour, current),
             clip_fraction=clipped,
             mask_fraction=correction == 0,
-            truncated_fraction=of_batch.truncated,
+            truncated_fraction=context.truncated,
             **columns,
         )
         totals.add_sequences(bounded(tokens.spans.totals(log_ratio(current, behaviour))).exp())
         return loss
 
-    def proximal(self, logprobs: Tensor, tokens: ResponseTokens) -> Tensor:
-        """log-probabilities of the policy around which the loss clips, by those of the weights before the first
-        optimizer step; [K], no gradient."""
+    def proximal_logprobs(self, logprobs: Tensor, tokens: ResponseTokens) -> Tensor:
+        """Log-probabilities of the proximal policy, around which the loss clips; [K], without gradient.
+        `logprobs` [K] are those under the weights before the first optimizer step."""
         if self.section.proximal == "behaviour":
             return tokens.behaviour_logprobs
         if self.section.proximal == "recomputed":
             return logprobs.detach()
         return interpolated_proximal(logprobs, tokens.behaviour_logprobs, tokens.ages)
 
-    def stale(self, current: Tensor, proximal: Tensor, tokens: ResponseTokens) -> StaleTokens:
-        """What corrections see; `current` without a gradient."""
+    def stale_tokens(self, current: Tensor, proximal: Tensor, tokens: ResponseTokens) -> StaleTokens:
+        """Inputs of the corrections; `current` are log-probabilities without a gradient."""
         return StaleTokens(
             logprobs=current,
             proximal_logprobs=proximal,
@@ -304,53 +324,55 @@ class Objective:
             ranks=self.ranks,
         )
 
-    def correction(self, stale: StaleTokens) -> tuple[Tensor, Tensor]:
-        """What each token's policy loss is multiplied by, float32 [K], and where a cap has made that less, bool [K];
-        no gradient."""
+    def correction_weights(self, stale: StaleTokens) -> tuple[Tensor, Tensor]:
+        """Product of all corrections, float32 [K], and whether a cap reduced it, bool [K]; without gradient."""
         weight, truncated = torch.ones_like(stale.logprobs), torch.zeros_like(stale.logprobs, dtype=torch.bool)
         for correction in self.corrections:
             found = correction(stale, self.section)
-            weights, touched = found if isinstance(found, tuple) else (found, truncated)
-            weight, truncated = weight * weights, truncated | touched
+            weights, capped = found if isinstance(found, tuple) else (found, truncated)
+            weight, truncated = weight * weights, truncated | capped
         return weight, truncated
 
 
-def tokens_of(session: Session) -> int:
-    """That the policy has sampled in it."""
-    return sum(row.sampled_tokens for row in session)
+def sampled_token_count(forks: SampleForks) -> int:
+    """Tokens that the policy sampled in all forks of a sample."""
+    return sum(row.sampled_tokens for row in forks)
 
 
-def rewards_of(groups: list[list[Session]]) -> list[Tensor]:
-    """float64, one a session."""
+def sample_rewards(groups: list[list[SampleForks]]) -> list[Tensor]:
+    """Rewards of each group, float64, one per sample (its forks share one)."""
     return [torch.tensor([rows[0].reward for rows in group], dtype=torch.float64) for group in groups]
 
 
-def row_advantages(estimator: str, groups: list[list[Session]]) -> np.ndarray:
-    """float64, one a row: that of its session among the sessions of its group."""
-    lengths = [torch.tensor(list(map(tokens_of, group)), dtype=torch.float64) for group in groups]
-    of_groups = advantages(estimator, rewards_of(groups), lengths)
+def row_advantages(estimator: str, groups: list[list[SampleForks]]) -> np.ndarray:
+    """Advantages, float64, one per row; all forks of a sample have the advantage of the sample in its group."""
+    lengths = [torch.tensor(list(map(sampled_token_count, group)), dtype=torch.float64) for group in groups]
+    group_advantages = advantages(estimator, sample_rewards(groups), lengths)
     rows = [torch.tensor(list(map(len, group)), dtype=torch.int64) for group in groups]
     return np.concatenate(
-        [np.zeros(0), *(found.repeat_interleave(each).numpy() for found, each in zip(of_groups, rows, strict=True))]
+        [
+            np.zeros(0),
+            *(found.repeat_interleave(each).numpy() for found, each in zip(group_advantages, rows, strict=True)),
+        ]
     )
 
 
 def token_ages(sample: TrainSample, step: int) -> np.ndarray:
-    """int64 [K]: steps between the version that sampled each sampled token and weights `step`."""
+    """int64 [K]: policy steps between the version that sampled each token and weights `step`."""
     ages = [np.full(end - start, step - version.step, np.int64) for start, end, version in sample.segments]
     return np.concatenate(ages)
 
 
 def version_shares(samples: list[TrainSample]) -> dict[str, float]:
-    """The share of a batch's sampled tokens that each policy version has sampled, as `version_share_STEP`.
+    """Share of the batch's sampled tokens by policy version, as `version_share_STEP`; 0 to 1.
 
-    Versions before the newest MAX_VERSIONS share `version_share_older`.
+    Versions older than the newest MAX_VERSIONS are summed in `version_share_older`.
     """
     tokens: Counter[int] = Counter()
     for sample in samples:
         for start, end, version in sample.segments:
             tokens[version.step] += end - start
     shares: defaultdict[str, float] = defaultdict(float)
-    for place, step in enumerate(sorted(tokens, reverse=True)):
-        shares[f"version_share_{step if place < MAX_VERSIONS else 'older'}"] += tokens[step] / tokens.total()
+    for index, step in enumerate(sorted(tokens, reverse=True)):
+        shares[f"version_share_{step if index < MAX_VERSIONS else 'older'}"] += tokens[step] / tokens.total()
     return dict(shares)

@@ -1,7 +1,7 @@
-"""A rank's state on the host while others have its accelerator.
+"""Offload of a rank's state to the host while engines use its accelerator.
 
-Storages are emptied in place and filled again, so that parameters, their shards and moments stay the objects that they
-are, whatever back end has made them. What comes back is bitwise what went.
+Storages are freed and refilled in place, so that parameters, shards and moments stay the same objects for any back end.
+Restored values are bitwise the same.
 """
 
 import ctypes
@@ -14,70 +14,76 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 Storages = list[UntypedStorage]
-Fill = Callable[[Storages], None]
+Refill = Callable[[Storages], None]
+"""Copies the offloaded bytes back into storages of the same sizes."""
 
 
-class Parking:
+class HostOffload:
+    """Moves tensors' memory from the device to the host and back, in place."""
+
     def __init__(self, device: torch.device, folder: Path):
-        """`folder`: of a file in the place of memory where device and host are one, the CPU."""
+        """`folder` is for the file that holds the state if the device is the CPU, where offloading to memory frees
+        nothing."""
         self.device, self.folder = device, folder
-        self._parked: list[tuple[UntypedStorage, int]] = []
-        self._fill: Fill | None = None
+        self._offloaded: list[tuple[UntypedStorage, int]] = []
+        self._refill: Refill | None = None
 
-    def park(self, tensors: Iterable[Tensor]) -> int:
-        """Let the device have their memory; how much that is (bytes)."""
+    def offload(self, tensors: Iterable[Tensor]) -> int:
+        """Copy the storages of `tensors` to the host and free their device memory; returns the bytes freed."""
         found: dict[int, UntypedStorage] = {}
         for tensor in tensors:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().untyped_storage()
             if storage.nbytes() and storage.resizable() and storage.device.type == self.device.type:
                 found[storage.data_ptr()] = storage
         storages = list(found.values())
-        self._parked = [(storage, storage.nbytes()) for storage in storages]
-        self._fill = keep_in_file(storages, self.folder) if self.device.type == "cpu" else keep_in_memory(storages)
+        self._offloaded = [(storage, storage.nbytes()) for storage in storages]
+        self._refill = (
+            offload_to_file(storages, self.folder) if self.device.type == "cpu" else offload_to_memory(storages)
+        )
         for storage in storages:
             storage.resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return sum(size for _, size in self._parked)
+        return sum(size for _, size in self._offloaded)
 
-    def unpark(self) -> None:
-        """All of it is there again."""
-        for storage, size in self._parked:
+    def restore(self) -> None:
+        """Allocate the storages again and copy their contents back."""
+        for storage, size in self._offloaded:
             storage.resize_(size)
-        if self._fill:
-            self._fill([storage for storage, _ in self._parked])
-        self._parked, self._fill = [], None
+        if self._refill:
+            self._refill([storage for storage, _ in self._offloaded])
+        self._offloaded, self._refill = [], None
 
 
-def keep_in_memory(storages: Storages) -> Fill:
+def offload_to_memory(storages: Storages) -> Refill:
     copies = [as_bytes(storage).to("cpu", copy=True) for storage in storages]
 
-    def fill(storages: Storages) -> None:
+    def refill(storages: Storages) -> None:
         for storage, copy in zip(storages, copies, strict=True):
             as_bytes(storage).copy_(copy)
 
-    return fill
+    return refill
 
 
-def keep_in_file(storages: Storages, folder: Path) -> Fill:
+def offload_to_file(storages: Storages, folder: Path) -> Refill:
     file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
     for storage in storages:
         file.write(memory_of(storage))
     file.seek(0)
 
-    def fill(storages: Storages) -> None:
+    def refill(storages: Storages) -> None:
         with file:
             if any(file.readinto(memory_of(storage)) != storage.nbytes() for storage in storages):
-                raise OSError("the state that was put aside is not whole")
+                raise OSError("the file of the offloaded state is truncated")
 
-    return fill
+    return refill
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:
-    """uint8 [bytes]: the very memory."""
+    """The memory of a storage as a tensor, uint8 [bytes]; not a copy."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def memory_of(storage: UntypedStorage) -> ctypes.Array:
-    """The same of one on the CPU, as a file takes it. An array of numpy would keep it from being emptied."""
+    """The memory of a CPU storage as a buffer for file I/O. A numpy array would keep the storage from being resized."""
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())

@@ -1,4 +1,4 @@
-"""How long the phases of a step take."""
+"""Timers for the phases of a training step."""
 
 import time
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 Seconds = Callable[[str], AbstractContextManager[None]]
-"""of a phase: what it runs in"""
+"""Maps a phase name to a context manager that times the phase."""
 
 
 class PhaseSeconds:
-    """Wall-clock seconds by phase; waits for the accelerator at each phase's end."""
+    """Wall-clock seconds by phase; synchronises with the accelerator at the end of each phase."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -12,54 +12,54 @@ from torch.distributed.rendezvous import rendezvous
 from april.config import LearnerSection
 from april.connections.route import interface_towards
 
-HANDOVER_TIMEOUT = timedelta(days=7)
-"""ranks wait this long for rank 0's next batch: generation may take hours, and torchrun ends the ranks of a
-learner whose rank 0 has died, so it owns this wait"""
+LONG_WAIT = timedelta(days=7)
+"""Timeout of the groups in which ranks wait for rank 0's next batch. Generation may take hours; if rank 0 dies, the
+launcher ends the other ranks."""
 
 
 def join(section: LearnerSection) -> torch.device:
-    """Enter the default group (gloo on CPU; NCCL or RCCL beside gloo on accelerators); this rank's device.
+    """Join the default group (gloo on a CPU; NCCL or RCCL and gloo on accelerators); returns this rank's device.
 
-    On one machine gloo can be reached from nowhere else; on several it takes the way that leads to the first.
+    On one machine gloo listens on the loopback interface only; on several it uses the interface towards the first.
     """
     torch.set_num_threads(section.threads)
     kind = section.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if interface := interface_of_ranks():
+    if interface := gloo_interface():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=section.collective_timeout_s)
-    meeting = meeting_of_this_start(timeout)
+    rendezvous_options = rendezvous_of_this_start(timeout)
     if kind == "cpu":
-        dist.init_process_group("gloo", timeout=timeout, **meeting)
+        dist.init_process_group("gloo", timeout=timeout, **rendezvous_options)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timeout, **meeting)
+    dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timeout, **rendezvous_options)
     return device
 
 
-def interface_of_ranks() -> str:
-    """By which ranks reach each other; empty where that cannot be said."""
+def gloo_interface() -> str:
+    """Network interface for gloo between ranks; empty to let gloo choose."""
     if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return "lo"
     interface = interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if interface != "lo":
         return interface
-    return ""  # on the machine that the others come to: gloo takes the one by which its own name is found
+    return ""  # on the first machine: gloo uses the interface that its host name resolves to
 
 
-def meeting_of_this_start(timeout: timedelta) -> dict[str, Any]:
-    """Store, rank and world size. torchrun keeps its store when it restarts the ranks, and with it the addresses of
-    those that are gone, so each start uses names of its own."""
+def rendezvous_of_this_start(timeout: timedelta) -> dict[str, Any]:
+    """Store, rank and world size for `init_process_group`. torchrun keeps its store, with the addresses of dead ranks,
+    when it restarts the ranks, so each start uses key names of its own."""
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": world_size}
 
 
-def handover_group() -> dist.ProcessGroup:
-    """A gloo group over all ranks in which the others wait for rank 0's next batch. Collective."""
-    return dist.new_group(backend="gloo", timeout=HANDOVER_TIMEOUT)
+def long_wait_group() -> dist.ProcessGroup:
+    """New gloo group over all ranks whose timeout is days, for waits for rank 0. Collective."""
+    return dist.new_group(backend="gloo", timeout=LONG_WAIT)
 
 
 def leave() -> None:

@@ -1,5 +1,5 @@
-"""What a restart cannot mend is not tried again: torchrun restarts ranks whatever the status with which they end, so
-those that it starts look in its store whether an earlier one has refused."""
+"""Memory of a refusal across restarts: torchrun restarts ranks whatever their exit status, so a rank that refuses to
+work says so in torchrun's store, and restarted ranks look there first."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ TIMEOUT_S = 10
 
 
 def remember() -> None:
-    """For the ranks that torchrun will start in this one's place."""
+    """Record in the launcher's store that this rank refused, for the ranks that torchrun starts next."""
     if RESTARTS in os.environ:
         with contextlib.suppress(RuntimeError):
             launcher_store().set(REFUSED_KEY, "")

@@ -1,7 +1,7 @@
-"""Samples kept to be read: one Parquet file a step in `samples/` of the run folder, a row a sample, written beside the
-training.
+"""Samples stored for reading: one Parquet file per step in `samples/` of the run folder, with one row per sample.
 
-A step that is trained again replaces its file. Its columns are those of `schema`.
+Files are written in a thread while training goes on. A step that is trained again replaces its file. `schema` has the
+columns.
 """
 
 import importlib.util
@@ -19,15 +19,17 @@ from april.config import Config
 from april.data.tokenizer import Tokenizer
 from april.formats.samples import chosen_groups
 from april.learner.background import in_background
-from april.learner.batch import Batch, ToldGroup, TrainSample
+from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
 from april.learner.objective import Prepared
-from april.learner.seen import SeenTokens
+from april.learner.seen import TokenStats
 
 log = logging.getLogger(__name__)
 
 ROW_GROUP_TOKENS = 1 << 16
-"""of the samples that are read at a time, about: one is shown by reading its row group, and all are listed faster the
-fewer groups there are"""
+"""Approximate tokens per row group: showing one sample reads its row group, and listing all samples is faster with
+fewer groups."""
+SPAN_COLUMNS = ("what", "where", "began", "ended", "start", "end", "how")
+"""Fields of an entry of the column `stays`: the fields of `wire.SampleSpan` in order, under the names of the files."""
 
 
 def schema():
@@ -78,8 +80,8 @@ def schema():
     )
 
 
-class SampleKeeper:
-    """Rank 0's. What keeps it from writing is logged, and never stops a run."""
+class SampleWriter:
+    """Writes samples on rank 0. An error is logged and ends the writing, never the run."""
 
     def __init__(self, config: Config):
         self.section, self.seed, self.model = config.samples, config.seed, config.model.path
@@ -90,20 +92,20 @@ class SampleKeeper:
         if self.section.every and not self.works:
             log.warning("samples are not kept, since pyarrow is not installed; `pip install 'april-rl[data]'`")
 
-    def keep(self, batch: Batch, prepared: Prepared, seen: SeenTokens, nonfinite: bool) -> None:
-        """Begin to write what is kept of a batch that was consumed."""
+    def keep(self, batch: TrainingBatch, prepared: Prepared, token_stats: TokenStats, nonfinite: bool) -> None:
+        """Start writing the chosen samples of a consumed batch."""
         self.finish()
         if self.works:
-            self._writing = in_background(self._write, batch, prepared, seen, nonfinite)
+            self._writing = in_background(self._write, batch, prepared, token_stats, nonfinite)
 
-    def keep_left(self, step: int, discards: list[ToldGroup]) -> None:
-        """What was discarded since the last batch, where no batch `step` will come."""
+    def write_leftover(self, step: int, discards: list[ReceivedGroup]) -> None:
+        """Start writing the groups discarded after the last batch, as part of batch `step`, which is never trained."""
         self.finish()
         if self.works and discards:
             self._writing = in_background(self._put, step, [], discards)
 
     def finish(self) -> None:
-        """Wait for the file that is being written."""
+        """Wait until the file is written; after an error no more samples are written."""
         if self._writing is None:
             return
         try:
@@ -113,31 +115,31 @@ class SampleKeeper:
             log.warning("samples are not kept from here on: %s: %s; mend that", type(error).__name__, error)
         self._writing = None
 
-    def _write(self, batch: Batch, prepared: Prepared, seen: SeenTokens, nonfinite: bool) -> None:
+    def _write(self, batch: TrainingBatch, prepared: Prepared, token_stats: TokenStats, nonfinite: bool) -> None:
         tokenizer = self._tokenizer()
         rewards = [[sample.reward for sample in group] for group in batch.groups]
         kept = set(chosen_groups(rewards, self.section.groups, f"{self.seed} {batch.step}"))
-        columns = dict(zip(prepared.places, seen.of_samples(), strict=True))
-        rows, place = [], 0
+        columns = dict(zip(prepared.batch_indices, token_stats.per_sample(), strict=True))
+        rows, row_index = [], 0
         for number, group in enumerate(batch.groups):
             for index, sample in enumerate(group):
                 if number in kept:
-                    row = describe(sample, columns.get(place), tokenizer) | {
+                    row = describe(sample, columns.get(row_index), tokenizer) | {
                         "group": sample.group if sample.group >= 0 else number,
                         "index": sample.index if sample.index >= 0 else index,
-                        "advantage": float(prepared.of_batch[place]),
+                        "advantage": float(prepared.batch_advantages[row_index]),
                         "discarded": "nonfinite" if nonfinite else "",
                     }
                     rows.append(row)
-                place += 1
+                row_index += 1
         self._put(batch.step, rows, batch.discards)
 
     def _tokenizer(self) -> Tokenizer:
         self.tokenizer = self.tokenizer or Tokenizer(self.model)
         return self.tokenizer
 
-    def _put(self, step: int, rows: list[dict[str, Any]], discards: list[ToldGroup]) -> None:
-        """Rows of batch `step`, and what was discarded before it."""
+    def _put(self, step: int, rows: list[dict[str, Any]], discards: list[ReceivedGroup]) -> None:
+        """Write the Parquet file of batch `step`: `rows`, and the groups discarded before it."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
@@ -154,36 +156,36 @@ class SampleKeeper:
 
 
 def row_group_size(samples: int, tokens: int) -> int:
-    """How many samples of a file go into each of its row groups."""
+    """Samples in each row group of a file with this many samples and tokens."""
     return max(1, ROW_GROUP_TOKENS * samples // max(1, tokens))
 
 
-def describe_discards(discards: list[ToldGroup], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def describe_discards(discards: list[ReceivedGroup], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
     for head, group in discards:
-        for told, sample in zip(head.samples, group, strict=True):
+        for sample_head, sample in zip(head.samples, group, strict=True):
             first = sample.prompt_tokens - head.prompt_tokens
             yield describe(sample, None, tokenizer) | {
                 "group": head.group,
-                "index": told.index,
-                "reward": None if math.isnan(told.reward) else told.reward,
+                "index": sample_head.index,
+                "reward": None if math.isnan(sample_head.reward) else sample_head.reward,
                 "discarded": head.discarded,
-                "discarded_from": max(0, told.discarded_from - first),
-                "attempts": told.attempts,
-                "error": told.error,
+                "discarded_from": max(0, sample_head.discarded_from - first),
+                "attempts": sample_head.attempts,
+                "error": sample_head.error,
                 "delivered_at": None,
                 "discarded_at": head.delivered_at,
             }
 
 
-def describe(sample: TrainSample, seen: np.ndarray | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The columns that say how a sample came about. Figures are null at tokens that the policy has not sampled;
-    `seen`, float32 [2, K], is None of a sample that had no gradient."""
+def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Columns of one sample. Per-token columns are null at tokens that the policy did not sample; `scores`, float32
+    [2, K] (log-probabilities, entropies under the learner), is None for a sample without a gradient."""
     prompt, response = sample.tokens[: sample.prompt_tokens], sample.tokens[sample.prompt_tokens :]
 
     def at_sampled(values: np.ndarray) -> list[float | None]:
         column: list[float | None] = [None] * len(response)
-        for place, value in zip(sample.sampled.tolist(), values.tolist(), strict=True):
-            column[place] = value
+        for position, value in zip(sample.sampled_positions.tolist(), values.tolist(), strict=True):
+            column[position] = value
         return column
 
     return {
@@ -192,45 +194,45 @@ def describe(sample: TrainSample, seen: np.ndarray | None, tokenizer: Tokenizer)
         "prompt_ids": prompt.tolist(),
         "response_ids": response.tolist(),
         "segments": [
-            {"start": start, "end": end, "branch": version.branch, "step": version.step}
+            {"start": start, "end": end, "branch": version.incarnation, "step": version.step}
             for start, end, version in sample.segments
         ],
         "turns": turns(sample),
-        "behaviour_logprobs": at_sampled(sample.logprobs[sample.sampled]),
-        "learner_logprobs": None if seen is None else at_sampled(seen[0]),
-        "entropies": None if seen is None else at_sampled(seen[1]),
-        "branch": sample.branch,
-        "parent": sample.parent if sample.branch else None,
-        "shared": sample.shared if sample.branch else None,
+        "behaviour_logprobs": at_sampled(sample.logprobs[sample.sampled_positions]),
+        "learner_logprobs": None if scores is None else at_sampled(scores[0]),
+        "entropies": None if scores is None else at_sampled(scores[1]),
+        "branch": sample.fork,
+        "parent": sample.parent if sample.fork else None,
+        "shared": sample.shared_tokens if sample.fork else None,
         "reward": float(sample.reward),
         "reward_details": [{"name": name, "value": value} for name, value in sorted(sample.details.items())],
-        "trained": seen is not None,
+        "trained": scores is not None,
         "finish_reason": sample.finish_reason,
         **times(sample),
     }
 
 
 def turns(sample: TrainSample) -> list[dict[str, Any]]:
-    """Who has said what of the response: the policy, or its environment or agent, who says what no policy sampled."""
+    """Parts of the response by speaker: "policy" for sampled tokens, "other" for an environment's or agent's tokens."""
     found: list[dict[str, Any]] = []
     for start, end, _ in sample.segments:
-        said = found[-1]["end"] if found else 0
-        if start > said:
-            found.append({"who": "other", "start": said, "end": start})
+        covered = found[-1]["end"] if found else 0
+        if start > covered:
+            found.append({"who": "other", "start": covered, "end": start})
         if found and found[-1]["who"] == "policy":
             found[-1]["end"] = end
         else:
             found.append({"who": "policy", "start": start, "end": end})
-    if (said := found[-1]["end"] if found else 0) < sample.response_tokens:
-        found.append({"who": "other", "start": said, "end": sample.response_tokens})
+    if (covered := found[-1]["end"] if found else 0) < sample.response_tokens:
+        found.append({"who": "other", "start": covered, "end": sample.response_tokens})
     return found
 
 
 def times(sample: TrainSample) -> dict[str, Any]:
-    """Unix seconds, null where the broker does not know. A response is generated when its last stay for that ended."""
+    """Time columns, Unix seconds; null if unknown. `generated_at` is the end of the last generation span."""
 
     def last(*kinds: str) -> float | None:
-        return max((stay.ended for stay in sample.stays if stay.what in kinds), default=None)
+        return max((span.ended for span in sample.spans if span.activity in kinds), default=None)
 
     return {
         "opened_at": sample.opened_at or None,
@@ -238,13 +240,13 @@ def times(sample: TrainSample) -> dict[str, Any]:
         "scored_at": last("score") or last("act"),
         "delivered_at": sample.delivered_at or None,
         "chunks": [{"end": end, "at": at or None} for end, at in sample.chunks],
-        "stays": [msgspec.structs.asdict(stay) for stay in sample.stays],
+        "stays": [dict(zip(SPAN_COLUMNS, msgspec.structs.astuple(span), strict=True)) for span in sample.spans],
     }
 
 
 def thin_out(folder: Path, limit_bytes: int) -> None:
-    """Remove steps until the rest has room, each time the one whose neighbours are closest to each other: those that
-    are left lie evenly over the run, and the first and the newest stay."""
+    """Delete files of `folder` until `limit_bytes` hold the rest, each time the step whose neighbours are closest to
+    each other: the rest is spread evenly over the run. The first and the newest step stay."""
     sizes = {path: path.stat().st_size for path in sorted(folder.glob("step_*.parquet"))}
     while sum(sizes.values()) > limit_bytes and len(sizes) > 2:
         paths = list(sizes)

@@ -1,4 +1,4 @@
-"""The learner's end of the conversation with the broker: fetches batches, reports what became of them."""
+"""The learner's client of the broker: fetches batches, reports what became of them."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from april import wire
 from april.connections.broker import BrokerConnection, BrokerRefused
 from april.data.support import Support
-from april.learner.batch import Batch, ToldGroup, TrainSample
+from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
 from april.processes.pulse import MAIN
 from april.security.keys import Keys
 
@@ -23,21 +23,21 @@ POLL_MS = 200
 
 
 @dataclass
-class Request:
-    """A message on its way to being answered, in one part or more."""
+class PendingRequest:
+    """A message sent to the broker whose answer, of one part or more, has not arrived in full."""
 
     message: wire.Message
-    whole: Callable[[list[wire.Received]], bool]
+    is_complete: Callable[[list[wire.Received]], bool]
     arrays: Sequence[np.ndarray] = ()
     answers: list[wire.Received] = field(default_factory=list)
     future: Future = field(default_factory=Future)
 
 
 class BrokerSource:
-    """Implements `april.learner.beside.Source` over a broker connection, for rank 0.
+    """`april.learner.beside.BatchSource` over a broker connection, for rank 0.
 
-    A thread owns the connection, so that the next batch is fetched by one thread of the learner while another reports
-    the last.
+    A thread owns the connection, so that one thread of the learner can fetch the next batch while another reports the
+    last one.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class BrokerSource:
         weights_address: str,
         patience_s: float,
         keys: Keys | None = None,
-        keeps: Callable[[int], bool] = lambda step: False,
+        keeps_samples: Callable[[int], bool] = lambda step: False,
     ):
-        """`keeps`: whether samples of a step are kept to be read."""
-        self.weights_address, self.keeps = weights_address, keeps
-        self.left: list[ToldGroup] = []
+        """`keeps_samples` (step -> bool): whether samples of that step are stored for reading."""
+        self.weights_address, self.keeps_samples = weights_address, keeps_samples
+        self.leftover: list[ReceivedGroup] = []
         self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s, keys)
-        self.connection.hello(leases=[])
-        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.connection.hello(lease_ids=[])
+        self._inbox: queue.SimpleQueue[PendingRequest] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
         self._wake_reader, self._wake_writer = os.pipe()
@@ -63,26 +63,26 @@ class BrokerSource:
         self._thread.start()
 
     def start(self, checkpoint_step: int) -> tuple[int, int]:
-        [answer] = self._ask(wire.LearnerStart(checkpoint_step, self.weights_address))
-        return answer.message.branch, answer.message.frontier
+        [answer] = self._ask(wire.StartLearner(checkpoint_step, self.weights_address))
+        return answer.message.incarnation, answer.message.frontier
 
-    def fetch(self, step: int) -> Batch | None:
-        parts = self._ask(wire.Fetch(step, self.keeps(step)), is_whole)
+    def fetch(self, step: int) -> TrainingBatch | None:
+        parts = self._ask(wire.Fetch(step, self.keeps_samples(step)), is_complete)
         if isinstance(parts[0].message, wire.Finished):
-            self.left = to_groups(parts[0].message.groups, parts[0].arrays)
+            self.leftover = decode_groups(parts[0].message.groups, parts[0].arrays)
             return None
-        by_place = {part.message.first: part for part in parts}
-        ordered = [by_place[first] for first in sorted(by_place)]
-        told = [one for part in ordered for one in to_groups(part.message.groups, part.arrays)]
-        return Batch(
+        by_first = {part.message.first: part for part in parts}
+        ordered = [by_first[first] for first in sorted(by_first)]
+        received = [group for part in ordered for group in decode_groups(part.message.groups, part.arrays)]
+        return TrainingBatch(
             step,
-            [group for head, group in told if not head.discarded],
-            [(head.prompt, head.extra) for head, _ in told if head.prompt >= 0],
-            [(head, group) for head, group in told if head.discarded],
+            [group for head, group in received if not head.discarded],
+            [(head.prompt_number, head.extra) for head, _ in received if head.prompt_number >= 0],
+            [(head, group) for head, group in received if head.discarded],
         )
 
     def submit(self, first: int, prompts: list[wire.Submission], ids: np.ndarray) -> int:
-        """Bring prompts, numbered from `first` on, int32 ids one behind the other; how many were brought by now."""
+        """Submit prompts numbered from `first`, their int32 ids concatenated; returns the number submitted so far."""
         [answer] = self._ask(wire.Submit(first, prompts), arrays=[ids])
         return answer.message.count
 
@@ -96,7 +96,7 @@ class BrokerSource:
         self._ask(wire.Durable(step, oldest))
 
     def best(self) -> tuple[int, list[int]]:
-        [answer] = self._ask(wire.BestWanted())
+        [answer] = self._ask(wire.BestRequest())
         return answer.message.step, answer.message.undecided
 
     def close(self) -> None:
@@ -107,10 +107,10 @@ class BrokerSource:
     def _ask(
         self,
         message: wire.Message,
-        whole: Callable[[list[wire.Received]], bool] = lambda answers: True,
+        is_complete: Callable[[list[wire.Received]], bool] = lambda answers: True,
         arrays: Sequence[np.ndarray] = (),
     ) -> list[wire.Received]:
-        request = Request(message, whole, arrays)
+        request = PendingRequest(message, is_complete, arrays)
         self._inbox.put(request)
         self._wake()
         while not request.future.done() and self._thread.is_alive():
@@ -129,10 +129,10 @@ class BrokerSource:
     # --- the thread that owns the connection ----------------------------------------------------------------
 
     def _serve(self) -> None:
-        pending: dict[int, Request] = {}
+        pending: dict[int, PendingRequest] = {}
         try:
             while not self._closed:
-                self._converse(pending)
+                self._exchange(pending)
             self.connection.goodbye()
             self.connection.close()
         except BaseException as error:
@@ -140,32 +140,32 @@ class BrokerSource:
             for request in [*pending.values(), *self._take_new()]:
                 request.future.set_exception(error)
 
-    def _take_new(self) -> list[Request]:
+    def _take_new(self) -> list[PendingRequest]:
         taken = []
         while not self._inbox.empty():
             taken.append(self._inbox.get())
         return taken
 
-    def _converse(self, pending: dict[int, Request]) -> None:
-        """Send what is new and take what has arrived, or say hello and everything again to a restarted broker."""
+    def _exchange(self, pending: dict[int, PendingRequest]) -> None:
+        """Send new requests and receive answers; after a restart of the broker, greet it and resend all requests."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_reader, 4096)
         for new in self._take_new():
             pending[self.connection.send(new.message, new.arrays)] = new
         for received in self.connection.receive(POLL_MS):
             if self.connection.is_disowned(received):
-                return self._begin_again(pending)
+                return self._resend_all(pending)
             request = pending.get(received.sequence)
             if request is None:
                 continue
             request.answers.append(received)
-            if request.whole(request.answers):
+            if request.is_complete(request.answers):
                 del pending[received.sequence]
                 request.future.set_result(request.answers)
         self.connection.check_alive()
 
-    def _begin_again(self, pending: dict[int, Request]) -> None:
-        self.connection.hello(leases=[])
+    def _resend_all(self, pending: dict[int, PendingRequest]) -> None:
+        self.connection.hello(lease_ids=[])
         requests = list(pending.values())
         pending.clear()
         for request in requests:
@@ -173,8 +173,8 @@ class BrokerSource:
             pending[self.connection.send(request.message, request.arrays)] = request
 
 
-def is_whole(answers: list[wire.Received]) -> bool:
-    """Whether all parts of the answer to Fetch have arrived; one that was asked for twice may come twice."""
+def is_complete(answers: list[wire.Received]) -> bool:
+    """Whether all parts of the answer to Fetch have arrived; after a resend a part may arrive twice."""
     last = answers[-1].message
     if not isinstance(last, wire.Batch):
         return True
@@ -182,22 +182,22 @@ def is_whole(answers: list[wire.Received]) -> bool:
     return sum(sizes.values()) == last.total
 
 
-def to_groups(heads: list[wire.GroupHead], arrays: list[np.ndarray]) -> list[ToldGroup]:
-    """Put the arrays of a message together with what the heads of its groups say of them: a prompt to a group, and to
-    each sample two arrays, or four with its support."""
+def decode_groups(heads: list[wire.GroupHead], arrays: list[np.ndarray]) -> list[ReceivedGroup]:
+    """Groups of a message, from their heads and the flat list of arrays: one prompt per group, then per sample response
+    and log-probabilities, and two support arrays if the distribution was cut."""
     groups, rest = [], iter(arrays)
     with_support = len(arrays) == sum(1 + 4 * len(group.samples) for group in heads)
     for group in heads:
         prompt = next(rest)
-        groups.append((group, [to_sample(group, head, prompt, rest, with_support) for head in group.samples]))
+        groups.append((group, [decode_sample(group, head, prompt, rest, with_support) for head in group.samples]))
     return groups
 
 
-def to_sample(
+def decode_sample(
     group: wire.GroupHead, head: wire.SampleHead, prompt: np.ndarray, rest: Iterator[np.ndarray], with_support: bool
 ) -> TrainSample:
-    """What an agent has said before the policy's first turn is the prompt of its sample, where its group has none; so
-    is what a branch shares with others."""
+    """One sample of a group. If the group has no prompt, the tokens before the first sampled one become the sample's
+    prompt: the agent's messages, and the prefix that a fork shares with its parent."""
     response, logprobs = next(rest), next(rest)
     support = Support(next(rest), next(rest)) if with_support else None
     first = 0 if group.prompt_tokens else head.segments[0][0]
@@ -212,16 +212,16 @@ def to_sample(
         index=head.index,
         finish_reason=head.finish_reason,
         details=head.details,
-        stays=tuple(shifted(head.stays, first) if first else head.stays),
+        spans=tuple(shift_spans(head.spans, first) if first else head.spans),
         opened_at=group.opened_at,
         delivered_at=group.delivered_at,
-        branch=head.branch,
+        fork=head.fork,
         chunks=tuple((end - first, at) for end, at in head.chunks if end > first),
         parent=head.parent,
-        shared=head.shared,
+        shared_tokens=head.shared_tokens,
     )
 
 
-def shifted(stays: list[wire.Stay], first: int) -> list[wire.Stay]:
-    """With token counts that leave out the `first` of the response."""
-    return [replace(stay, start=max(0, stay.start - first), end=max(0, stay.end - first)) for stay in stays]
+def shift_spans(spans: list[wire.SampleSpan], first: int) -> list[wire.SampleSpan]:
+    """Spans whose token offsets are moved back by `first`, to at least 0."""
+    return [replace(span, start=max(0, span.start - first), end=max(0, span.end - first)) for span in spans]

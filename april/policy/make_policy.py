@@ -1,4 +1,4 @@
-"""Makes the quickstart policy, once per recipe and seed: builds it, warm-starts it, saves a Hugging Face folder."""
+"""Creation of the quickstart policy, once per recipe and seed: build, warm start, save as a Hugging Face folder."""
 
 import shutil
 import tempfile
@@ -23,9 +23,10 @@ RECORD = "warm_start.json"
 def make_policy(
     out_dir: str | Path, seed: int = 0, recipe: Recipe | None = None, log: Callable[[str], None] = print
 ) -> Path:
-    """Return the folder of the policy, made if it is not there yet; about a minute on one core.
+    """Return the folder of the policy; creates it if it does not exist, in about a minute on one core.
 
-    The seed sets the initial weights and the demonstrations. Nothing appears at `out_dir` before it is whole.
+    The seed determines initial weights and demonstrations. `out_dir` appears only once it is complete. Raises
+    ConfigError if `out_dir` holds something else.
     """
     out_dir, recipe = Path(out_dir), recipe or Recipe()
     made_from = {"recipe": asdict(recipe), "seed": seed}
@@ -54,6 +55,7 @@ def make_policy(
 
 
 def holds(out_dir: Path, made_from: dict) -> bool:
+    """Whether `out_dir` holds a finished policy made from this recipe and seed."""
     record = out_dir / RECORD
     if not record.is_file():
         return False
@@ -62,13 +64,14 @@ def holds(out_dir: Path, made_from: dict) -> bool:
 
 
 def refuse_foreign(out_dir: Path) -> None:
-    """Only a folder that was made here may be replaced."""
+    """Raises ConfigError unless `out_dir` is missing, empty, or a folder that `make_policy` made."""
     if out_dir.exists() and not (out_dir / RECORD).is_file() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"{out_dir} holds something else than a quickstart policy; give an empty or a new folder")
 
 
 @contextmanager
 def one_thread():
+    """Within this context torch uses one CPU thread, for reproducible sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

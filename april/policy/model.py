@@ -1,4 +1,5 @@
-"""The quickstart policy's shape: a Qwen3 of half a million parameters and its tokeniser of one id a character."""
+"""Architecture of the quickstart policy: a Qwen3 of half a million parameters, and a tokeniser of one id per
+character."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = {token: i for i, token in enumerate((PAD, EOS, *ALPHABET))}
 CONTENTS_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""No role tokens: the prompt stays one more eight-character step of the scratch work that follows it."""
+"""Chat template without role tokens: the prompt has the form of one more eight-character step of the scratch work that
+follows it."""
 
 
 def build_tokenizer() -> "PreTrainedTokenizerFast":
@@ -31,7 +33,7 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def build_model(hidden_size: int, layers: int, seed: int) -> "Qwen3ForCausalLM":
-    """Random weights of the seed, fp32; heads of 32, half as many for keys and values."""
+    """A Qwen3 with random fp32 weights drawn from the seed; head dimension 32, half as many key-value heads."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -59,6 +61,6 @@ def build_model(hidden_size: int, layers: int, seed: int) -> "Qwen3ForCausalLM":
 
 
 def save_policy(model: "Qwen3ForCausalLM", out_dir: Path) -> None:
-    """An ordinary Hugging Face folder."""
+    """Write model and tokeniser as an ordinary Hugging Face folder."""
     model.save_pretrained(out_dir)
     build_tokenizer().save_pretrained(out_dir)

@@ -1,7 +1,7 @@
 """Muon in float32, for the warm start's small matrices.
 
 `torch.optim.Muon` orthogonalises in bfloat16, which a CPU without AVX512-BF16 or AMX multiplies up to thirty times
-slower than float32: a warm start of five minutes in place of one.
+slower than float32: a warm start would take five minutes instead of one.
 """
 
 from collections.abc import Iterable
@@ -9,11 +9,12 @@ from collections.abc import Iterable
 import torch
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""coefficients of the quintic that steepens most at zero (Jordan et al. 2024, kellerjordan.github.io/posts/muon)"""
+"""Coefficients of the quintic Newton-Schulz iteration, chosen for the steepest slope at zero (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon)."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update is orthogonalised; every parameter is a float32 matrix."""
+    """Nesterov momentum with an orthogonalised update (Jordan et al. 2024); every parameter is a float32 matrix."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float, momentum=0.95, iterations=5):
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "iterations": iterations})
@@ -28,12 +29,12 @@ class Muon(torch.optim.Optimizer):
                 average = state["average"]
                 average.lerp_(matrix.grad, 1 - group["momentum"])
                 update = orthogonalised(matrix.grad.lerp(average, group["momentum"]), group["iterations"])
-                taller = max(1.0, matrix.size(0) / matrix.size(1)) ** 0.5
-                matrix.sub_(update, alpha=group["lr"] * taller)
+                shape_scale = max(1.0, matrix.size(0) / matrix.size(1)) ** 0.5
+                matrix.sub_(update, alpha=group["lr"] * shape_scale)
 
 
 def orthogonalised(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """About U V^T of the singular value decomposition U S V^T: singular values near 1 in place of any."""
+    """Approximately U V^T of the singular value decomposition U S V^T: all singular values become about 1."""
     a, b, c = NEWTON_SCHULZ
     wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
     wide = wide / wide.norm().clamp(min=1e-7)

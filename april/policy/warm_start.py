@@ -1,7 +1,7 @@
-"""The seeded warm start: first the skill from clean demonstrations, then the bad habits that RL shall remove.
+"""Seeded warm start of the quickstart policy: supervised training on clean demonstrations, then on noisy ones.
 
-RL selects among the modes a policy has and does not create skill, so the skill must be there before the
-noise; the share of noisy demonstrations sets the reward that RL starts from.
+RL selects among the behaviours a policy has and does not create skill, so the skill is trained first. The noisy
+demonstrations add the errors that RL removes, and their rate sets the reward that RL starts from.
 """
 
 import time
@@ -22,35 +22,37 @@ PAD_ID, EOS_ID = VOCABULARY[PAD], VOCABULARY[EOS]
 EASY_TIMES = (2, 3, 4)
 
 HABITS = Noise(p_short=0.44, p_err=0.015, p_stop=0.012, p_skip=0.009)
-"""Chosen for a reward of about 0.5 at temperature 1; the policy takes three of four shortcuts it is shown."""
+"""Noise chosen for a reward of about 0.5 at temperature 1; the policy reproduces three of four shortcuts in its
+demonstrations."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What fixes a policy beside its seed."""
+    """Hyper-parameters of a warm start; recipe and seed determine the policy."""
 
     hidden_size: int = 128
     layers: int = 3
     easy_steps: int = 60
-    """optimizer steps on K 2 to 4"""
+    """Optimizer steps on tasks with K = 2, 3 and 4 (`ArithmeticTask.times`)."""
     clean_steps: int = 400
-    """on every K"""
+    """Optimizer steps on tasks of every K."""
     noisy_steps: int = 140
-    """on every K, with the noise below"""
+    """Optimizer steps on tasks of every K, with `noise`."""
     noise: Noise = HABITS
     muon_lr: float = 0.02
-    """of the matrices inside the layers"""
+    """Peak learning rate of the matrices inside the layers (Muon)."""
     adamw_lr: float = 3e-3
-    """of embeddings and norms"""
+    """Peak learning rate of embeddings and norms (AdamW)."""
     warmup_steps: int = 30
+    """Optimizer steps of linear learning-rate warm-up."""
     final_lr_share: float = 0.1
-    """of both, reached linearly at the last step"""
+    """Final learning rate as a share of the peak, reached linearly at the last step."""
     average_decay: float = 0.98
-    """of the running average of the weights over the noisy steps, which is the policy"""
+    """Decay of the moving average of the weights over the noisy steps; the average is the policy."""
     batch_tokens: int = 1024
-    """padded tokens of a batch"""
+    """Padded tokens per batch."""
     revision: int = 2
-    """counts changes of the code that change what a recipe gives"""
+    """Number of code changes that changed the result of a recipe."""
 
     @property
     def steps(self) -> int:
@@ -58,7 +60,7 @@ class Recipe:
 
 
 def warm_start(model: Qwen3ForCausalLM, recipe: Recipe, seed: int, log: Callable[[str], None]) -> None:
-    """Train the model in place for exactly `recipe.steps` steps. One CPU thread gives the same weights again."""
+    """Train the model in place for exactly `recipe.steps` steps. Reproducible on one CPU thread."""
     started = time.monotonic()
     optimizers = build_optimizers(model, recipe)
     schedules = [
@@ -82,7 +84,8 @@ def warm_start(model: Qwen3ForCausalLM, recipe: Recipe, seed: int, log: Callable
 
 
 def build_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon learns the skill in a fifth of AdamW's steps; embeddings and norms are not for it."""
+    """Muon for the matrices inside the layers, which learn in a fifth of AdamW's steps; AdamW for embeddings and
+    norms."""
     inner = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     inner_ids = {id(parameter) for parameter in inner}
     outer = [parameter for parameter in model.parameters() if id(parameter) not in inner_ids]
@@ -93,19 +96,20 @@ def build_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.opti
 
 
 def token_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[B * T], zero where there is no target. Its sum weighs every token alike, however long its batch's rows are."""
+    """Cross-entropy of each token (nats), [B * T]; zero where there is no target."""
     logits = model(input_ids=tokens, use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD_ID, reduction="none")
 
 
 def lr_share(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then linear decay."""
+    """Learning rate of a step as a share of the peak: linear warm-up, then linear decay."""
     decayed = 1.0 - (1.0 - recipe.final_lr_share) * step / recipe.steps
     return min((step + 1) / recipe.warmup_steps, decayed)
 
 
 def batches(recipe: Recipe, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(tokens, targets), int64 [B, T] each, padded right; prompt positions have no target."""
+    """All batches of a warm start: (tokens, targets), int64 [B, T] each, padded right; prompt positions have no
+    target."""
     random = Random(seed)
     phases = (
         (recipe.easy_steps, CLEAN, EASY_TIMES),
@@ -121,19 +125,20 @@ def batches(recipe: Recipe, seed: int) -> Iterator[tuple[torch.Tensor, torch.Ten
 def phase_batches(
     recipe: Recipe, random: Random, noise: Noise, allowed_times: tuple[int, ...] | None
 ) -> Iterator[list[tuple[str, str]]]:
-    """Batches of like length from pools of demonstrations, in shuffled order, without end."""
+    """Endless stream of batches of similar length, in shuffled order, from pools of 256 demonstrations."""
     while True:
         pool = []
         for _ in range(256):
             times = random.choice(allowed_times) if allowed_times else draw_times(random)
             task = draw_task(random, "train", times)
             pool.append((task.prompt, demonstration(task, noise, random)))
-        cut = batches_of_like_length(pool, recipe.batch_tokens)
+        cut = batches_of_similar_length(pool, recipe.batch_tokens)
         random.shuffle(cut)
         yield from cut
 
 
-def batches_of_like_length(pool: list[tuple[str, str]], batch_tokens: int) -> list[list[tuple[str, str]]]:
+def batches_of_similar_length(pool: list[tuple[str, str]], batch_tokens: int) -> list[list[tuple[str, str]]]:
+    """Split (prompt, response) pairs, sorted by length, into batches of at most `batch_tokens` padded tokens."""
     cut: list[list[tuple[str, str]]] = [[]]
     for example in sorted(pool, key=text_tokens):
         if cut[-1] and text_tokens(example) * (len(cut[-1]) + 1) > batch_tokens:
@@ -148,6 +153,7 @@ def text_tokens(example: tuple[str, str]) -> int:
 
 
 def padded(examples: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, targets) of (prompt, response) pairs, int64 [B, T] each; PAD_ID where there is no target."""
     width = max(map(text_tokens, examples))
     tokens = torch.full((len(examples), width), PAD_ID)
     targets = torch.full((len(examples), width), PAD_ID)

@@ -1,4 +1,4 @@
-"""What foreign code has raised, for whoever wrote it: the exception and the way to it through their own files."""
+"""Tracebacks of user code, without April's own frames."""
 
 import traceback
 from pathlib import Path
@@ -7,7 +7,7 @@ OWN = str(Path(__file__).parents[1])
 
 
 def raised(error: BaseException) -> str:
-    """As Python prints it, without April's frames; the exception alone where there are no others."""
+    """The formatted traceback of an error without April's frames; only the exception if no other frames are left."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OWN)]
-    way = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
-    return "".join([*way, *traceback.format_exception_only(error)]).rstrip()
+    trace = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    return "".join([*trace, *traceback.format_exception_only(error)]).rstrip()

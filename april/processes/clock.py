@@ -1,4 +1,4 @@
-"""Unix time that never jumps: wall-clock at import, monotonic from there on."""
+"""Unix time that never jumps: the wall clock at import, continued by the monotonic clock."""
 
 import time
 
@@ -6,5 +6,5 @@ _OFFSET_S = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Seconds since the epoch, for deadlines as well as for the record."""
+    """Unix time in seconds, for deadlines and for records."""
     return time.monotonic() + _OFFSET_S

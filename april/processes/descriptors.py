@@ -1,16 +1,16 @@
-"""File descriptors: as many as the system grants, and what it means when there are none left."""
+"""The limit of open file descriptors, and the errors of a process that has reached it."""
 
 import errno
 import resource
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-"""refusals that end by themselves, once something is closed"""
+"""Errno values for a lack of descriptors, which ends once another descriptor is closed."""
 
 
 def raise_limit() -> int:
-    """Let this process open as many as the system's administrator allows; how many that is.
+    """Raise this process's limit to the hard limit; returns the limit in force.
 
-    Every connection takes one, before anybody knows whose it is.
+    Every connection takes a descriptor, even before its handshake.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

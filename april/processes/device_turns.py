@@ -1,11 +1,11 @@
-"""Who has the accelerators that learner and engines take turns on: locks of the kernel, on files of the run's folder.
+"""Time sharing of accelerators between the learner and engines, by kernel locks (flock) on files in the run folder.
 
-Engines have a turn together, the learner alone. That it wants one it says by another lock, which engines look at.
+Engines hold a time slice together, the learner alone. The learner requests one with a second lock, which engines check.
 
-    engines:  none -> [weights have come, and the learner wants none] -> a turn -> [it wants one, nothing runs] -> none
-    learner:  none -> [a batch has come] -> wants one -> [no engine has one] -> a turn -> [all is on the host] -> none
+    engines:  none -> [weights have arrived, no request] -> slice -> [request, nothing in generation] -> none
+    learner:  none -> [a batch has arrived] -> request -> [no engine has a slice] -> slice -> [all offloaded] -> none
 
-A process that is killed lets go by that, so nobody has to be told, and nothing has to be put right afterwards.
+The kernel releases the locks of a process that is killed, so a crash needs no cleanup.
 """
 
 import fcntl
@@ -18,86 +18,86 @@ from pathlib import Path
 from april.processes import clock
 
 FOLDER = "turns"
-"""in the run's folder"""
+"""Folder of the lock files in the run folder."""
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""what a part's environment says of its accelerators"""
+"""Environment variables that list a process's accelerators."""
 POLL_S = 0.02
 
 
-class TurnLate(RuntimeError):
-    """Others have not let go of an accelerator in time; the text says who."""
+class TimeSliceLate(RuntimeError):
+    """The other side has not released an accelerator in time; the text says which side."""
 
 
-class Turns:
-    """Of one process, on accelerators that are the same to all by their names."""
+class TimeSharing:
+    """One process's locks on its accelerators. All processes use the same accelerator names."""
 
     def __init__(self, run_dir: Path, names: Sequence[str]):
         folder = run_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         files = [re.sub(r"[^\w.-]", "_", name) for name in names]
-        self._wanted = [open_lock(folder / f"{file}.wanted") for file in files]
-        self._had = [open_lock(folder / f"{file}.had") for file in files]
-        self.has = False
+        self._request_locks = [open_lock(folder / f"{file}.wanted") for file in files]
+        self._slice_locks = [open_lock(folder / f"{file}.had") for file in files]
+        self.has_slice = False
 
     def close(self) -> None:
-        for descriptor in (*self._had, *self._wanted):
+        for descriptor in (*self._slice_locks, *self._request_locks):
             os.close(descriptor)
 
 
-class EngineTurns(Turns):
+class EngineTimeSharing(TimeSharing):
     @property
-    def wanted(self) -> bool:
-        """Whether the learner has a turn, or waits for one."""
-        return not all(map(is_free, self._wanted))
+    def is_requested(self) -> bool:
+        """Whether the learner has a time slice or waits for one."""
+        return not all(map(is_free, self._request_locks))
 
     def take(self) -> bool:
-        """Whether it has one now, which it gets where the learner wants none."""
-        if not self.has and not self.wanted:
-            self.has = all(locked(descriptor, fcntl.LOCK_SH) for descriptor in self._had)
-            if not self.has:
-                self.give()
-        return self.has
+        """Take a time slice unless the learner requests one; whether this process has one now."""
+        if not self.has_slice and not self.is_requested:
+            self.has_slice = all(try_lock(descriptor, fcntl.LOCK_SH) for descriptor in self._slice_locks)
+            if not self.has_slice:
+                self.release()
+        return self.has_slice
 
     def wait(self, patience_s: float) -> None:
-        """Until it has one. Raises TurnLate."""
+        """Wait until this process has a time slice. Raises TimeSliceLate after `patience_s`."""
         deadline = clock.now() + patience_s
         while not self.take():
             if clock.now() > deadline:
-                raise TurnLate(
+                raise TimeSliceLate(
                     f"the learner has not let go of the accelerator within devices.turn_s = {patience_s:g} s; its log "
                     "says what it does, or raise that"
                 )
             time.sleep(POLL_S)
 
-    def give(self) -> None:
-        self.has = False
-        for descriptor in self._had:
+    def release(self) -> None:
+        self.has_slice = False
+        for descriptor in self._slice_locks:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-class LearnerTurns(Turns):
+class LearnerTimeSharing(TimeSharing):
     def take(self, patience_s: float) -> float:
-        """Seconds until no engine had one. Raises TurnLate."""
+        """Wait for a time slice and take it; returns the seconds waited. Raises TimeSliceLate after `patience_s`."""
         began = clock.now()
-        for descriptor in (*self._wanted, *self._had):
-            while not locked(descriptor, fcntl.LOCK_EX):
+        for descriptor in (*self._request_locks, *self._slice_locks):
+            while not try_lock(descriptor, fcntl.LOCK_EX):
                 if clock.now() > began + patience_s:
-                    raise TurnLate(
+                    raise TimeSliceLate(
                         f"workers have not let go of the accelerator within devices.turn_s = {patience_s:g} s; their "
                         "logs say what they do, or raise that"
                     )
                 time.sleep(POLL_S)
-        self.has = True
+        self.has_slice = True
         return clock.now() - began
 
-    def give(self) -> None:
-        self.has = False
-        for descriptor in (*self._had, *self._wanted):
+    def release(self) -> None:
+        self.has_slice = False
+        for descriptor in (*self._slice_locks, *self._request_locks):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def names_here(device: str) -> list[str]:
-    """Of the accelerators that this process sees; of a CPU, which takes their place in tests, its own."""
+def accelerator_names(device: str) -> list[str]:
+    """Names of the accelerators that this process sees; ["cpu"] for a CPU, which stands in for them in tests."""
     if device == "cpu":
         return ["cpu"]
     import torch
@@ -107,11 +107,12 @@ def names_here(device: str) -> list[str]:
 
 
 def open_lock(path: Path) -> int:
-    """A child does not inherit it."""
+    """Open a lock file; child processes do not inherit the descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def locked(descriptor: int, kind: int) -> bool:
+def try_lock(descriptor: int, kind: int) -> bool:
+    """Take a lock (`fcntl.LOCK_SH` or `LOCK_EX`) without waiting; whether that succeeded."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -120,7 +121,8 @@ def locked(descriptor: int, kind: int) -> bool:
 
 
 def is_free(descriptor: int) -> bool:
-    free = locked(descriptor, fcntl.LOCK_SH)
+    """Whether nobody holds the exclusive lock."""
+    free = try_lock(descriptor, fcntl.LOCK_SH)
     if free:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     return free

@@ -1,4 +1,4 @@
-"""Failures of foreign code by kind, so that a thousand of one kind are a few lines: the first in full, then counts."""
+"""Logs failures of user code by kind: the first of a kind in full, then only counts."""
 
 import logging
 import re
@@ -8,19 +8,24 @@ ERROR_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b
 
 
 class Failures:
-    """failures = Failures(log)
-    failures.note("scoring_failed", "verifier 'my:grade': KeyError: 'o'", sample=7)
+    """Counts failures by cause, and logs a few of each kind.
+
+    failures = Failures(log)
+    failures.note("scoring_failed", "verifier 'my:grade': KeyError: 'o'", "a verifier failed", sample=7)
     """
 
     def __init__(self, log: logging.Logger):
         self.by_cause: Counter[str] = Counter()
         self.last: dict[str, str] = {}
-        """what the newest of each cause has said"""
+        """The latest error of each cause."""
         self._log = log
         self._by_kind: Counter[tuple[str, str]] = Counter()
 
     def note(self, cause: str, error: str, what: str, **ids: object) -> None:
-        """Count one, and log it if it is the first of its kind, or the second, fourth, eighth ...; `what`: failed."""
+        """Count a failure, and log it if it is the 1st, 2nd, 4th, 8th, ... of its kind.
+
+        `what`: the subject of the log line; `ids`: fields of the log record.
+        """
         self.by_cause[cause] += 1
         self.last[cause] = error
         kind = cause, kind_of(error)
@@ -33,6 +38,6 @@ class Failures:
 
 
 def kind_of(error: str) -> str:
-    """What failures of one kind have in common: who has failed, and the name of the error, without its details."""
+    """The part of an error that all failures of its kind share: what failed and the error's name, without details."""
     name = ERROR_NAME.search(error)
     return error[: name.end()] if name else error.partition(":")[0]

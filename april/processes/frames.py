@@ -1,4 +1,4 @@
-"""How a pool and its processes talk over pipes: MessagePack behind a 4-byte little-endian length."""
+"""Frames on the pipes between a pool and its processes: a 4-byte little-endian length, then MessagePack."""
 
 import os
 import sys
@@ -7,8 +7,9 @@ from typing import BinaryIO
 import msgspec
 
 LENGTH_BYTES = 4
+"""Size of the length prefix."""
 READY = bytes(LENGTH_BYTES)
-"""an empty frame: the process is up"""
+"""An empty frame: the process is ready."""
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -17,8 +18,10 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def private_pipes() -> tuple[int, BinaryIO]:
-    """(what comes from the pool, what goes to it), out of reach of foreign code that prints or reads: what it prints
-    goes where its errors go."""
+    """Move stdin and stdout out of reach of user code; returns (descriptor to read from, stream to write to).
+
+    What user code prints then goes to stderr, and its stdin is empty.
+    """
     incoming, outgoing = os.dup(0), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -1,15 +1,15 @@
-"""How the system's allocator keeps memory, where it is glibc's."""
+"""Settings of the memory allocator, if it is glibc's."""
 
 import contextlib
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""from glibc's malloc.h"""
+"""Parameters of `mallopt`, from glibc's malloc.h."""
 
 
 def tune(large_block_bytes: int, kept_free_bytes: int, arenas: int = 0) -> None:
-    """Larger blocks are the system's own and go back to it whole; of what is free at the end of a heap so many bytes
-    stay. `arenas`: most heaps, 0 for as many as threads take."""
+    """Blocks above `large_block_bytes` are mapped on their own and returned to the system when freed; at most
+    `kept_free_bytes` free bytes stay at the end of a heap. `arenas`: most heaps; 0 leaves glibc's limit."""
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, large_block_bytes)
@@ -19,6 +19,6 @@ def tune(large_block_bytes: int, kept_free_bytes: int, arenas: int = 0) -> None:
 
 
 def give_back() -> None:
-    """The system gets the pages that are free between blocks that stay."""
+    """Return free pages between live blocks to the system."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""How a process of a run begins and ends: it gives way, and it does not outlive what started it."""
+"""Start and end of a run's processes: priority, end with the parent, and exit statuses."""
 
 import ctypes
 import logging
@@ -12,20 +12,20 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1
 
 REFUSED = 2
-"""exit status of a process that starting it again would not help: configuration, folder, or place is not to be used"""
+"""Exit status of a process that a restart would not help: its configuration, folder or address cannot be used."""
 RUN_FAILED = 3
-"""exit status of a broker whose run cannot go on"""
+"""Exit status of a broker whose run has failed."""
 STEPPED_ASIDE = 4
-"""exit status of a broker that was told to leave while another has to go on from its journal"""
+"""Exit status of a broker that has stepped aside for a successor, which continues from its journal."""
 STEP_ASIDE = signal.SIGUSR1
-"""tells a broker so: it stops nobody, and its peers wait for the next one"""
+"""Signal that makes a broker step aside: it stops no peer, and its peers wait for the successor."""
 
 SUPERVISED = "APRIL_SUPERVISED_BY"
-"""set in the environment of processes whose parent watches them, to the parent's process id"""
+"""Environment variable with the process id of the parent that supervises this process."""
 
 
 def die_with_parent() -> None:
-    """Let the kernel end this process when its parent dies, if `april run` stands behind it (Linux)."""
+    """If `april run` supervises this process, have the kernel kill it when its parent dies (Linux)."""
     parent = os.environ.get(SUPERVISED)
     if not parent or sys.platform != "linux":
         return
@@ -35,49 +35,50 @@ def die_with_parent() -> None:
 
 
 LIBC = ctypes.CDLL(None)
-"""loaded here, since a child that is forked beside threads may wait for ever where it loads something"""
+"""Loaded at import: a child that is forked while other threads run may deadlock when it loads a library."""
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies (Linux)."""
+    """Have the kernel kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 NICENESS = 10
-"""of what gives way: a tenth of the processor time of a process beside it that does not"""
+"""Niceness of low-priority processes: about a tenth of the CPU time of a normal process."""
 SESSION_NICENESS = Path("/proc/self/autogroup")
-"""of the whole session, where Linux shares processor time among sessions first; niceness then counts only within one"""
+"""Niceness of the whole session. With autogrouping, Linux divides CPU time among sessions first, and a process's own
+niceness counts only within its session."""
 
 
 def give_way() -> None:
-    """Let the other processes of this machine have the processor first.
+    """Lower this process's CPU priority below that of the machine's other processes.
 
-    Generation on the CPU has always more to do, and is older when it is trained the longer it holds up the learner.
-    Processes started from here give way, too, unless they begin a session of their own.
+    Generation on the CPU always has more to do; by slowing the learner it would only make its own samples staler. Child
+    processes inherit the priority, unless they start a session of their own.
     """
     os.nice(max(0, NICENESS - os.nice(0)))
     pass_on_niceness()
 
 
 def pass_on_niceness() -> None:
-    """Give this process's session the niceness of the process, which has begun it."""
+    """Give this process's session, which the process leads, the niceness of the process."""
     for _ in range(20):
         try:
             SESSION_NICENESS.write_text(str(os.nice(0)))
-        except BlockingIOError:  # the kernel takes ten changes a second from all users together
+        except BlockingIOError:  # the kernel accepts ten changes per second in total
             time.sleep(0.1)
-        except OSError:  # nothing is shared by sessions here
+        except OSError:  # no autogrouping on this system
             return
         else:
             return
 
 
 def end(status: int) -> NoReturn:
-    """End a process that has done its work, without taking the interpreter down around native threads.
+    """Exit with `status` without shutting down the interpreter while native threads run.
 
-    Those of torch's process groups outlive their groups; one that asks for the interpreter while it is being
-    taken down aborts the process, and one that is stuck in a transfer keeps it from ending.
+    Threads of torch's process groups outlive the groups. One that needs the interpreter during shutdown aborts the
+    process; one that is blocked in a transfer keeps it from exiting.
     """
     logging.shutdown()
     sys.stdout.flush()

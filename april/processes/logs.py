@@ -1,4 +1,4 @@
-"""How every process of a run logs: to stderr, as text or as one JSON object a line."""
+"""Logging of a run's processes: to stderr, as text or as one JSON object per line."""
 
 import logging
 import sys
@@ -8,20 +8,20 @@ from typing import Any
 import orjson
 
 IDS = ("run", "worker", "role", "group", "sample", "step")
-"""what a log line may say it is about, in a field of its own: log.info(..., extra={"worker": name})"""
+"""Fields of a log record that name what it is about: log.info(..., extra={"worker": name})."""
 
 
 class ToStderr(logging.StreamHandler):
-    """Writes each line to what sys.stderr is at that time."""
+    """Writes each line to the current `sys.stderr`."""
 
     stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, the ids that are known, and the exception."""
+    """Formats records as JSON: time, level, process, logger, message, the record's ids and the exception."""
 
     def __init__(self, process: str, ids: dict[str, Any]):
-        """`ids`: of every line of this process."""
+        """`ids`: ids in every line of this process."""
         super().__init__()
         self.process = process
         self.ids = ids
@@ -41,8 +41,10 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(process: str, log_format: str = "text", **ids: Any) -> None:
-    """Set logging up for a process of a run. `log_format`: text | json, where each line has these `ids` and the
-    exception that ends the process is a line, too."""
+    """Set up logging for a process of a run.
+
+    `log_format`: text | json. With json every line has `ids`, and the exception that ends the process is a line, too.
+    """
     handler = ToStderr()
     if log_format == "json":
         handler.setFormatter(JsonLines(process, ids))

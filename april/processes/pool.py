@@ -1,8 +1,8 @@
-"""Foreign code at work in processes of its own, so that none of it can hang, crash or block the one that asks.
+"""A pool of processes that run user code, so that it cannot hang, crash or block the calling process.
 
-Every submitted item comes back exactly once, with an answer or with an error. A process that exceeds the time limit is
-killed, one that has died is replaced; only the item it was at is charged with it. One that exits with RETIRED has
-answered, and is replaced without blame.
+Every submitted item comes back exactly once, with an answer or an error. A process that exceeds the time limit is
+killed, and one that has died is replaced; only its current item fails. A process that exits with RETIRED is replaced
+without failing an item.
 """
 
 import contextlib
@@ -22,30 +22,30 @@ import msgspec
 from april.processes.frames import LENGTH_BYTES, frame
 
 IN_FLIGHT_ITEMS = 4
-"""Handed to a process at first: one at work, the others so that it need not wait for the next poll."""
+"""Items that a process has at first: one in progress, the others so that it does not wait for the next poll."""
 MOST_AHEAD = 64
-"""times as many for one that is done with all of them at every poll, because decode steps lie between two"""
+"""Most times as many, for a process that has finished all its items at every poll: decode steps lie between polls."""
 SLOW_S = 0.1
-"""an item that takes longer has its process given fewer ahead"""
+"""If an item takes longer, its process gets fewer items in advance."""
 START_LIMIT_S = 60.0
-"""a process that is not ready by then is replaced; one whose pool has died ends itself"""
+"""A process that is not ready after this long is replaced."""
 ORPHAN_MARGIN_S = 5.0
-"""A process ends itself this long after the time limit, in case its pool is no longer there to do it."""
+"""A process ends itself this long after the time limit, in case its pool has died and cannot kill it."""
 RETIRED = 75
-"""exit status of a process that asks for another in its place, such as one that had no memory left"""
+"""Exit status of a process that asks to be replaced, for example because it has run out of memory."""
 
 ItemT = TypeVar("ItemT", bound=msgspec.Struct)
 AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
-"""what processes are given and what they answer; both have a `key`"""
+"""Types of the items and of the answers; both have a field `key`."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process cannot go on."""
+    """Why a process has to be replaced."""
 
     text: str
-    of_time: bool = False
-    """its item took longer than the time limit"""
+    timed_out: bool = False
+    """Whether its item exceeded the time limit."""
 
 
 class ProcessPool(Generic[ItemT, AnswerT]):
@@ -57,15 +57,15 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         raise NotImplementedError
 
     def charge(self, item: ItemT, failure: str) -> AnswerT:
-        """The answer to an item that its process has failed at."""
+        """The error answer for an item whose process failed."""
         raise NotImplementedError
 
-    def again(self, item: ItemT, failure: Failure) -> ItemT | None:
-        """What is tried in the place of such an item; none: it is charged."""
+    def retry(self, item: ItemT, failure: Failure) -> ItemT | None:
+        """The item to try instead of one whose process failed; None: the item is charged with the failure."""
         return None
 
-    def room(self, item: ItemT) -> int:
-        """Items that a process which gets this one may have in flight at first; see `PoolProcess.ahead`."""
+    def in_flight_limit(self, item: ItemT) -> int:
+        """Most items that a process given this item may have in flight at first; see `PoolProcess.ahead`."""
         return IN_FLIGHT_ITEMS
 
     @property
@@ -80,7 +80,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         answers: list[AnswerT] = []
         for index, process in enumerate(self.processes):
             answered = process.receive()
-            process.pace(bool(answered), waited=bool(self.queue))
+            process.adapt_ahead(bool(answered), waited=bool(self.queue))
             answers += answered
             failure = process.failure()
             if failure or process.has_retired():
@@ -91,43 +91,44 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         return answers
 
     def dispatch(self) -> None:
-        """Hand queued items to the processes that have the fewest."""
+        """Send queued items to the processes with the fewest items."""
         while self.queue:
             index = min(range(len(self.processes)), key=lambda i: len(self.processes[i].in_flight))
-            if len(self.processes[index].in_flight) >= self.room(self.queue[0]) * self.processes[index].ahead:
+            process = self.processes[index]
+            if len(process.in_flight) >= self.in_flight_limit(self.queue[0]) * process.ahead:
                 return
-            if not self.processes[index].in_flight and self.processes[index].has_exited():
+            if not process.in_flight and process.has_exited():
                 self.replace(index, None)
             self.processes[index].send(self.queue.popleft())
 
     def replace(self, index: int, failure: Failure | None) -> list[AnswerT]:
-        """A new process in the place of one that has ended: a failure is its first item's, the others wait again."""
+        """Replace a process. A failure is charged to its first item; its other items return to the queue."""
         ended = self.processes[index]
         ended.kill()
         waiting: list[ItemT] = list(ended.in_flight)
         charged: list[AnswerT] = []
         if failure and waiting:
-            again = self.again(waiting[0], failure)
-            charged = [] if again else [self.charge(waiting[0], failure.text)]
-            waiting[:1] = [again] if again else []
+            retried = self.retry(waiting[0], failure)
+            charged = [] if retried else [self.charge(waiting[0], failure.text)]
+            waiting[:1] = [retried] if retried else []
         self.queue.extendleft(reversed(waiting))
         self.processes[index] = self.start_process()
         return charged
 
     def close(self) -> None:
-        """Ends all processes; what is pending is lost."""
+        """End all processes; pending items are lost."""
         for process in self.processes:
             process.kill()
 
 
 class PoolProcess:
-    """One operating-system process and the items it has been given, answered in order.
+    """One operating-system process and its items, which it answers in order.
 
-    `module` is run with its time limit and the `rules`; what it answers is of the type `answer`.
+    It runs `module` with the time limit and `rules` as arguments; its answers are of the type `answer`.
     """
 
     def __init__(self, module: str, rules: msgspec.Struct, timeout_s: float, answer: Any, prints: Path | None = None):
-        """`prints`: takes what foreign code prints, behind what is there; by default this process's stderr does."""
+        """`prints`: file to which the output of user code is appended; by default it goes to this process's stderr."""
         self.timeout_s = timeout_s
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(answer)
         limit, encoded = str(timeout_s + ORPHAN_MARGIN_S), msgspec.json.encode(rules).decode()
@@ -147,12 +148,12 @@ class PoolProcess:
         os.set_blocking(self._stdout.fileno(), False)
         self.in_flight: deque[Any] = deque()
         self.ahead = 1
-        """times the pool's `room` that it may have in flight: one that hangs keeps few items waiting, and one that is
-        quick never waits for a poll"""
+        """Factor on the pool's `in_flight_limit`: low for a slow process, so that few items wait if it hangs; high for
+        a fast one, so that it does not wait for polls."""
         self.unsent, self.unread = bytearray(), bytearray()
         self.ready = self.ended = False
         self.busy_since_s = time.monotonic()
-        """start, or when the first item in flight became the first, as far as the pool can know"""
+        """When the process started, or when its first item in flight became the first, as far as the pool knows."""
 
     def send(self, item: msgspec.Struct) -> None:
         if not self.in_flight and self.ready:
@@ -161,15 +162,15 @@ class PoolProcess:
         self.unsent += frame(item)
         self.flush()
 
-    def pace(self, answered: bool, waited: bool) -> None:
-        """After a poll: whether it has answered anything, and whether items have waited for that."""
+    def adapt_ahead(self, answered: bool, waited: bool) -> None:
+        """Adapt `ahead` after a poll. `answered`: it has returned answers; `waited`: items wait in the pool's queue."""
         if waited and answered and not self.in_flight:
             self.ahead = min(2 * self.ahead, MOST_AHEAD)
         elif self.in_flight and not answered and time.monotonic() - self.busy_since_s > SLOW_S:
             self.ahead = max(1, self.ahead // 2)
 
     def flush(self) -> None:
-        """Write what the pipe takes."""
+        """Write as much as the pipe accepts."""
         try:
             while self.unsent:
                 del self.unsent[: os.write(self._stdin.fileno(), self.unsent)]
@@ -179,7 +180,7 @@ class PoolProcess:
             self.unsent.clear()
 
     def receive(self) -> list[Any]:
-        """Answers that lie in the pipe."""
+        """Answers that have arrived in the pipe."""
         try:
             while data := os.read(self._stdout.fileno(), 65536):
                 self.unread += data
@@ -203,12 +204,13 @@ class PoolProcess:
                 self.ready = True
 
     def failure(self) -> Failure | None:
-        """Why this process cannot go on, if so."""
+        """Why this process has to be replaced; None if it does not."""
         if self.ended and self.has_exited():
-            return None if self.has_retired() else Failure(f"its process ended ({ending(self.inner.returncode)})")
+            how = describe_exit(self.inner.returncode)
+            return None if self.has_retired() else Failure(f"its process ended ({how})")
         limit_s = self.timeout_s if self.ready else START_LIMIT_S
         if self.in_flight and time.monotonic() - self.busy_since_s > limit_s:
-            return Failure(f"{'no answer' if self.ready else 'no start'} within {limit_s:g} s", of_time=self.ready)
+            return Failure(f"{'no answer' if self.ready else 'no start'} within {limit_s:g} s", timed_out=self.ready)
         return None
 
     def has_retired(self) -> bool:
@@ -218,7 +220,7 @@ class PoolProcess:
         return self.inner.poll() is not None
 
     def kill(self) -> None:
-        """Ends the process and all it has started."""
+        """Kill the process and its process group."""
         if self.inner.returncode is None:
             os.killpg(self.inner.pid, signal.SIGKILL)
             self.inner.wait()
@@ -226,7 +228,8 @@ class PoolProcess:
         self._stdout.close()
 
 
-def ending(returncode: int) -> str:
+def describe_exit(returncode: int) -> str:
+    """How a process ended, for an error sentence."""
     if returncode == -signal.SIGALRM:
         return "its time limit was exceeded"
     return f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"

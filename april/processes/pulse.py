@@ -1,7 +1,8 @@
-"""Where the main loop of this process is, and since when: it marks its way, and another thread looks.
+"""Progress of the process's main loop, and the watchdog that ends a process whose loop hangs.
 
-The main loop marks where it has got to; whoever waits marks the same place again and again. A thread tells others, and
-ends the process when the loop gets nowhere: what hangs is started again, with where it hung in its log.
+The main loop marks its position at each phase; a wait marks the same position again and again. Other threads read the
+position, report it, and end the process when the loop makes no progress. It is then restarted, and its log says where
+it hung.
 """
 
 import faulthandler
@@ -19,70 +20,76 @@ from april.processes import clock
 log = logging.getLogger(__name__)
 
 USUAL_VISITS = 31
-"""to a place, the newest, of which the median says how long one usually takes"""
+"""Latest visits to a position that are kept; the median of their durations is the usual one."""
 LATE = 10
-"""times as long as usual is suspicious"""
+"""A visit of this many times the usual duration is suspicious."""
 LEAST_S = 1e-3
-"""a shorter usual stay is taken for this long"""
+"""Lower bound of the usual duration, in seconds."""
 LOOK_S = 1.0
-"""between two looks; a process that slept itself, with all of its threads, has not hung meanwhile"""
+"""Interval of the watchdog. It counts its own intervals, since a suspended process does not hang."""
 
 
-class Place(NamedTuple):
+class LoopMark(NamedTuple):
+    """The latest mark of the main loop."""
+
     name: str
     since: float
+    """Unix time in seconds."""
     takes_long: bool
-    """how long it takes says nothing about the next time: files, and whatever others do"""
+    """Whether durations at this position vary too much to have a usual one, as with files and waits for others."""
 
 
-class Stay(NamedTuple):
-    """What others are told of the loop."""
+class LoopPosition(NamedTuple):
+    """The position of the main loop, as reported to others."""
 
-    place: str
-    for_s: float
+    name: str
+    """Position such as "decoding"; "" before the first mark."""
+    elapsed_s: float
+    """Seconds at the position so far."""
     usual_s: float
-    """the median of what it took there before, 0 where it is new, or takes long"""
+    """Median seconds of earlier visits; 0 for a new position, or one that takes long."""
 
 
 class Pulse:
-    """Of the main thread's loop; marks that others make say nothing.
+    """The marks of the main thread's loop; calls from other threads are ignored.
 
-    pulse.at("decoding")            # the loop, at every mark
-    pulse.look()                    # another thread, now and then
+    pulse.at("decoding")            # the main loop, at every phase
+    pulse.look()                    # another thread, regularly
     """
 
     def __init__(self) -> None:
-        self.mark = Place("", clock.now(), False)
+        self.mark = LoopMark("", clock.now(), False)
         self._visits: dict[str, deque[float]] = {}
 
-    def at(self, place: str, takes_long: bool = False) -> None:
-        """The loop has got here, again perhaps."""
+    def at(self, name: str, takes_long: bool = False) -> None:
+        """Mark a position of the loop, the same one again or a new one."""
         if threading.current_thread() is not threading.main_thread():
             return
         now, before = clock.now(), self.mark
         self._visits.setdefault(before.name, deque(maxlen=USUAL_VISITS)).append(now - before.since)
-        self.mark = Place(place, now, takes_long)
+        self.mark = LoopMark(name, now, takes_long)
 
     def again(self) -> None:
-        """The loop has got once more to where it is."""
+        """Mark the current position again."""
         self.at(self.mark.name, self.mark.takes_long)
 
-    def look(self) -> Stay:
-        place, since, takes_long = self.mark
-        visits = [] if takes_long else list(self._visits.get(place, ()))
-        return Stay(place, clock.now() - since, max(LEAST_S, statistics.median(visits)) if visits else 0.0)
+    def look(self) -> LoopPosition:
+        """The current position of the loop."""
+        name, since, takes_long = self.mark
+        visits = [] if takes_long else list(self._visits.get(name, ()))
+        return LoopPosition(name, clock.now() - since, max(LEAST_S, statistics.median(visits)) if visits else 0.0)
 
 
-class Watch(threading.Thread):
-    """Ends the process once its loop has got nowhere for `hung_s`, and LATE times as long as usual there; for `long_s`
-    at a place that is new to it, or takes long."""
+class LoopWatch(threading.Thread):
+    """Ends the process if its loop makes no progress: at one position for `hung_s` and LATE times the usual duration,
+    or for `long_s` where no usual duration is known."""
 
     def __init__(self, hung_s: float, long_s: float, pulse: Pulse | None = None):
         super().__init__(name="watch", daemon=True)
         self.hung_s, self.long_s, self.pulse = hung_s, long_s, pulse or MAIN
-        self._mark: Place | None = None
+        self._mark: LoopMark | None = None
         self._seen_s = 0.0
-        """that it has been there while this thread looked"""
+        """Seconds at the current mark, counted in this thread's intervals."""
 
     def run(self) -> None:
         while not (hung := self.look(LOOK_S)):
@@ -93,15 +100,15 @@ class Watch(threading.Thread):
         os._exit(1)
 
     def look(self, passed_s: float) -> str:
-        """So long after the last look: in a sentence, whether the loop hangs."""
-        mark, (place, _, usual_s) = self.pulse.mark, self.pulse.look()
+        """The sentence if the loop hangs, otherwise "". `passed_s`: seconds since the last call."""
+        mark, (name, _, usual_s) = self.pulse.mark, self.pulse.look()
         self._seen_s = self._seen_s + passed_s if mark is self._mark else 0.0
         self._mark = mark
         longest_s = max(self.hung_s, LATE * usual_s) if usual_s else self.long_s
-        if not place or self._seen_s < longest_s:
+        if not name or self._seen_s < longest_s:
             return ""
-        return f"the main loop hangs: it has been at {place!r} for {self._seen_s:.0f} s"
+        return f"the main loop hangs: it has been at {name!r} for {self._seen_s:.0f} s"
 
 
 MAIN = Pulse()
-"""of this process's main loop"""
+"""The pulse of this process's main loop."""

@@ -1,17 +1,19 @@
-"""How soon what keeps dying is started again: at once, and then so late that a fault of a minute uses no budget up."""
+"""Delays before restarts of a failing process: none before the first, then growing, so that a fault of a minute does
+not use up all restarts."""
 
 LONGEST_DELAY_S = 60.0
-"""between two starts, and before the last of those that are allowed"""
+"""Longest delay, and the delay before the last allowed restart."""
 STEADY_S = 120.0
-"""what has worked for so long since its start has left behind what made it die"""
+"""A process that has worked for this long since its start gets all its restarts back."""
 DOUBLINGS = 10
-"""after which a delay grows no further"""
+"""After this many doublings a delay grows no further."""
 
 
 def delay_s(restart: int, most: int) -> float:
-    """Seconds before restart number `restart`, from 1, of `most` that may bring nothing.
+    """Seconds to wait before restart number `restart` (from 1), if `most` restarts without success are allowed.
 
-    They grow from a second, and are halved backwards from the last one's: of 3 they are 0, 30 and 60.
+    Delays double from one second on, but are at least those obtained by halving backwards from the last delay of 60 s:
+    with 3 restarts they are 0, 30 and 60 s.
     """
     if restart <= 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""All that a process has started, in whatever session or group: found by a variable that it inherits (Linux)."""
+"""Ends a process with all its descendants in any session or group, found by an inherited variable (Linux)."""
 
 import contextlib
 import os
@@ -7,17 +7,18 @@ import signal
 from pathlib import Path
 
 MARK = "APRIL_EXECUTION"
+"""Environment variable that descendants inherit."""
 ROUNDS = 5
-"""of looking again: what is found may have started another meanwhile"""
+"""Searches, since a found process may have started another one meanwhile."""
 
 
 def new_mark() -> dict[str, str]:
-    """For the environment of a process that is to be ended with all it has started."""
+    """Environment entry with a new mark, for a process that will be ended with its descendants."""
     return {MARK: secrets.token_hex(16)}
 
 
 def end_marked(mark: dict[str, str]) -> None:
-    """SIGKILL whatever has that mark. What has begun with an environment of its own is not found."""
+    """SIGKILL all processes with the mark. Processes that replaced their environment are not found."""
     entry = f"{MARK}={mark[MARK]}".encode()
     for _ in range(ROUNDS):
         found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if entry in environment_of(folder)]
@@ -29,7 +30,7 @@ def end_marked(mark: dict[str, str]) -> None:
 
 
 def environment_of(folder: Path) -> list[bytes]:
-    """Of another user's process, and of one that has ended, nothing."""
+    """The environment of a process by its folder in /proc; empty if it has ended or is another user's."""
     try:
         return (folder / "environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,1 +1,1 @@
-"""What a run shows of itself: the live view, the table and the HTML report, all read from its folder."""
+"""Views of a run: live view, terminal table, HTML report, and exports of traces."""

@@ -1,6 +1,6 @@
-"""Figures that follow the page's theme: drawn in the light colours, written as SVG with CSS variables instead.
+"""Figures that follow the page's theme: drawn in the light colors, which the SVG replaces by CSS variables.
 
-matplotlib is imported only when a figure is made, so that the rest of the package does without it.
+matplotlib is imported only when a figure is drawn.
 """
 
 import functools
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from april.config import ConfigError
-from april.report.run_folder import Run
+from april.report.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 INK, MUTED, GRID = "#1c2129", "#59636f", "#e2e6eb"
 BLUE, ORANGE, GREEN, RED, VIOLET = "#2f6fdf", "#c8590d", "#1a7f4c", "#c62f3c", "#7a4fca"
 WAITING = {"wait-others": "#c9d0d8", "wait-learner": "#d9c8f2", "wait-weights": "#f5d6bd", "wait-else": "#f2c4c8"}
-"""what a worker that does nothing waits for"""
+"""Colors of idle time, by what the worker waits for."""
 AGES = ["#c5daf6", "#93b9ef", "#5f95e5", "#3672ca", "#2050a1", "#133473", "#0a2150"]
-"""Ages 0 to 5 in steps, then everything older."""
+"""Colors of token ages 0 to 5 in policy steps, and of everything older."""
 
 LIGHT = {
     "ink": INK,
@@ -54,14 +54,14 @@ STYLE = {
     "legend.title_fontsize": 8.5, "path.simplify": True,
 }  # fmt: skip
 WIDTH_IN = 5.6
-"""of a picture: as wide as half a page on a desk, or as a whole one on a telephone, with letters that can be read"""
+"""Width of a picture in inches: half a page on a desktop, a whole one on a phone, with legible letters."""
 
 
-def themed(picture: Callable[[Run], str | None]) -> Callable[[Run], str | None]:
-    """A picture drawn in the report's style, whatever matplotlib is set to."""
+def themed(picture: Callable[[RunFolder], str | None]) -> Callable[[RunFolder], str | None]:
+    """Decorator: draw the picture in the report's style, whatever matplotlib's settings are."""
 
     @functools.wraps(picture)
-    def draw(run: Run) -> str | None:
+    def draw(run: RunFolder) -> str | None:
         try:
             import matplotlib
         except ImportError:
@@ -75,7 +75,7 @@ def themed(picture: Callable[[Run], str | None]) -> Callable[[Run], str | None]:
 
 
 def new_figure(height_in: float, panels: int = 1) -> "tuple[Figure, list[Axes]]":
-    """A figure with this many panels one above the other."""
+    """A figure with `panels` axes stacked vertically."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained", facecolor="none")
@@ -88,7 +88,7 @@ def new_figure(height_in: float, panels: int = 1) -> "tuple[Figure, list[Axes]]"
 def draw_boxes(
     axes: "Axes", boxes: list[tuple[float, float, float]], color: str, half_height: float, label: str
 ) -> None:
-    """Boxes (left, right, row) as one path."""
+    """Draw boxes (left, right, row) as one path."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -108,7 +108,8 @@ def draw_boxes(
 
 
 def to_svg(figure: "Figure", description: str) -> str:
-    """The figure as an `<svg>` element whose colours are the page's variables and whose text is the page's font."""
+    """The figure as an `<svg>` element that takes its colors from the page's CSS variables and its font from the
+    page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(["Creator", "Date", "Format", "Type"]))
     svg = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""report.html: the pictures, figures and ledger of a run on one page that loads nothing from anywhere."""
+"""report.html: pictures, figures and token ledger of a run in one self-contained HTML file."""
 
 from collections.abc import Callable, Iterator
 from html import escape
@@ -7,23 +7,23 @@ from pathlib import Path
 from april.report import corrections, learning, pictures, timeline
 from april.report.drawing import DARK, LIGHT
 from april.report.facts import (
-    Ledger,
+    TokenTotals,
     accuracy,
     count,
     duration,
     facts,
-    ledger_of,
     number,
     resumes,
     reward,
     rollout_tokens_per_s,
     short_count,
     steps,
+    token_totals,
 )
-from april.report.run_folder import Run, dig, read_run
+from april.report.run_folder import RunFolder, dig, read_run
 from april.report.samples import samples_section
 
-SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
+SECTIONS: list[tuple[str, str, Callable[[RunFolder], str | None]]] = [
     (
         "Reward",
         "The line is the mean reward of each trained batch; diamonds are the accuracy on held-out prompts. "
@@ -87,18 +87,18 @@ SECTIONS: list[tuple[str, str, Callable[[Run], str | None]]] = [
         "Worker lanes",
         "One row a worker: what it did, and what it waited for where it did nothing. A long run is filled as high as "
         "the share of time spent.",
-        timeline.lanes_picture,
+        timeline.workers_picture,
     ),
     (
         "Worker lanes, the last steps",
         "Numbers over dotted lines are the steps recorded there.",
-        timeline.last_lanes_picture,
+        timeline.last_steps_workers_picture,
     ),
 ]
-ONLY_WHERE_THERE = (learning.details_picture, timeline.last_lanes_picture)
-"""pictures of what many runs do not have"""
+OPTIONAL_PICTURES = (learning.details_picture, timeline.last_steps_workers_picture)
+"""Pictures that are left out, not noted as missing, where a run has no data for them."""
 
-PLACES = {
+STATE_MEANINGS = {
     "trained": "in batches that the learner has consumed",
     "delivered": "handed to the learner, not yet consumed",
     "ready": "in complete groups that wait for a batch",
@@ -148,7 +148,7 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def page(run: Run) -> str:
+def page(run: RunFolder) -> str:
     sections = "\n".join(section(run, *entry) for entry in SECTIONS)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -169,7 +169,7 @@ def page(run: Run) -> str:
 <h2>Samples</h2>
 {samples_section(run)}
 <h2>Token ledger</h2>
-{ledger_table(ledger_of(run), dig(run.summary, "gradient", "tokens"))}
+{ledger_table(token_totals(run), dig(run.summary, "gradient", "tokens"))}
 <h2>Summary</h2>
 {facts_table(run)}
 <details><summary>Resolved configuration</summary><pre>{escape(run.config_text)}</pre></details>
@@ -183,7 +183,7 @@ def css_variables(colors: dict[str, str]) -> str:
     return " ".join(f"--{name}: {color};" for name, color in colors.items())
 
 
-def headline(run: Run) -> str:
+def headline(run: RunFolder) -> str:
     kind = dig(run.config, "schedule", "kind")
     wall_s = run.summary.get("wall_s")
     parts = [
@@ -195,11 +195,11 @@ def headline(run: Run) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def cards(run: Run) -> str:
-    """The figures that a reader looks for first."""
-    speed, ledger = rollout_tokens_per_s(run), ledger_of(run)
+def cards(run: RunFolder) -> str:
+    """The headline figures."""
+    speed, ledger = rollout_tokens_per_s(run), token_totals(run)
     age, oldest = dig(run.summary, "staleness", "mean"), dig(run.summary, "staleness", "max")
-    shown = [
+    figures = [
         (reward(run), "reward, first → last 3"),
         (accuracy(run).partition(" (")[0], "held-out accuracy"),
         (short_count(speed) if speed is not None else "", "rollout tokens/s"),
@@ -210,50 +210,52 @@ def cards(run: Run) -> str:
         ),
     ]
     boxes = [
-        f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in shown if value
+        f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in figures if value
     ]
     return f'<div class="cards">{"".join(boxes)}</div>' if boxes else ""
 
 
-def section(run: Run, title: str, reading: str, picture: Callable[[Run], str | None]) -> str:
+def section(run: RunFolder, title: str, explanation: str, picture: Callable[[RunFolder], str | None]) -> str:
     svg = picture(run)
-    if svg is None and picture in ONLY_WHERE_THERE:
+    if svg is None and picture in OPTIONAL_PICTURES:
         return ""
-    said = " ".join([reading, *more_of(run, picture)]) if svg else "Nothing recorded yet."
-    drawn = f"<figure>{svg}<figcaption>{escape(said)}</figcaption></figure>" if svg else f'<p class="note">{said}</p>'
+    caption = " ".join([explanation, *remarks(run, picture)]) if svg else "Nothing recorded yet."
+    figure = f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+    drawn = figure if svg else f'<p class="note">{caption}</p>'
     return f"<section><h2>{escape(title)}</h2>\n{drawn}</section>"
 
 
-def more_of(run: Run, picture: Callable[[Run], str | None]) -> Iterator[str]:
-    """What is to be said of this run's picture."""
+def remarks(run: RunFolder, picture: Callable[[RunFolder], str | None]) -> Iterator[str]:
+    """Sentences after a picture's explanation that are specific to this run."""
     if picture is pictures.reward_picture:
         if len(run.evaluation_sets) > 1:
             yield "Accuracies on different held-out prompts are not joined."
         if run.resumes:
             yield f"Dotted lines: resumed {resumes(run)}."
-    if picture is timeline.lanes_picture:
-        workers = len({lane["worker"] for lane in run.lanes})
+    if picture is timeline.workers_picture:
+        workers = len({event["worker"] for event in run.worker_events})
         if workers > timeline.MAX_DRAWN_WORKERS:
             yield f"The first {timeline.MAX_DRAWN_WORKERS} of {workers} workers are drawn."
         yield f"Of all workers' time: {timeline.waiting(run)}."
 
 
-def ledger_table(ledger: Ledger | None, with_gradient: int | None) -> str:
+def ledger_table(ledger: TokenTotals | None, with_gradient: int | None) -> str:
     if ledger is None:
         return '<p class="note">No token has been generated yet.</p>'
-    word = '<b class="good">closed</b>' if ledger.closed else '<b class="bad">not closed</b>'
+    verdict = '<b class="good">closed</b>' if ledger.closed else '<b class="bad">not closed</b>'
     rows = [table_row("generated", ledger.generated, "100.0%", "acknowledged policy tokens", "sum")]
-    for name, tokens in ledger.places:
+    for name, tokens in ledger.by_state:
         share = f"{tokens / ledger.generated:.1%}" if ledger.generated else ""
-        rows.append(table_row(name, tokens, share, PLACES.get(name, "in groups that were given up, with the reason")))
+        meaning = STATE_MEANINGS.get(name, "in groups that were given up, with the reason")
+        rows.append(table_row(name, tokens, share, meaning))
         if name == "trained" and with_gradient is not None:
             share = f"{with_gradient / ledger.generated:.1%}" if ledger.generated else ""
             rows.append(table_row("– of them with a gradient", with_gradient, share, "which have moved the weights"))
     share = f"{ledger.accounted / ledger.generated:.1%}" if ledger.generated else ""
-    rows.append(table_row("sum of the places", ledger.accounted, share, "equals generated if the ledger closes", "sum"))
-    rows += [table_row(name, tokens, "", "counted beside the ledger") for name, tokens in ledger.outside]
+    rows.append(table_row("sum of all states", ledger.accounted, share, "equals generated if the ledger closes", "sum"))
+    rows += [table_row(name, tokens, "", "counted beside the ledger") for name, tokens in ledger.outside_ledger]
     return (
-        f'<p class="note">The ledger is {word}: {escape(ledger.equation)}.</p>\n<table class="ledger">'
+        f'<p class="note">The ledger is {verdict}: {escape(ledger.equation)}.</p>\n<table class="ledger">'
         f'<tr><th>tokens</th><th class="n">count</th><th class="n">share</th><th>where they are</th></tr>'
         f"{''.join(rows)}</table>"
     )
@@ -266,6 +268,6 @@ def table_row(name: str, tokens: int, share: str, meaning: str, kind: str = "") 
     )
 
 
-def facts_table(run: Run) -> str:
+def facts_table(run: RunFolder) -> str:
     rows = [f'<tr><td class="muted">{escape(name)}</td><td>{escape(value)}</td></tr>' for name, value in facts(run)]
     return f"<table>{''.join(rows)}</table>"

@@ -1,4 +1,4 @@
-"""The pictures of what the learner did: loss, gradient, entropy, rate, and where its time went."""
+"""The report's pictures of the learner: reward details, loss, gradient norm, entropy, learning rate, and its time."""
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from april.report.drawing import (
     themed,
     to_svg,
 )
-from april.report.run_folder import Run, dig
-from april.report.series import draw_series, draw_stack, finish, step_numbers, values
+from april.report.run_folder import RunFolder, dig
+from april.report.series import draw_series, draw_stack, finish_axes, step_numbers, values
 
 COLORS = (BLUE, ORANGE, GREEN, VIOLET, RED, MUTED)
 FIGURES = (
@@ -41,11 +41,11 @@ PHASES = (
 
 
 @themed
-def details_picture(run: Run) -> str | None:
-    """Of many, those that vary most between steps."""
+def details_picture(run: RunFolder) -> str | None:
+    """Reward details over the steps; of many, those that vary most."""
     names = sorted({name for step in run.steps for name in step.get("reward_details") or {}})
     series = {name: values(run, "reward_details", name) for name in names}
-    series = {name: one for name, one in series.items() if np.isfinite(one).any()}
+    series = {name: figures for name, figures in series.items() if np.isfinite(figures).any()}
     if not series:
         return None
     chosen = sorted(series, key=lambda name: -float(np.nanstd(series[name])))[: len(COLORS)]
@@ -53,15 +53,15 @@ def details_picture(run: Run) -> str | None:
     for name, color in zip(sorted(chosen), COLORS, strict=False):
         draw_series(axes, step_numbers(run), series[name], color, name)
     axes.set_ylabel("mean of a batch")
-    finish(axes, run)
+    finish_axes(axes, run)
     return to_svg(figure, "what the reward is made of, per step")
 
 
 @themed
-def learner_picture(run: Run) -> str | None:
-    """A panel for each figure that there is."""
+def learner_picture(run: RunFolder) -> str | None:
+    """One panel per recorded figure of the learner."""
     drawn = [(label, color, values(run, "learner", name)) for name, label, color in FIGURES]
-    drawn = [one for one in drawn if np.isfinite(one[2]).any()]
+    drawn = [(label, color, series) for label, color, series in drawn if np.isfinite(series).any()]
     if not drawn:
         return None
     figure, panels = new_figure(0.5 + 0.95 * len(drawn), len(drawn))
@@ -69,36 +69,36 @@ def learner_picture(run: Run) -> str | None:
         draw_series(axes, step_numbers(run), series, color, label)
         axes.set_title(label, loc="left", fontweight="normal", pad=3)
         axes.locator_params(axis="y", nbins=4)
-        finish(axes, run, named=False, below=axes is panels[-1])
+        finish_axes(axes, run, with_legend=False, below=axes is panels[-1])
     return to_svg(figure, "loss, gradient norm, entropy and learning rate per step")
 
 
 @themed
-def lengths_by_step_picture(run: Run) -> str | None:
-    shown = [("p95", "95 of 100 are shorter", ORANGE), ("mean", "mean", BLUE), ("p50", "median", GREEN)]
-    series = [(label, color, values(run, "lengths", "trained", name)) for name, label, color in shown]
-    if not any(np.isfinite(one).any() for _, _, one in series):
+def lengths_by_step_picture(run: RunFolder) -> str | None:
+    statistics = [("p95", "95 of 100 are shorter", ORANGE), ("mean", "mean", BLUE), ("p50", "median", GREEN)]
+    curves = [(label, color, values(run, "lengths", "trained", name)) for name, label, color in statistics]
+    if not any(np.isfinite(series).any() for _, _, series in curves):
         return None
     figure, (axes,) = new_figure(2.6)
-    for label, color, one in series:
-        draw_series(axes, step_numbers(run), one, color, label)
+    for label, color, series in curves:
+        draw_series(axes, step_numbers(run), series, color, label)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("trained responses (tokens)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    finish(axes, run)
+    finish_axes(axes, run)
     return to_svg(figure, "lengths of the trained responses per step")
 
 
 @themed
-def phases_picture(run: Run) -> str | None:
+def phases_picture(run: RunFolder) -> str | None:
     parts = [(label, color, values(run, "learner", name)) for name, label, color in PHASES]
-    if not any(np.isfinite(one).any() for _, _, one in parts):
-        # a trainer of one's own may say how long a step took, and no more
+    if not any(np.isfinite(seconds).any() for _, _, seconds in parts):
+        # An external trainer may report only how long a step took.
         parts = [("trains", AGES[3], values(run, "learner", "train_s"))]
-    if not any(dig(step, "learner") for step in run.steps) or not any(np.nansum(one) for _, _, one in parts):
+    if not any(dig(step, "learner") for step in run.steps) or not any(np.nansum(seconds) for _, _, seconds in parts):
         return None
     figure, (axes,) = new_figure(2.9)
     stride = draw_stack(axes, run, parts)
     axes.set_ylabel("seconds a step" if stride == 1 else f"seconds a step (mean of {stride})")
-    finish(axes, run)
+    finish_axes(axes, run)
     return to_svg(figure, "the learner's seconds by what they were spent on, per step")

@@ -1,4 +1,4 @@
-"""What `april run` shows while it works: a panel on a terminal, one plain line a step anywhere else."""
+"""The live view of `april run`: a panel on a terminal, one plain line per step elsewhere."""
 
 import math
 from collections import deque
@@ -21,11 +21,10 @@ Bar = partial(ProgressBar, complete_style="cyan", finished_style="green")
 
 
 class LiveView:
-    """A context manager; `update` shows a status, `step` a trained step, `note` one line of text.
+    """A context manager; `update` shows a broker status, `step` a trained step, `note` one line of text.
 
-    On a terminal `update` redraws the panel and notes scroll by above it; elsewhere steps, notes and new alarms are
-    lines, and `update` remembers what the next step's line says of partials and time left.
-    """
+    On a terminal `update` redraws the panel, and notes scroll above it. Elsewhere steps, notes and new alarms are
+    printed as lines, and `update` only stores the partials and the ETA for the next step's line."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
@@ -64,12 +63,12 @@ class LiveView:
         else:
             self.print_line(text)
 
-    def print_alarms(self, said: dict) -> None:
-        for alarm in alarms(said):
+    def print_alarms(self, record: dict) -> None:
+        for alarm in alarms(record):
             self.print_line(f"  ALARM: {alarm}")
 
     def print_line(self, text: str) -> None:
-        """At once and uncut, however wide the place it goes to."""
+        """Print a line unwrapped and flushed."""
         print(text, file=self.console.file, flush=True)
 
     def panel(self) -> RenderableType:
@@ -80,13 +79,14 @@ class LiveView:
 
 
 def step_line(metrics: dict, status: dict) -> str:
-    """`step 3/24  reward 0.612  16.8k tok/s  staleness 0.4/1  partials 90  ETA 41s`, without what is unknown."""
+    """One line: `step 3/24  reward 0.612  16.8k tok/s  staleness 0.4/1  partials 90  ETA 41s`; unknown parts are left
+    out."""
     age = metrics.get("staleness") or {}
     partials = dig(metrics, "round", "partials_waiting")
     if partials is None:
         partials = status.get("partials_waiting")
     parts = [
-        f"step {of(metrics.get('step'), status.get('max_steps'))}",
+        f"step {step_of_total(metrics.get('step'), status.get('max_steps'))}",
         f"reward {number(metrics['reward'])}" if metrics.get("reward") is not None else "",
         speed(metrics.get("rollout_tokens_per_s")),
         f"staleness {number(age['mean'], 1)}/{age.get('max')}" if age.get("mean") is not None else "",
@@ -101,46 +101,46 @@ def step_line(metrics: dict, status: dict) -> str:
 
 
 def drift_warning(metrics: dict) -> str:
-    """Said only when lengths are biased beyond what chance explains."""
+    """A warning if the trained response lengths are biased beyond chance; otherwise ""."""
     drift = dig(metrics, "lengths", "drift") or {}
     return f"LENGTHS BIASED {drift['distance']:.3f} > {drift['band']:.3f}" if drift.get("alarm") else ""
 
 
 def failures(status: dict) -> list[str]:
-    """`scoring: 212 failed, TypeError`, for each cause since the broker started."""
-    found = []
+    """For each cause of failures since the broker started: `scoring: 212 failed, TypeError`."""
+    lines = []
     for cause, failed in (status.get("failures") or {}).items():
         name = ERROR_NAME.search(failed["last"])
-        found.append(
+        lines.append(
             f"{cause.removesuffix('_failed')}: {failed['count']} failed, {name[0] if name else failed['last']}"
         )
-    return found
+    return lines
 
 
 def gradient(metrics: dict) -> str:
-    """The share of the step's tokens that bore one, where the learner has said it."""
+    """The share of the step's tokens with a gradient; "" where the learner has not reported it."""
     share = dig(metrics, "gradient", "tokens")
     return "" if share is None else f"gradient {share:.0%}"
 
 
 def effective(metrics: dict) -> str:
-    """The effective sample size of the responses, as a share of them, where some are not of the policy at hand."""
+    """The effective sample size of the responses as a share of their number; "" where all are on-policy."""
     share = dig(metrics, "learner", "sequence_ess")
     return f"effective {share:.0%}" if share is not None and share < 1 else ""
 
 
 def alarms(metrics: dict) -> list[str]:
-    """Of a step's line, or of what is so just now."""
+    """The alarms of a step record or of a status, as sentences."""
     return [f"{alarm['sentence']} ({alarm['page']})" for alarm in metrics.get("alarms") or []]
 
 
 def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
-    """The run in four rows: where it is, how good, how fast, how full."""
+    """A summary of the run: step and phase, reward and speed, groups and partials, time and staleness."""
     reward = status.get("reward") if status.get("reward") is not None else last_step.get("reward")
     rate = status.get("rollout_tokens_per_s") or last_step.get("rollout_tokens_per_s")
     age = status.get("staleness") or last_step.get("staleness") or {}
     stale = f"{number(age['mean'], 1)} mean  {age.get('max')} max" if age.get("mean") is not None else "–"
-    left = f"  ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else ""
+    eta = f"  ETA {duration(status['eta_s'])}" if status.get("eta_s") is not None else ""
     done, needed = status.get("groups_complete") or 0, status.get("groups_needed") or 0
     groups = Table.grid(padding=(0, 1))
     groups.add_row(Bar(total=max(needed, 1), completed=done, width=14), f"{done} of {needed}")
@@ -148,10 +148,12 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
     table = Table.grid(padding=(0, 2))
     for style in ("dim", "", "dim", ""):
         table.add_column(style=style, no_wrap=True)
-    table.add_row("step", of(status.get("step"), status.get("max_steps")), "phase", status.get("phase") or "starting")
+    table.add_row(
+        "step", step_of_total(status.get("step"), status.get("max_steps")), "phase", status.get("phase") or "starting"
+    )
     table.add_row("reward", f"{number(reward)}  {sparkline(rewards)}", "rollout", speed(rate) or "–")
     table.add_row("groups", groups, "partials", f"{status.get('partials_waiting') or 0} waiting")
-    table.add_row("time", duration(status.get("elapsed_s") or 0) + left, "staleness", stale)
+    table.add_row("time", duration(status.get("elapsed_s") or 0) + eta, "staleness", stale)
     if warning := drift_warning(last_step):
         table.add_row("lengths", Text(warning, style="bold red"), "", "")
     if share := gradient(last_step):
@@ -164,7 +166,7 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
 
 
 def holders_table(status: dict) -> Table:
-    """One line a worker: the version it holds, its busy slots, its speed; one a scorer, and one an agents process."""
+    """One line per worker (version, busy slots, speed), scorer and agents process."""
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "left", "left", "right", "right", "right"):
         table.add_column(justify=justify, no_wrap=True)
@@ -177,24 +179,24 @@ def holders_table(status: dict) -> Table:
             Bar(total=max(slots, 1), completed=busy, width=16),
             f"{busy}/{slots} slots",
             speed(worker.get("tokens_per_s")) or "–",
-            gap_of(worker.get("gap")),
+            gap_text(worker.get("gap")),
         )
-    for role, does, what in (("scorers", "scores", "leases"), ("agents", "runs agents", "sessions")):
+    for role, verb, unit in (("scorers", "scores", "leases"), ("agents", "runs agents", "sessions")):
         for holder in status.get(role) or []:
             capacity, leased = holder.get("capacity") or 0, holder.get("leased") or 0
             bar = Bar(total=max(capacity, 1), completed=min(leased, capacity), width=16)
-            table.add_row(Text(str(holder.get("name"))), Text(does, style="dim"), bar, f"{leased}/{capacity} {what}")
+            table.add_row(Text(str(holder.get("name"))), Text(verb, style="dim"), bar, f"{leased}/{capacity} {unit}")
     return table
 
 
-def gap_of(gap: dict | None) -> str:
-    """How far the learner's log-probabilities of a worker's tokens are from the worker's own."""
+def gap_text(gap: dict | None) -> str:
+    """The mean gap between the learner's and the worker's log-probabilities of the worker's tokens."""
     if not gap or gap.get("mean") is None:
         return ""
     return f"gap {gap['mean']:.1e}" + (f" at age {gap['age']:.0f}" if gap["age"] else "")
 
 
-def of(step: int | None, max_steps: int | None) -> str:
+def step_of_total(step: int | None, max_steps: int | None) -> str:
     return f"{step or 0}/{max_steps}" if max_steps else str(step or 0)
 
 
@@ -203,7 +205,7 @@ def speed(tokens_per_s: float | None) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """One block a value, the lowest and the highest of them at the ends of the scale."""
+    """One block character per value, scaled from the lowest to the highest."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return ""

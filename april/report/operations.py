@@ -1,4 +1,4 @@
-"""A live broker's state and its dead letters in the terminal."""
+"""Render a live broker's status and dead letters in the terminal."""
 
 from datetime import datetime
 from typing import Any
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from april.report.facts import count, duration, number
-from april.report.live import alarms, failures, holders_table, of
+from april.report.live import alarms, failures, holders_table, step_of_total
 from april.report.waiting import waiting_for
 
 DRAIN = {
@@ -18,7 +18,7 @@ DRAIN = {
 
 
 def render_live(status: dict[str, Any]) -> RenderableType:
-    """What `april status` shows of a broker that answers."""
+    """The output of `april status` for a broker that answers."""
     title = Text.assemble(("broker of run ", "dim"), (status["run"], "bold"), "  ", (status["phase"], "bold yellow"))
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim")
@@ -29,7 +29,7 @@ def render_live(status: dict[str, Any]) -> RenderableType:
         rows.add_row("drain", Text(DRAIN[status["drain"]], style="bold yellow"))
     rows.add_row("waits for", waiting_for(status))
     queues, letters = status["queues"], status["dead_letters"]
-    rows.add_row("step", f"{of(status['step'], status['max_steps'])}  round {status['round']}")
+    rows.add_row("step", f"{step_of_total(status['step'], status['max_steps'])}  round {status['round']}")
     rows.add_row("reward", number(status["reward"]))
     rows.add_row("samples", by_state(queues["training"]))
     if queues["evaluation"]:
@@ -59,7 +59,7 @@ def by_state(counts: dict[str, int]) -> str:
 
 
 def render_dead_letters(listed: dict[str, Any]) -> RenderableType:
-    """What `april dead-letters` shows: a line a letter, the oldest first."""
+    """The output of `april dead-letters`: one line per letter, oldest first."""
     letters = listed["letters"]
     if not letters:
         return Text("no dead letters", style="dim")

@@ -1,4 +1,4 @@
-"""A run as a trace for Perfetto (https://ui.perfetto.dev): lanes of workers, steps, and the lives of kept samples."""
+"""Export a run as a Perfetto trace (https://ui.perfetto.dev): workers, steps, and the histories of kept samples."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,40 +6,40 @@ from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError
-from april.report.lanes import make_lanes
-from april.report.run_folder import Run
-from april.report.samples import files, read_step
+from april.report.lanes import worker_tracks
+from april.report.run_folder import RunFolder
+from april.report.samples import read_step, sample_files
 
-LIFE = (
+SAMPLE_COLUMNS = (
     "step", "group", "index", "reward", "finish_reason", "stays", "chunks", "opened_at", "delivered_at", "discarded_at",
     "discarded", "branch",
 )  # fmt: skip
-"""columns of kept samples that are read"""
+"""Columns of kept samples that a trace needs."""
 RESOLUTION = 1e5
-"""spans of a worker that lie closer than this part of the run are one"""
+"""Spans of a worker closer together than the run's length divided by this are merged."""
 SEQUENCE = 1
-"""all packets are of one writer"""
+"""Perfetto's trusted sequence id: all packets have one writer."""
 
 
-def export(run: Run, path: Path) -> int:
-    """Write the trace; returns how many tracks it has. Raises ConfigError."""
+def export(run: RunFolder, path: Path) -> int:
+    """Write the trace to `path`; returns its number of tracks. Raises ConfigError."""
     try:
         from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
     except ImportError:
         raise ConfigError("a trace needs the package perfetto; `pip install 'april-rl[trace]'`") from None
     if not run.steps:
         raise ConfigError(f"{run.path} has no trained step yet; there is nothing to trace")
-    writer = Writer(Trace())
+    writer = TraceWriter(Trace())
     workers = writer.track("workers")
-    times = [at for lane in run.lanes for at in (lane["start"], lane["end"])]
-    for lane in make_lanes(run.lanes, min(times, default=0.0), max(times, default=0.0), RESOLUTION):
-        track = writer.track(lane.worker, workers)
-        for kind, spans in lane.spans.items():
+    times = [time for event in run.worker_events for time in (event["start"], event["end"])]
+    for worker_track in worker_tracks(run.worker_events, min(times, default=0.0), max(times, default=0.0), RESOLUTION):
+        track = writer.track(worker_track.worker, workers)
+        for kind, spans in worker_track.spans.items():
             for start, end in spans:
                 writer.slice(track if kind == "generate" else writer.track(kind, track), kind, start, end)
-        for kind, instants in lane.instants.items():
-            for at in instants:
-                writer.instant(track, kind, at)
+        for kind, instants in worker_track.instants.items():
+            for time in instants:
+                writer.instant(track, kind, time)
     learner = writer.track("learner")
     for record in run.steps:
         figures = record.get("learner") or {}
@@ -47,16 +47,16 @@ def export(run: Run, path: Path) -> int:
         end = record["time"]
         writer.slice(learner, f"step {record['step']}", end - trained_s, end, loss=figures.get("loss"))
     samples = writer.track("samples")
-    for step in sorted(files(run.path)):
-        of_step = writer.track(f"step {step}", samples)
-        for sample in read_step(run.path, step, LIFE):
-            draw_life(writer, of_step, sample)
+    for step in sorted(sample_files(run.path)):
+        step_track = writer.track(f"step {step}", samples)
+        for sample in read_step(run.path, step, SAMPLE_COLUMNS):
+            write_sample(writer, step_track, sample)
     path.write_bytes(writer.trace.SerializeToString())
     return writer.tracks
 
 
-def draw_life(writer: "Writer", parent: int, sample: dict[str, Any]) -> None:
-    """Where a sample has been, one stretch behind the other; an agent's program on a track below."""
+def write_sample(writer: "TraceWriter", parent: int, sample: dict[str, Any]) -> None:
+    """Write a sample's track: the spans in which processes held it; those of its agent's program on a track below."""
     reward = "without reward" if sample["reward"] is None else f"reward {sample['reward']:.3g}"
     number = f"{sample['group']}.{sample['index']}" + (f"/{sample['branch']}" if sample["branch"] else "")
     name = "  ".join(filter(None, (number, reward, sample["discarded"])))
@@ -65,53 +65,53 @@ def draw_life(writer: "Writer", parent: int, sample: dict[str, Any]) -> None:
         if chunk["at"]:
             writer.instant(track, f"{chunk['end']} tokens", chunk["at"])
     for kind in ("opened", "delivered", "discarded"):
-        if at := sample[f"{kind}_at"]:
-            writer.instant(track, kind, at)
+        if time := sample[f"{kind}_at"]:
+            writer.instant(track, kind, time)
     stays = sorted(sample["stays"] or [], key=lambda stay: stay["began"])
-    acting = writer.track("agent", track) if any(stay["what"] == "act" for stay in stays) else track
+    agent_track = writer.track("agent", track) if any(stay["what"] == "act" for stay in stays) else track
     for stay in stays:
-        told = {"how": stay["how"], "from_tokens": stay["start"], "to_tokens": stay["end"]}
-        where = acting if stay["what"] == "act" else track
-        writer.slice(where, f"{stay['what']} on {stay['where']}", stay["began"], stay["ended"], **told)
+        annotations = {"how": stay["how"], "from_tokens": stay["start"], "to_tokens": stay["end"]}
+        stay_track = agent_track if stay["what"] == "act" else track
+        writer.slice(stay_track, f"{stay['what']} on {stay['where']}", stay["began"], stay["ended"], **annotations)
 
 
-class Writer:
-    """Packets of a trace; times in Unix seconds."""
+class TraceWriter:
+    """Builds the packets of a trace; times are Unix seconds."""
 
     def __init__(self, trace: Any):
         self.trace = trace
         self._ids: Iterator[int] = itertools.count(1)
-        self._places: dict[tuple[str, int], int] = {}
+        self._track_ids: dict[tuple[str, int], int] = {}
 
     @property
     def tracks(self) -> int:
-        return len(self._places)
+        return len(self._track_ids)
 
     def track(self, name: str, parent: int = 0) -> int:
-        """The one of that name below `parent`."""
-        if (name, parent) not in self._places:
-            number = self._places[name, parent] = next(self._ids)
+        """The id of the track `name` below `parent`, created on first use."""
+        if (name, parent) not in self._track_ids:
+            number = self._track_ids[name, parent] = next(self._ids)
             descriptor = self.trace.packet.add().track_descriptor
             descriptor.uuid, descriptor.name = number, name
             if parent:
                 descriptor.parent_uuid = parent
-        return self._places[name, parent]
+        return self._track_ids[name, parent]
 
-    def slice(self, track: int, name: str, start: float, end: float, **told: Any) -> None:
+    def slice(self, track: int, name: str, start: float, end: float, **annotations: Any) -> None:
         event = self._event(track, start, "TYPE_SLICE_BEGIN")
         event.name = name
-        for key, value in told.items():
+        for key, value in annotations.items():
             if value is not None:
                 note = event.debug_annotations.add()
                 note.name, note.string_value = key, str(value)
         self._event(track, end, "TYPE_SLICE_END")
 
-    def instant(self, track: int, name: str, at: float) -> None:
-        self._event(track, at, "TYPE_INSTANT").name = name
+    def instant(self, track: int, name: str, time: float) -> None:
+        self._event(track, time, "TYPE_INSTANT").name = name
 
-    def _event(self, track: int, at: float, kind: str) -> Any:
+    def _event(self, track: int, time: float, kind: str) -> Any:
         packet = self.trace.packet.add()
-        packet.timestamp, packet.trusted_packet_sequence_id = int(at * 1e9), SEQUENCE
+        packet.timestamp, packet.trusted_packet_sequence_id = int(time * 1e9), SEQUENCE
         packet.track_event.track_uuid = track
         packet.track_event.type = packet.track_event.Type.Value(kind)
         return packet.track_event

@@ -1,6 +1,6 @@
-"""The report's pictures: a run in, inline SVG out, coloured by the page's CSS variables so that both themes work.
+"""The report's pictures of rewards, speed, staleness and lengths, as inline SVG coloured by the page's CSS variables.
 
-Every picture returns None where the run has nothing to draw yet.
+Every picture is None where the run has nothing to draw yet.
 """
 
 import math
@@ -17,14 +17,15 @@ from april.report.drawing import (
     themed,
     to_svg,
 )
-from april.report.run_folder import Run, dig
-from april.report.series import draw_series, draw_stack, finish, legend, step_numbers, values
+from april.report.run_folder import RunFolder, dig
+from april.report.series import draw_series, draw_stack, finish_axes, legend, step_numbers, values
 
 BINS_PER_DOUBLING = 4
+"""Histogram bins per doubling of the response length."""
 
 
 @themed
-def reward_picture(run: Run) -> str | None:
+def reward_picture(run: RunFolder) -> str | None:
     steps = step_numbers(run)
     rewards = values(run, "reward")
     if not np.isfinite(rewards).any() and not run.evaluation:
@@ -33,8 +34,10 @@ def reward_picture(run: Run) -> str | None:
     if len(steps):
         draw_series(axes, steps, rewards, BLUE, "training reward")
     named = {f"accuracy, {name}": points for name, points in run.named_evaluations.items()}
-    stretches = {f"held-out accuracy{f', set {n}' if n > 1 else ''}": p for n, p in enumerate(run.evaluation_sets, 1)}
-    for number, (label, points) in enumerate((named or stretches).items()):
+    evaluation_sets = {
+        f"held-out accuracy{f', set {n}' if n > 1 else ''}": p for n, p in enumerate(run.evaluation_sets, 1)
+    }
+    for number, (label, points) in enumerate((named or evaluation_sets).items()):
         axes.plot(
             [point.get("step") or 0 for point in points],
             [point["accuracy"] for point in points],
@@ -46,12 +49,12 @@ def reward_picture(run: Run) -> str | None:
             label=label,
         )
     axes.set_ylabel("reward, accuracy")
-    finish(axes, run)
+    finish_axes(axes, run)
     return to_svg(figure, "reward and held-out accuracy per step")
 
 
 @themed
-def gradient_picture(run: Run) -> str | None:
+def gradient_picture(run: RunFolder) -> str | None:
     shares = {name: values(run, "gradient", name) for name in ("tokens", "groups")}
     if not any(np.isfinite(share).any() for share in shares.values()):
         return None
@@ -61,12 +64,12 @@ def gradient_picture(run: Run) -> str | None:
     axes.set_ylabel("share with a gradient")
     axes.set_ylim(0, 1.05)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    finish(axes, run)
+    finish_axes(axes, run)
     return to_svg(figure, "shares of trained tokens and groups that bore a gradient, per step")
 
 
 @themed
-def throughput_picture(run: Run) -> str | None:
+def throughput_picture(run: RunFolder) -> str | None:
     steps, rates = step_numbers(run), values(run, "rollout_tokens_per_s")
     if not np.isfinite(rates).any():
         return None
@@ -78,12 +81,12 @@ def throughput_picture(run: Run) -> str | None:
     axes.set_ylabel("tokens/s")
     axes.set_ylim(0, float(np.nanmax(rates)) * 1.12 or 1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    finish(axes, run)
+    finish_axes(axes, run)
     return to_svg(figure, "rollout tokens per second, per step")
 
 
 @themed
-def staleness_picture(run: Run) -> str | None:
+def staleness_picture(run: RunFolder) -> str | None:
     oldest = len(AGES) - 1
     tokens = np.zeros((len(AGES), len(run.steps)))
     for column, step in enumerate(run.steps):
@@ -96,12 +99,12 @@ def staleness_picture(run: Run) -> str | None:
     stride = draw_stack(axes, run, list(zip(labels, AGES, tokens, strict=True)))
     axes.set_ylabel("trained tokens" if stride == 1 else f"trained tokens (mean of {stride} steps)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    finish(axes, run)
+    finish_axes(axes, run)
     return to_svg(figure, "trained tokens by age, stacked, per step")
 
 
 @themed
-def lengths_picture(run: Run) -> str | None:
+def lengths_picture(run: RunFolder) -> str | None:
     created, trained = (length_density(run, f"{which}_histogram") for which in ("created", "trained"))
     if created is None and trained is None:
         return None
@@ -126,10 +129,10 @@ def lengths_picture(run: Run) -> str | None:
     return to_svg(figure, "response lengths of created and of trained samples")
 
 
-def length_density(run: Run, key: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """(bin edges in tokens, share of samples per doubling of length), summed over all steps.
+def length_density(run: RunFolder, key: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """(bin edges in tokens [n + 1], share of samples per doubling of length [n]), summed over all steps.
 
-    A length k covers [k, k + 1), so that bins of few lengths are as tall as they should be.
+    A length k covers [k, k + 1), so that bins of few lengths have the right height.
     """
     counts: dict[int, int] = {}
     for step in run.steps:
@@ -150,6 +153,6 @@ def first_length(index: int) -> int:
     return math.ceil(2 ** (index / 4) - 1e-9)
 
 
-def with_mean(run: Run, which: str) -> str:
+def with_mean(run: RunFolder, which: str) -> str:
     mean = dig(run.summary, "lengths", which, "mean")
     return which if mean is None else f"{which} (mean {mean:.1f} tokens)"

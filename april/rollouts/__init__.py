@@ -1,7 +1,8 @@
-"""April's rollouts for a trainer of your own: batches come, weights go, and a crash costs nothing that was durable.
+"""April's rollouts for your own trainer: it takes batches and publishes weights, and no durable work is lost in a
+crash.
 
     with april.connect("my-run.toml", checkpoint=T) as run:
-        run.publish(model)                              # what the checkpoint holds
+        run.publish(model)                              # the checkpoint's weights
         for batch in run.batches():
             loss = step(model, batch)
             run.consumed(batch, {"loss": loss})
@@ -9,7 +10,7 @@
             if saved:
                 run.durable(batch)
 
-`docs/trainers.md` has the contract.
+`docs/trainers.md` states the contract.
 """
 
 from april.rollouts.batch import RolloutBatch

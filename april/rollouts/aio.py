@@ -1,4 +1,4 @@
-"""The same run for a trainer that is an asyncio program: the calls of `Rollouts`, awaited.
+"""The asyncio form of `april.connect`: the methods of `Rollouts` as coroutines.
 
 async with april.rollouts.aio.connect("my-run.toml", checkpoint=T) as run:
     await run.publish(model)
@@ -24,19 +24,22 @@ from april.rollouts.run import Rollouts
 from april.rollouts.weights import Score, Weights
 from april.wire.training import Discard
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class AsyncRollouts:
-    """Calls run one after the other, in a thread of their own. One that is cancelled goes on there; leaving the block
-    does not wait for it. The thread outlives a local run: Linux kills a child with the thread that has started it."""
+    """`Rollouts` with coroutines, which run one after another in one thread.
 
-    def __init__(self, opening: Callable[[], Rollouts]):
-        self._opening = opening
+    A cancelled call continues in that thread, and leaving the block does not wait for it. The thread outlives a local
+    run, because Linux kills a child process together with the thread that started it.
+    """
+
+    def __init__(self, connect: Callable[[], Rollouts]):
+        self._connect = connect
         self._thread = ThreadPoolExecutor(1, "rollouts")
 
     async def __aenter__(self) -> "AsyncRollouts":
-        self.run = await self._call(self._opening)
+        self.run = await self._call(self._connect)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
@@ -73,12 +76,12 @@ class AsyncRollouts:
         await self._call(partial(self.run.consumed, batch, metrics, discarded))
 
     async def publish(self, weights: Weights) -> dict[str, float]:
-        """A copy of the weights is on its way when it returns; until then leave them as they are."""
+        """As `Rollouts.publish`; do not change the weights before it returns, when they have been copied."""
         return await self._call(partial(self.run.publish, weights))
 
     @asynccontextmanager
     async def updating(self, score: Score | None = None) -> AsyncIterator[bool]:
-        """`score` is called in the thread of the calls."""
+        """As `Rollouts.updating`; `score` is called in the thread of the calls."""
         block = self.run.updating(score)
         due = await self._call(block.__enter__)
         try:
@@ -94,10 +97,10 @@ class AsyncRollouts:
     async def durable(self, batch: RolloutBatch | int, oldest: int | None = None) -> None:
         await self._call(partial(self.run.durable, batch, oldest))
 
-    async def _call(self, what: Callable[[], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, what)
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
 
 def connect(*arguments: Any, **keys: Any) -> AsyncRollouts:
-    """As `april.connect`; it connects when the block is entered."""
+    """As `april.connect`; the connection is made when the `async with` block is entered."""
     return AsyncRollouts(partial(synchronous.connect, *arguments, **keys))

@@ -1,4 +1,4 @@
-"""A batch as a trainer of one's own gets it: padded tensors, a row a sample, or a branch of an agent's session."""
+"""A batch as an external trainer gets it: padded tensors with one row per sample, or per fork of an agent's session."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -6,63 +6,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from april.learner.batch import Batch, TrainSample, sessions
+from april.learner.batch import TrainingBatch, TrainSample, group_forks
 from april.learner.objective import row_advantages
-from april.rollouts.prompts import decoded
+from april.rollouts.prompts import decode_extra
 
-NOBODY = -1
-"""the version of a token that no policy has sampled"""
+NO_VERSION = -1
+"""Version of tokens that no policy has sampled."""
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """Complete groups: B samples, of at most T tokens with their prompt, padded on the right.
+    """Complete groups as tensors: B samples of at most T tokens with their prompt, padded on the right.
 
-    What is said of a token stands in that token's own column, not in that of the token before.
+    Per-token values stand in the token's own column, not in that of the token before it.
     """
 
     step: int
-    """its number, from 0: it turns weights `step` into weights `step + 1`"""
+    """Number of the batch, from 0; training on it turns weights `step` into weights `step + 1`."""
     groups: list[list[TrainSample]]
-    """the same samples one by one, with reward, segments, reason to end, and the support of cut distributions"""
+    """The same samples one by one, with reward, segments, finish reason, and the support of truncated distributions."""
     input_ids: Tensor
-    """int64 [B, T]; padded with 0"""
+    """Token ids, int64 [B, T]; 0 in the padding."""
     attention_mask: Tensor
-    """int64 [B, T]: 1 at prompt and response"""
+    """1 at tokens of prompt and response, int64 [B, T]."""
     response_mask: Tensor
-    """bool [B, T]: where the policy has sampled; neither prompt, nor observations of an environment, nor padding"""
+    """True at tokens that the policy sampled, bool [B, T]; False at prompts, observations and padding."""
     logprobs: Tensor
-    """float32 [B, T]: of sampled tokens under the policy that sampled them, at the run's temperature; else 0"""
+    """Log-probabilities of sampled tokens under the policy that sampled them, at the run's temperature, float32 [B, T];
+    0 elsewhere."""
     versions: Tensor
-    """int64 [B, T]: the step of the weights that sampled a token; else -1"""
+    """Policy step of the weights that sampled each token, int64 [B, T]; -1 elsewhere."""
     rewards: Tensor
-    """float32 [B]"""
+    """Reward of each sample, float32 [B]."""
     advantages: Tensor
-    """float32 [B], as `algorithm.advantage` says"""
+    """Advantage of each sample by `algorithm.advantage`, float32 [B]."""
     group: Tensor
-    """int64 [B]: the group of a row, an index of `groups`"""
+    """Index in `groups` of each row's group, int64 [B]."""
     prompts: list[int]
-    """of each group: which of the prompts that were submitted, from 0; empty where none were"""
+    """For each group the number of its submitted prompt, from 0; [] where the trainer submits none."""
     extras: list[Any]
-    """of each group: what was submitted beside its prompt"""
+    """For each group the `extra` that was submitted with its prompt."""
 
     @property
     def checkpoint(self) -> int:
-        """Step of the weights that contain this batch: what `connect` is told of a checkpoint that was saved now."""
+        """Policy step of the weights after this batch, to be passed to `connect` with a checkpoint saved now."""
         return self.step + 1
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
-        """With all tensors on `device`."""
+        """A copy with all tensors on `device`."""
         tensors = [field.name for field in fields(self) if isinstance(getattr(self, field.name), Tensor)]
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
-def to_tensors(batch: Batch, estimator: str) -> RolloutBatch:
-    """`estimator`: the name of what computes advantages."""
+def to_tensors(batch: TrainingBatch, estimator: str) -> RolloutBatch:
+    """The batch as tensors. `estimator`: registry name of the advantage estimator."""
     samples = batch.samples
     shape = len(samples), max((len(sample.tokens) for sample in samples), default=0)
     input_ids, attention_mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    logprobs, versions = torch.zeros(shape), torch.full(shape, NOBODY)
+    logprobs, versions = torch.zeros(shape), torch.full(shape, NO_VERSION)
     for row, sample in enumerate(samples):
         first, end = sample.prompt_tokens, len(sample.tokens)
         input_ids[row, :end] = torch.tensor(sample.tokens)
@@ -70,7 +71,7 @@ def to_tensors(batch: Batch, estimator: str) -> RolloutBatch:
         logprobs[row, first:end] = torch.tensor(sample.logprobs)
         for start, stop, version in sample.segments:
             versions[row, first + start : first + stop] = version.step
-    response_mask = versions != NOBODY
+    response_mask = versions != NO_VERSION
     return RolloutBatch(
         batch.step,
         batch.groups,
@@ -80,8 +81,8 @@ def to_tensors(batch: Batch, estimator: str) -> RolloutBatch:
         logprobs * response_mask,
         versions,
         torch.tensor([sample.reward for sample in samples]).float(),
-        torch.from_numpy(row_advantages(estimator, [sessions(group) for group in batch.groups])).float(),
+        torch.from_numpy(row_advantages(estimator, [group_forks(group) for group in batch.groups])).float(),
         torch.tensor([number for number, group in enumerate(batch.groups) for _ in group], dtype=torch.int64),
         [number for number, _ in batch.origins],
-        [decoded(extra) for _, extra in batch.origins],
+        [decode_extra(extra) for _, extra in batch.origins],
     )

@@ -1,4 +1,4 @@
-"""Prompts that a trainer brings, as the broker takes them: token ids, a reference answer, and what is to come back."""
+"""Prompts that a trainer submits, encoded for the broker: token ids, reference answer, and extra data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,66 +12,70 @@ from april.config import Config
 from april.data.tokenizer import Tokenizer
 from april.wire.limits import FROM_PEER
 
-BODY_BYTES = FROM_PEER.body_bytes // 2
-"""of labels and extras in a message, so that there is room for the rest of its body"""
-MESSAGE_TOKENS = FROM_PEER.frame_bytes // 4
+MAX_BODY_BYTES = FROM_PEER.body_bytes // 2
+"""Bytes of labels and extras in one message, which leaves room for the rest of its body."""
+MAX_MESSAGE_TOKENS = FROM_PEER.frame_bytes // 4
+"""Prompt tokens in one message."""
 HEAD_BYTES = 160
-"""of a prompt in a message, beside label and extra"""
+"""Bytes of a prompt in a message besides label and extra."""
 
 
 PromptText: TypeAlias = str | list[dict] | Sequence[int]
 
 
 class PromptsWanted(RuntimeError):
-    """All prompts that were submitted have become groups, and too few of these are complete for a batch."""
+    """A batch needs more groups than the submitted prompts can complete; submit more."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What `submit` takes for each group."""
+    """A prompt for `Rollouts.submit`; it becomes one group."""
 
     prompt: PromptText
-    """text, chat messages, or token ids"""
+    """Text, chat messages, or token ids."""
     label: str = ""
-    """reference answer"""
+    """Reference answer for the verifier."""
     reward: str = ""
-    """name of its verifier, "" for the run's"""
+    """Registry name of its verifier; "" for the run's."""
     extra: Any = None
-    """anything that MessagePack holds; it comes back with the group, after a crash, too"""
+    """Any value that MessagePack can encode; it comes back with the group, even after a crash."""
 
 
-Piece: TypeAlias = tuple[wire.Submission, np.ndarray]
+EncodedPrompt: TypeAlias = tuple[wire.Submission, np.ndarray]
+"""Header of a prompt, and its token ids, int32 [T]."""
 
 
-def encoder(config: Config) -> Callable[[Prompt], Piece]:
-    """What makes a prompt ready to be sent; it raises ValueError, BadRow among them, with what is wrong with one."""
+def encoder(config: Config) -> Callable[[Prompt], EncodedPrompt]:
+    """A function that encodes prompts; it raises ValueError, BadRow included, for a prompt that cannot be used."""
     tokenizer: list[Tokenizer] = []
     longest = config.longest_prompt_tokens
 
-    def encode(one: Prompt) -> Piece:
-        if isinstance(one.prompt, str) or (len(one.prompt) and isinstance(one.prompt[0], dict)):
+    def encode(prompt: Prompt) -> EncodedPrompt:
+        if isinstance(prompt.prompt, str) or (len(prompt.prompt) and isinstance(prompt.prompt[0], dict)):
             if not tokenizer:
                 tokenizer.append(Tokenizer(config.model.path))
-            ids = tokenizer[0].encode_prompt(one.prompt, config.data.template_options)  # type: ignore[arg-type]
+            ids = tokenizer[0].encode_prompt(prompt.prompt, config.data.template_options)  # type: ignore[arg-type]
         else:
-            ids = np.asarray(one.prompt, np.int32)
+            ids = np.asarray(prompt.prompt, np.int32)
         if not 1 <= len(ids) <= longest:
             raise ValueError(f"a prompt has {len(ids)} tokens; between 1 and {longest} fit, data.max_prompt_tokens")
-        extra = b"" if one.extra is None else msgspec.msgpack.encode(one.extra, enc_hook=plain)
-        submission = wire.Submission(len(ids), one.label, one.reward, extra)
-        if body_bytes(submission) > BODY_BYTES:
-            raise ValueError(f"label and extra of a prompt have more than {BODY_BYTES} bytes together; shorten them")
+        extra = b"" if prompt.extra is None else msgspec.msgpack.encode(prompt.extra, enc_hook=to_plain)
+        submission = wire.Submission(len(ids), prompt.label, prompt.reward, extra)
+        if body_bytes(submission) > MAX_BODY_BYTES:
+            raise ValueError(
+                f"label and extra of a prompt have more than {MAX_BODY_BYTES} bytes together; shorten them"
+            )
         return submission, ids
 
     return encode
 
 
-def decoded(extra: bytes) -> Any:
+def decode_extra(extra: bytes) -> Any:
     return msgspec.msgpack.decode(extra) if extra else None
 
 
-def plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy as Python's own."""
+def to_plain(value: Any) -> Any:
+    """MessagePack hook: NumPy numbers and arrays as Python numbers and lists."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise NotImplementedError(f"extra of a prompt holds a {type(value).__name__}, which MessagePack does not")
@@ -81,16 +85,16 @@ def body_bytes(prompt: wire.Submission) -> int:
     return HEAD_BYTES + 4 * len(prompt.label) + len(prompt.extra)
 
 
-def messages(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """As many at a time as a message holds."""
-    some: list[Piece] = []
+def split_into_messages(prompts: Sequence[EncodedPrompt]) -> Iterator[list[EncodedPrompt]]:
+    """Yield the prompts in lists that each fit one message."""
+    current: list[EncodedPrompt] = []
     size = tokens = 0
-    for piece in pieces:
-        submission, ids = piece
-        if some and (size + body_bytes(submission) > BODY_BYTES or tokens + len(ids) > MESSAGE_TOKENS):
-            yield some
-            some, size, tokens = [], 0, 0
-        some.append(piece)
+    for prompt in prompts:
+        submission, ids = prompt
+        if current and (size + body_bytes(submission) > MAX_BODY_BYTES or tokens + len(ids) > MAX_MESSAGE_TOKENS):
+            yield current
+            current, size, tokens = [], 0, 0
+        current.append(prompt)
         size, tokens = size + body_bytes(submission), tokens + len(ids)
-    if some:
-        yield some
+    if current:
+        yield current

@@ -1,8 +1,8 @@
-"""A trainer's end of a run: batches in order, what became of them, and weights for the workers.
+"""An external trainer's connection to a run: take batches in order, report them, and publish weights to the workers.
 
     connect -> publish -> batch 0 -> consumed(0), publish -> batch 1 -> ... -> close
 
-Under torchrun every rank makes the same calls in the same order. Rank 0 talks to the broker and to the workers.
+Under torchrun every rank makes the same calls in the same order; only rank 0 talks to the broker and the workers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,34 +17,39 @@ import torch
 import torch.distributed as dist
 
 from april import config as configuration
-from april.config import Config, ConfigError
+from april.config import Config
 from april.config.checks import needs_norms, needs_values
 from april.connections.address import address_at
-from april.learner.batch import Batch
-from april.learner.beside import Handover, Publisher, Sending, Source
-from april.learner.loop import share_numbers
-from april.learner.process_group import handover_group
+from april.errors import refuse
+from april.learner.batch import TrainingBatch
+from april.learner.beside import BatchPrefetcher, BatchSource, Publisher, WeightSender
+from april.learner.loop import broadcast_integers
+from april.learner.process_group import long_wait_group
 from april.learner.source import BrokerSource
-from april.registry import look_in
+from april.registry import add_import_folders
 from april.rollouts.batch import RolloutBatch, to_tensors
 from april.rollouts.local import LocalRun
-from april.rollouts.prompts import Piece, Prompt, PromptsWanted, PromptText, encoder, messages
-from april.rollouts.weights import Score, Weights, canary_by, canary_of, collect
+from april.rollouts.prompts import EncodedPrompt, Prompt, PromptsWanted, PromptText, encoder, split_into_messages
+from april.rollouts.weights import Score, Weights, canary_from_model, canary_from_score, collect
 from april.security.keys import load_keys
 from april.weights import TRANSPORTS
 from april.weights.publisher import WeightPublisher, weights_towards
 from april.wire.training import Discard, Submission
 
 LOCAL = "local"
+"""`run` of `connect` for a run whose broker and workers are started here."""
 
 
-class TrainerSource(Source, Protocol):
+class TrainerSource(BatchSource, Protocol):
+    """A source of batches that also takes prompts."""
+
     def submit(self, first: int, prompts: list[Submission], ids: np.ndarray) -> int:
-        """Bring prompts, numbered from `first` on, int32 ids one behind the other; how many were brought by now."""
+        """Submit prompts numbered from `first` on, with their token ids concatenated, int32; returns the number of
+        prompts submitted so far."""
 
 
-class WatchfulSource(BrokerSource):
-    """One that looks after a local run while it waits."""
+class MonitoredSource(BrokerSource):
+    """A broker source that checks the local run while it waits."""
 
     local: LocalRun | None = None
 
@@ -55,7 +60,7 @@ class WatchfulSource(BrokerSource):
 
 
 class Rollouts:
-    """What `connect` gives. Use it in a `with` block, in one thread."""
+    """A trainer's view of a run, returned by `connect`. Use it in a `with` block, in one thread."""
 
     def __init__(
         self,
@@ -65,55 +70,55 @@ class Rollouts:
         publisher: Publisher | None,
         group: dist.ProcessGroup | None = None,
     ):
-        """`source` and `publisher` are rank 0's, None elsewhere; `group`: over all ranks."""
+        """`source`, `publisher`: on rank 0, None on other ranks; `group`: process group of all ranks."""
         self.config = config
         self.submitted = 0
-        """prompts that were brought so far, where the trainer brings them"""
+        """Number of prompts submitted so far, where the trainer submits them."""
         self.step = checkpoint
-        """of the weights that the trainer holds: the number of batches in them"""
-        self.over = False
-        """whether all batches have been handed out"""
+        """Policy step of the trainer's weights: the number of batches they were trained on."""
+        self.finished = False
+        """Whether all batches have been handed out."""
         self._source, self._group = source, group
-        branch, frontier = source.start(checkpoint) if source else (0, 0)
+        incarnation, frontier = source.start(checkpoint) if source else (0, 0)
         if group is not None:
-            branch, frontier = share_numbers((branch, frontier), group)
+            incarnation, frontier = broadcast_integers((incarnation, frontier), group)
         self.frontier = frontier
-        """batches below it were handed out before, and come again as they were"""
-        self._handover = Handover(source, group, self._to_tensors)
-        self._sending = Sending(publisher, branch, frontier)
+        """Batches below it were handed out before a restart, and come again unchanged."""
+        self._prefetcher = BatchPrefetcher(source, group, self._to_tensors)
+        self._sender = WeightSender(publisher, incarnation, frontier)
         self._published = -1
         self._consumed = checkpoint
         self._wait_s = 0.0
-        self._taken: RolloutBatch | None = None
+        self._last_batch: RolloutBatch | None = None
         self._encode = encoder(config)
-        self._brings = TRANSPORTS.find(config.weights.transport).brings
+        self._carries_weights = TRANSPORTS.find(config.weights.transport).carries_weights
         if config.data.source == "submitted":
-            self.submitted = self._bring([])
+            self.submitted = self._submit([])
 
-    def _to_tensors(self, batch: Batch) -> RolloutBatch:
+    def _to_tensors(self, batch: TrainingBatch) -> RolloutBatch:
         return to_tensors(batch, self.config.algorithm.advantage)
 
     def batches(self) -> Iterator[RolloutBatch]:
-        """Each batch once, relative to `durable`, until the run is over. Collective.
+        """Yield the batches until the run is over; after a restart, from the last durable checkpoint on. Collective.
 
-        Asking for the next says `consumed` of the last where that was not said. RuntimeError where its weights were
-        not published, for which the workers would wait for ever.
+        Asking for the next batch reports the last one as consumed, unless that was done. Raises RuntimeError if the
+        weights of the last batch were not published, because the workers would wait for them forever.
         """
         while (batch := self.take()) is not None:
             yield batch
 
     def take(self) -> RolloutBatch | None:
-        """The next batch, as `batches` gives it; None once the run is over. Collective.
+        """The next batch, as in `batches`; None once the run is over. Collective.
 
-        PromptsWanted where the trainer brings the prompts and has brought too few: submit more, and take again.
+        Raises PromptsWanted if the trainer has submitted too few prompts: submit more, and take again.
         """
-        if self._taken and self._consumed < self.step:
-            self.consumed(self._taken)
+        if self._last_batch and self._consumed < self.step:
+            self.consumed(self._last_batch)
         self._require_published()
-        self._handover.ask(self.step)
-        arrived = self._handover.take()
+        self._prefetcher.request(self.step)
+        arrived = self._prefetcher.take()
         if arrived is None:
-            self.over = True
+            self.finished = True
             return None
         (_, batch), self._wait_s = arrived
         if not batch.groups:
@@ -121,36 +126,36 @@ class Rollouts:
                 f"all {self.submitted} prompts that were submitted have been generated for, and fewer than "
                 f"{self.config.schedule.rollout_batch_size} groups are complete; submit more with run.submit"
             )
-        self._taken, self.step = batch, batch.checkpoint
+        self._last_batch, self.step = batch, batch.checkpoint
         return batch
 
     def submit(self, prompts: Iterable[Prompt | PromptText], first: int | None = None) -> int:
-        """Bring prompts, where `data.source` is "submitted"; how many were brought by now. Collective.
+        """Submit prompts, where `data.source` is "submitted"; returns the number submitted so far. Collective.
 
-        When it returns they are in the journal. `first`: the number of the first of them in the trainer's own count,
-        from 0; those that were brought before are passed over, so that a trainer that goes on from a checkpoint may say
-        the same again. None: behind the last. Raises ValueError for a prompt that cannot be used.
+        When it returns, the prompts are journaled. `first`: number of the first one in the trainer's own count, from 0;
+        prompts submitted before are skipped, so that a trainer resumed from a checkpoint can submit the same again.
+        None: after the last one. Raises ValueError for a prompt that cannot be used.
         """
-        pieces = [self._encode(one if isinstance(one, Prompt) else Prompt(one)) for one in prompts]
+        encoded = [self._encode(prompt if isinstance(prompt, Prompt) else Prompt(prompt)) for prompt in prompts]
         first = self.submitted if first is None else first
         if first > self.submitted:
             raise ValueError(
-                f"prompt {first} does not follow the {self.submitted} that were brought; bring those between"
+                f"prompt {first} does not follow the {self.submitted} that were submitted; submit those between"
             )
-        for some in messages(pieces[self.submitted - first :]):
-            self.submitted = self._bring(some)
+        for part in split_into_messages(encoded[self.submitted - first :]):
+            self.submitted = self._submit(part)
         return self.submitted
 
-    def _bring(self, pieces: Sequence[Piece]) -> int:
-        """Collective."""
-        brought = 0
+    def _submit(self, encoded: Sequence[EncodedPrompt]) -> int:
+        """Submit encoded prompts; returns the number submitted so far. Collective."""
+        submitted = 0
         if self._source:
-            ids = np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in pieces)])
-            brought = self._source.submit(self.submitted, [submission for submission, _ in pieces], ids)
-        return share_numbers((brought,), self._group)[0] if self._group is not None else brought
+            ids = np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in encoded)])
+            submitted = self._source.submit(self.submitted, [submission for submission, _ in encoded], ids)
+        return broadcast_integers((submitted,), self._group)[0] if self._group is not None else submitted
 
     def _require_published(self) -> None:
-        if self._sending.is_due(self.step) and self._published < self.step:
+        if self._sender.is_due(self.step) and self._published < self.step:
             raise RuntimeError(
                 f"weights {self.step} have not been published, and the workers wait for them; call run.publish(model) "
                 "before the first batch and after each"
@@ -159,64 +164,63 @@ class Rollouts:
     def consumed(
         self, batch: RolloutBatch, metrics: Mapping[str, float] | None = None, discarded: Discard = ""
     ) -> None:
-        """`batch` is in the weights; or it was passed without changing them, because it is `discarded`."""
+        """Report that the weights contain `batch`, or that it was `discarded` (the reason) and left them unchanged."""
         self._consumed = batch.checkpoint
         if self._source:
             self._source.consumed(batch.step, {"wait_s": self._wait_s} | dict(metrics or {}), discarded)
 
     def publish(self, weights: Weights) -> dict[str, float]:
-        """Begin to send the weights as they are now to the workers, once those before have arrived; figures about
-        those. Collective.
+        """Start sending the current weights to the workers, after the previous ones have arrived; returns figures about
+        the previous transfer. Collective.
 
-        `weights`: a module, a state dictionary, or (name, tensor) pairs; sharded tensors are collected. Names are those
-        of the Hugging Face folder. Weights of batches that are trained again are not sent.
+        `weights`: a module, a state dictionary, or (name, tensor) pairs named as in the Hugging Face folder; sharded
+        tensors are gathered. Weights of batches that are trained again after a restart are not sent.
         """
-        if not self._brings:
+        if not self._carries_weights:
             raise RuntimeError(
                 f"weights.transport = {self.config.weights.transport!r} leaves it to your framework to load weights; "
                 "call run.updating or run.version"
             )
-        figures = self._sending.finish()
-        if self._sending.is_due(self.step):
-            canary = canary_of(weights, self.config)
-            self._sending.start(self.step, collect(weights, keep=self._source is not None), canary)
+        figures = self._sender.finish()
+        if self._sender.is_due(self.step):
+            canary = canary_from_model(weights, self.config)
+            self._sender.start(self.step, collect(weights, keep=self._source is not None), canary)
         self._published = self.step
         return figures
 
     @contextmanager
     def updating(self, score: Score | None = None) -> Iterator[bool]:
-        """Where `weights.transport` is "external": the weights `step` are loaded into the servers in this block, by
-        whatever loads them. Nothing is generated in it, and all that comes later has their name. Collective.
+        """With `weights.transport` = "external": the trainer loads weights `step` into the servers inside this block.
+        Nothing is generated meanwhile, and later tokens carry that version. Collective.
 
-        Gives whether they are wanted: while batches come again the servers hold newer ones, and are to keep them.
-        `score` says what the trainer's weights make of the canary; without it nothing is proven. Raises RuntimeError
-        for a worker that does not stop within `weights.publish_deadline_s`.
-        """
-        due = self._sending.is_due(self.step)
+        Yields whether the servers need them: while batches are repeated after a restart, the servers hold newer weights
+        and must keep them. `score`: the trainer's log-probabilities of the canary; without it the loaded weights are
+        not verified. Raises RuntimeError for a worker that does not stop within `weights.publish_deadline_s`."""
+        due = self._sender.is_due(self.step)
         if due:
-            canary = canary_by(score, self.config) if score and self.config.weights.canary else None
-            self._sending.announce(self.step, canary)
-            self._meet()
+            canary = canary_from_score(score, self.config) if score and self.config.weights.canary else None
+            self._sender.announce(self.step, canary)
+            self._barrier()
         yield due
         if due:
-            self._meet()
-            self._sending.brought()
+            self._barrier()
+            self._sender.externally_loaded()
         self._published = self.step
 
     def version(self, step: int, score: Score | None = None) -> None:
-        """The servers hold weights `step` already, and have generated nothing since; otherwise as `updating`."""
+        """As `updating`, if the servers hold weights `step` already and have generated nothing since."""
         if step != self.step:
             raise ValueError(f"version {step} was said of weights that hold {self.step} batches; say run.step")
         with self.updating(score):
             pass
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if self._group is not None:
             dist.barrier(self._group)
 
     def durable(self, batch: RolloutBatch | int, oldest: int | None = None) -> None:
-        """A checkpoint that contains `batch`, or that is of this step, is on disk; `oldest`: the step of the oldest one
-        that is kept, by default this one's. Batches below that are never handed out again."""
+        """Report that a checkpoint after `batch`, or of that policy step, is on disk. `oldest`: step of the oldest kept
+        checkpoint, by default this one. Batches below `oldest` are never handed out again."""
         step = batch if isinstance(batch, int) else batch.checkpoint
         if self._source:
             self._source.durable(step, step if oldest is None else oldest)
@@ -226,34 +230,34 @@ class Rollouts:
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         if kind is None:
-            self._sending.finish()
+            self._sender.finish()
 
 
-class Connection(Rollouts):
-    """One with a broker, which it leaves at the end of the block; a local run ends with it."""
+class ConnectedRollouts(Rollouts):
+    """Rollouts with their own broker connection, which ends with the block, as does a local run."""
 
     def __init__(
         self,
         config: Config,
         checkpoint: int,
-        source: WatchfulSource | None,
+        source: MonitoredSource | None,
         publisher: WeightPublisher | None,
         group: dist.ProcessGroup | None,
     ):
-        self._broker, self._lanes = source, publisher
+        self._broker, self._publisher = source, publisher
         super().__init__(config, checkpoint, source, publisher, group)
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         try:
             super().__exit__(kind, error, trace)
         finally:
-            if self._broker and self._lanes:
+            if self._broker and self._publisher:
                 self._broker.close()
-                self._lanes.close()
-                leave(self._broker.local, finished=self.over and kind is None)
+                self._publisher.close()
+                end_local_run(self._broker.local, finished=self.finished and kind is None)
 
 
-def leave(local: LocalRun | None, finished: bool) -> None:
+def end_local_run(local: LocalRun | None, finished: bool) -> None:
     if local and finished:
         local.wait()
     elif local:
@@ -266,51 +270,55 @@ def connect(
     run: str = LOCAL,
     overrides: Mapping[str, Any] | None = None,
 ) -> Rollouts:
-    """Take the learner's place in the run that the TOML file describes.
+    """Connect a trainer to the run of a TOML file, in place of April's learner.
 
-    `checkpoint`: the step of the weights that the trainer holds, 0 for those of `model.path`; a saved checkpoint's is
-    `batch.checkpoint`. `run`: "local" starts broker and workers here, and goes on with the run's folder where there is
-    one; tcp://HOST:PORT is that of a broker that runs already. `overrides`: keys as {"schedule.max_steps": 8}.
+    `checkpoint`: policy step of the trainer's weights, 0 for those of `model.path`; that of a saved checkpoint is
+    `batch.checkpoint`. `run`: "local" starts broker and workers here and resumes an existing run folder;
+    tcp://HOST:PORT connects to a running broker. `overrides`: configuration keys, such as {"schedule.max_steps": 8}.
 
-    Under torchrun every rank calls it, with a default process group. Raises ConfigError, BrokerUnreachable,
-    BrokerRefused (for a checkpoint of batches that nobody keeps any more), LocalRunFailed.
+    Under torchrun every rank calls it, after the default process group exists. Raises ConfigError, BrokerUnreachable,
+    BrokerRefused (if batches after the checkpoint are no longer kept), and LocalRunFailed.
     """
-    paths = [Path(config)] if isinstance(config, str | Path) else [Path(one) for one in config]
-    words = [word for key, value in (overrides or {}).items() for word in (f"--{key}", as_word(value))]
-    loaded = configuration.load(paths, words, inputs=["model"])
-    look_in(*loaded.run.parts)
+    paths = [Path(config)] if isinstance(config, str | Path) else [Path(path) for path in config]
+    flags = [flag for key, value in (overrides or {}).items() for flag in (f"--{key}", toml_text(value))]
+    loaded = configuration.load(paths, flags, inputs=["model"])
+    add_import_folders(*loaded.run.parts)
     check_needs_no_critic(loaded)
-    group = handover_group() if dist.is_available() and dist.is_initialized() else None
+    group = long_wait_group() if dist.is_available() and dist.is_initialized() else None
     if group is not None and dist.get_rank() > 0:
-        return Connection(loaded, checkpoint, None, None, group)
-    local = LocalRun(loaded, paths, words) if run == LOCAL else None
+        return ConnectedRollouts(loaded, checkpoint, None, None, group)
+    local = LocalRun(loaded, paths, flags) if run == LOCAL else None
     try:
         address = local.address() if local else address_at(configuration.check_address(run), loaded.broker.patience_s)
         keys = loaded.security.keys
         device = "cuda" if torch.cuda.is_available() else "cpu"
         publisher = WeightPublisher(weights_towards(loaded, address), loaded.run.name, device, keys)
-        source = WatchfulSource(address, publisher.address, loaded.broker.patience_s, load_keys(keys, "learner"))
+        source = MonitoredSource(address, publisher.address, loaded.broker.patience_s, load_keys(keys, "learner"))
         source.local = local
-        return Connection(loaded, checkpoint, source, publisher, group)
+        return ConnectedRollouts(loaded, checkpoint, source, publisher, group)
     except BaseException:
-        leave(local, finished=False)
+        end_local_run(local, finished=False)
         raise
 
 
-def as_word(value: Any) -> str:
-    """As on the command line: TOML."""
+def toml_text(value: Any) -> str:
+    """The value as on the command line, in TOML."""
     return value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
 
 
 def check_needs_no_critic(config: Config) -> None:
-    """Raises ConfigError for advantages that April's learner alone can compute."""
+    """Raises ConfigError for advantages that only April's learner can compute."""
     if needs_values(config.algorithm, imported=True):
-        raise ConfigError(
-            f"key 'algorithm.advantage' = {config.algorithm.advantage!r} asks for a critic, and a trainer of yours has "
-            "its own, if any; leave it out, and take the rewards of a batch"
+        refuse(
+            "algorithm.advantage",
+            config.algorithm.advantage,
+            "asks for a critic, and a trainer of yours has its own, if any",
+            "leave it out, and take the rewards of a batch",
         )
     if needs_norms(config.algorithm, imported=True):
-        raise ConfigError(
-            f"key 'algorithm.advantage' = {config.algorithm.advantage!r} asks for the gradient of each response, which "
-            "April's learner alone has; leave it out, and take the rewards of a batch"
+        refuse(
+            "algorithm.advantage",
+            config.algorithm.advantage,
+            "asks for the gradient of each response, which April's learner alone has",
+            "leave it out, and take the rewards of a batch",
         )

@@ -1,4 +1,4 @@
-"""The weights of somebody else's trainer, as workers take them: whole, on the CPU, by their Hugging Face names."""
+"""Collect an external trainer's weights as workers take them: whole tensors on the CPU, by their Hugging Face names."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -16,41 +16,40 @@ from april.weights.canary import Canary, canary_tokens
 
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 WRAPPERS = ("module", "_orig_mod")
-"""where DistributedDataParallel and torch.compile keep the model"""
+"""Attributes in which DistributedDataParallel and torch.compile keep the model."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     for name in WRAPPERS:
         if isinstance(inner := getattr(model, name, None), nn.Module):
-            return unwrapped(inner)
+            return unwrap(inner)
     return model
 
 
 def collect(weights: Weights, keep: bool = True) -> dict[str, Tensor]:
-    """Copies of a model's, a state dictionary's or named tensors; {} unless they are to be kept. Collective where
-    tensors are sharded.
+    """CPU copies of the tensors by name; {} on ranks without `keep`. Collective if tensors are sharded.
 
-    A tensor under two names, as a tied head, is taken under the first alone. What is on an accelerator is rounded to
+    A tensor with two names, such as a tied head, is taken under the first. Tensors on an accelerator are rounded to
     bfloat16.
     """
     whole, seen = {}, set()
-    for name, tensor in named(weights):
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        place = own.device, own.data_ptr(), own.shape
-        if own.numel() and place in seen:
+    for name, tensor in named_tensors(weights):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.device, local.data_ptr(), local.shape
+        if local.numel() and storage in seen:
             continue
-        seen.add(place)
+        seen.add(storage)
         copied = to_host(tensor)
         if keep:
             whole[name] = copied
-    if keep and isinstance(weights, nn.Module) and isinstance(model := unwrapped(weights), PreTrainedModel):
+    if keep and isinstance(weights, nn.Module) and isinstance(model := unwrap(weights), PreTrainedModel):
         return dict(revert_weight_conversion(model, whole))
     return whole
 
 
-def named(weights: Weights) -> Iterable[tuple[str, Tensor]]:
+def named_tensors(weights: Weights) -> Iterable[tuple[str, Tensor]]:
     if isinstance(weights, nn.Module):
-        model = unwrapped(weights)
+        model = unwrap(weights)
         return [*model.named_parameters(), *persistent_buffers(model)]
     return weights.items() if isinstance(weights, Mapping) else weights
 
@@ -65,16 +64,16 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 Score: TypeAlias = Callable[[np.ndarray], Sequence[float]]
-"""log-probabilities [T - 1] of int32 [T] ids but the first, each behind those before it, at temperature 1"""
+"""From ids, int32 [T], the log-probability of each but the first given those before it, at temperature 1: [T - 1]."""
 
 
-def canary_by(score: Score, config: Config) -> Canary:
-    """What a trainer's own function says of the canary. Raises ValueError."""
+def canary_from_score(score: Score, config: Config) -> Canary:
+    """The canary with log-probabilities from the trainer's own function. Raises ValueError."""
     if config.vocabulary is None:
         raise ValueError("model.path has no vocab_size in its config.json, by which the canary's tokens are chosen")
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
     tokens = canary_tokens(config.vocabulary, longest - 1)
-    logprobs = [float(one) for one in score(tokens)]
+    logprobs = [float(logprob) for logprob in score(tokens)]
     if len(logprobs) != len(tokens) - 1:
         raise ValueError(
             f"score gave {len(logprobs)} log-probabilities of {len(tokens)} tokens; give one less than them"
@@ -82,11 +81,12 @@ def canary_by(score: Score, config: Config) -> Canary:
     return Canary(tokens.tolist(), logprobs, "bfloat16")
 
 
-def canary_of(weights: Weights, config: Config) -> Canary | None:
-    """What the weights say of the canary, where they are a model that transformers knows. Collective if sharded."""
+def canary_from_model(weights: Weights, config: Config) -> Canary | None:
+    """The canary with log-probabilities of the weights; None unless they are a transformers model. Collective if
+    sharded."""
     if not (config.weights.canary and isinstance(weights, nn.Module)):
         return None
-    model = unwrapped(weights)
+    model = unwrap(weights)
     if not isinstance(model, PreTrainedModel):
         return None
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens

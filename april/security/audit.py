@@ -1,4 +1,4 @@
-"""Refusals in the log: a line for each as far as the log can bear, so that nobody can fill a disk with them."""
+"""Logging of refusals at a limited rate, so that no peer can fill the disk."""
 
 import logging
 
@@ -7,25 +7,26 @@ from april.processes import clock
 log = logging.getLogger(__name__)
 
 LINES_A_MINUTE = 60
+"""Refusals logged per minute; further ones are only counted."""
 
 
 class Audit:
-    """Used by one thread, but for a line that two may take for the last one of a minute."""
+    """Logs refusals. Two threads may share one; the limit is then exceeded by a line at most."""
 
     def __init__(self):
         self._minute = 0
         self._lines = 0
-        self._left_out = 0
+        self._suppressed = 0
 
-    def say(self, text: str, *arguments: object) -> None:
+    def warn(self, text: str, *arguments: object) -> None:
         minute = int(clock.now() // 60)
         if minute != self._minute:
             self._minute, self._lines = minute, 0
         self._lines += 1
         if self._lines > LINES_A_MINUTE:
-            self._left_out += 1
+            self._suppressed += 1
             return
-        if self._left_out:
-            log.warning("%d refusals were not logged", self._left_out)
-            self._left_out = 0
+        if self._suppressed:
+            log.warning("%d refusals were not logged", self._suppressed)
+            self._suppressed = 0
         log.warning(text, *arguments)

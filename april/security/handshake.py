@@ -1,4 +1,4 @@
-"""A peer's side of CURVE: its keys on a socket, and why nobody answers there, in a sentence instead of a hang."""
+"""The peer's side of CURVE: sets keys on a socket, and turns a failed handshake into a sentence instead of a hang."""
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -13,8 +13,8 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 PATIENCE_S, PATIENCE_ATTEMPTS = 3.0, 3
-"""a server that breaks off for so long, so often, and has never let this peer in, has other keys; one that dies
-breaks off once"""
+"""A server that breaks off this many handshakes over this long, and has never admitted the peer, has other keys. A
+server that dies breaks off only once."""
 
 UNLISTED = "its key is not on the allow-list; add it with `april keygen FOLDER --role ROLE --name NAME`"
 OTHER_KEYS = "the other side has other keys than 'security.keys' says; give the key file made in its folder"
@@ -23,7 +23,7 @@ WITH_KEYS = "only one side has keys; set 'security.keys' on both or on none"
 
 
 class Handshake:
-    """Watches the connection attempts of one socket that is not connected yet.
+    """Watches the connection attempts of a socket. Create it before the socket is connected.
 
     handshake = Handshake(socket, keys, server=keys.broker)
     socket.connect(address)
@@ -32,7 +32,7 @@ class Handshake:
     """
 
     def __init__(self, socket: zmq.Socket, keys: Keys | None, server: str = ""):
-        """`server`: the public key of the other side."""
+        """`server`: the CURVE public key of the other side."""
         if keys:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
@@ -42,10 +42,10 @@ class Handshake:
         self._monitor = socket.get_monitor_socket(EVENTS)
         self._succeeded = False
         self._failures: list[float] = []
-        """when they happened, since the process started"""
+        """Times of failed handshakes (Unix time, seconds)."""
 
     def problem(self) -> str:
-        """Why this socket will not connect, "" as long as it may."""
+        """Why the socket cannot connect, as a sentence; "" while it still may."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

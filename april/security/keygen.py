@@ -1,4 +1,4 @@
-"""`april keygen`: the broker's keys, its peers' keys and the allow-list, in one folder."""
+"""`april keygen`: makes a folder with the broker's keys, its peers' keys and the allow-list."""
 
 import os
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 import zmq
 
 from april.config import ConfigError
+from april.errors import refuse
 from april.security.allow_list import read
 from april.security.keys import ALLOW_LIST, ROLES, Keys, find_key_file, load_keys
 
@@ -14,7 +15,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Keys for all parts of a run; the files that were written. Raises ConfigError rather than replace one."""
+    """Make the keys of all parts of a run; returns the written files. Raises ConfigError rather than replace a key."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(FOLDER_MODE)
@@ -28,13 +29,13 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def add_peer(folder: Path, role: str, name: str) -> Path:
-    """A further peer's key, and its line in the allow-list; the key file. Raises ConfigError."""
+    """Make the key of another peer and add it to the allow-list; returns the key file. Raises ConfigError."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
-        raise ConfigError(f"option '--name' = {name!r} is no name; use letters, digits, '.', '-' and '_'")
+        refuse("--name", name, "is no name", "use letters, digits, '.', '-' and '_'")
     broker = load_keys(folder, "broker")
     allow_list = folder / ALLOW_LIST
     if any(peer.name == name for peer in read(allow_list).values()):
-        raise ConfigError(f"option '--name' = {name!r} is on {allow_list} already; use another, or take that line out")
+        refuse("--name", name, f"is on {allow_list} already", "use another, or take that line out")
     public, secret = new_pair()
     path = write_key(folder, Keys(role, name, public, secret, broker.public))
     with allow_list.open("a") as file:
@@ -43,7 +44,7 @@ def add_peer(folder: Path, role: str, name: str) -> Path:
 
 
 def new_pair() -> tuple[str, str]:
-    """A public and a secret key in Z85, without the character that begins a comment."""
+    """A (public, secret) key pair in Z85. The public key has no `#`, which begins a comment in the allow-list."""
     while True:
         public, secret = (key.decode() for key in zmq.curve_keypair())
         if "#" not in public:

@@ -1,1 +1,1 @@
-"""The broker's own ledger and schedules on a virtual clock, over an engine cost model."""
+"""Simulates a run: the broker's own ledger and schedules on a virtual clock, with an engine cost model."""

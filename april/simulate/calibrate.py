@@ -1,4 +1,4 @@
-"""Fits the cost model to a real engine: decode steps of steady crowds of sequences, and updates of the weights."""
+"""Fits the engine cost model to a real engine: decode steps at steady loads, prefills, and weight updates."""
 
 from dataclasses import dataclass, replace
 from statistics import median
@@ -9,45 +9,49 @@ import tomli_w
 
 from april.config.costs import EngineCost
 
-LONGEST = (64, 256, 1024)
-"""tokens of the longest response of a crowd, in which all lengths up to it are as likely"""
-SHARES = (1 / 16, 1 / 4, 1 / 2, 1)
-"""of the slots that have a sequence"""
+LONGEST_RESPONSES = (64, 256, 1024)
+"""Longest response of each load (tokens); response lengths are uniform from 1 up to it."""
+RUNNING_SHARES = (1 / 16, 1 / 4, 1 / 2, 1)
+"""Shares of the slots with a running sequence."""
 REPEATS = 3
-"""of which the median counts"""
-LEAST_S = 1e-9
-"""a is a cost, so that a fit that would make it negative puts it here"""
+"""Timings of each load; the median of each duration counts."""
+MIN_BASE_S = 1e-9
+"""Lower limit of the fitted `decode_base_s`, which must be positive."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Decode steps of sequences of which each that ends is replaced, then new weights."""
+    """Timing of one load: decode steps with ended sequences replaced at once, then a weight update and the prefill
+    after it."""
 
     running: int
+    """Running sequences."""
     steps: float
+    """Decode steps."""
     kv: float
-    """tokens in the cache, mean over the steps"""
+    """KV tokens, mean over the steps."""
     admissions: int
-    """steps before which sequences came in the place of ended ones"""
+    """Decode steps that began with the admission of new sequences."""
     admitted: int
-    """these sequences"""
+    """Sequences admitted."""
     admitted_tokens: int
-    """their context"""
+    """Context tokens of the admitted sequences."""
     decode_s: float
-    """all of this took so long"""
+    """Duration of the decode steps and admissions."""
     pause_s: float
-    """to take new weights in"""
+    """Duration of the weight update."""
     context: int
-    """tokens of all sequences that were computed again after that"""
+    """Context tokens of all sequences, prefilled again after the update."""
     prefill_s: float
-    """which took so long"""
+    """Duration of that prefill."""
 
     def decode_terms(self) -> list[float]:
-        """What each cost of `EngineCost` is counted by in `decode_s`, in the order of `COSTS`."""
+        """Factors of the `EngineCost` fields in `decode_s`, in the order of `COSTS`."""
         steps = [self.steps, self.steps * self.running, self.steps * self.kv]
         return [*steps, self.admissions, self.admitted, self.admitted_tokens]
 
     def prefill_terms(self) -> list[float]:
+        """Factors of the `EngineCost` fields in `prefill_s`, in the order of `COSTS`."""
         return [0, 0, 0, 1, self.running, self.context]
 
 
@@ -55,29 +59,31 @@ COSTS = ("decode_base_s", "decode_running_s", "decode_kv_s", "admit_s", "request
 
 
 class Probe(Protocol):
-    """An engine that can be asked for a crowd of so many sequences whose responses have up to so many tokens."""
+    """An engine whose decode steps, prefills and weight updates can be timed at a given load."""
 
     slots: int
     longest_response: int
 
     def time(self, running: int, longest: int) -> Timing:
-        """The same crowd each time, as far as the engine lets it be."""
+        """Time a load of `running` sequences with responses of 1 to `longest` tokens; the same sequences every time."""
 
 
 def measure(probe: Probe) -> list[Timing]:
-    """Timings over a grid of running sequences and lengths."""
-    counts = sorted({max(1, round(probe.slots * share)) for share in SHARES})
-    probe.time(probe.slots, min(LONGEST[0], probe.longest_response))  # what is slow the first time
+    """Time a grid of loads: running sequences times longest responses."""
+    counts = sorted({max(1, round(probe.slots * share)) for share in RUNNING_SHARES})
+    probe.time(probe.slots, min(LONGEST_RESPONSES[0], probe.longest_response))  # warm-up
     return [
-        middle([probe.time(running, longest) for _ in range(REPEATS)])
-        for longest in sorted({min(longest, probe.longest_response) for longest in LONGEST})
+        median_timing([probe.time(running, longest) for _ in range(REPEATS)])
+        for longest in sorted({min(longest, probe.longest_response) for longest in LONGEST_RESPONSES})
         for running in counts
     ]
 
 
-def middle(timings: list[Timing]) -> Timing:
-    """Medians of what was timed several times."""
-    medians = {name: median(getattr(one, name) for one in timings) for name in ("decode_s", "pause_s", "prefill_s")}
+def median_timing(timings: list[Timing]) -> Timing:
+    """One timing with the median durations of several timings of the same load."""
+    medians = {
+        name: median(getattr(timing, name) for timing in timings) for name in ("decode_s", "pause_s", "prefill_s")
+    }
     return replace(timings[0], **medians)
 
 
@@ -86,18 +92,19 @@ class Fit:
     cost: EngineCost
     timings: list[Timing]
     prefix_cache: bool = True
+    """Whether the engine keeps the prefixes of sequences that it has returned."""
 
     @property
     def errors(self) -> np.ndarray:
-        """Predicted over measured times of the decode steps, less 1."""
+        """Relative errors of the predicted decode times, one per timing."""
         costs = [getattr(self.cost, name) for name in COSTS]
-        return np.array([np.dot(one.decode_terms(), costs) / one.decode_s for one in self.timings]) - 1
+        return np.array([np.dot(timing.decode_terms(), costs) / timing.decode_s for timing in self.timings]) - 1
 
     @property
     def pause_s(self) -> float:
-        """Seconds for which full slots stand still while weights are taken in; then contexts are computed again."""
-        most = max(one.running for one in self.timings)
-        return median(one.pause_s for one in self.timings if one.running == most)
+        """Pause of the engine with all slots running during a weight update, without the prefill after it (seconds)."""
+        most = max(timing.running for timing in self.timings)
+        return median(timing.pause_s for timing in self.timings if timing.running == most)
 
     def describe(self) -> str:
         cost = self.cost
@@ -107,7 +114,7 @@ class Fit:
             f"{cost.decode_kv_s * 1e9:.2f} ns x KV tokens\n"
             f"prefill = {cost.admit_s * 1e3:.3f} ms + {cost.request_s * 1e3:.3f} ms x sequences + "
             f"{cost.prefill_s * 1e6:.2f} us x tokens\n"
-            f"new weights: {self.pause_s * 1e3:.1f} ms, then the prefill of what runs\n"
+            f"new weights: {self.pause_s * 1e3:.1f} ms, then the prefill of the running sequences\n"
             f"{self.describe_kv()}\n"
             f"{len(self.timings)} timings; the fit of the steps is off by {half:.1%} (median), {worst:.1%} (95 %)"
         )
@@ -118,27 +125,28 @@ class Fit:
         return "KV cache: the engine does not say how large; without cost.kv_tokens a simulated one is never full"
 
     def to_toml(self) -> str:
-        """The sections of a scenario that say what was measured."""
+        """The scenario sections with the measured costs, as TOML."""
         weights = {"pause_s": self.pause_s, "keep_kv": False}
         cost, engines = self.cost.model_dump(mode="json", exclude_unset=True), {"prefix_cache": self.prefix_cache}
         return tomli_w.dumps({"cost": cost, "engines": engines, "weights": weights})
 
 
 def fit(timings: list[Timing], source: str, kv_tokens: int | None = None, prefix_cache: bool = True) -> Fit:
-    """Least squares of the relative errors of decode steps and prefills together, with costs that are not negative.
+    """Fit non-negative costs by least squares over the relative errors of decode steps and prefills together.
 
-    `kv_tokens`: capacity of the KV cache, as the engine says; `prefix_cache`: it keeps what it has handed back.
+    `kv_tokens`: capacity of the engine's KV cache, None if unknown; `prefix_cache`: the engine keeps the prefixes of
+    sequences that it has returned.
     """
-    terms = [one.decode_terms() for one in timings] + [one.prefill_terms() for one in timings]
-    seconds = [one.decode_s for one in timings] + [one.prefill_s for one in timings]
+    terms = [timing.decode_terms() for timing in timings] + [timing.prefill_terms() for timing in timings]
+    seconds = [timing.decode_s for timing in timings] + [timing.prefill_s for timing in timings]
     costs = dict(zip(COSTS, least_squares(terms, seconds), strict=True))
-    costs["decode_base_s"] = max(LEAST_S, costs["decode_base_s"])
+    costs["decode_base_s"] = max(MIN_BASE_S, costs["decode_base_s"])
     known = {} if kv_tokens is None else {"kv_tokens": kv_tokens}
     return Fit(EngineCost(source=source, **costs, **known), timings, prefix_cache)
 
 
 def least_squares(terms: list[list[float]], seconds: list[float]) -> list[float]:
-    """Coefficients >= 0 of the terms for which predicted over measured is nearest to 1, where any time was measured."""
+    """Coefficients >= 0 for which terms @ coefficients / seconds is nearest to 1; rows of 0 s are left out."""
     measured = np.array(seconds) > 0
     design = np.array(terms)[measured] / np.array(seconds)[measured, None]
     free = list(range(design.shape[1]))
@@ -148,4 +156,4 @@ def least_squares(terms: list[list[float]], seconds: list[float]) -> list[float]
             break
         free.remove(free[int(np.argmin(solved))])
     found = dict(zip(free, solved.tolist(), strict=True))
-    return [found.get(place, 0.0) for place in range(design.shape[1])]
+    return [found.get(index, 0.0) for index in range(design.shape[1])]

@@ -1,4 +1,4 @@
-"""One engine on the virtual clock: between two events its decode steps are counted, not taken one by one."""
+"""One inference engine on the virtual clock. Decode steps between two events are counted, not simulated one by one."""
 
 from array import array
 from bisect import bisect_right, insort
@@ -10,48 +10,47 @@ from april.wire.version import Version
 
 INFINITY = float("inf")
 KV_HEADROOM = 0.05
-"""share of the KV cache that is free after a retraction, and that an admission leaves free"""
+"""Share of the KV cache kept free: retractions free at least this much, and admissions stop before using it."""
 LEASE_BITS = 36
-"""of the numbers by which an engine's runs are sorted; the others are those of the step at which one ends"""
+"""Low bits of an `end_key` that hold the lease id; the high bits hold the decode step at which the sample ends."""
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """A sample in an engine's hands."""
+class SimulatedRun:
+    """One sample in one engine, from its lease to its end or return."""
 
     lease_id: int
-    """of its lease"""
     prompt_tokens: int
     acknowledged: int
-    """response tokens that it came with"""
-    left: int
-    """response tokens still to come"""
+    """Response tokens that it had when this engine leased it."""
+    remaining_tokens: int
+    """Response tokens still to be generated."""
     arrives_s: float
     sample: tuple[int, int] | None = None
-    """(group, index), by which it is known when it comes back"""
+    """(group, index): key of the sample's prefix in `SimulatedEngine.cached_prefixes`."""
     generated: int = 0
-    """in this engine, up to when it was last admitted or retracted"""
-    pieces: list[tuple[Version, int]] = field(default_factory=list)
-    """(version, tokens) generated up to then"""
+    """Response tokens generated in this engine, up to its last admission or retraction."""
+    version_spans: list[tuple[Version, int]] = field(default_factory=list)
+    """(policy version, tokens) of the `generated` tokens, in order."""
     begun: int = 0
-    """the engine's step count when it was last admitted"""
+    """The engine's decode step count at its last admission."""
 
     @property
     def context(self) -> int:
-        """Tokens in KV when it is admitted."""
+        """Tokens of its prefix: the KV tokens that its admission takes."""
         return self.prompt_tokens + self.acknowledged + self.generated
 
 
-def end_of(run: Run) -> int:
-    """Sorts what runs in an engine by the step at which it ends, then by its lease."""
-    return run.begun + run.left << LEASE_BITS | run.lease_id
+def end_key(run: SimulatedRun) -> int:
+    """Sort key of a running sample: the decode step at which it ends, then its lease id."""
+    return run.begun + run.remaining_tokens << LEASE_BITS | run.lease_id
 
 
 class SimulatedEngine:
-    """Continuous batching: what arrives joins at the end of a decode step, and what runs goes on.
+    """An engine with continuous batching: arriving samples join at the end of a decode step, running ones continue.
 
-    `wake` is called at `next_event_s` and says which samples have ended; requests made meanwhile (`submit`,
-    `take_back`, `load_weights`) move that instant to the end of the decode step that is under way.
+    The owner calls `wake` at `next_event_s`, which returns the samples that have ended. A request in between
+    (`submit`, `recall_all`, `load_weights`) may move `next_event_s` to the end of the current decode step.
     """
 
     def __init__(
@@ -66,211 +65,212 @@ class SimulatedEngine:
         self.name, self.cost, self.slots, self.slowdown = name, cost, slots, slowdown
         self.keep_kv, self.prefix_cache = keep_kv, prefix_cache
         self.load = 0
-        """samples leased to it and not handed in"""
+        """Samples leased to it and not yet reported or returned."""
         self.version = Version(0, 0)
-        """that it says it holds: newer ones once they are taken in"""
+        """Policy version that it reports; it changes when a load of weights has finished."""
         self.clock_s = 0.0
-        """the instant up to which its steps are counted; ahead of now while it computes context or takes weights"""
+        """Virtual time up to which its steps are counted; ahead of now while it prefills or loads weights."""
         self.steps = 0
         self.kv = 0
-        """tokens in its cache, of what runs"""
-        self.handed_back: dict[tuple[int, int], int] = {}
-        """tokens in its cache of samples that it has handed back, the oldest first: they stay until new weights come or
-        their room is needed"""
-        self.running: dict[int, Run] = {}
-        self.waiting: deque[Run] = deque()
+        """KV tokens of the running samples."""
+        self.cached_prefixes: dict[tuple[int, int], int] = {}
+        """KV tokens of returned samples by (group, index), oldest first; kept until new weights are loaded or the cache
+        is full."""
+        self.running: dict[int, SimulatedRun] = {}
+        self.waiting: deque[SimulatedRun] = deque()
         self.generated = 0
-        """response tokens, up to `clock_s`"""
+        """Response tokens generated up to `clock_s`."""
         self.prefilled_tokens = 0
-        """context computed"""
+        """Context tokens prefilled."""
         self.recomputed_tokens = 0
-        """of it response tokens that had been generated before"""
+        """Response tokens among the prefilled ones: generated before, and computed again."""
         self.reused_tokens = 0
-        """context found in its cache"""
+        """Context tokens of admitted samples that were found in the cache."""
         self.retractions = 0
         self.kv_peak = 0
         self.pause_slot_s = 0.0
-        """slot-seconds in which weights were taken in"""
+        """Slot-seconds during which running samples waited for a load of weights."""
         self.kv_wait_slot_s = 0.0
-        """slot-seconds in which samples waited for room in the cache"""
+        """Slot-seconds during which samples waited for free KV cache."""
         self.transit_slot_s = 0.0
-        """slot-seconds in which samples were on their way in"""
+        """Slot-seconds between a sample's arrival and its admission, without the waits for KV cache."""
         self._ends = array("Q")
-        """of what runs, `end_of`, sorted"""
-        self._changes: tuple[list[int], list[Version]] = ([0], [Version(0, 0)])
-        """from which step on which version"""
+        """Sorted `end_key` of each running sample."""
+        self._version_changes: tuple[list[int], list[Version]] = ([0], [Version(0, 0)])
+        """Two parallel lists: first decode step, and the policy version from that step on."""
         self._staged: tuple[float, Version, float] | None = None
-        self._taking: tuple[float, Version] | None = None
-        """weights that are being taken in, and until when"""
-        self._take_back_s: float | None = None
-        self._recalled: dict[int, float] = {}
-        """leases of samples that are to be handed back one by one, and since when"""
-        self._planned: tuple[int, float] | None = None
-        """decode steps up to the next event, and its instant; None: something has changed since"""
-        self._full = False
-        """the first that waits has no room"""
-        self._full_s = -1.0
-        """when that was last so: what had arrived by then has waited for room"""
+        """(requested at, version, pause in seconds) of weights to be loaded at the end of the current step."""
+        self._loading: tuple[float, Version] | None = None
+        """(finished at, version) of the weights that are being loaded."""
+        self._recall_all_s: float | None = None
+        self._recalls: dict[int, float] = {}
+        """Time of the recall by lease id, for samples recalled one by one."""
+        self._next_event: tuple[int, float] | None = None
+        """(decode steps up to the next event, time of that event); None: to be computed again."""
+        self._cache_full = False
+        """Whether the first waiting sample does not fit into the KV cache."""
+        self._cache_full_s = -1.0
+        """Last time at which that was so; samples that had arrived by then have waited for KV cache."""
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def submit(self, run: Run) -> None:
+    def submit(self, run: SimulatedRun) -> None:
         self.waiting.append(run)
-        self._planned = None
+        self._next_event = None
 
-    def take_back(self, now: float) -> None:
-        """Have everything handed back at the end of the step that is under way."""
-        self._take_back_s = now
-        self._planned = None
+    def recall_all(self, now: float) -> None:
+        """Ask for the return of all samples at the end of the current decode step."""
+        self._recall_all_s = now
+        self._next_event = None
 
     def recall(self, lease_id: int, now: float) -> None:
-        """Have one sample handed back at the end of the step that is under way, unless it ends with it."""
-        self._recalled[lease_id] = now
-        self._planned = None
+        """Ask for the return of one sample at the end of the current decode step, unless the sample ends there."""
+        self._recalls[lease_id] = now
+        self._next_event = None
 
     def load_weights(self, version: Version, now: float, pause_s: float) -> None:
-        """Swap weights at the end of the step that is under way; newer ones replace those not yet taken in."""
+        """Load weights at the end of the current decode step; they replace a load that has not begun."""
         self._staged = (now, version, pause_s)
-        self._planned = None
+        self._next_event = None
 
-    def length_of(self, lease_id: int, now: float) -> int:
-        """Response tokens of a sample by now, those that it came with among them; 0 before it runs."""
+    def response_length(self, lease_id: int, now: float) -> int:
+        """Response tokens of a sample at time `now`, the acknowledged ones included; 0 before it runs."""
         run = self.running.get(lease_id)
         if run is None:
             return 0
-        self._planned = self._planned or self._plan()
+        self._next_event = self._next_event or self._plan()
         steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
-        return run.acknowledged + run.generated + self.steps - run.begun + min(steps, self._planned[0])
+        return run.acknowledged + run.generated + self.steps - run.begun + min(steps, self._next_event[0])
 
     # --- events ---------------------------------------------------------------------------------------------
 
     @property
     def next_event_s(self) -> float:
-        """When to look at it next: at a finish, when the cache is full, or for what has been requested."""
-        self._planned = self._planned or self._plan()
-        return self._planned[1]
+        """Time of the next event: a sample's end, a full cache, an arrival, or a request that is due."""
+        self._next_event = self._next_event or self._plan()
+        return self._next_event[1]
 
-    def wake(self) -> tuple[list[Run], list[Run]]:
-        """The event at `next_event_s`: (samples that have ended, samples handed back)."""
-        steps, now = self._planned or self._plan()
-        self._planned = None
+    def wake(self) -> tuple[list[SimulatedRun], list[SimulatedRun]]:
+        """Process the event at `next_event_s`; returns (ended samples, returned samples)."""
+        steps, now = self._next_event or self._plan()
+        self._next_event = None
         if now < self.clock_s:
-            self._hold_what_was_taken(now)
+            self._finish_loading(now)
             return [], []
         self._count(steps)
         if self.kv > self.kv_peak:
             self.kv_peak = self.kv
-        if self.handed_back:
-            self._forget_handed_back()
+        if self.cached_prefixes:
+            self._evict_prefixes()
         self.clock_s = now
-        if self._full:
-            self._full_s = now
-        self._hold_what_was_taken(now)
+        if self._cache_full:
+            self._cache_full_s = now
+        self._finish_loading(now)
         ended = self._pop_finished()
-        handed_back = []
-        if self._take_back_s is not None and self._take_back_s <= now:
-            handed_back = self._take_all_back(now)
-        elif self._recalled:
-            handed_back = self._take_recalled(now)
+        returned = []
+        if self._recall_all_s is not None and self._recall_all_s <= now:
+            returned = self._return_all(now)
+        elif self._recalls:
+            returned = self._return_recalled(now)
         if self._staged and self._staged[0] <= now:
             self._swap_weights(*self._staged[1:])
         if self.kv + len(self.running) > self.cost.kv_tokens:
             self._retract()
         if self.waiting:
             self._admit(now)
-        return ended, handed_back
+        return ended, returned
 
-    def fail(self, now: float) -> list[Run]:
-        """Everything it held, with what was generated up to now."""
+    def fail(self, now: float) -> list[SimulatedRun]:
+        """Lose the engine at time `now`; returns all its samples with the tokens generated so far."""
         steps = self.cost.steps_until((now - self.clock_s) / self.slowdown, len(self.running), self.kv)
         self._count(max(0, steps - 1) if self.running else 0)
-        if self._full:
-            self._full_s = now
-        lost = self._take_all_back(now)
-        self.handed_back.clear()
-        self.clock_s, self._staged, self._taking, self._planned = now, None, None, None
+        if self._cache_full:
+            self._cache_full_s = now
+        lost = self._return_all(now)
+        self.cached_prefixes.clear()
+        self.clock_s, self._staged, self._loading, self._next_event = now, None, None, None
         return lost
 
-    def drop(self, lease_id: int) -> Run | None:
-        """Stop generating a sample whose lease is void; what it has become here, None if it has ended."""
-        run = self._take_out(lease_id)
+    def drop(self, lease_id: int) -> SimulatedRun | None:
+        """Stop a sample whose lease is revoked; returns its run, None if it has ended."""
+        run = self._remove_sample(lease_id)
         self._sort_ends()
-        self._full, self._planned = False, None
+        self._cache_full, self._next_event = False, None
         return run
 
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _count(self, steps: int) -> None:
-        """Decode steps that are over."""
+        """Add completed decode steps to the counters."""
         running = len(self.running)
         self.steps += steps
         self.kv += steps * running
         self.generated += steps * running
 
     def _plan(self) -> tuple[int, float]:
-        if self._taking and self._taking[0] < self.clock_s:
-            return 0, self._taking[0]
-        running, wanted_s = len(self.running), self._wanted_s()
+        if self._loading and self._loading[0] < self.clock_s:
+            return 0, self._loading[0]
+        running, request_s = len(self.running), self._next_request_s()
         if not running:
-            return 0, max(self.clock_s, wanted_s)
+            return 0, max(self.clock_s, request_s)
         steps = (self._ends[0] >> LEASE_BITS) - self.steps
         until_full = (self.cost.kv_tokens - self.kv) // running
         if until_full < steps and running > 1:
             steps = max(1, until_full)
-        if wanted_s < INFINITY:
-            until_wanted = self.cost.steps_until((wanted_s - self.clock_s) / self.slowdown, running, self.kv)
-            steps = min(steps, until_wanted)
+        if request_s < INFINITY:
+            until_request = self.cost.steps_until((request_s - self.clock_s) / self.slowdown, running, self.kv)
+            steps = min(steps, until_request)
         return steps, self.clock_s + self.slowdown * self.cost.steps_s(steps, running, self.kv)
 
-    def _wanted_s(self) -> float:
-        wanted_s = INFINITY if self._take_back_s is None else self._take_back_s
-        if self._recalled:
-            wanted_s = min(wanted_s, *self._recalled.values())
+    def _next_request_s(self) -> float:
+        request_s = INFINITY if self._recall_all_s is None else self._recall_all_s
+        if self._recalls:
+            request_s = min(request_s, *self._recalls.values())
         if self._staged:
-            wanted_s = min(wanted_s, self._staged[0])
-        if self._taking:
-            wanted_s = min(wanted_s, self._taking[0])
-        if self.waiting and not self._full and len(self.running) < self.slots:
-            wanted_s = min(wanted_s, self.waiting[0].arrives_s)
-        return wanted_s
+            request_s = min(request_s, self._staged[0])
+        if self._loading:
+            request_s = min(request_s, self._loading[0])
+        if self.waiting and not self._cache_full and len(self.running) < self.slots:
+            request_s = min(request_s, self.waiting[0].arrives_s)
+        return request_s
 
-    def _pop_finished(self) -> list[Run]:
+    def _pop_finished(self) -> list[SimulatedRun]:
         finished = []
         while self._ends and self._ends[0] >> LEASE_BITS <= self.steps:
             run = self.running.pop(self._ends.pop(0) & (1 << LEASE_BITS) - 1)
-            self._settle(run)
+            self._record_tokens(run)
             self.kv -= run.context
-            self._full = False
+            self._cache_full = False
             finished.append(run)
         return finished
 
-    def _take_all_back(self, now: float) -> list[Run]:
+    def _return_all(self, now: float) -> list[SimulatedRun]:
         for run in self.running.values():
-            self._settle(run)
+            self._record_tokens(run)
             if run.sample and self.prefix_cache:
-                self.handed_back[run.sample] = run.context
-        self.kv_wait_slot_s += sum(now - run.arrives_s for run in self.waiting if run.arrives_s <= self._full_s)
+                self.cached_prefixes[run.sample] = run.context
+        self.kv_wait_slot_s += sum(now - run.arrives_s for run in self.waiting if run.arrives_s <= self._cache_full_s)
         taken = [*self.running.values(), *self.waiting]
         self.running.clear()
         self.waiting.clear()
         del self._ends[:]
-        self._recalled.clear()
-        self.kv, self._take_back_s, self._full = 0, None, False
+        self._recalls.clear()
+        self.kv, self._recall_all_s, self._cache_full = 0, None, False
         return taken
 
-    def _take_recalled(self, now: float) -> list[Run]:
-        """Those that were recalled by now; others of them have ended."""
-        due = [lease_id for lease_id, at in self._recalled.items() if at <= now]
+    def _return_recalled(self, now: float) -> list[SimulatedRun]:
+        """Return the samples recalled up to `now` that have not ended meanwhile."""
+        due = [lease_id for lease_id, at in self._recalls.items() if at <= now]
         for lease_id in due:
-            del self._recalled[lease_id]
-        taken = [run for run in (self._take_out(lease_id) for lease_id in due) if run]
+            del self._recalls[lease_id]
+        taken = [run for run in (self._remove_sample(lease_id) for lease_id in due) if run]
         if taken:
             self._sort_ends()
-            self._full = False
+            self._cache_full = False
         return taken
 
-    def _take_out(self, lease_id: int) -> Run | None:
-        """What a sample has become here; None if it has ended."""
+    def _remove_sample(self, lease_id: int) -> SimulatedRun | None:
+        """Take a sample out of the running or waiting ones; None if it has ended."""
         run = self.running.get(lease_id)
         if run is None:
             run = next((run for run in self.waiting if run.lease_id == lease_id), None)
@@ -279,29 +279,29 @@ class SimulatedEngine:
             self._remove(run)
         return run
 
-    def _settle(self, run: Run) -> None:
-        """Enter in the sample what it has generated since it was admitted, split by version."""
+    def _record_tokens(self, run: SimulatedRun) -> None:
+        """Add the tokens generated since its last admission to the sample, split by policy version."""
         at, end = run.begun, self.steps
-        first_steps, versions = self._changes
+        first_steps, versions = self._version_changes
         index = bisect_right(first_steps, at) - 1
         while at < end:
             until = min(end, first_steps[index + 1]) if index + 1 < len(first_steps) else end
             if until > at:
-                run.pieces.append((versions[index], until - at))
+                run.version_spans.append((versions[index], until - at))
             at, index = until, index + 1
         run.generated += end - run.begun
-        run.left -= end - run.begun
+        run.remaining_tokens -= end - run.begun
         run.begun = end
 
-    def _remove(self, run: Run) -> None:
-        self._settle(run)
+    def _remove(self, run: SimulatedRun) -> None:
+        self._record_tokens(run)
         del self.running[run.lease_id]
         self.kv -= run.context
 
     def _swap_weights(self, version: Version, pause_s: float) -> None:
-        self._staged, self._taking = None, (self.clock_s + pause_s, version)
-        self._hold_what_was_taken(self.clock_s)
-        self.handed_back.clear()
+        self._staged, self._loading = None, (self.clock_s + pause_s, version)
+        self._finish_loading(self.clock_s)
+        self.cached_prefixes.clear()
         self._change_version(version)
         if not self.keep_kv and self.kv:
             pause_s += self.cost.context_s(len(self.running), self.kv) * self.slowdown
@@ -311,28 +311,29 @@ class SimulatedEngine:
         self.clock_s += pause_s
         self.pause_slot_s += pause_s * len(self.running)
 
-    def _hold_what_was_taken(self, now: float) -> None:
-        """Contexts are computed again afterwards."""
-        if self._taking and self._taking[0] <= now:
-            self.version, self._taking = self._taking[1], None
+    def _finish_loading(self, now: float) -> None:
+        """Report the new version once its load is over; the recomputation of contexts comes after that."""
+        if self._loading and self._loading[0] <= now:
+            self.version, self._loading = self._loading[1], None
 
     def _change_version(self, version: Version) -> None:
-        """From the next step on; changes before the oldest that runs was admitted are of no use any more."""
-        first_steps, versions = self._changes
+        """Record the version of the next steps, and forget changes before the admission of the oldest running
+        sample."""
+        first_steps, versions = self._version_changes
         oldest = min((run.begun for run in self.running.values()), default=self.steps)
         useless = bisect_right(first_steps, oldest) - 1
         del first_steps[:useless], versions[:useless]
         first_steps.append(self.steps)
         versions.append(version)
 
-    def _forget_handed_back(self) -> None:
-        """What was handed back first makes room for what runs."""
-        excess = self.kv + sum(self.handed_back.values()) - self.cost.kv_tokens
-        while self.handed_back and excess > 0:
-            excess -= self.handed_back.pop(next(iter(self.handed_back)))
+    def _evict_prefixes(self) -> None:
+        """Evict cached prefixes, oldest first, until the running samples fit."""
+        excess = self.kv + sum(self.cached_prefixes.values()) - self.cost.kv_tokens
+        while self.cached_prefixes and excess > 0:
+            excess -= self.cached_prefixes.pop(next(iter(self.cached_prefixes)))
 
     def _retract(self) -> None:
-        """The next step does not fit: those that have generated least wait until there is room."""
+        """Preempt samples whose next token does not fit, those with the fewest generated tokens first."""
         if len(self.running) < 2:
             return
         youngest_first = sorted(self.running.values(), key=lambda run: run.generated + self.steps - run.begun)
@@ -343,11 +344,11 @@ class SimulatedEngine:
             run.arrives_s = self.clock_s
             self.waiting.appendleft(run)
             self.retractions += 1
-            self._full = True
+            self._cache_full = True
         self._sort_ends()
 
     def _sort_ends(self) -> None:
-        self._ends = array("Q", sorted(map(end_of, self.running.values())))
+        self._ends = array("Q", sorted(map(end_key, self.running.values())))
 
     def _admit(self, now: float) -> None:
         admitted = context = 0
@@ -356,25 +357,25 @@ class SimulatedEngine:
             run = waiting[0]
             needed = run.context
             if needed > most - self.kv and running:
-                self._full = True
+                self._cache_full = True
                 break
             waiting.popleft()
             waited_s = now - run.arrives_s
-            if run.arrives_s <= self._full_s:
+            if run.arrives_s <= self._cache_full_s:
                 self.kv_wait_slot_s += waited_s
             else:
                 self.transit_slot_s += waited_s
-            found = self.handed_back.pop(run.sample, 0) if run.sample else 0
+            found = self.cached_prefixes.pop(run.sample, 0) if run.sample else 0
             self.kv += needed
-            if self.handed_back:
-                self._forget_handed_back()
+            if self.cached_prefixes:
+                self._evict_prefixes()
             self.reused_tokens += found
             self.prefilled_tokens += needed - found
             self.recomputed_tokens += needed - max(run.prompt_tokens, found)
             admitted, context = admitted + 1, context + needed - found
             run.begun = self.steps
             running[run.lease_id] = run
-            insort(self._ends, end_of(run))
+            insort(self._ends, end_key(run))
         if admitted:
             self.clock_s += self.cost.context_s(admitted, context) * self.slowdown
-        self._full = self._full and bool(waiting)
+        self._cache_full = self._cache_full and bool(waiting)

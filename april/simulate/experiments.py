@@ -1,6 +1,6 @@
-"""The three experiments that readers of the method ask for first, on a scenario; each a table and a picture.
+"""The three experiments of `april simulate --experiment`: each returns its table and the data of its picture.
 
-`kind`: of the schedule that was asked for, if any was.
+`kind`: the schedule named on the command line, empty if none was.
 """
 
 from collections import Counter
@@ -10,15 +10,15 @@ import numpy as np
 from april.broker.telemetry.lengths import describe
 from april.simulate.scenario import Scenario
 from april.simulate.sweep import admitted
-from april.simulate.variants import Outcome, counts_groups, dialled, evaluate, table, turned
+from april.simulate.variants import SimulationResult, counts_groups, evaluate, kind_with_dial, table, with_dial
 
 GROUPS = 4096
-"""whose lengths make the histogram"""
-FACTORS = (1.5, 2.0, 3.0)
+"""Groups whose response lengths make the histogram."""
+COMPARED_FACTORS = (1.5, 2.0, 3.0)
 
 
 def lengths(scenario: Scenario, kind: str = "") -> tuple[str, np.ndarray]:
-    """Response lengths of pure rollouts, no schedule involved: (table, int [samples])."""
+    """(table, int [samples]) of the response lengths, independent of any schedule."""
     drawn = scenario.make_lengths().sample(GROUPS)
     found = describe(Counter(drawn.ravel().tolist())) or {}
     longest_of_group = drawn.max(axis=1)
@@ -34,26 +34,26 @@ def lengths(scenario: Scenario, kind: str = "") -> tuple[str, np.ndarray]:
     return table(rows, ("response lengths", "tokens")), drawn.ravel()
 
 
-def buffers(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, Outcome]]]:
-    """N' = 1.5, 2, 3 x N: throughput against the largest buffer. Raises ConfigError."""
-    groups, kind = scenario.schedule.rollout_batch_size, dialled(kind, counts_groups)
+def buffers(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, SimulationResult]]]:
+    """Throughput and largest buffer for N' = 1.5, 2 and 3 N: (table, [(N' / N, result)]). Raises ConfigError."""
+    groups, kind = scenario.schedule.rollout_batch_size, kind_with_dial(kind, counts_groups)
     points = [
-        (factor, evaluate(f"{factor:g} N", turned(scenario, kind, round(factor * groups))))
-        for factor in admitted(scenario, FACTORS)
+        (factor, evaluate(f"{factor:g} N", with_dial(scenario, kind, round(factor * groups))))
+        for factor in admitted(scenario, COMPARED_FACTORS)
     ]
     lines = [
         [
-            outcome.name, f"{outcome.consumed_per_s:,.0f}", f"{outcome.measures.buffer_peak_tokens:,}",
-            f"{outcome.measures.buffer_peak_bytes:,}", f"{outcome.measures.staleness_mean:.2f}",
+            result.name, f"{result.consumed_per_s:,.0f}", f"{result.measures.buffer_peak_tokens:,}",
+            f"{result.measures.buffer_peak_bytes:,}", f"{result.measures.staleness_mean:.2f}",
         ]
-        for _, outcome in points
+        for _, result in points
     ]  # fmt: skip
     return table(lines, ("N'", "consumed/s", "buffer_peak_tokens", "buffer_peak_bytes", "stale mean")), points
 
 
-def versions(scenario: Scenario, kind: str = "") -> tuple[str, Outcome]:
-    """Share of the trained tokens by the age of the policy that generated them."""
-    outcome = evaluate(scenario.schedule.kind, scenario)
-    ages = outcome.measures.tokens_by_age
+def versions(scenario: Scenario, kind: str = "") -> tuple[str, SimulationResult]:
+    """(table, result) with the share of the trained tokens by their age in policy steps."""
+    result = evaluate(scenario.schedule.kind, scenario)
+    ages = result.measures.tokens_by_age
     lines = [[f"{age}", f"{ages[age]:,}", f"{ages[age] / ages.total():.1%}"] for age in sorted(ages)]
-    return table(lines, ("age (policy steps)", "trained tokens", "share")), outcome
+    return table(lines, ("age (policy steps)", "trained tokens", "share")), result

@@ -1,17 +1,17 @@
-"""The no-barrier limit: what the engines generate when every slot is refilled at once and nothing else happens."""
+"""The no-barrier limit: throughput of the engines when every slot is refilled at once and nothing else happens."""
 
 import itertools
 
-from april.simulate.engine import Run, SimulatedEngine
+from april.simulate.engine import SimulatedEngine, SimulatedRun
 from april.simulate.lengths import Lengths
 from april.simulate.scenario import Scenario
 
 WARM_UP_RUNS = 6
-"""responses of a slot before the measurement, which also waits for as many decode steps as the longest takes"""
+"""Responses per slot before the measurement begins. It also waits for as many decode steps as the longest response."""
 
 
 def no_barrier_limit(scenario: Scenario) -> float:
-    """Tokens generated a second by the scenario's engines with as many samples in flight as its schedule wants."""
+    """Tokens per second of the scenario's engines with as many samples in flight as its schedule wants."""
     lengths, engines = scenario.make_lengths(), scenario.engines
     per_engine, more = divmod(scenario.slots_wanted, engines.count)
     slots = [per_engine + (number < more) for number in range(engines.count)]
@@ -23,7 +23,7 @@ def no_barrier_limit(scenario: Scenario) -> float:
 def _engine_limit(scenario: Scenario, lengths: Lengths, slots: int, groups: itertools.count) -> float:
     engine = SimulatedEngine("limit", scenario.cost, slots)
     samples = ((lengths.prompt_of(group), length) for group in groups for length in lengths.of(group))
-    runs = (Run(number, prompt, 0, left, 0.0) for number, (prompt, left) in enumerate(samples))
+    runs = (SimulatedRun(number, prompt, 0, length, 0.0) for number, (prompt, length) in enumerate(samples))
     for _ in range(slots):
         engine.submit(next(runs))
     ended, first = 0, None

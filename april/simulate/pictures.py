@@ -1,4 +1,4 @@
-"""Pictures of simulations in the report's colours, one PNG each."""
+"""Charts of simulations in the report's style, one PNG each."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +8,13 @@ import numpy as np
 
 from april.report.drawing import AGES, BLUE, GREEN, MUTED, ORANGE, STYLE, new_figure
 from april.simulate.sweep import Sweep
-from april.simulate.variants import Outcome
+from april.simulate.variants import SimulationResult
 
 MAX_STEPS = 200
 
 
 def draw(path: Path, picture: Callable[[], Any]) -> str:
-    """Write what `picture` makes as PNG, in the report's style; where it is, or why there is none."""
+    """Write the figure that `picture` returns as a PNG; returns its path, or why there is none."""
     try:
         from matplotlib import rc_context, rcParamsDefault
     except ImportError:
@@ -28,13 +28,17 @@ def draw(path: Path, picture: Callable[[], Any]) -> str:
 
 
 def sweep_picture(sweep: Sweep):
-    """Throughput with the engines' limit, and staleness, over what changes."""
+    """Throughput with the no-barrier limit, and staleness, over the swept quantity."""
     figure, (speed, age) = new_figure(4.6, 2)
     x = [value for value, _ in sweep.points]
-    speed.plot(x, [one.consumed_per_s for _, one in sweep.points], color=BLUE, marker="o", ms=4, label="consumed")
-    speed.plot(x, [one.limit for _, one in sweep.points], color=MUTED, ls=(0, (4, 3)), label="no-barrier limit")
-    age.plot(x, [one.measures.staleness_mean for _, one in sweep.points], color=ORANGE, marker="o", ms=4, label="mean")
-    age.plot(x, [one.measures.staleness_max for _, one in sweep.points], color=MUTED, ls=(0, (4, 3)), label="largest")
+    speed.plot(x, [result.consumed_per_s for _, result in sweep.points], color=BLUE, marker="o", ms=4, label="consumed")
+    speed.plot(x, [result.limit for _, result in sweep.points], color=MUTED, ls=(0, (4, 3)), label="no-barrier limit")
+    age.plot(
+        x, [result.measures.staleness_mean for _, result in sweep.points], color=ORANGE, marker="o", ms=4, label="mean"
+    )
+    age.plot(
+        x, [result.measures.staleness_max for _, result in sweep.points], color=MUTED, ls=(0, (4, 3)), label="largest"
+    )
     speed.set_title(sweep.title, loc="left", pad=18)
     speed.set(ylabel="tokens/s")
     age.set(xlabel=sweep.axis, ylabel="staleness (steps)")
@@ -46,6 +50,7 @@ def sweep_picture(sweep: Sweep):
 
 
 def lengths_picture(drawn: np.ndarray):
+    """Histogram of response lengths, int [samples]."""
     figure, (axes,) = new_figure(2.7)
     counts, edges = np.histogram(drawn, bins=60)
     axes.stairs(counts / drawn.size, edges, fill=True, color=BLUE)
@@ -60,24 +65,25 @@ def lengths_picture(drawn: np.ndarray):
     return figure
 
 
-def buffers_picture(points: list[tuple[float, Outcome]]):
+def buffers_picture(points: list[tuple[float, SimulationResult]]):
+    """Throughput over the largest buffer, one point per N'."""
     figure, (axes,) = new_figure(2.7)
-    x = [one.measures.buffer_peak_bytes / 2**20 for _, one in points]
-    axes.plot(x, [one.consumed_per_s for _, one in points], color=GREEN, marker="o", ms=5)
-    for place, (_, outcome) in zip(x, points, strict=True):
-        axes.annotate(f"N' = {outcome.name}", (place, outcome.consumed_per_s), xytext=(0, -14),
+    x = [result.measures.buffer_peak_bytes / 2**20 for _, result in points]
+    axes.plot(x, [result.consumed_per_s for _, result in points], color=GREEN, marker="o", ms=5)
+    for size_mib, (_, result) in zip(x, points, strict=True):
+        axes.annotate(f"N' = {result.name}", (size_mib, result.consumed_per_s), xytext=(0, -14),
                       textcoords="offset points", ha="center", fontsize=8.5)  # fmt: skip
-    axes.set_ylim(0, max(one.consumed_per_s for _, one in points) * 1.15)
+    axes.set_ylim(0, max(result.consumed_per_s for _, result in points) * 1.15)
     axes.margins(x=0.12)
     axes.set(xlabel="largest buffer (MiB of ids and log-probabilities)", ylabel="consumed tokens/s")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     return figure
 
 
-def versions_picture(outcome: Outcome):
-    """Share of each batch by age, stacked."""
+def versions_picture(result: SimulationResult):
+    """Share of each batch's tokens by age, stacked."""
     figure, (axes,) = new_figure(2.9)
-    steps = outcome.measures.steps[-MAX_STEPS:]
+    steps = result.measures.steps[-MAX_STEPS:]
     oldest = len(AGES) - 1
     tokens = np.zeros((len(AGES), len(steps)))
     for column, step in enumerate(steps):

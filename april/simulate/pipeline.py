@@ -14,27 +14,27 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import Lease, Sample
 from april.broker.ledger.state import DEAD_ROUNDS
-from april.broker.migration import LOOK_S, Migration, Seat
+from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
-from april.config import ConfigError
-from april.simulate.engine import Run, SimulatedEngine
+from april.errors import refuse
+from april.simulate.engine import SimulatedEngine, SimulatedRun
 from april.simulate.measures import Measures
 from april.simulate.scenario import Scenario
 from april.simulate.state import SimulationState
-from april.wire.rows import CHUNK, ENDINGS, ROW
+from april.wire.rows import CHUNK, FINISH_REASONS, ROW
 from april.wire.version import Version
 
 INFINITY = float("inf")
-NO_PAYLOAD = 0
-"""crc32 of nothing"""
+EMPTY_CRC32 = 0
+"""crc32 of an empty payload."""
 LEARNER = -1
-"""its place where events are numbered by engine"""
+"""Stands for the learner where events hold an engine index."""
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """A run leaves no cycles behind, and looking for them among all that is in flight takes a sixth of its time."""
+    """Garbage collection is off: a run makes no reference cycles, and searching for them takes a sixth of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -45,15 +45,15 @@ def no_collections() -> Iterator[None]:
 
 
 class EndlessPrompts:
-    """As many prompts as a run asks for; their tokens are never looked at."""
+    """An endless source of empty prompts; the simulator never reads their tokens."""
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes]:
         return *cursor, b""
 
 
 @dataclass(frozen=True)
-class Stuck(RuntimeError):
-    """Nothing will ever happen again although the run is not over."""
+class SimulationStuck(RuntimeError):
+    """Raised when no event is left although the run is not over."""
 
     step: int
     now_s: float
@@ -63,10 +63,12 @@ class Stuck(RuntimeError):
 
 
 class Pipeline:
-    """One run. `run()` simulates until `steps` batches after the warm-up are trained, and gives what was measured.
+    """One simulated run. `run()` simulates it until `steps` batches after the warm-up are trained, and returns
+    measures.
 
-    What a worker reports is in the ledger when it happens; a grant arrives `latency_s` later. Tokens are handed in when
-    a sample ends or comes back, version by version, which the ledger cannot tell from chunks that came in time.
+    Reports of workers reach the ledger at once; grants reach an engine `latency_s` later. A sample's tokens are
+    reported when it ends or is returned, one chunk per policy version, which the ledger cannot tell from chunks sent in
+    time.
     """
 
     def __init__(self, scenario: Scenario):
@@ -74,8 +76,8 @@ class Pipeline:
         schedule = scenario.schedule
         self.last_step = scenario.first_measured + scenario.steps
         beyond = 0 if scenario.ends else 2 * (schedule.max_staleness + 2)
-        until = schedule.model_copy(update={"max_steps": self.last_step + beyond})
-        self.schedule = make_schedule(until, EndlessPrompts())
+        extended = schedule.model_copy(update={"max_steps": self.last_step + beyond})
+        self.schedule = make_schedule(extended, EndlessPrompts())
         self.ledger = Ledger(
             Rules(
                 schedule.rollout_batch_size,
@@ -89,33 +91,33 @@ class Pipeline:
         self.lengths = scenario.make_lengths()
         self.random = np.random.default_rng([scenario.seed, 1])
         self.engines = self._make_engines()
-        self.number_of = {engine.name: number for number, engine in enumerate(self.engines)}
+        self.index_of = {engine.name: index for index, engine in enumerate(self.engines)}
         self.state = SimulationState(scenario, self.ledger, self.schedule, self.engines)
         self.measures = Measures(self.state)
         self.training = False
-        self.learns: Callable[[Pipeline, int], None] = Pipeline.learn
-        """called with the pipeline and the tokens of a batch when it is the learner's"""
+        self.on_batch: Callable[[Pipeline, int], None] = Pipeline.learn
+        """Called with (pipeline, tokens of the batch) when the learner receives a batch."""
         self.weights_sent_s = 0.0
-        """when the last weights have been sent; the learner reports no batch before"""
+        """Time at which the last weights have been sent; the learner reports no batch before."""
         self._events: list[tuple[float, int, int]] = []
-        """heap of (instant, running number, engine or LEARNER)"""
+        """Heap of (time, sequence number, engine index or LEARNER)."""
         self._numbers = itertools.count()
         self._due = [INFINITY] * len(self.engines)
-        """the instant of each engine's event that counts"""
-        self._touched: dict[int, None] = {}
-        """engines to replan, in the order in which they were touched last"""
+        """Time of each engine's valid event; events at other times are out of date."""
+        self._changed: dict[int, None] = {}
+        """Indices of engines whose next event must be computed again, in the order of their last change."""
         self._by_load: list[tuple[float, int, int]] = []
-        """heap of (share of slots that is leased, engine, its load); an entry with another load is out of date"""
+        """Heap of (leased share of its slots, engine index, load); an entry with another load is out of date."""
         self._migration = Migration() if schedule.migrate else None
-        self._next_look_s = 0.0
+        self._next_migration_s = 0.0
         self._failures: list[tuple[float, int]] = []
-        """heap of (instant, engine), a failure if the engine is up, otherwise its return"""
+        """Heap of (time, engine index): a failure if the engine is up, otherwise its restart."""
 
     def _make_engines(self) -> list[SimulatedEngine]:
         engines, cost, keep_kv = self.scenario.engines, self.scenario.cost, self.scenario.weights.keep_kv
         return [
-            SimulatedEngine(f"engine-{number}", cost, engines.slots, slowdown, keep_kv, engines.prefix_cache)
-            for number, slowdown in enumerate(engines.slowdowns)
+            SimulatedEngine(f"engine-{index}", cost, engines.slots, slowdown, keep_kv, engines.prefix_cache)
+            for index, slowdown in enumerate(engines.slowdowns)
         ]
 
     # --- the clock ------------------------------------------------------------------------------------------
@@ -129,25 +131,25 @@ class Pipeline:
         return self.measures
 
     def start(self) -> None:
-        for number in range(len(self.engines)):
-            self._has_room(number)
-            self._schedule_failure(number)
-        self._after_change()
+        for index in range(len(self.engines)):
+            self._offer_slots(index)
+            self._schedule_failure(index)
+        self._run_broker()
         self._replan()
 
     @property
     def next_s(self) -> float:
-        """When something happens next; infinite: only what others do would bring it."""
+        """Time of the next event; infinite when only another pipeline's event can cause one."""
         events_s = self._events[0][0] if self._events else INFINITY
         return min(events_s, self._failures[0][0]) if self._failures else events_s
 
     def next_instant(self) -> None:
-        """All events of the next instant, then what the broker makes of them: a pass of its loop takes all messages."""
+        """Process all events of the next time, then the broker once: a pass of its loop handles all messages."""
         at_s = self.next_s
         if at_s == INFINITY:
-            raise Stuck(self.ledger.next_step, self.state.now_s)
+            raise SimulationStuck(self.ledger.next_step, self.state.now_s)
         if at_s > self.state.now_s:
-            self.measures.passed(at_s - self.state.now_s)
+            self.measures.add_elapsed(at_s - self.state.now_s)
             self.state.now_s = at_s
         changed = False
         while self._failures and self._failures[0][0] == at_s:
@@ -155,274 +157,277 @@ class Pipeline:
             self._replan()
             changed = True
         while self._events and self._events[0][0] == at_s:
-            number = heapq.heappop(self._events)[2]
-            if number == LEARNER:
-                self._trained()
+            index = heapq.heappop(self._events)[2]
+            if index == LEARNER:
+                self._finish_step()
                 self._replan()
                 changed = True
-            elif at_s == self._due[number]:
-                changed |= self._wake(number)
+            elif at_s == self._due[index]:
+                changed |= self._wake(index)
         if changed:
-            self._after_change()
+            self._run_broker()
         self._replan()
 
-    def _touch(self, number: int) -> None:
-        """Its next event may be another now."""
-        self._touched.pop(number, None)
-        self._touched[number] = None
+    def _mark_changed(self, index: int) -> None:
+        """Have the engine's next event computed again."""
+        self._changed.pop(index, None)
+        self._changed[index] = None
 
     def _replan(self) -> None:
-        for number in self._touched:
-            at_s = self.engines[number].next_event_s
-            if at_s != self._due[number]:
-                self._due[number] = at_s
+        for index in self._changed:
+            at_s = self.engines[index].next_event_s
+            if at_s != self._due[index]:
+                self._due[index] = at_s
                 if at_s < INFINITY:
-                    heapq.heappush(self._events, (at_s, next(self._numbers), number))
-        self._touched.clear()
+                    heapq.heappush(self._events, (at_s, next(self._numbers), index))
+        self._changed.clear()
 
     # --- engines --------------------------------------------------------------------------------------------
 
-    def _wake(self, number: int) -> bool:
-        """An event of an engine; whether it is one for the broker, too."""
-        engine, longest = self.engines[number], self.scenario.lengths.longest_tokens
+    def _wake(self, index: int) -> bool:
+        """Process an engine's event; returns whether the broker has to react."""
+        engine, longest = self.engines[index], self.scenario.lengths.longest_tokens
         version = engine.version
-        ended, handed_back = engine.wake()
-        self._due[number] = INFINITY
-        self._touch(number)
+        ended, returned = engine.wake()
+        self._due[index] = INFINITY
+        self._mark_changed(index)
         for run in ended:
-            self._hand_in(run, "length" if run.acknowledged + run.generated == longest else "stop")
-        for run in handed_back:
-            self._hand_in(run)
+            self._report(run, "length" if run.acknowledged + run.generated == longest else "stop")
+        for run in returned:
+            self._report(run)
             self.ledger.end_lease(run.lease_id, "recall" if self.ledger.round_open else "abort")
-        if ended or handed_back:
-            engine.load -= len(ended) + len(handed_back)
-            self._has_room(number)
+        if ended or returned:
+            engine.load -= len(ended) + len(returned)
+            self._offer_slots(index)
         elif engine.version is not version:
-            self._has_room(number)
-        return bool(ended or handed_back or engine.version is not version)
+            self._offer_slots(index)
+        return bool(ended or returned or engine.version is not version)
 
-    def _hand_in(self, run: Run, finish_reason: str = "") -> None:
-        """Report what a sample has become, version by version, and its score if it is complete."""
-        ledger, table, start, left = self.ledger, b"", run.acknowledged, len(run.pieces)
-        finish = ENDINGS.index(finish_reason)
-        for (branch, step), count in run.pieces:
-            left -= 1
-            ending = 0 if left else finish
-            table += ROW.pack(run.lease_id, 0.0, start, count, branch, step, 0, NO_PAYLOAD, CHUNK, ending, 0, 0, 0)
+    def _report(self, run: SimulatedRun, finish_reason: str = "") -> None:
+        """Report a sample's new tokens, one chunk per policy version, and its score if it is complete."""
+        ledger, table, start, chunks_left = self.ledger, b"", run.acknowledged, len(run.version_spans)
+        finish = FINISH_REASONS.index(finish_reason)
+        for (branch, step), count in run.version_spans:
+            chunks_left -= 1
+            ending = 0 if chunks_left else finish
+            table += ROW.pack(run.lease_id, 0.0, start, count, branch, step, 0, EMPTY_CRC32, CHUNK, ending, 0, 0, 0)
             start += count
         if table:
-            verdicts = ledger.add_chunks(table, checksum=NO_PAYLOAD)
-            assert verdicts.count(Verdict.OK) == len(run.pieces), f"{verdicts}: {run}"
+            verdicts = ledger.add_chunks(table, checksum=EMPTY_CRC32)
+            assert verdicts.count(Verdict.OK) == len(run.version_spans), f"{verdicts}: {run}"
         if finish_reason:
             ledger.score(run.lease_id, 1.0)
 
-    def _schedule_failure(self, number: int) -> None:
+    def _schedule_failure(self, index: int) -> None:
         if every_s := self.scenario.engines.failure_every_s:
-            heapq.heappush(self._failures, (self.state.now_s + self.random.exponential(every_s), number))
+            heapq.heappush(self._failures, (self.state.now_s + self.random.exponential(every_s), index))
 
-    def _fail_or_return(self, number: int) -> None:
-        engine = self.engines[number]
-        if number in self.state.down:
-            self.state.down.remove(number)
+    def _fail_or_return(self, index: int) -> None:
+        engine = self.engines[index]
+        if index in self.state.down:
+            self.state.down.remove(index)
             engine.version = Version(0, self.ledger.consumed)
             engine.load_weights(engine.version, self.state.now_s, 0.0)
-            self._touch(number)
-            self._has_room(number)
-            self._schedule_failure(number)
+            self._mark_changed(index)
+            self._offer_slots(index)
+            self._schedule_failure(index)
         else:
-            self.state.down.add(number)
+            self.state.down.add(index)
             for run in engine.fail(self.state.now_s):
-                self._lose(engine, run)
-            self._drop_voided()
-            self._touch(number)
-            heapq.heappush(self._failures, (self.state.now_s + self.scenario.engines.restart_s, number))
+                self._report_lost(engine, run)
+            self._drop_revoked()
+            self._mark_changed(index)
+            heapq.heappush(self._failures, (self.state.now_s + self.scenario.engines.restart_s, index))
 
-    def _lose(self, engine: SimulatedEngine, run: Run) -> None:
-        """Of what it generated here only whole chunks had reached the broker, and nothing if its group has ended."""
+    def _report_lost(self, engine: SimulatedEngine, run: SimulatedRun) -> None:
+        """Report a sample of a failed engine: only whole chunks had reached the broker, none if the group has ended."""
         if run.lease_id not in self.ledger.leases:
             self.state.lost_tokens += run.generated
             return
         engine.load -= 1
         whole = run.generated - run.generated % self.scenario.engines.chunk_tokens
         self.state.lost_tokens += run.generated - whole
-        kept, pieces = 0, []
-        for version, count in run.pieces:
+        kept, version_spans = 0, []
+        for version, count in run.version_spans:
             if take := min(count, whole - kept):
-                pieces.append((version, take))
+                version_spans.append((version, take))
                 kept += take
-        run.pieces = pieces
-        self._hand_in(run)
+        run.version_spans = version_spans
+        self._report(run)
         self.ledger.end_lease(run.lease_id, "lost", f"{engine.name} has failed", self.state.now_s)
 
     # --- the learner ----------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Start on the next batch if there is one and the learner is free."""
+        """Start training the next batch if one is delivered and the learner is free."""
         step = self.ledger.consumed
         if self.training or step == self.ledger.next_step:
             return
         self.training = True
-        self.learns(self, self._batch_tokens(step))
+        self.on_batch(self, self._batch_tokens(step))
 
     def learn(self, tokens: int) -> None:
-        """Train a batch of so many tokens from now on."""
+        """Train a batch of `tokens` tokens from now on."""
         cost = self.scenario.learner
         duration_s = cost.step_s + cost.token_s * tokens
         self.measures.training_s += duration_s
         self.learner_reports(max(self.state.now_s + duration_s, self.weights_sent_s))
 
     def learner_reports(self, at_s: float) -> None:
-        """The batch that is being trained is in the weights at that instant."""
+        """Schedule the end of the current training step at `at_s`."""
         heapq.heappush(self._events, (at_s, next(self._numbers), LEARNER))
 
     def _batch_tokens(self, step: int) -> int:
         return sum(group.tokens for group in self.ledger.deliveries[step])
 
-    def _trained(self) -> None:
+    def _finish_step(self) -> None:
         step = self.ledger.consumed
         self.training = False
         self.ledger.consume(step)
-        self.measures.trained(step, self.ledger.deliveries[step])
+        self.measures.record_step(step, self.ledger.deliveries[step])
         self.ledger.checkpoint(step + 1, step + 1)
         weights = self.scenario.weights
         version = Version(0, step + 1)
         self.weights_sent_s = self.state.now_s + weights.transfer_s
-        for number, engine in enumerate(self.engines):
-            if number not in self.state.down:
+        for index, engine in enumerate(self.engines):
+            if index not in self.state.down:
                 engine.load_weights(version, self.weights_sent_s, weights.pause_s)
-                self._touch(number)
+                self._mark_changed(index)
 
     # --- the broker -----------------------------------------------------------------------------------------
 
-    def _after_change(self) -> None:
-        """What the broker does after it has handled messages."""
+    def _run_broker(self) -> None:
+        """The broker's work after it has handled messages: rounds, batches, revoked samples, migrations, grants."""
         next_step = self.ledger.next_step
         while self.schedule.advance(self.ledger):
             self._abort()
         dead = self.ledger.dead_in_a_row
         if dead and dead >= DEAD_ROUNDS * self.scenario.schedule.groups_per_round:
-            raise ConfigError(
-                f"key 'engines.failure_every_s' = {self.scenario.engines.failure_every_s}: engines fail so often that "
-                f"{dead} groups in a row lost samples for good, and a run would end; raise it"
+            refuse(
+                "engines.failure_every_s",
+                self.scenario.engines.failure_every_s,
+                f"makes engines fail so often that {dead} groups in a row lost samples for good, and a run would end",
+                "raise it",
             )
         for step in range(next_step, self.ledger.next_step):
-            self.measures.delivered(self._batch_tokens(step))
-        self._drop_voided()
+            self.measures.record_delivery(self._batch_tokens(step))
+        self._drop_revoked()
         self._train()
         if self._migration:
-            self._grant_moved(self._migration)
+            self._grant_migrated(self._migration)
         self._hand_out()
-        if self._migration and self.state.now_s >= self._next_look_s:
-            self._next_look_s = self.state.now_s + LOOK_S
+        if self._migration and self.state.now_s >= self._next_migration_s:
+            self._next_migration_s = self.state.now_s + CHOICE_INTERVAL_S
             self._recall(self._migration)
 
-    def _drop_voided(self) -> None:
-        """Samples whose group has ended without them."""
-        voided, self.ledger.voided = self.ledger.voided, []
-        for name, lease_id in voided:
-            number = self.number_of[name]
-            run = self.engines[number].drop(lease_id)
+    def _drop_revoked(self) -> None:
+        """Stop the samples whose lease was revoked because their group has ended."""
+        revoked, self.ledger.revoked = self.ledger.revoked, []
+        for name, lease_id in revoked:
+            index = self.index_of[name]
+            run = self.engines[index].drop(lease_id)
             self.state.lost_tokens += run.generated if run else 0
-            self.engines[number].load -= 1
-            self._touch(number)
-            self._has_room(number)
+            self.engines[index].load -= 1
+            self._mark_changed(index)
+            self._offer_slots(index)
 
     def _abort(self) -> None:
-        for number, engine in enumerate(self.engines):
+        for index, engine in enumerate(self.engines):
             if engine.load:
-                engine.take_back(self.state.now_s)
-                self._touch(number)
+                engine.recall_all(self.state.now_s)
+                self._mark_changed(index)
         self._replan()
 
-    def _has_room(self, number: int) -> None:
-        engine = self.engines[number]
-        if engine.load < engine.slots and number not in self.state.down:
-            heapq.heappush(self._by_load, (engine.load / engine.slots, number, engine.load))
+    def _offer_slots(self, index: int) -> None:
+        engine = self.engines[index]
+        if engine.load < engine.slots and index not in self.state.down:
+            heapq.heappush(self._by_load, (engine.load / engine.slots, index, engine.load))
             if len(self._by_load) > 4 * len(self.engines) + 64:
                 self._by_load = [
-                    (engine.load / engine.slots, number, engine.load)
-                    for number, engine in enumerate(self.engines)
-                    if engine.load < engine.slots and number not in self.state.down
+                    (engine.load / engine.slots, index, engine.load)
+                    for index, engine in enumerate(self.engines)
+                    if engine.load < engine.slots and index not in self.state.down
                 ]
                 heapq.heapify(self._by_load)
 
     def _hand_out(self) -> None:
-        """Fill every engine as far as it has room, as the broker's `WorkerDesk` does: the emptiest first, but what an
-        engine has in its cache goes there."""
-        nothing_up_to = -1
-        set_aside: list[tuple[float, int, int]] = []
+        """Grant samples to free slots as the broker's `WorkerHandler` does: to the emptiest engine first, but a sample
+        whose prefix an engine has in its cache goes to that engine."""
+        no_sample_up_to = -1
+        without_sample: list[tuple[float, int, int]] = []
         newest = self.ledger.consumed
-        while self._by_load and nothing_up_to < newest:
+        while self._by_load and no_sample_up_to < newest:
             entry = heapq.heappop(self._by_load)
-            _, number, load = entry
-            engine = self.engines[number]
-            if load != engine.load or number in self.state.down or (set_aside and entry == set_aside[-1]):
+            _, index, load = entry
+            engine = self.engines[index]
+            if load != engine.load or index in self.state.down or (without_sample and entry == without_sample[-1]):
                 continue
             step = engine.version.step
-            sample = choose_sample(self.schedule, self.ledger, step) if step > nothing_up_to else None
+            sample = choose_sample(self.schedule, self.ledger, step) if step > no_sample_up_to else None
             if sample is None:
-                nothing_up_to = max(nothing_up_to, step)
-                set_aside.append(entry)
+                no_sample_up_to = max(no_sample_up_to, step)
+                without_sample.append(entry)
                 continue
-            home = self._home(sample, step, number)
-            self._grant(sample, self.engines[home])
-            self._touch(home)
-            self._has_room(home)
-            if home != number:
+            target = self._engine_with_prefix(sample, step, index)
+            self._grant(sample, self.engines[target])
+            self._mark_changed(target)
+            self._offer_slots(target)
+            if target != index:
                 heapq.heappush(self._by_load, entry)
-        for entry in set_aside:
+        for entry in without_sample:
             heapq.heappush(self._by_load, entry)
 
-    def _home(self, sample: Sample, step: int, emptiest: int) -> int:
-        """The engine that has its prefix in cache, if it has room and is at `step`, or else the emptiest."""
-        number = self.number_of.get(sample.cached_by(step), emptiest)
-        home = self.engines[number]
-        able = number not in self.state.down and home.load < home.slots and home.version.step == step
-        return number if able else emptiest
+    def _engine_with_prefix(self, sample: Sample, step: int, emptiest: int) -> int:
+        """The engine with the sample's prefix in its cache if it has a free slot and is at `step`, else the
+        emptiest."""
+        index = self.index_of.get(sample.cached_by(step), emptiest)
+        target = self.engines[index]
+        can_take = index not in self.state.down and target.load < target.slots and target.version.step == step
+        return index if can_take else emptiest
 
-    def _grant_moved(self, migration: Migration) -> None:
-        """What has come back to move goes to the engine that it was asked back for, as `WorkerDesk` does it."""
-        for move in migration.returned(self.ledger, self.state.now_s):
-            number = self.number_of[move.target]
-            engine, cost = self.engines[number], self.scenario.cost
-            step, able = engine.version.step, number not in self.state.down and engine.load < engine.slots
-            if able and step >= move.sample.first_step and self.schedule.hands_out(self.ledger, step):
+    def _grant_migrated(self, migration: Migration) -> None:
+        """Grant returned stragglers to the engines they were recalled for, as the broker's `WorkerHandler` does."""
+        for move in migration.take_returned(self.ledger, self.state.now_s):
+            index = self.index_of[move.target]
+            engine, cost = self.engines[index], self.scenario.cost
+            step, can_take = engine.version.step, index not in self.state.down and engine.load < engine.slots
+            if can_take and step >= move.sample.first_step and self.schedule.hands_out(self.ledger, step):
                 context = self.lengths.prompt_of(move.sample.group.id) + move.sample.length
                 lease = self._grant(move.sample, engine)
-                migration.moved(lease, self.state.now_s)
-                migration.resumed(context, cost.context_s(1, context) * engine.slowdown)
-                self.state.moved += 1
-                self._touch(number)
-                self._has_room(number)
+                migration.confirm(lease, self.state.now_s)
+                migration.observe_prefill(context, cost.context_s(1, context) * engine.slowdown)
+                self.state.migrated += 1
+                self._mark_changed(index)
+                self._offer_slots(index)
 
     def _recall(self, migration: Migration) -> None:
-        """Ask stragglers back for engines that have room for them."""
-        seats = []
-        for number, engine in enumerate(self.engines):
-            if number in self.state.down:
+        """Recall stragglers that other engines have free slots for."""
+        loads = []
+        for index, engine in enumerate(self.engines):
+            if index in self.state.down:
                 continue
             if running := len(engine.running):
                 token_s = self.scenario.cost.steps_s(1, running, engine.kv) * engine.slowdown
-                migration.saw(engine.name, engine.load, token_s * engine.load / running)
-            seats.append(Seat(engine.name, engine.load, engine.load < engine.slots, engine.version.step))
-        for move in migration.choose(self.ledger, seats, self.state.now_s, self._length_of):
-            holder = self.number_of[self.ledger.leases[move.lease_id].worker]
+                migration.observe_speed(engine.name, engine.load, token_s * engine.load / running)
+            loads.append(WorkerLoad(engine.name, engine.load, engine.load < engine.slots, engine.version.step))
+        for move in migration.choose(self.ledger, loads, self.state.now_s, self._length_of):
+            holder = self.index_of[self.ledger.leases[move.lease_id].worker]
             self.engines[holder].recall(move.lease_id, self.state.now_s)
-            self._touch(holder)
+            self._mark_changed(holder)
 
     def _length_of(self, lease: Lease) -> int:
-        return self.engines[self.number_of[lease.worker]].length_of(lease.id, self.state.now_s)
+        return self.engines[self.index_of[lease.worker]].response_length(lease.id, self.state.now_s)
 
     def _grant(self, sample: Sample, engine: SimulatedEngine) -> Lease:
         group = sample.group.id
         lease = self.ledger.lease(sample, engine.name, engine.version.step, INFINITY)
         prompt_tokens, length = self.lengths.at(group, sample.index)
-        left = length - sample.length
+        remaining_tokens = length - sample.length
         arrives_s = self.state.now_s + self.scenario.engines.latency_s
-        place = group, sample.index
-        engine.submit(Run(lease.id, prompt_tokens, sample.length, left, arrives_s, place))
+        sample_key = group, sample.index
+        engine.submit(SimulatedRun(lease.id, prompt_tokens, sample.length, remaining_tokens, arrives_s, sample_key))
         engine.load += 1
-        self.state.handed_out += 1
+        self.state.granted += 1
         return lease
 
 

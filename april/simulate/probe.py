@@ -1,4 +1,4 @@
-"""A real engine under the stopwatch, driven by the interface through which workers drive it."""
+"""Times a real engine for `calibrate`, through the interface that workers use."""
 
 import threading
 import time
@@ -15,6 +15,7 @@ from april.config import Config, ConfigError
 from april.config.checks import check_engine
 from april.config.loading import validate
 from april.config.overrides import parse_overrides, set_key
+from april.errors import refuse
 from april.simulate.calibrate import Timing
 from april.wire.version import Version
 from april.workers.engines import ENGINES
@@ -24,28 +25,30 @@ from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.process import make_engine
 
 STEPS, SETTLE_STEPS = 128, 16
-"""decode steps that are timed together, and those before them"""
+"""Decode steps per timing, and decode steps before the timing begins."""
 PROMPT_TOKENS = 8
 
 
 @dataclass
-class Crowd:
-    """The sequences that run, each of which is replaced when it ends."""
+class SequencePool:
+    """The running sequences; each is replaced when it ends."""
 
     random: np.random.Generator
     longest: int
+    """Longest response (tokens)."""
     origins: dict[int, float] = field(default_factory=dict)
-    """by request, its context less the steps that were over when it came"""
+    """By request id: context tokens at its admission minus the pool's `steps` at that time."""
     steps: float = 0.0
+    """Decode steps so far."""
 
     @property
     def context(self) -> float:
-        """Tokens in the cache."""
+        """KV tokens of all sequences."""
         return sum(self.origins.values()) + len(self.origins) * self.steps
 
 
 class EngineProbe:
-    """Times an engine on which nothing else runs. `tensors`: its weights, by Hugging Face name; `clock`: seconds."""
+    """Times an otherwise idle engine. `tensors`: its weights by Hugging Face name; `clock`: returns seconds."""
 
     def __init__(
         self,
@@ -58,56 +61,56 @@ class EngineProbe:
         self.engine, self.vocabulary, self.slots, self.tensors = engine, vocabulary, slots, tensors
         self.clock = clock
         self.longest_response = engine.max_context - PROMPT_TOKENS
-        self._count = 0
+        self._requests = 0
         engine.load_weights(Version(0, 0), tensors)
 
     def time(self, running: int, longest: int) -> Timing:
-        """Decode steps of `running` sequences in the midst of responses of 1 to `longest` tokens, each replaced by a
-        new one when it ends; an update of the weights; the prefill."""
-        crowd = Crowd(np.random.default_rng([running, longest]), longest)
+        """Time decode steps of `running` sequences at random positions of responses of 1 to `longest` tokens, then a
+        weight update, then the prefill after it. A sequence that ends is replaced."""
+        pool = SequencePool(np.random.default_rng([running, longest]), longest)
         for _ in range(running):
-            length = 1 + int((longest - 1) * np.sqrt(crowd.random.random()))  # a long one runs at more instants
-            age = int(crowd.random.integers(length))
-            self._submit(crowd, age, length - age)
-        self._generate(crowd, SETTLE_STEPS * running)
-        measured = self._generate(crowd, STEPS * running)
+            length = 1 + int((longest - 1) * np.sqrt(pool.random.random()))  # a long one runs at more instants
+            age = int(pool.random.integers(length))
+            self._submit(pool, age, length - age)
+        self._generate(pool, SETTLE_STEPS * running)
+        measured = self._generate(pool, STEPS * running)
         began = self.clock()
-        self.engine.load_weights(Version(0, self._count), self.tensors)
-        pause_s, context = self.clock() - began, round(crowd.context)
+        self.engine.load_weights(Version(0, self._requests), self.tensors)
+        pause_s, context = self.clock() - began, round(pool.context)
         step_s = measured["decode_s"] / measured["steps"]
-        prefill_s = max(0.0, self._generate(crowd, running)["decode_s"] - step_s)
-        self.engine.cancel_all(list(crowd.origins))
+        prefill_s = max(0.0, self._generate(pool, running)["decode_s"] - step_s)
+        self.engine.cancel_all(list(pool.origins))
         return Timing(running, **measured, pause_s=pause_s, context=context, prefill_s=prefill_s)
 
-    def _submit(self, crowd: Crowd, age: int, left: int) -> None:
-        self._count += 1
-        tokens = crowd.random.integers(2, self.vocabulary, PROMPT_TOKENS + age).astype(np.int32)
-        self.engine.submit(Request(self._count, tokens, left, seed=self._count))
-        crowd.origins[self._count] = len(tokens) - crowd.steps
+    def _submit(self, pool: SequencePool, age: int, response_tokens: int) -> None:
+        self._requests += 1
+        tokens = pool.random.integers(2, self.vocabulary, PROMPT_TOKENS + age).astype(np.int32)
+        self.engine.submit(Request(self._requests, tokens, response_tokens, seed=self._requests))
+        pool.origins[self._requests] = len(tokens) - pool.steps
 
-    def _generate(self, crowd: Crowd, tokens: int) -> dict[str, Any]:
-        """Go on until there are so many more; fields of `Timing`."""
-        engine, running, since = self.engine, len(crowd.origins), crowd.steps
+    def _generate(self, pool: SequencePool, tokens: int) -> dict[str, Any]:
+        """Generate at least `tokens` more tokens; returns fields of `Timing`."""
+        engine, running, first_step = self.engine, len(pool.origins), pool.steps
         admissions, admitted, kv_steps = 0, 0, 0.0
-        began, wanted = self.clock(), engine.generated_tokens + tokens
-        while engine.generated_tokens < wanted:
+        began, target = self.clock(), engine.generated_tokens + tokens
+        while engine.generated_tokens < target:
             before = engine.generated_tokens
             ended = [chunk.id for chunk in self._step() if chunk.finish_reason]
             steps = (engine.generated_tokens - before) / running
-            kv_steps += steps * crowd.context
-            crowd.steps += steps
+            kv_steps += steps * pool.context
+            pool.steps += steps
             for request in ended:
-                del crowd.origins[request]
-                self._submit(crowd, 0, int(crowd.random.integers(1, crowd.longest + 1)))
+                del pool.origins[request]
+                self._submit(pool, 0, int(pool.random.integers(1, pool.longest + 1)))
             admissions, admitted = admissions + bool(ended), admitted + len(ended)
-        steps = crowd.steps - since
+        steps = pool.steps - first_step
         return {
             "decode_s": self.clock() - began, "steps": steps, "kv": kv_steps / steps, "admissions": admissions,
             "admitted": admitted, "admitted_tokens": admitted * PROMPT_TOKENS,
         }  # fmt: skip
 
     def _step(self) -> list[Chunk]:
-        """Raises EngineError where waiting for more tokens would have no end."""
+        """One step of the engine. Raises EngineError if a request has failed or the server is lost."""
         chunks = self.engine.step()
         if failures := self.engine.failures():
             raise EngineError(f"a request of the calibration has failed: {failures[0][1]}")
@@ -116,36 +119,36 @@ class EngineProbe:
         return chunks
 
 
-def unhindered_s() -> float:
-    """Seconds, but for those in which this thread could have run and the machine was busy with something else."""
+def unpreempted_s() -> float:
+    """Clock that stands still while this thread is runnable but waits for a CPU (seconds)."""
     waited_ns = int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1])
     return time.perf_counter() - waited_ns / 1e9
 
 
 def vocabulary_of(config: Config) -> int:
     if config.vocabulary is None:
-        raise ConfigError(
-            f"key 'model.path' = {str(config.model.path)!r} has a config.json without vocab_size; give one"
-        )
+        refuse("model.path", config.model.path, "has a config.json without vocab_size", "give one")
     return config.vocabulary
 
 
 @contextmanager
 def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[EngineProbe, str]]:
-    """The engine that a worker of a run with these keys would have, and its name. Raises ConfigError, also for what
-    the engine refuses meanwhile."""
+    """(probe, engine name) for the engine that a worker of a run with these keys would make. Raises ConfigError, also
+    for an EngineError while the probe is used."""
     tree = {"model": {"path": str(model)}, "data": {}, "worker": {"slots": slots}}
     for key, value in parse_overrides(overrides):
         set_key(tree, key, value)
     config = validate(tree)
     check_engine(config)
     if config.engine.pause == "in_place":
-        raise ConfigError(
-            "key 'engine.pause' = 'in_place' leaves no prefill to be timed after new weights; leave it out, and set "
-            "weights.keep_kv = true in the scenario"
+        refuse(
+            "engine.pause",
+            "in_place",
+            "leaves no prefill to be timed after new weights",
+            "leave it out, and set weights.keep_kv = true in the scenario",
         )
     torch.set_num_threads(config.worker.threads)
-    clock = unhindered_s if ENGINES.find(config.worker.engine).in_process else time.perf_counter
+    clock = unpreempted_s if ENGINES.find(config.worker.engine).in_process else time.perf_counter
     try:
         with closing(make_engine(config, device_of(config), "calibrate")) as engine:
             tensors = load_folder_weights(model)

@@ -1,4 +1,4 @@
-"""A run's response lengths, read from its journal without touching it: `april trace`."""
+"""`april trace`: reads a run's response lengths from its journal, without changing it."""
 
 import math
 import mmap
@@ -21,13 +21,13 @@ from april.simulate.trace import TracedGroup
 @dataclass(frozen=True)
 class Recording:
     groups: list[TracedGroup]
-    """all of whose samples ended, in the order of their creation"""
+    """Groups with all samples completed, in the order of their creation."""
     cut_short: int
-    """groups created meanwhile that were discarded, or lost a sample, before all had ended; they are mostly long"""
+    """Groups of the same period that were discarded or lost a sample; mostly ones with long responses."""
 
     @property
     def censored(self) -> str:
-        """What is to be known about those, empty if there are none."""
+        """Sentence about the groups that were cut short; empty if there are none."""
         if not self.cut_short:
             return ""
         created = len(self.groups) + self.cut_short
@@ -35,10 +35,10 @@ class Recording:
 
 
 def record_trace(run_dir: Path) -> Recording:
-    """The groups created before the oldest that still lacks a response, whose lengths are therefore all known.
+    """Record the groups that are older than the oldest unfinished one, so that no long response is missing.
 
-    Later groups are left out even where they are complete, since those are the short ones. Of a long run they are the
-    groups created since the oldest snapshot. Raises ConfigError if there are none.
+    Later groups are left out even if they are complete, because the complete ones are the short ones. The journal of a
+    long run holds only groups created since its oldest snapshot. Raises ConfigError if there is no such group.
     """
     journal = Path(run_dir) / "journal"
     if not journal.is_dir():
@@ -77,8 +77,8 @@ def record_trace(run_dir: Path) -> Recording:
 
 
 def restore(journal: Path) -> tuple[Ledger, int]:
-    """The ledger of the oldest snapshot, behind which no file is missing, and its position in the journal; without
-    a snapshot an empty one."""
+    """(ledger, journal position) of the oldest snapshot, after which no journal file is missing; an empty ledger and 0
+    if there is no snapshot."""
     position, image = [(0, None), *SnapshotStore(journal).newest_first()][-1]
     header = header_of(image) if image else None
     if image is None or header is None:
@@ -89,7 +89,7 @@ def restore(journal: Path) -> tuple[Ledger, int]:
 
 
 def recorded_header(journal: Path) -> RunStarted | None:
-    """Of the run, from its newest snapshot or the journal's first record; None where there is neither."""
+    """The run's header, from its newest snapshot or the journal's first record; None if there is neither."""
     for _, image in SnapshotStore(journal).newest_first():
         return header_of(image)
     first = next(read_events(journal, 0), None)
@@ -104,7 +104,8 @@ def rules_of(header: RunStarted) -> Rules:
 
 
 def read_events(journal: Path, position: int) -> Iterator[Event]:
-    """Every event from the segment at `position` on, up to what is not whole, which a live broker may write."""
+    """Every event from the journal file at `position` on, up to an incomplete record, which a live broker may be
+    writing."""
     decoder, offset = msgspec.msgpack.Decoder(AnyEvent), -1
     while offset and (path := journal / f"{position:020d}{SUFFIX}").exists():
         offset = 0

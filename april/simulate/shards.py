@@ -1,31 +1,31 @@
-"""Several brokers for one learner: each has its own prompts, engines and ledger, and gives its part of every batch.
+"""Several brokers for one learner: each has its own prompts, engines and ledger, and delivers its part of every batch.
 
-The learner trains step k once all have delivered it, and reports it to all at once. Each keeps the staleness bound
-among its own groups, for batches of its own size; so does the batch that their parts make.
+The learner trains step k once all brokers have delivered it, and reports it to all at once. Each broker keeps the
+staleness bound for its own part of the batch, so the whole batch keeps it too.
 """
 
 import heapq
 from dataclasses import dataclass
 
-from april.config import ConfigError
+from april.errors import refuse
 from april.simulate.measures import Measures
 from april.simulate.pipeline import Pipeline, no_collections
 from april.simulate.scenario import Scenario
 
 
 @dataclass
-class Sharded:
-    """What was measured of a run of k brokers."""
+class ShardedResult:
+    """Measures of a run with several brokers, one entry per broker."""
 
     shards: list[Measures]
     waited_s: float
-    """sum over the measured steps: from the first broker's part to the last one's, while the learner was free"""
+    """Seconds from the first broker's part of a batch to the last one's, summed over the measured steps."""
 
 
 def parts_of(scenario: Scenario, brokers: int) -> list[Scenario]:
-    """One scenario for each broker: its part of batch, samples in flight and engines, and prompts of its own.
+    """One scenario per broker, with its part of the batch, of the samples in flight and of the engines.
 
-    Raises ConfigError unless all of that can be divided by `brokers`.
+    Raises ConfigError unless all of these are multiples of `brokers`.
     """
     section = scenario.schedule
     whole = {
@@ -37,57 +37,57 @@ def parts_of(scenario: Scenario, brokers: int) -> list[Scenario]:
     for key, value in whole.items():
         if value is not None and value % brokers:
             name = key.replace("__", ".")
-            raise ConfigError(f"key {name!r} = {value} is no multiple of {brokers} brokers; choose one")
+            refuse(name, value, f"is no multiple of {brokers} brokers", "choose one")
     part = {key: value // brokers for key, value in whole.items() if value is not None}
-    return [scenario.with_keys(**part, seed=scenario.seed + 1000 * number) for number in range(brokers)]
+    return [scenario.with_keys(**part, seed=scenario.seed + 1000 * index) for index in range(brokers)]
 
 
-def simulate_shards(scenario: Scenario, brokers: int) -> Sharded:
-    """Run them on one clock until `steps` batches after the warm-up are trained."""
-    return Shards(scenario, brokers).run()
+def simulate_shards(scenario: Scenario, brokers: int) -> ShardedResult:
+    """Simulate all brokers on one clock until `steps` batches after the warm-up are trained."""
+    return ShardedSimulation(scenario, brokers).run()
 
 
-class Shards:
+class ShardedSimulation:
     def __init__(self, scenario: Scenario, brokers: int):
         self.scenario = scenario
         self.pipelines = [Pipeline(part) for part in parts_of(scenario, brokers)]
         self.waited_s = 0.0
         self._tokens: list[int] = []
-        """of the parts of the next batch that are there"""
+        """Tokens of each part of the next batch that has been delivered."""
         self._first_s = 0.0
         self._upcoming: list[tuple[float, int]] = []
-        """heap of (next instant, broker); an entry with another instant than the broker's next is out of date"""
+        """Heap of (time of its next event, broker index); an entry with another time is out of date."""
         for pipeline in self.pipelines:
-            pipeline.learns = self._take
+            pipeline.on_batch = self._receive_part
 
-    def run(self) -> Sharded:
+    def run(self) -> ShardedResult:
         with no_collections():
             self._run()
         for pipeline in self.pipelines:
             pipeline.measures.finish()
-        return Sharded([pipeline.measures for pipeline in self.pipelines], self.waited_s)
+        return ShardedResult([pipeline.measures for pipeline in self.pipelines], self.waited_s)
 
     def _run(self) -> None:
         for pipeline in self.pipelines:
             pipeline.start()
-        self._expect()
+        self._schedule_all()
         while self._upcoming:
-            at_s, number = heapq.heappop(self._upcoming)
-            pipeline = self.pipelines[number]
+            at_s, index = heapq.heappop(self._upcoming)
+            pipeline = self.pipelines[index]
             while at_s == pipeline.next_s and pipeline.ledger.consumed < pipeline.last_step:
                 pipeline.next_instant()
                 at_s = pipeline.next_s
-                if self._upcoming and self._upcoming[0] < (at_s, number):
-                    heapq.heappush(self._upcoming, (at_s, number))
+                if self._upcoming and self._upcoming[0] < (at_s, index):
+                    heapq.heappush(self._upcoming, (at_s, index))
                     break
 
-    def _expect(self) -> None:
-        """What comes next is another instant now, whichever broker it is of."""
-        for number, pipeline in enumerate(self.pipelines):
-            heapq.heappush(self._upcoming, (pipeline.next_s, number))
+    def _schedule_all(self) -> None:
+        """Enter every broker's next event into the heap."""
+        for index, pipeline in enumerate(self.pipelines):
+            heapq.heappush(self._upcoming, (pipeline.next_s, index))
 
-    def _take(self, pipeline: Pipeline, tokens: int) -> None:
-        """A broker's part of the next batch; with the last of them the learner begins."""
+    def _receive_part(self, pipeline: Pipeline, tokens: int) -> None:
+        """Receive a broker's part of the next batch; the learner starts with the last part."""
         now_s, step = pipeline.state.now_s, pipeline.ledger.consumed
         self._first_s = self._first_s if self._tokens else now_s
         self._tokens.append(tokens)
@@ -101,4 +101,4 @@ class Shards:
         for shard in self.pipelines:
             shard.measures.training_s += duration_s
             shard.learner_reports(max(now_s + duration_s, shard.weights_sent_s))
-        self._expect()
+        self._schedule_all()

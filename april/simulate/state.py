@@ -1,4 +1,4 @@
-"""One simulated run as it stands."""
+"""State of a simulated run that its pipeline and its measures share."""
 
 from dataclasses import dataclass, field
 
@@ -16,15 +16,15 @@ class SimulationState:
     engines: list[SimulatedEngine]
     now_s: float = 0.0
     lost_tokens: int = 0
-    """generated, and lost with an engine before they were acknowledged"""
-    handed_out: int = 0
-    """leases"""
-    moved: int = 0
-    """stragglers that went on in another engine"""
+    """Tokens generated, and lost with an engine before the broker acknowledged them."""
+    granted: int = 0
+    """Leases granted."""
+    migrated: int = 0
+    """Stragglers moved to another engine."""
     down: set[int] = field(default_factory=set)
-    """places of the engines that have failed and are not back"""
+    """Indices of the engines that have failed and are not yet back."""
 
     @property
     def slots_up(self) -> int:
-        """Of the engines that have not failed."""
+        """Slots of the engines that have not failed."""
         return self.scenario.engines.slots * (len(self.engines) - len(self.down))

@@ -1,4 +1,5 @@
-"""Length traces: one JSON object a group, recorded from the journal of any run, read back by the simulator."""
+"""Length traces: JSON lines with the lengths of one group each, recorded from a run's journal, read by the
+simulator."""
 
 from pathlib import Path
 
@@ -8,16 +9,17 @@ from april.config import ConfigError
 
 
 class TracedGroup(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A line of a trace."""
+    """The lengths of one group: a line of a trace."""
 
     prompt_tokens: int
     response_tokens: list[int]
-    """of each sample that was generated to its end"""
+    """Response length of each completed sample."""
     max_response_tokens: int = 0
-    """that the run allowed a response; 0: unknown"""
+    """Response budget of the run; 0: unknown."""
 
 
 def read_trace(path: Path) -> list[TracedGroup]:
+    """All groups of a trace file. Raises ConfigError for a file that is missing, empty or damaged."""
     if not path.is_file():
         raise ConfigError(f"trace {path} does not exist; record one with `april trace RUN --out {path}`")
     decoder, groups = msgspec.json.Decoder(TracedGroup), []
@@ -41,7 +43,7 @@ def read_trace(path: Path) -> list[TracedGroup]:
 
 
 def budget_of(groups: list[TracedGroup]) -> int:
-    """The run's budget of a response (tokens), or the longest response where that is more or the trace does not say."""
+    """Response budget of the traced run (tokens); the longest response if that is longer or the budget is unknown."""
     return max(max(group.max_response_tokens, *group.response_tokens) for group in groups)
 
 

@@ -1,4 +1,4 @@
-"""The schedules that are compared on one scenario; which lines there are of a schedule, it says itself."""
+"""Variants of a scenario under the schedules to be compared, and the table of their results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import Schedule
 from april.config import ConfigError
+from april.errors import refuse
 from april.simulate.limit import no_barrier_limit
 from april.simulate.measures import Measures
 from april.simulate.pipeline import simulate
@@ -13,16 +14,16 @@ from april.simulate.scenario import Scenario
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A variant, what it gave, and what it could have given."""
+class SimulationResult:
+    """A variant of a scenario with its measures and its upper bounds."""
 
     name: str
     scenario: Scenario
     measures: Measures
     limit: float
-    """tokens/s of its engines with its samples in flight and no barrier"""
+    """No-barrier limit: tokens/s of its engines with its samples in flight and no barrier."""
     cap: float
-    """share of the limit that bound or barrier leave it"""
+    """Upper bound under its staleness bound or barrier, as a share of `limit`."""
 
     @property
     def consumed_per_s(self) -> float:
@@ -37,66 +38,69 @@ class Outcome:
         return self.limit_share / self.cap
 
 
-def evaluate(name: str, scenario: Scenario) -> Outcome:
-    return Outcome(
+def evaluate(name: str, scenario: Scenario) -> SimulationResult:
+    return SimulationResult(
         name, scenario, simulate(scenario), no_barrier_limit(scenario), scenario.cap(scenario.make_lengths())
     )
 
 
 def variants(scenario: Scenario, kind: str = "") -> tuple[dict[str, Scenario], dict[str, ConfigError]]:
-    """(those that the bound admits, why it refuses the others). `scenario` gives N, n, N' (2 N if it has none), S,
-    samples in flight beside those of N' and N, and everything that is not a schedule.
+    """(admitted variants by name, errors of the refused ones by name) of the schedules' own `variants`.
 
-    `kind`: the only one that is compared; none: all that are shipped, and the scenario's own.
+    `scenario` gives N, n, N' (2 N if unset), S, the samples in flight and everything outside the schedule. `kind`: the
+    only schedule compared; empty: all shipped ones and the scenario's own.
     """
     kinds = [kind] if kind else list(dict.fromkeys([*SCHEDULES.shipped, scenario.schedule.kind]))
     admitted, refused = {}, {}
-    for each in kinds:
-        for line, keys in SCHEDULES.find(each).variants(scenario.schedule).items():
-            name = f"{each}, {line}" if line else each
+    for kind_name in kinds:
+        for variant, keys in SCHEDULES.find(kind_name).variants(scenario.schedule).items():
+            name = f"{kind_name}, {variant}" if variant else kind_name
             try:
-                admitted[name] = with_schedule(scenario, each, **keys)
+                admitted[name] = with_schedule(scenario, kind_name, **keys)
             except ConfigError as error:
                 refused[name] = error
     return admitted, refused
 
 
-def turned(scenario: Scenario, kind: str, value: int) -> Scenario:
-    """Under a kind of schedule with its dial at a value; overlapped and resumed as the scenario says, where that means
-    something."""
+def with_dial(scenario: Scenario, kind: str, value: int) -> Scenario:
+    """The scenario under a kind of schedule with its dial set to `value`; `overlap` and `partial_rollout` are kept if
+    the kind reads them."""
     entry, schedule = SCHEDULES.find(kind), scenario.schedule
     kept = {key: getattr(schedule, key) for key in ("overlap", "partial_rollout") if key in entry.reads}
     return with_schedule(scenario, kind, **kept | {entry.dial.key: value})
 
 
 def with_schedule(scenario: Scenario, kind: str, **keys) -> Scenario:
-    """The scenario under another schedule; of the old one N, n and S are kept. `section__key` is of another section."""
+    """The scenario under another schedule that keeps N, n and S; `section__key` sets a key of another section."""
     fresh = {"over_sampling_batch_size": None, "in_flight": None, "overlap": False, "partial_rollout": True}
     changes = fresh | {"kind": kind} | keys
     return scenario.with_keys(**{key if "__" in key else f"schedule__{key}": value for key, value in changes.items()})
 
 
 def counts_samples(kind: type[Schedule]) -> bool:
-    """Whether its dial does."""
+    """Whether the schedule has a dial that counts samples in flight."""
     return kind.dial is not None and kind.dial.counts_samples
 
 
 def counts_groups(kind: type[Schedule]) -> bool:
+    """Whether the schedule has a dial that counts groups of a round."""
     return kind.dial is not None and not kind.dial.counts_samples
 
 
-def dialled(kind: str, fits: Callable[[type[Schedule]], bool] = lambda entry: True) -> str:
-    """`kind`, or where none is asked for the first shipped one whose dial can be turned, and that `fits`.
+def kind_with_dial(kind: str, fits: Callable[[type[Schedule]], bool] = lambda entry: True) -> str:
+    """`kind`, or if it is empty the first shipped schedule that has a dial and `fits`.
 
-    Raises ConfigError for one that is asked for and is no such schedule.
+    Raises ConfigError if `kind` has no dial or does not fit.
     """
-    able = [name for name in SCHEDULES.shipped if (entry := SCHEDULES.find(name)).dial and fits(entry)]
+    suitable = [name for name in SCHEDULES.shipped if (entry := SCHEDULES.find(name)).dial and fits(entry)]
     if kind and not ((entry := SCHEDULES.find(kind)).dial and fits(entry)):
-        raise ConfigError(
-            f"key 'schedule.kind' = {kind!r} has nothing to turn here; use {' or '.join(map(repr, able))}, or leave "
-            "the key out"
+        refuse(
+            "schedule.kind",
+            kind,
+            "has no dial to set here",
+            f"use {' or '.join(map(repr, suitable))}, or leave the key out",
         )
-    return kind or able[0]
+    return kind or suitable[0]
 
 
 COLUMNS = (
@@ -105,27 +109,27 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def columns(outcome: Outcome) -> list[str]:
-    """One line of the table under `COLUMNS`."""
-    m = outcome.measures
+def columns(result: SimulationResult) -> list[str]:
+    """Cells of one table row, in the order of `COLUMNS`."""
+    m = result.measures
     p50, p95 = m.step_s
     return [
-        outcome.name, f"{m.consumed_per_s:,.0f}", f"{m.consumed_per_rollout_s:,.0f}", f"{m.generated_per_s:,.0f}",
+        result.name, f"{m.consumed_per_s:,.0f}", f"{m.consumed_per_rollout_s:,.0f}", f"{m.generated_per_s:,.0f}",
         f"{m.generated_per_rollout_s:,.0f}", f"{m.wasted_share:.1%}", f"{m.recomputed_share:.1%}",
         f"{m.occupancy:.1%}", f"{m.staleness_mean:.2f}", str(m.staleness_max), f"{m.off_policy_share:.1%}",
-        f"{p50:.1f}", f"{p95:.1f}", f"{outcome.limit:,.0f}", f"{outcome.limit_share:.3f}", f"{outcome.cap:.3f}",
-        f"{outcome.cap_share:.3f}", f"{m.kv_peak_share:.0%}", f"{m.buffer_peak_tokens / 1e6:.2f} M",
+        f"{p50:.1f}", f"{p95:.1f}", f"{result.limit:,.0f}", f"{result.limit_share:.3f}", f"{result.cap:.3f}",
+        f"{result.cap_share:.3f}", f"{m.kv_peak_share:.0%}", f"{m.buffer_peak_tokens / 1e6:.2f} M",
     ]  # fmt: skip
 
 
 def table(lines: list[list[str]], header: tuple[str, ...] = COLUMNS) -> str:
-    """Columns aligned, the first to the left."""
+    """A text table with aligned columns, the first one flush left."""
     rows = [list(header), *lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     )

@@ -1,4 +1,5 @@
-"""New weights on their way from the learner to the workers, over a lane each; `transport.py` says what carries them."""
+"""Transfer of new weights from the learner to the workers, over one weight channel per worker. `transport.py` defines
+what carries the bytes."""
 
 from april.registry import Registry
 

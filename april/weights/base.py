@@ -1,10 +1,10 @@
-"""A model as it lies in its folder, and the weights that an adapter of it makes.
+"""The base model's weights as stored in its folder, and their merge with a trained adapter.
 
-Where an adapter is trained, what is trained alone is published. A worker that has the same model makes the weights of
-both, and so does the learner for a lane that wants them made. `merge` is the one place where that is computed, in fp32.
+A run that trains an adapter publishes only the trained tensors. A worker with the same base model merges them itself;
+for other workers the learner does. `merge` is the only place where this is computed, in fp32.
 
-base = Base(folder)
-weights = dict(base.with_adapter(adapter, tensors))         # all of a version, as one without an adapter has them
+base = BaseWeights(folder)
+weights = dict(base.with_adapter(adapter, tensors))         # the complete weights of a version
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,29 +21,29 @@ from april.weights.lane_messages import Adapter
 from april.weights.snapshot import DTYPES
 
 DOWN, UP = "lora_A", "lora_B"
-"""last parts of the names of an adapter's tensors, where the layer's own has `weight`"""
+"""Last parts of the names of an adapter's tensors; the layer's own tensor has `weight` there."""
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """A version of a model whose adapter is trained."""
+class AdapterWeights:
+    """A version of the weights in a run that trains an adapter."""
 
     tensors: Mapping[str, Tensor]
-    """what is, fp32: A [rank, in] and B [out, rank] of layers, and weights that are trained whole, by the names that
-    the model's files have"""
+    """Trained tensors, fp32: A [rank, in] and B [out, rank] of layers, and tensors that are trained whole, by the names
+    in the model's files."""
     adapter: Adapter
-    base: "Base"
+    base: "BaseWeights"
 
 
-class Base:
-    """The tensors of a Hugging Face folder. They are mapped, not read: memory is the files'."""
+class BaseWeights:
+    """The tensors of a Hugging Face folder, memory-mapped rather than read."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """By name; none where the folder has no safetensors."""
+        """Tensors by name; empty if the folder has no safetensors files."""
         found: dict[str, Tensor] = {}
         for file in sorted(self.folder.glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
@@ -52,7 +52,8 @@ class Base:
 
     @cached_property
     def checksum(self) -> str:
-        """Of names, types, shapes and bytes of all, however they lie in files; empty where there are none."""
+        """Crc32 (hexadecimal) of all tensors' names, dtypes, shapes and bytes, however they are divided into files; ""
+        without tensors."""
         total = 0
         for name, tensor in sorted(self.tensors.items()):
             total = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
@@ -60,21 +61,22 @@ class Base:
         return f"{total:08x}" if self.tensors else ""
 
     def with_adapter(self, adapter: Adapter, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """All weights of a version, on the CPU in `adapter.dtype`, as they are asked for. What is not trained may be
-        the very tensor of the file."""
-        dtype, left_out = DTYPES[adapter.dtype], set(adapter.without)
-        for name, own in self.tensors.items():
+        """Yield all weights of a version, on the CPU in `adapter.dtype`. An untrained tensor may be the mapped one."""
+        dtype, omitted = DTYPES[adapter.dtype], set(adapter.without)
+        for name, base in self.tensors.items():
             layer = name.removesuffix(".weight")
             if name in trained:
                 yield name, trained[name].to(dtype)
             elif f"{layer}.{DOWN}" in trained:
                 down, up = (trained[f"{layer}.{part}"] for part in (DOWN, UP))
-                yield name, merge(own, down, up, adapter.scaling).to(dtype)
-            elif name not in left_out:
-                yield name, own.to(dtype)
+                yield name, merge(base, down, up, adapter.scaling).to(dtype)
+            elif name not in omitted:
+                yield name, base.to(dtype)
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """W + scaling B A, fp32: the weight [out, in] of a layer, or some of its rows and of B's, with all of its A
-    [rank, in]."""
+    """W + scaling B A in fp32 (LoRA, arXiv 2106.09685, eq. 3).
+
+    `weight` W [out, in], `down` A [rank, in], `up` B [out, rank]. Rows may be a subset, the same in `weight` and `up`.
+    """
     return (up @ down).mul_(scaling).add_(weight)

@@ -1,7 +1,7 @@
-"""Weights that others bring: a trainer's framework loads them into the inference servers itself, and April is told.
+"""Externally loaded weights: the trainer's framework loads them into the inference servers itself.
 
-A lane carries no weights then, but the order of things: an engine stops, says so, and goes on under the new name once
-the trainer has said that its framework is done (`Rollouts.updating`).
+The weight channels then carry no weights and only keep the order: an engine stops, confirms that, and continues under
+the new version once the trainer has reported that its framework is done (`Rollouts.updating`).
 """
 
 import threading
@@ -12,7 +12,7 @@ import msgspec
 
 from april.processes import clock
 from april.weights.collective import CollectiveTransport, GroupLink
-from april.weights.lane_messages import LaneInvite
+from april.weights.lane_messages import ChannelInvite
 from april.weights.transport import Link, Transport
 
 if TYPE_CHECKING:
@@ -22,35 +22,38 @@ if TYPE_CHECKING:
 
 
 class ExternalTransport(Transport):
-    brings = False
+    """Coordinates engines with a framework that loads the weights."""
+
+    carries_weights = False
 
     def __init__(self, config: "WeightsSection"):
         super().__init__(config)
-        self._meeting = CollectiveTransport(config)
-        self._brought = threading.Event()
-        """whether the servers hold the version that was announced last"""
+        self._collective = CollectiveTransport(config)
+        self._externally_loaded = threading.Event()
+        """Set while the servers hold the version that was announced last."""
 
     def expect(self) -> None:
-        """Others begin to bring a version."""
-        self._brought.clear()
+        """A new version is announced; the framework starts to load it."""
+        self._externally_loaded.clear()
 
     def arrived(self) -> None:
-        self._brought.set()
+        """The framework has loaded the announced version into all servers."""
+        self._externally_loaded.set()
 
-    def meet(self, invite: LaneInvite, as_learner: bool, server_ranks: int = 0) -> "ExternalLink":
-        of_processors = msgspec.structs.replace(invite, backend="gloo")
-        return ExternalLink(self._meeting.meet(of_processors, as_learner), self._brought)
+    def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> "ExternalLink":
+        gloo_invite = msgspec.structs.replace(invite, backend="gloo")
+        return ExternalLink(self._collective.meet(gloo_invite, as_learner), self._externally_loaded)
 
 
 class ExternalLink(Link):
-    """One byte goes over it, once the weights are there."""
+    """Carries one byte, sent once the weights are loaded."""
 
-    def __init__(self, link: GroupLink, brought: threading.Event):
-        self._link, self._brought = link, brought
+    def __init__(self, link: GroupLink, externally_loaded: threading.Event):
+        self._link, self._externally_loaded = link, externally_loaded
 
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        if not self._brought.wait(max(0.0, deadline - clock.now())):
-            raise TimeoutError("others have not brought the weights within weights.transfer_deadline_s")
+        if not self._externally_loaded.wait(max(0.0, deadline - clock.now())):
+            raise TimeoutError("the trainer has not loaded the weights within weights.transfer_deadline_s")
         self._signal(deadline)
 
     def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:

@@ -1,8 +1,7 @@
-"""A lane: a process group of learner rank 0 and one worker, or the ranks of its inference server, outside the learner's
-own group.
+"""The process group of a weight channel: learner rank 0 and one worker, or the ranks of its inference server.
 
-A dead or hung peer costs its own lane and nobody else. Groups are built from objects, since the public
-constructors only make subgroups of the default one.
+A dead or hung peer breaks only its own channel. The groups are constructed directly, since torch's public functions
+only make subgroups of the default group.
 """
 
 from collections import deque
@@ -17,19 +16,19 @@ from april.connections.route import own_address
 from april.processes import clock
 
 LEARNER, WORKER = 0, 1
-"""ranks in a lane; those of an inference server begin at the worker's"""
+"""Ranks in a channel. The ranks of an inference server start at `WORKER`."""
 IN_FLIGHT = 2
-"""buckets; as many as gloo has threads for"""
+"""Most buckets on their way at a time: as many as gloo has threads for."""
 
 
 def join(
     name: str, store: dist.TCPStore, rank: int, backend: str, timeout_s: float, server_ranks: int = 0
 ) -> "dist.Backend":
-    """Meet the other side of the lane under `name`. Raises RuntimeError or OSError if it does not come in time.
+    """Build the process group of channel `name`. Raises RuntimeError or OSError if the other side does not join.
 
-    gloo listens at this machine's address on the way to the store and nowhere else. `server_ranks`: the other side is
-    a server, which scopes its keys as torch's own groups do. The worst case on gloo is five times `timeout_s`: call it
-    from a thread that nobody waits for.
+    gloo listens only at this machine's address on the route to the store. `server_ranks`: if above 0, the other side is
+    a server with that many ranks, which prefixes its keys as torch's own groups do. gloo may block for five times
+    `timeout_s`, so call this from a thread that nobody waits for.
     """
     timeout = timedelta(seconds=timeout_s)
     device = "cuda" if backend == "nccl" else "cpu"
@@ -49,36 +48,35 @@ def join(
 
 
 def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, deadline: float) -> None:
-    """Broadcast the buckets from the learner to the worker, all of them by `deadline`, Unix time. In place on the
-    worker's side. Raises RuntimeError or TimeoutError.
+    """Broadcast uint8 buckets from the learner to the worker, in place on the worker's side, by `deadline` (Unix time).
 
-    The next one is on its way before the last has arrived: gloo asks the other side whether it is ready for each, and
-    over a long way a question takes longer than a bucket.
+    Raises RuntimeError or TimeoutError. Several broadcasts overlap: gloo does a round trip for each, which takes longer
+    than a bucket on a slow route.
     """
     options = dist.BroadcastOptions()
     options.rootRank = LEARNER
-    under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+    pending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
 
-    def arrive() -> None:
-        work, on_device, bucket = under_way.popleft()
-        work.wait(left(deadline))
+    def finish_oldest() -> None:
+        work, on_device, bucket = pending.popleft()
+        work.wait(remaining_time(deadline))
         if on_device is not bucket:
             torch.cuda.synchronize()
             bucket.copy_(on_device)
 
     for bucket in buckets:
-        if len(under_way) == IN_FLIGHT:
-            arrive()
+        if len(pending) == IN_FLIGHT:
+            finish_oldest()
         on_device = bucket.cuda() if backend == "nccl" else bucket
-        options.timeout = left(deadline)
-        under_way.append((group.broadcast([on_device], options), on_device, bucket))
-    while under_way:
-        arrive()
+        options.timeout = remaining_time(deadline)
+        pending.append((group.broadcast([on_device], options), on_device, bucket))
+    while pending:
+        finish_oldest()
 
 
-def left(deadline: float) -> timedelta:
-    """Raises TimeoutError where nothing is."""
-    found = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
-    if found <= timedelta(0):
-        raise TimeoutError("the weights were not all through within weights.transfer_deadline_s")
-    return found
+def remaining_time(deadline: float) -> timedelta:
+    """The time until `deadline` (Unix time). Raises TimeoutError if it has passed."""
+    remaining = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
+    if remaining <= timedelta(0):
+        raise TimeoutError("the weights were not transferred within weights.transfer_deadline_s; raise it")
+    return remaining

@@ -1,4 +1,4 @@
-"""What the learner's rank 0 and a worker say to each other about weights."""
+"""Messages between the learner's weight publisher (rank 0) and a worker."""
 
 import msgspec
 
@@ -8,93 +8,112 @@ from april.wire.message import Message, Name
 from april.wire.version import Number, Version
 
 
-class LaneJoin(Message):
-    """A worker without a lane asks for one, again and again until it is invited."""
+class ChannelJoin(Message):
+    """A worker without a channel asks for one; repeated until it is invited."""
 
     uid: Name
     name: Name
     device: Name
     held: Version | None
-    """what it samples from already, and need not be sent"""
+    """Version of the loaded weights, which need not be sent again."""
     ranks: Number = 0
-    """of an inference server that joins in the worker's place; 0: the worker joins itself"""
+    """Ranks of the inference server that joins in the worker's place; 0: the worker joins itself."""
     base: Name = ""
-    """checksum of the model that it has, to which an adapter may come; empty: it wants whole weights"""
+    """Checksum of the worker's base model, to which adapters may be sent; "": send complete weights."""
 
 
-class LaneInvite(Message):
-    """Build a group with the learner (rank 0) under the name of the lane, which is never used again."""
+class ChannelInvite(Message):
+    """Join the process group of a new channel; the learner is rank 0. A channel's name is never reused."""
 
-    lane: str
+    channel: str
     backend: str
     host: str
     port: int
     timeout_s: float
 
 
-class LaneReady(Message):
-    lane: str
+class ChannelReady(Message):
+    """The worker has joined the process group."""
+
+    channel: str
 
 
-class LaneAlive(Message):
-    """A worker that keeps its lane, twice a second."""
+class ChannelAlive(Message):
+    """Sign of life of a worker that keeps its channel, sent twice a second."""
 
-    lane: str
+    channel: str
 
 
 class TensorHead(msgspec.Struct, array_like=True, frozen=True):
+    """Name, dtype and shape of a tensor in the transferred bytes."""
+
     name: str
     dtype: str
     shape: list[int]
 
 
 class Adapter(msgspec.Struct, array_like=True, frozen=True):
-    """How the weights of a version are made of a model and of what was trained beside it (`april/weights/base.py`)."""
+    """How to merge the trained tensors of a version into the base model (`april/weights/base.py`)."""
 
     base: str
-    """checksum of the model"""
+    """Checksum of the base model."""
     scaling: float
-    """of B A"""
+    """Factor of B A in the merge."""
     dtype: str
-    """of the weights that are made"""
+    """Dtype of the merged weights."""
     without: list[str] = []
-    """tensors of the model's files that no version has: what is tied to others"""
+    """Tensors in the model's files that the weights leave out because they are tied to others."""
 
 
-class LaneManifest(Message):
-    """What is sent next over the lane: the tensors one behind the other in `total_bytes`, in buckets."""
+class ChannelManifest(Message):
+    """Announces the next transfer: the tensors, concatenated to `total_bytes`, in buckets of `bucket_bytes`."""
 
-    lane: str
+    channel: str
     version: Version
     tensors: list[TensorHead]
     total_bytes: int
     bucket_bytes: int
     checksum: int
     server_checksums: dict[str, str] = {}
-    """what an inference server will say of each of its tensors; none: do not ask"""
+    """Expected checksum of each of the inference server's tensors; empty: do not verify."""
     canary: Canary | None = None
-    """what an engine with these weights will say of a text; none: it is not published"""
+    """The canary's log-probabilities under these weights; None: not published."""
     adapter: Adapter | None = None
-    """what the tensors are to the weights, where they are not all of them"""
+    """Set if the tensors are an adapter's, not complete weights."""
 
 
-class LanePosted(Message):
-    lane: str
+class ChannelPosted(Message):
+    """The worker is ready to receive the announced weights."""
+
+    channel: str
     version: Version
 
 
-class LaneLoaded(Message):
-    lane: str
+class ChannelLoaded(Message):
+    """The worker's engine samples from these weights."""
+
+    channel: str
     version: Version
 
 
-class LaneFailed(Message):
-    lane: str
+class ChannelFailed(Message):
+    """The channel has ended; sent by either side."""
+
+    channel: str
     error: str
     wrong: bool = False
-    """the engine does not hold the weights that it was sent"""
+    """The engine was found not to hold the weights that it was sent."""
 
 
-AnyLaneMessage = LaneJoin | LaneInvite | LaneReady | LaneAlive | LaneManifest | LanePosted | LaneLoaded | LaneFailed
-LANES = msgspec.msgpack.Decoder(Body[AnyLaneMessage])
-"""the `bodies` of `codec.decode` for this conversation"""
+AnyChannelMessage = (
+    ChannelJoin
+    | ChannelInvite
+    | ChannelReady
+    | ChannelAlive
+    | ChannelManifest
+    | ChannelPosted
+    | ChannelLoaded
+    | ChannelFailed
+)
+CHANNEL_BODIES = msgspec.msgpack.Decoder(Body[AnyChannelMessage])
+"""Decodes the bodies of these messages; the argument `bodies` of `codec.decode`."""

@@ -1,6 +1,6 @@
-"""A worker's side of the weights: a thread that keeps a lane to the learner and stages what arrives.
+"""The worker's weight receiver: a thread that keeps a channel to the learner and stages the weights that arrive.
 
-The worker's own loop takes staged weights between two decode steps, so an update never tears a forward pass:
+The worker's main loop takes staged weights between two decode steps, so a forward pass never mixes two versions:
 
     receiver.connect(address)
     if staged := receiver.take():
@@ -27,72 +27,77 @@ from april.processes import clock
 from april.security.handshake import Handshake
 from april.security.keys import Keys
 from april.weights import TRANSPORTS
-from april.weights.base import Base
+from april.weights.base import BaseWeights
 from april.weights.canary import Canary
 from april.weights.lane_messages import (
-    LANES,
+    CHANNEL_BODIES,
     Adapter,
-    LaneAlive,
-    LaneFailed,
-    LaneInvite,
-    LaneJoin,
-    LaneLoaded,
-    LaneManifest,
-    LanePosted,
-    LaneReady,
+    ChannelAlive,
+    ChannelFailed,
+    ChannelInvite,
+    ChannelJoin,
+    ChannelLoaded,
+    ChannelManifest,
+    ChannelPosted,
+    ChannelReady,
 )
 from april.weights.snapshot import SnapshotError, buckets, unpack
 from april.weights.transport import Link, Transport
-from april.wire.limits import FROM_BROKER, TEXT_CHARACTERS
+from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
 from april.wire.version import Version
 
 log = logging.getLogger(__name__)
 
-SPEAK_S = 0.5
-"""how often the learner is told that this worker lives"""
+ALIVE_INTERVAL_S = 0.5
+"""Interval between two signs of life to the learner."""
 NO_REFUSAL = ("", False)
-PARTING_MS = 200
-"""for the last word to a learner that may be gone"""
+"""(reason, whether the engine holds wrong weights) while there is nothing to refuse."""
+CLOSE_LINGER_MS = 200
+"""Longest wait for the last message to a learner that may be gone."""
 INVITATION_S = 5.0
-"""ask again after this long without a lane"""
+"""Interval between two requests for a channel."""
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedWeights:
+    """Weights that have arrived and wait to be loaded into the engine."""
+
     version: Version
     tensors: dict[str, Tensor] | None
-    """None where the learner will broadcast them to the server as soon as `post` is called"""
+    """None if they do not pass through the worker: the learner broadcasts them to the server, or the trainer loads them
+    there, after `post` is called."""
     started_at: float
-    """when its manifest arrived, unix seconds"""
-    manifest: LaneManifest | None = None
+    """When the manifest arrived, Unix time in seconds."""
+    manifest: ChannelManifest | None = None
     post: Callable[[], None] | None = None
+    """Tells the learner that the engine has stopped and is ready for these weights."""
     canary: Canary | None = None
-    """what the learner says of it under these weights"""
+    """The learner's canary under these weights."""
     checksum: int = 0
-    """of all of them"""
+    """Crc32 of all the weights' bytes."""
     adapter: Adapter | None = None
-    """what the tensors are to the weights, where the engine takes them so"""
-    brought: "Future[None] | None" = None
-    """where others load them into the server after `post` was called: done once they have"""
+    """Set if the tensors are an adapter's, for an engine that accepts adapters."""
+    externally_loaded: "Future[None] | None" = None
+    """For weights that the trainer loads into the server: done once it has."""
 
 
 class InferenceServer(Protocol):
-    """What takes a worker's place in its lanes. Both methods are called from the weights thread."""
+    """An inference server that takes its worker's place in a channel. Methods are called from the weights thread."""
 
     ranks: int
-    """of its own in the lane, behind the learner's"""
+    """The server's ranks in the channel, after the learner's."""
     device: str
-    """cpu, cuda"""
+    """cpu | cuda"""
 
-    def join(self, invite: LaneInvite) -> None:
-        """Build the group. Raises RuntimeError."""
+    def join(self, invite: ChannelInvite) -> None:
+        """Join the process group. Raises RuntimeError."""
 
-    def leave(self, lane: str) -> None:
-        """Drop the group, if it can be dropped."""
+    def leave(self, channel: str) -> None:
+        """Leave the process group if that is possible."""
 
 
 class LearnerRefuses(RuntimeError):
-    """The learner's publisher has no use for this worker's key; the text says why."""
+    """The learner's publisher does not accept this worker's key; the text says why."""
 
 
 class WeightReceiver:
@@ -105,48 +110,48 @@ class WeightReceiver:
         keys: Keys | None = None,
         server: InferenceServer | None = None,
         up: Callable[[], bool] = lambda: True,
-        base: Base | None = None,
+        base: BaseWeights | None = None,
         adapts: Callable[[], bool] = lambda: False,
     ):
-        """`up`: whether there is what takes weights at all; without it there is no lane, for which a learner would
-        wait; `base`: the model that the worker has, if adapters of it may come in place of weights; `adapts`: whether
-        the engine takes an adapter as it comes, so that no weights are made of it here."""
+        """`up`: whether the engine is up; while it is not, there is no channel, so no learner waits for it. `base`: the
+        worker's base model, if the learner may send adapters of it. `adapts`: whether the engine accepts an adapter as
+        it is; otherwise it is merged here."""
         self.server, self.up, self.base, self.adapts = server, up, base, adapts
         self.config = config
         self.transport: Transport = TRANSPORTS.find(config.transport)(config)
         self.keys = keys
         self.uid, self.name, self.device = uid, name, device
         self._lock = threading.Lock()
-        self._staged: Staged | None = None
+        self._staged: StagedWeights | None = None
         self._loaded: Version | None = None
         self.held: Version | None = None
-        """what the engine samples from"""
+        """Version that the engine samples from."""
         self._learner = ("", "")
-        """address and public key"""
+        """(address, CURVE public key) of the learner's publisher."""
         self._closed = self._forgotten = False
         self._refusal = NO_REFUSAL
-        self._posted: LaneManifest | None = None
-        self._brought: Future[None] = Future()
-        """of the version that others bring now"""
+        self._posted: ChannelManifest | None = None
+        self._externally_loaded: Future[None] = Future()
+        """Of the version that the trainer loads now."""
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
     def connect(self, address: str, key: str = "") -> None:
-        """Where the learner's publisher is, and its public key; a new address is a new learner."""
+        """Set address and public key of the learner's publisher; a change means a new learner."""
         if address and (address, key) != self._learner:
             self._learner = (address, key)
             self._wake()
 
-    def take(self) -> Staged | None:
-        """Weights that have arrived whole and have not been taken."""
+    def take(self) -> StagedWeights | None:
+        """Weights that have arrived completely and were not taken yet; None if there are none."""
         with self._lock:
             staged, self._staged = self._staged, None
         return staged
 
     @property
     def has_staged(self) -> bool:
-        """Whether `take` would return some."""
+        """Whether `take` would return weights."""
         with self._lock:
             return self._staged is not None
 
@@ -157,26 +162,26 @@ class WeightReceiver:
         self._wake()
 
     def refuse(self, why: str, wrong: bool = False) -> None:
-        """The engine does not take what has arrived, or holds something else (`wrong`): the lane ends, and another is
-        asked for after a while."""
+        """The engine does not accept the weights, or holds different ones (`wrong`). The channel ends, and the worker
+        asks for another one after a while."""
         with self._lock:
             self._refusal = why, wrong
         self._wake()
 
-    def emptied(self) -> None:
-        """The engine has let go of what it held, and waits for what is published next."""
+    def released(self) -> None:
+        """The engine has released its weights and waits for the next publication."""
         with self._lock:
             self._loaded = self.held = None
 
     def forget(self) -> None:
-        """The engine has lost what it held: ask the learner for weights as one who joins."""
+        """The engine has lost its weights: ask the learner for the current ones over a new channel."""
         with self._lock:
             self._staged = self._loaded = self.held = None
             self._forgotten = True
         self._wake()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread, unless it is stuck in a transfer that has yet to time out."""
+        """End the thread, unless it is blocked in a transfer that has not timed out yet."""
         self._closed = True
         self._wake()
         self._thread.join(timeout_s)
@@ -210,7 +215,7 @@ class WeightReceiver:
             finally:
                 connection.end()
                 handshake.close()
-                socket.close(PARTING_MS)
+                socket.close(CLOSE_LINGER_MS)
         context.term()
 
     def _sleep(self, seconds: float = 1.0) -> None:
@@ -219,21 +224,29 @@ class WeightReceiver:
         if poller.poll(int(seconds * 1000)):
             os.read(self._wake_reader, 4096)
 
-    def post(self, manifest: LaneManifest) -> None:
-        """The server is ready for these weights."""
+    def post(self, manifest: ChannelManifest) -> None:
+        """The engine is ready for the weights of `manifest`."""
         with self._lock:
             self._posted = manifest
         self._wake()
 
-    def take_posted(self) -> LaneManifest | None:
+    def take_posted(self) -> ChannelManifest | None:
         with self._lock:
             posted, self._posted = self._posted, None
         return posted
 
-    def staged_by_others(self, manifest: LaneManifest, started_at: float) -> Staged:
-        """The name of weights that others load."""
-        post, self._brought = partial(self.post, manifest), Future()
-        return Staged(manifest.version, None, started_at, manifest, post, manifest.canary, brought=self._brought)
+    def stage_external(self, manifest: ChannelManifest, started_at: float) -> StagedWeights:
+        """A placeholder for weights that the trainer loads into the server."""
+        post, self._externally_loaded = partial(self.post, manifest), Future()
+        return StagedWeights(
+            manifest.version,
+            None,
+            started_at,
+            manifest,
+            post,
+            manifest.canary,
+            externally_loaded=self._externally_loaded,
+        )
 
     def take_forgotten(self) -> bool:
         with self._lock:
@@ -251,44 +264,44 @@ class WeightReceiver:
         return version
 
     def drop_announced(self) -> None:
-        """Weights that were to come over a lane that has ended."""
+        """Drop staged weights that were to come over a channel that has ended."""
         with self._lock:
             if self._staged and self._staged.manifest:
                 self._staged = None
 
-    def stage(self, staged: Staged) -> None:
+    def stage(self, staged: StagedWeights) -> None:
         with self._lock:
             self._staged = staged
 
 
 class LearnerConnection:
-    """The conversation with one learner process, lane after lane."""
+    """The connection to one learner process, over which one channel after the other is built."""
 
     def __init__(self, receiver: WeightReceiver, socket: zmq.Socket, learner: tuple[str, str], handshake: Handshake):
         self.receiver = receiver
         self.socket = socket
         self.learner = learner
         self.handshake = handshake
-        self.lane: LaneInvite | None = None
+        self.invite: ChannelInvite | None = None
         self.link: Link | None = None
         self._ask_again_at = 0.0
 
     def run(self) -> None:
-        """Until the learner has another address or the receiver is closed. Raises LearnerRefuses."""
+        """Serve until the learner's address changes or the receiver is closed. Raises LearnerRefuses."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.receiver._wake_reader, zmq.POLLIN)
         while not self.receiver._closed and self.receiver._learner == self.learner:
             if problem := self.handshake.problem():
                 raise LearnerRefuses(problem)
-            self._speak()
-            ready = dict(poller.poll(int(SPEAK_S * 1000)))
+            self._send_sign_of_life()
+            ready = dict(poller.poll(int(ALIVE_INTERVAL_S * 1000)))
             if self.receiver._wake_reader in ready:
                 os.read(self.receiver._wake_reader, 4096)
             if posted := self.receiver.take_posted():
-                self._send(LanePosted(posted.lane, posted.version))
-                if not self.receiver.transport.brings:
-                    self._await_others()
+                self._send(ChannelPosted(posted.channel, posted.version))
+                if not self.receiver.transport.carries_weights:
+                    self._await_external_load()
             if (refusal := self.receiver.take_refusal()) != NO_REFUSAL:
                 self._fail(*refusal)
                 self._ask_again_at = clock.now() + INVITATION_S
@@ -296,117 +309,119 @@ class LearnerConnection:
                 self.leave()
                 self._ask_again_at = 0.0
             if version := self.receiver.take_loaded():
-                self._send(LaneLoaded(self.lane.lane if self.lane else "", version))
+                self._send(ChannelLoaded(self.invite.channel if self.invite else "", version))
             while self.socket.poll(0):
                 self._receive(self.socket.recv_multipart())
 
-    def _await_others(self) -> None:
-        """Until the trainer has said that the weights are there, or is gone."""
-        link, brought = self.link, self.receiver._brought
+    def _await_external_load(self) -> None:
+        """Wait until the trainer has loaded the weights into the server, or is gone."""
+        link, loaded = self.link, self.receiver._externally_loaded
         try:
             if link is None:
-                raise RuntimeError("the lane has ended")
+                raise RuntimeError("the channel has ended")
             link.receive([], clock.now() + self.receiver.config.transfer_deadline_s)
-            brought.set_result(None)
+            loaded.set_result(None)
         except (RuntimeError, OSError) as error:
-            brought.set_exception(RuntimeError(str(error)))
-            self._fail(f"others have not brought the weights: {error}")
+            loaded.set_exception(RuntimeError(str(error)))
+            self._fail(f"the trainer has not loaded the weights: {error}")
 
     def end(self) -> None:
-        """Drop the lane, and tell the learner, which otherwise waits until this worker has been silent for too long."""
+        """Drop the channel, and tell the learner, which would otherwise wait until the worker counts as silent."""
         self._fail("its worker has left")
 
     def leave(self) -> None:
-        """Drop the lane, which tells a learner that waits on it at once."""
-        if self.lane and self.receiver.server:
-            self.receiver.server.leave(self.lane.lane)
+        """Drop the channel; closing it also wakes a learner that waits for it."""
+        if self.invite and self.receiver.server:
+            self.receiver.server.leave(self.invite.channel)
             self.receiver.drop_announced()
-        self.lane = self.link = None
+        self.invite = self.link = None
 
-    def _speak(self) -> None:
-        if self.lane and not self.receiver.up():
+    def _send_sign_of_life(self) -> None:
+        if self.invite and not self.receiver.up():
             self._fail("its server is down")
-        if self.lane:
-            self._send(LaneAlive(self.lane.lane))
+        if self.invite:
+            self._send(ChannelAlive(self.invite.channel))
         elif clock.now() >= self._ask_again_at and self.receiver.up():
             self._ask_again_at = clock.now() + INVITATION_S
             receiver, server = self.receiver, self.receiver.server
             device, ranks = (server.device, server.ranks) if server else (receiver.device, 0)
             base = receiver.base.checksum if receiver.base and not server else ""
-            self._send(LaneJoin(receiver.uid, receiver.name, device, receiver.held, ranks, base))
+            self._send(ChannelJoin(receiver.uid, receiver.name, device, receiver.held, ranks, base))
 
     def _send(self, message: wire.Message) -> None:
-        """A learner that has been away for so long that no more fits into the queue is another one when it is back."""
+        """Queue a message. If the queue is full, the learner is taken for gone, and the channel ends."""
         try:
             self.socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            log.warning("the learner takes nothing any more; its lane ends")
+            log.warning("the learner accepts no more messages; its channel ends")
             self.leave()
             self._ask_again_at = clock.now() + INVITATION_S
 
     def _receive(self, frames: list) -> None:
         try:
-            message = wire.decode(frames, bodies=LANES).message
-            if isinstance(message, LaneInvite):
+            message = wire.decode(frames, bodies=CHANNEL_BODIES).message
+            if isinstance(message, ChannelInvite):
                 self._join(message)
-            elif isinstance(message, LaneManifest) and self.lane and message.lane == self.lane.lane:
+            elif isinstance(message, ChannelManifest) and self.invite and message.channel == self.invite.channel:
                 self._receive_weights(message, self.link)
-            elif isinstance(message, LaneFailed) and self.lane and message.lane == self.lane.lane:
-                log.info("the learner has ended the lane: %s", message.error)
+            elif isinstance(message, ChannelFailed) and self.invite and message.channel == self.invite.channel:
+                log.info("the learner has ended the channel: %s", message.error)
                 self.leave()
                 self._ask_again_at = 0.0
         except (wire.WireError, SnapshotError, RuntimeError, OSError) as error:
-            log.warning("lane to the learner failed: %s", error)
+            log.warning("channel to the learner failed: %s", error)
             self._fail(str(error))
-            self._ask_again_at = clock.now() + SPEAK_S if self.receiver.server else 0.0
+            self._ask_again_at = clock.now() + ALIVE_INTERVAL_S if self.receiver.server else 0.0
 
     def _fail(self, why: str, wrong: bool = False) -> None:
-        """Tell the learner why the lane has ended."""
-        if self.lane:
-            self._send(LaneFailed(self.lane.lane, why[:TEXT_CHARACTERS], wrong))
+        """End the channel and tell the learner why. `wrong`: the engine holds other weights than it was sent."""
+        if self.invite:
+            self._send(ChannelFailed(self.invite.channel, why[:MAX_TEXT_CHARACTERS], wrong))
         self.leave()
 
-    def _join(self, invite: LaneInvite) -> None:
-        self.lane, self.link = invite, None
+    def _join(self, invite: ChannelInvite) -> None:
+        self.invite, self.link = invite, None
         if self.receiver.server:
             self.receiver.server.join(invite)
-            self._send(LaneReady(invite.lane))
+            self._send(ChannelReady(invite.channel))
             return
         self.link = self.receiver.transport.meet(invite, as_learner=False)
-        self._send(LaneReady(invite.lane))
+        self._send(ChannelReady(invite.channel))
 
-    def _receive_weights(self, manifest: LaneManifest, link: Link | None) -> None:
+    def _receive_weights(self, manifest: ChannelManifest, link: Link | None) -> None:
         started_at = clock.now()
-        if not self.receiver.transport.brings:
-            self.receiver.stage(self.receiver.staged_by_others(manifest, started_at))
+        if not self.receiver.transport.carries_weights:
+            self.receiver.stage(self.receiver.stage_external(manifest, started_at))
             return
         if self.receiver.server:
             post = partial(self.receiver.post, manifest)
-            staged = Staged(manifest.version, None, started_at, manifest, post, manifest.canary, manifest.checksum)
+            staged = StagedWeights(
+                manifest.version, None, started_at, manifest, post, manifest.canary, manifest.checksum
+            )
             self.receiver.stage(staged)
             return
-        assert link, "a lane that is none of a server's has a link"
+        assert link, "a channel without a server has a link"
         data = torch.empty(manifest.total_bytes, dtype=torch.uint8)
-        self._send(LanePosted(manifest.lane, manifest.version))
+        self._send(ChannelPosted(manifest.channel, manifest.version))
         deadline = started_at + self.receiver.config.transfer_deadline_s
         link.receive(buckets(data, manifest.bucket_bytes), deadline)
         tensors = unpack(manifest.tensors, data, manifest.checksum)
         adapter = manifest.adapter
         if adapter and not self.receiver.adapts():
             tensors, adapter = self._with_adapter(adapter, tensors), None
-        staged = Staged(
+        staged = StagedWeights(
             manifest.version, tensors, started_at, canary=manifest.canary, checksum=manifest.checksum, adapter=adapter
         )
         self.receiver.stage(staged)
 
     def _with_adapter(self, adapter: Adapter, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All weights. The learner is told meanwhile that this worker lives."""
-        base, weights, spoke_at = self.receiver.base, dict[str, Tensor](), clock.now()
+        """The complete weights; signs of life are sent meanwhile. Raises RuntimeError for another base model."""
+        base, weights, last_alive_at = self.receiver.base, dict[str, Tensor](), clock.now()
         if base is None or base.checksum != adapter.base:
-            raise RuntimeError("an adapter has come of a model that this worker does not have")
+            raise RuntimeError("the adapter belongs to a base model that this worker does not have")
         for name, tensor in base.with_adapter(adapter, trained):
             weights[name] = tensor
-            if self.lane and clock.now() - spoke_at > SPEAK_S:
-                self._send(LaneAlive(self.lane.lane))
-                spoke_at = clock.now()
+            if self.invite and clock.now() - last_alive_at > ALIVE_INTERVAL_S:
+                self._send(ChannelAlive(self.invite.channel))
+                last_alive_at = clock.now()
         return weights

@@ -1,4 +1,4 @@
-"""One version of the weights as a flat buffer with a table of contents: what travels over a lane."""
+"""One version of the weights as a flat buffer with a table of contents, as it is sent over a weight channel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,29 +13,31 @@ from april.wire.version import Version
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 ALIGNMENT_BYTES = 16
-"""every tensor starts at a multiple of this"""
+"""Every tensor starts at a multiple of this."""
 
 
 class SnapshotError(RuntimeError):
-    """Bytes that are not the weights they are said to be."""
+    """Received bytes do not match their manifest."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
+    """The packed weights of one version."""
+
     version: Version
     heads: list[TensorHead]
     data: Tensor
-    """uint8 [bytes], on the CPU"""
+    """uint8 [bytes], on the CPU."""
     checksum: int
     canary: Canary | None = None
     adapter: Adapter | None = None
-    """what the tensors are to the weights, where they are not all of them"""
+    """Set if the tensors are an adapter's, not complete weights."""
 
 
 def pack(
     version: Version, tensors: Mapping[str, Tensor], canary: Canary | None = None, adapter: Adapter | None = None
 ) -> Snapshot:
-    """Copy the tensors one behind the other, in the order of the mapping."""
+    """Copy the tensors into one buffer, in the order of the mapping."""
     heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
     offsets, total = layout(heads)
     data = torch.zeros(total, dtype=torch.uint8)
@@ -46,7 +48,7 @@ def pack(
 
 
 def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dict[str, Tensor]:
-    """The tensors as views of the buffer. Raises SnapshotError if it was damaged on its way."""
+    """The tensors as views of the buffer. Raises SnapshotError if its checksum does not agree."""
     if checksum(data) != expected_checksum:
         raise SnapshotError("the weights that arrived differ from those that were sent")
     tensors = {}
@@ -57,7 +59,7 @@ def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dic
 
 
 def layout(heads: list[TensorHead]) -> tuple[list[int], int]:
-    """(offset of every tensor, total size), bytes."""
+    """(offset of every tensor, total size), in bytes."""
     offsets, total = [], 0
     for head in heads:
         offsets.append(total)
@@ -76,25 +78,26 @@ def checksum(data: Tensor) -> int:
 
 
 def server_buckets(heads: list[TensorHead], bucket_bytes: int) -> list[list[TensorHead]]:
-    """Tensors that share a broadcast to an inference server: in order, of one dtype, at most `bucket_bytes` or one."""
-    found: list[list[TensorHead]] = []
-    room = 0
+    """The tensors of each broadcast to an inference server: in order, of one dtype, and at most `bucket_bytes` unless a
+    single tensor is larger."""
+    groups: list[list[TensorHead]] = []
+    free_bytes = 0
     for head in heads:
         size = byte_size(head)
-        if not found or size > room or head.dtype != found[-1][-1].dtype:
-            found.append([])
-            room = bucket_bytes
-        found[-1].append(head)
-        room -= size
-    return found
+        if not groups or size > free_bytes or head.dtype != groups[-1][-1].dtype:
+            groups.append([])
+            free_bytes = bucket_bytes
+        groups[-1].append(head)
+        free_bytes -= size
+    return groups
 
 
 def joined(snapshot: Snapshot, heads: list[TensorHead]) -> Tensor:
-    """uint8 [bytes]: these tensors one behind the other, without padding."""
+    """uint8 [bytes]: the given tensors concatenated without padding."""
     starts = dict(zip((head.name for head in snapshot.heads), layout(snapshot.heads)[0], strict=True))
     return torch.cat([snapshot.data[starts[head.name] :][: byte_size(head)] for head in heads])
 
 
 def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:
-    """Views of at most `bucket_bytes` each, in order."""
+    """Views of the buffer of at most `bucket_bytes` each, in order."""
     return list(data.split(bucket_bytes))

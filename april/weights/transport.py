@@ -1,7 +1,7 @@
-"""What carries weights over a lane: the learner hands in buckets of bytes, and they arrive at one worker.
+"""The interface of weight transports: the learner passes in buckets of bytes, which arrive at one worker.
 
-Who is in which lane, versions, checksums and deadlines are not its business: what arrives damaged is found by its
-checksum, and a lane that fails is given up and built anew.
+A transport knows nothing of versions, checksums or membership. Damaged data is detected by checksum elsewhere, and a
+channel that fails is dropped and built anew.
 """
 
 from abc import abstractmethod
@@ -9,35 +9,40 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from april.config import WeightsSection
-from april.weights.lane_messages import LaneInvite
+from april.weights.lane_messages import ChannelInvite
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class Link:
-    """One side of a lane."""
+    """One side of an open weight channel."""
 
     @abstractmethod
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        """The learner's side: uint8 buckets on the CPU, in order, all of them by `deadline`, Unix time. Raises
+        """The learner's side: send uint8 buckets on the CPU, in order, by `deadline` (Unix time, seconds). Raises
         RuntimeError or OSError."""
 
     @abstractmethod
     def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        """The worker's side: the same buckets, filled in place."""
+        """The worker's side: fill the same buckets in place, by `deadline`."""
 
 
 class Transport:
-    brings: ClassVar[bool] = True
-    """weights come over its lanes; otherwise others load them into the engines, and a lane says when they have"""
+    """Opens links of weight channels; base class of the registry `weights.transport`."""
+
+    carries_weights: ClassVar[bool] = True
+    """Whether the channels carry weights; otherwise the trainer loads them, and a channel only signals when it has."""
     takes_servers: ClassVar[bool] = False
-    """an inference server can take its worker's place in a lane, as `engine.weights` = 'broadcast' wants"""
+    """Whether an inference server can take its worker's place in a channel (`engine.weights` = 'broadcast')."""
 
     def __init__(self, config: WeightsSection):
         self.config = config
 
     @abstractmethod
-    def meet(self, invite: LaneInvite, as_learner: bool, server_ranks: int = 0) -> Link:
-        """Meet the other side of the lane that both were invited to, within `invite.timeout_s`; called in a thread of
-        the lane. `server_ranks`: of the server that takes the worker's place. Raises RuntimeError or OSError."""
+    def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> Link:
+        """Connect to the other side of the channel within `invite.timeout_s`; called in the channel's thread.
+
+        `server_ranks`: ranks of the server that takes the worker's place; 0 if none does. Raises RuntimeError or
+        OSError.
+        """

@@ -1,4 +1,4 @@
-"""The messages between the broker and its peers, one module a conversation, and how any message travels (`codec`)."""
+"""The messages between the broker and its peers, a module per kind of peer, and their encoding (`codec`)."""
 
 from april.wire.agents import *
 from april.wire.codec import *

@@ -1,8 +1,8 @@
-"""What the broker and agents processes say to each other, beside reports, answers and heartbeats.
+"""Messages between the broker and agents processes, besides reports, answers and heartbeats.
 
-A session is a lease on a sample. What its agent says to the policy is reported as an observation, whose state is a
-`TurnRequest`; what the policy answers comes as `Turns`. A session is a tree: whatever does not follow the last answer
-is a further branch, with an id of its own beside that of the lease.
+An agent session is a lease on a sample. The agent's input to the policy is reported as an observation whose state is a
+`TurnRequest`; the policy's output comes back as `SessionTurns`. A session is a tree: input that does not continue the
+last answer starts a fork, which has an id of its own next to the lease id.
 """
 
 from typing import Literal
@@ -12,60 +12,60 @@ import msgspec
 from april.wire.message import Message
 from april.wire.version import Number
 
-STOPS = 16
-"""token ids that a turn may name"""
-KEY_BYTES = 64
-"""of a request"""
-BRANCHES = 256
-"""most of a session. So many ids belong to its lease, whose own is a multiple of that and stands for the branch that
-the session begins with; the id of branch k lies k behind it"""
+MAX_STOP_TOKENS = 16
+"""Most token ids that one turn may name as stop tokens."""
+MAX_KEY_BYTES = 64
+"""Longest `TurnRequest.key`."""
+MAX_FORKS = 256
+"""Most forks of a session, the first one (fork 0) included. A session's lease id is a multiple of this number and is
+also the id of fork 0; the id of fork k is the lease id plus k."""
 
 
-def session_of(lease_id: int) -> int:
-    """The id of the session's lease to which that of a branch belongs."""
-    return lease_id - lease_id % BRANCHES
+def session_lease_id(lease_id: int) -> int:
+    """The lease id of the session to which the id of a fork belongs."""
+    return lease_id - lease_id % MAX_FORKS
 
 
 class TurnRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How the turn behind an observation is sampled, and what it answers; MessagePack in the observation's state."""
+    """How to sample the turn that follows an observation; stored as MessagePack in the observation's state."""
 
     key: bytes
-    """of the request: a hash by which a replayed agent finds its answer again"""
+    """Hash of the request, by which a replayed agent finds the recorded answer."""
     max_tokens: Number
-    """of the turn"""
-    stops: list[int] = []
-    """token ids that end it, beside those that always do"""
+    """Most tokens of the turn."""
+    stop_token_ids: list[int] = []
+    """Token ids that end the turn, in addition to those that end every turn."""
 
 
-class Session(msgspec.Struct, array_like=True, frozen=True):
-    """A lease on a sample whose agent is to be run."""
+class AgentSession(msgspec.Struct, array_like=True, frozen=True):
+    """A lease on a sample whose agent program the receiver has to run."""
 
     lease_id: int
     group: int
     index: int
     evaluation: bool
     prompt: str
-    """JSON: the prompt of the row, text or messages"""
+    """JSON of the dataset row's prompt: a text or chat messages."""
     label: str
     max_tokens: int
-    """of the whole session, both sides together"""
+    """Token budget of the whole session, input and output together."""
     temperature: float
 
 
-class Sessions(Message):
-    """Leases on agents to run. Arrays of each, uint8: rows and their payloads, as in a report, of all that was said in
-    it so far. A session that its holder has already is told once more when it says hello again."""
+class AgentSessionList(Message):
+    """Agent sessions to run. Two uint8 arrays per session: rows and payloads, as in a report, of its history so far.
+    After a new `Hello`, sessions that the peer still holds are sent once more."""
 
-    sessions: list[Session]
-
-
-class Turns(Message):
-    """New tokens of the holder's sessions, which are on disk. Arrays, uint8: rows, whose leases are the sessions', and
-    their payloads; the ending of a row is that of its turn."""
+    sessions: list[AgentSession]
 
 
-class Whose(Message):
-    """An agents process asks who holds a session: it was shown a key of it, which says these three."""
+class SessionTurns(Message):
+    """Newly journaled tokens of the receiver's sessions. Two uint8 arrays: rows (with fork ids) and their payloads.
+    The finish reason of a row is the turn's."""
+
+
+class HolderRequest(Message):
+    """Asks which agents process holds a session. The fields come from the session key that a client has shown."""
 
     group: Number
     index: Number
@@ -73,11 +73,12 @@ class Whose(Message):
 
 
 class Holder(Message):
-    """The answer: `held` by the agents process at `address`; `moved`, under another lease or soon; or `over`."""
+    """Answer to `HolderRequest`: the session is `held` by the process at `address`, has `moved` to another lease (which
+    may still have to be granted), or is `over`."""
 
     group: int
     index: int
     lease_id: int
     state: Literal["held", "moved", "over"]
     address: str = ""
-    """base URL of its API, "" while it is not there"""
+    """Base URL of the holder's API; "" while the holder is not connected."""

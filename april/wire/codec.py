@@ -1,7 +1,7 @@
-"""How a message travels over ZeroMQ, as a multipart.
+"""Encoding of a message as a ZeroMQ multipart.
 
-A fixed 24-byte header, a MessagePack body that holds one typed struct and the description of the arrays, then the raw
-little-endian arrays one behind the other, many to a frame. Nothing is pickled. What does not decode raises `WireError`,
+The parts are a 24-byte header, a MessagePack body with one typed struct and the descriptors of the arrays, and frames
+with the raw little-endian arrays, several to a frame. Nothing is pickled. Input that does not decode raises `WireError`
 and nothing else.
 """
 
@@ -20,15 +20,17 @@ from april.wire.limits import FROM_BROKER, Limits, clip
 from april.wire.message import Message
 
 MAGIC = b"AP"
-PROTOCOL = 6
+PROTOCOL = 7
 HEADER = struct.Struct("<2sBxIQQ")
-"""magic, protocol, number of arrays, session, sequence number: 24 bytes"""
-JOINED_BYTES = 4 << 20
-"""arrays are joined up to so much: ZeroMQ carries one frame of 64 KB almost twice as often as two of 32 KB"""
+"""Magic, protocol, number of arrays, session, sequence number: 24 bytes."""
+MAX_JOINED_BYTES = 4 << 20
+"""Arrays are joined into frames of up to this size: one 64 KB frame is sent almost twice as fast as two of 32 KB."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
-CONVERSATIONS = (sessions, work, agents, training, operations)
-MESSAGES = [kind for kind in Message.__subclasses__() if kind.__module__ in {one.__name__ for one in CONVERSATIONS}]
+MESSAGE_MODULES = (sessions, work, agents, training, operations)
+MESSAGES = [
+    kind for kind in Message.__subclasses__() if kind.__module__ in {module.__name__ for module in MESSAGE_MODULES}
+]
 if TYPE_CHECKING:
     AnyMessage = Message
 else:
@@ -39,16 +41,16 @@ Kind = TypeVar("Kind")
 
 
 class WireError(ValueError):
-    """Frames that are no message of this protocol, or not one for now; the text says why."""
+    """Frames that are not a valid message of this protocol, or not one that is allowed now; the text says why."""
 
     @property
     def cause(self) -> str:
-        """The text without what differs from message to message, to count by."""
+        """The part of the text that is the same for all errors of a kind, for counters."""
         return str(self).split(":")[0]
 
 
-class OtherProtocol(WireError):
-    """A message of another version of this protocol; nothing of it but its header is read."""
+class ProtocolMismatch(WireError):
+    """A message of another protocol version; only its header was read."""
 
     def __init__(self, protocol: int):
         super().__init__(f"not a message of protocol {PROTOCOL}: {protocol}")
@@ -66,16 +68,16 @@ class Body(msgspec.Struct, Generic[Kind], array_like=True, frozen=True):
     arrays: list[ArrayHead]
 
 
-Bodies = msgspec.msgpack.Decoder[Body[Any]]
-NOTHING = memoryview(b"")
+BodyDecoder = msgspec.msgpack.Decoder[Body[Any]]
+EMPTY_FRAME = memoryview(b"")
 _encoder = msgspec.msgpack.Encoder()
-BROKERS = msgspec.msgpack.Decoder(Body[AnyMessage])
-"""of the conversations with the broker"""
+BROKER_BODIES = msgspec.msgpack.Decoder(Body[AnyMessage])
+"""Decodes the bodies of all messages to and from the broker."""
 _codes = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class Packed(msgspec.Struct, frozen=True, gc=False):
-    """A flat array as it travels: passed on with the checksum that its maker gave it."""
+class PackedArray(msgspec.Struct, frozen=True, gc=False):
+    """A flat array in wire format. It is forwarded with the checksum that its first sender computed."""
 
     dtype: str
     checksum: int
@@ -86,14 +88,14 @@ class Received(msgspec.Struct, frozen=True):
     """A decoded message."""
 
     message: Any
-    packed: list[Packed]
-    """its arrays, checked, as they can be passed on"""
+    packed: list[PackedArray]
+    """The arrays, checked against their checksums, ready to be forwarded."""
     session: int = 0
     sequence: int = 0
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """Read-only views of the frames."""
+        """The arrays as read-only numpy views of the frames."""
         return [np.frombuffer(packed.data, DTYPES[packed.dtype]) for packed in self.packed]
 
     @property
@@ -101,32 +103,33 @@ class Received(msgspec.Struct, frozen=True):
         return sum(len(packed.data) for packed in self.packed)
 
 
-def pack(array: np.ndarray) -> Packed:
+def pack(array: np.ndarray) -> PackedArray:
     data = np.ascontiguousarray(array)
     view = data.reshape(-1).view("u1").data
-    return Packed(_codes[data.dtype], crc32(view), view)
+    return PackedArray(_codes[data.dtype], crc32(view), view)
 
 
 def encode(
     message: Message,
-    arrays: Sequence[np.ndarray | Packed] = (),
+    arrays: Sequence[np.ndarray | PackedArray] = (),
     session: int = 0,
     sequence: int = 0,
     protocol: int = PROTOCOL,
 ) -> list[Buffer]:
-    """Frames to send. Arrays are int32, float32 or uint8, and flat; one that has a frame of its own is not copied.
+    """Frames to send. Arrays are flat, of int32, float32 or uint8; one that fills a frame of its own is not copied.
 
-    `protocol`: another one only for the `Refused` that tells a peer of its own; header and `Refused` never change form.
+    `protocol`: differs from this April's only in a `Refused` to a peer of another version; the forms of header and
+    `Refused` are the same in all versions.
     """
     heads: list[ArrayHead] = []
     parts: list[Buffer] = []
     frames: list[Buffer] = []
     size = 0
     for array in arrays:
-        packed = array if isinstance(array, Packed) else pack(array)
+        packed = array if isinstance(array, PackedArray) else pack(array)
         data = packed.data
         heads.append(ArrayHead(packed.dtype, len(data) // DTYPES[packed.dtype].itemsize, packed.checksum))
-        if size and size + len(data) > JOINED_BYTES:
+        if size and size + len(data) > MAX_JOINED_BYTES:
             frames.append(join(parts))
             parts, size = [], 0
         parts.append(data)
@@ -141,8 +144,8 @@ def join(parts: list[Buffer]) -> Buffer:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def decode(bytes_like: Sequence[Any], limits: Limits = FROM_BROKER, bodies: Bodies = BROKERS) -> Received:
-    """The inverse of `encode`, for messages of the kinds that `bodies` decodes. Raises WireError."""
+def decode(bytes_like: Sequence[Any], limits: Limits = FROM_BROKER, bodies: BodyDecoder = BROKER_BODIES) -> Received:
+    """The inverse of `encode`. `bodies` decodes the expected message types. Raises WireError."""
     frames = [memoryview(frame) for frame in bytes_like]
     if len(frames) > limits.frames or sum(map(len, frames)) > limits.message_bytes:
         raise WireError("too large: more frames or bytes than a message may have")
@@ -152,7 +155,7 @@ def decode(bytes_like: Sequence[Any], limits: Limits = FROM_BROKER, bodies: Bodi
     if magic != MAGIC:
         raise WireError("not a message of April")
     if protocol != PROTOCOL:
-        raise OtherProtocol(protocol)
+        raise ProtocolMismatch(protocol)
     if count > limits.arrays or len(frames[1]) > limits.body_bytes * max(1, count):
         raise WireError("too large: more arrays or a longer body than a message may have")
     try:
@@ -164,31 +167,31 @@ def decode(bytes_like: Sequence[Any], limits: Limits = FROM_BROKER, bodies: Bodi
     return Received(body.message, unpack(body.arrays, frames[2:]), session, sequence)
 
 
-def session_in(frames: Sequence[Any]) -> int:
-    """The session that the header of a message names, whatever else it may be; 0 without such a header."""
+def read_session_id(frames: Sequence[Any]) -> int:
+    """The session in a message's header, before anything else is checked; 0 without a valid header."""
     if not frames or len(frames[0]) != HEADER.size:
         return 0
     number: int = HEADER.unpack(frames[0])[3]
     return number
 
 
-def unpack(heads: list[ArrayHead], frames: list[memoryview]) -> list[Packed]:
-    """The arrays that lie in the frames one behind the other, each in one of them."""
-    packed, left = [], iter(frames)
-    frame, end = NOTHING, 0
+def unpack(heads: list[ArrayHead], frames: list[memoryview]) -> list[PackedArray]:
+    """The arrays in the frames: they follow each other, and none spans two frames. Raises WireError."""
+    packed, remaining_frames = [], iter(frames)
+    frame, end = EMPTY_FRAME, 0
     for head in heads:
         dtype = DTYPES.get(head.dtype)
         if dtype is None or head.length < 0:
             raise WireError("array of an unknown type or length")
         if head.length and end == len(frame):
-            frame, end = next(left, NOTHING), 0
+            frame, end = next(remaining_frames, EMPTY_FRAME), 0
         start, end = end, end + head.length * dtype.itemsize
         data = frame[start:end]
         if len(data) != end - start:
             raise WireError("array of another size than its frame has room for")
         if crc32(data) != head.checksum:
             raise WireError("array checksum does not agree")
-        packed.append(Packed(head.dtype, head.checksum, data))
-    if end != len(frame) or next(left, None) is not None:
+        packed.append(PackedArray(head.dtype, head.checksum, data))
+    if end != len(frame) or next(remaining_frames, None) is not None:
         raise WireError("frames hold more than the arrays")
     return packed

@@ -1,6 +1,6 @@
-"""How much a peer may send, and how much of it is remembered: whatever grows with what a peer says has its bound here.
+"""Bounds on what a peer may send and on what the broker keeps of it.
 
-What depends on the size of a cluster is a key of the configuration instead (`security.max_sessions`,
+Bounds that depend on the size of a cluster are configuration keys instead (`security.max_sessions`,
 `security.max_leases`).
 """
 
@@ -9,62 +9,63 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one direction. A frame beyond `frame_bytes` costs the connection; the rest is refused with a sentence."""
+    """Bounds on messages in one direction. A larger frame closes the connection; breaking another bound is refused."""
 
     frame_bytes: int
     frames: int
-    """of a message, header and body included"""
+    """Most frames of a message, header and body included."""
     arrays: int
+    """Most arrays of a message."""
     message_bytes: int
     body_bytes: int
-    """once for every array of the message, at least once"""
+    """Most bytes of the body per array of the message; a message without arrays has it once."""
 
 
 FROM_PEER = Limits(frame_bytes=4 << 20, frames=4, arrays=2, message_bytes=8 << 20, body_bytes=256 << 10)
-"""to the broker or the learner's publisher: the largest are reports, rows and their payloads"""
-REPORT_BYTES, REPORT_ROWS, REPORT_CLOSINGS = FROM_PEER.frame_bytes, 8192, 64
-"""most that a report has; a worker splits what is more between two rows"""
+"""Messages to the broker or the learner's publisher. The largest are reports."""
+MAX_REPORT_BYTES, MAX_REPORT_ROWS, MAX_REPORT_CLOSINGS = FROM_PEER.frame_bytes, 8192, 64
+"""Bounds of a report. A worker with more splits it between two rows."""
 FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, message_bytes=16 << 30, body_bytes=64 << 20)
-"""to a peer: the largest are batches, two or four arrays for each sample, and the manifests of large models"""
+"""Messages to a peer. The largest are batches (two or four arrays per sample) and manifests of large models."""
 
-GRANT_ARRAYS = 4096
-"""responses of a message of grants; further grants go into another one"""
+MAX_GRANT_ARRAYS = 4096
+"""Responses in one `Grants` message; further grants go into the next message."""
 UPLOAD_QUEUE_MESSAGES = 32
-"""messages of one connection that wait in the receiver's socket; more wait in the sender's"""
+"""Messages of one connection that the receiver's socket queues; more wait at the sender."""
 HANDSHAKE_S = 10.0
-"""a connection that has not said who it is by then is closed"""
+"""Seconds after which a connection without a completed handshake is closed."""
 
-CHUNK_TOKENS = 1 << 18
-"""of one row"""
-TOP_K = 1024
-"""of training samples whose distribution is cut"""
-SUPPORT_IDS = 4096
-"""that one token may have been drawn from: the top k, and whatever is as likely as the last of them"""
-CUT_CHUNK_TOKENS = FROM_PEER.frame_bytes // (4 * (SUPPORT_IDS + 3))
-"""of a chunk with supports, so that it fits into a frame whatever they are"""
-METRICS = 1024
-"""figures that a learner reports of one step"""
-DETAILS = 16
-"""figures that a reward is made of"""
-REWARD = 1e9
-"""largest size of a reward and of a figure that it is made of: sums of them stay finite"""
-LANE_RECORDS = 20_000
-"""spans of workers' activities kept for one line of metrics.jsonl; further ones are not recorded"""
-TALLIES = 16_384
-"""worker processes whose tokens are told apart; those that left first are added up"""
-STATE_BYTES = 64 << 10
-"""of an environment between two turns, which every grant of its sample carries"""
-LEFT_BYTES = 4 << 10
-"""of the state that an agent leaves, which the broker keeps in memory until the session is scored"""
-TEXT_CHARACTERS = 500
-"""of an error or a reason"""
+MAX_CHUNK_TOKENS = 1 << 18
+"""Tokens of one row."""
+MAX_TOP_K = 1024
+"""Largest `sampling.top_k` of training samples."""
+MAX_SUPPORT_IDS = 4096
+"""Ids in the support of one token: the top k, and ids that are as likely as the last of them."""
+MAX_CUT_CHUNK_TOKENS = FROM_PEER.frame_bytes // (4 * (MAX_SUPPORT_IDS + 3))
+"""Tokens of a chunk with supports, so that it fits into a frame even with the largest supports."""
+MAX_STEP_METRICS = 1024
+"""Metrics that a learner reports for one step."""
+MAX_REWARD_DETAILS = 16
+"""Named components (details) of one reward."""
+MAX_REWARD = 1e9
+"""Largest absolute value of a reward and of its details, so that sums of them stay finite."""
+MAX_ACTIVITY_SPANS = 20_000
+"""Spans of worker activity kept for one line of metrics.jsonl; further ones are not recorded."""
+MAX_TALLIES = 16_384
+"""Worker processes with token counts of their own; the counts of those that left first are merged."""
+MAX_STATE_BYTES = 64 << 10
+"""State of an environment between two turns, which every grant of its sample carries."""
+MAX_AGENT_STATE_BYTES = 4 << 10
+"""State that an agent leaves for the verifier, which the broker keeps in memory until the session is scored."""
+MAX_TEXT_CHARACTERS = 500
+"""Longest error text or reason."""
 
 
 def is_reward(value: float) -> bool:
-    """Whether it is a finite number of a size that a reward may have."""
-    return abs(value) <= REWARD
+    """Whether a number is finite and at most `MAX_REWARD` in absolute value."""
+    return abs(value) <= MAX_REWARD
 
 
-def clip(text: str, characters: int = TEXT_CHARACTERS) -> str:
-    """Text of a peer, fit for one line of a log."""
+def clip(text: str, characters: int = MAX_TEXT_CHARACTERS) -> str:
+    """A peer's text shortened and without unprintable characters, fit for one line of a log."""
     return "".join(c if c.isprintable() else " " for c in text[:characters])

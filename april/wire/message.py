@@ -1,15 +1,15 @@
-"""What every message is: a typed struct whose class name is its tag on the wire."""
+"""The base class of all messages, and the bounded text types of their fields."""
 
 from typing import Annotated, dataclass_transform
 
 import msgspec
 
 Name = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""of a peer, a process or a place"""
+"""Text without control characters: the name of a peer, a process or a loop position."""
 Address = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x20\x7f]*$")]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 @dataclass_transform(frozen_default=True)
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A fact or a request; the class name is its tag on the wire."""
+    """A typed struct. Its class name is its tag on the wire; its fields are sent by position."""

@@ -1,4 +1,4 @@
-"""What a monitor asks of the broker, and what an operator orders."""
+"""Messages between monitors and the broker: status queries, and an operator's commands."""
 
 from typing import Literal
 
@@ -12,18 +12,18 @@ class StatusRequest(Message):
 
 
 class Status(Message):
-    """Arrays: one uint8 frame of JSON."""
+    """One uint8 array: the status as JSON."""
 
 
 class StopRun(Message):
-    """End the run; `state` is what summary.json says of it: stopped | failed."""
+    """Ends the run. `state` is recorded in summary.json."""
 
     reason: str
     state: StopState = "stopped"
 
 
 class Drain(Message):
-    """Hand out nothing more and have back what is generated, until `on` is false; it outlasts restarts."""
+    """Stops granting leases and recalls samples in generation, until a `Drain` with `on` false. Survives restarts."""
 
     on: bool = True
 
@@ -33,16 +33,16 @@ class DeadLettersRequest(Message):
 
 
 class DeadLetters(Message):
-    """Arrays: one uint8 frame of JSON."""
+    """One uint8 array: the dead letters as JSON."""
 
 
 class Requeue(Message):
-    """Draw the prompts of these dead groups again; none named: of all that can be."""
+    """Draws the prompts of these dead groups again; an empty list means every dead group that can be redrawn."""
 
     groups: list[int] = []
 
 
 class Requeued(Message):
-    """`groups`: those that this request has re-queued."""
+    """`groups`: ids of the groups that this request has re-queued."""
 
     groups: list[int]

@@ -1,9 +1,9 @@
-"""What became of samples, as the rows of one table: new tokens of many of them travel and are kept together.
+"""Report rows: new tokens of many samples as one table, which is sent and journaled as it is.
 
-A table is bytes, one fixed-width row behind the other. The payloads of its rows lie in their order beside it, each
-begun at a multiple of four bytes. A chunk's payload is its ids (int32), their behaviour log-probabilities (float32)
-and, where the distribution is cut, the numbers of ids in the supports and those ids (int32). That of an observation is
-its ids and the state that its environment is left in.
+A table is bytes: fixed-width rows, one after the other. A second array holds the rows' payloads in the same order, each
+aligned to 4 bytes. The payload of a chunk is its token ids (int32), their behaviour log-probabilities (float32) and, in
+a run that cuts the distribution, the number of ids in each support and those ids (int32). The payload of an observation
+is its token ids and the state of its environment.
 """
 
 import struct
@@ -17,55 +17,59 @@ from april.wire.version import Version
 
 Buffer = bytes | bytearray | memoryview
 CHUNK, OBSERVATION = 0, 1
-"""kinds of rows"""
-LARGEST = (1 << 32) - 1
-"""of what a row can say; whatever is larger is as far from where a response can be"""
-ENDINGS = ("", "stop", "length")
-"""what the numbers in `finish` stand for: "" while a response goes on, or else how it ended"""
+"""Kinds of rows: tokens of the policy, and tokens of an environment or agent."""
+MAX_FIELD = (1 << 32) - 1
+"""Largest value of a 32-bit field; larger values are stored as this one, which is invalid as well."""
+FINISH_REASONS = ("", "stop", "length")
+"""Finish reasons by the number in `ReportRow.finish`; "" while the response goes on."""
 ROW = struct.Struct("<QdIIIIIIBBBBI")
 """the fields of `Row`, little-endian: 48 bytes"""
-SIZE, FINISH, OVER = 6, 9, 43
+SIZE_FIELD, ENDS_LEASE_BYTE = 6, 43
 """places of `size` and `finish` in a row, and the byte that holds `over`"""
 TABLE = np.dtype(
     [("lease_id", "<u8"), ("time", "<f8")]
-    + [(name, "<u4") for name in ("start", "tokens", "branch", "step", "size", "checksum")]
-    + [(name, "u1") for name in ("kind", "finish", "failed", "over")]
+    + [(name, "<u4") for name in ("start", "tokens", "incarnation", "step", "size", "checksum")]
+    + [(name, "u1") for name in ("kind", "finish", "failed", "ends_lease")]
     + [("parent", "<u4")]
 )
-"""the same for numpy, which sees the columns of a table so"""
+"""The same layout as a numpy dtype, for reading a table by columns."""
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
+    """One row: consecutive tokens of one sample."""
+
     lease_id: int
     time: float
-    """when its tokens were sampled, Unix seconds"""
+    """When the tokens were sampled, Unix time in seconds."""
     start: int
+    """Offset of the first token in the response."""
     tokens: int
-    """how many, the first of which is the `start`-th of the response"""
-    branch: int
+    """Number of tokens."""
+    incarnation: int
     step: int
-    """of the version they were sampled under"""
+    """`incarnation` and `step`: the version of the weights that sampled the tokens; 0 for an observation."""
     size: int
-    """bytes of its payload"""
+    """Bytes of the payload."""
     checksum: int
-    """crc32 of its payload, by whoever made it"""
+    """Crc32 of the payload, computed by the sender."""
     kind: int
+    """`CHUNK` or `OBSERVATION`."""
     finish: int
-    """place in `ENDINGS`"""
+    """Index in `FINISH_REASONS`."""
     failed: int
-    """1 where an observation says that the environment has not answered"""
-    over: int
-    """1 where it ends its lease, as the broker adds"""
+    """1 for an observation that stands in for an environment which has not answered."""
+    ends_lease: int
+    """1 if the row ends its lease; set by the broker."""
     parent: int = 0
-    """of an observation that begins a branch of an agent's session: the number of the branch that it leaves"""
+    """For an observation that starts a fork of an agent session: the number of the fork that it leaves."""
 
     @property
     def version(self) -> Version:
-        return Version(self.branch, self.step)
+        return Version(self.incarnation, self.step)
 
     @property
     def finish_reason(self) -> str:
-        return ENDINGS[self.finish]
+        return FINISH_REASONS[self.finish]
 
     @property
     def end(self) -> int:
@@ -74,12 +78,12 @@ class Row(NamedTuple):
 
 def chunk_row(
     lease_id: int, start: int, count: int, version: Version, finish_reason: str, payload: Buffer, time: float = 0.0
-) -> Row:
-    finish = ENDINGS.index(finish_reason)
-    branch, step = version
-    if max(branch, step, start) > LARGEST:
-        branch, step, start = min(branch, LARGEST), min(step, LARGEST), min(start, LARGEST)
-    return Row(lease_id, time, start, count, branch, step, len(payload), crc32(payload), CHUNK, finish, 0, 0)
+) -> ReportRow:
+    finish = FINISH_REASONS.index(finish_reason)
+    incarnation, step = version
+    if max(incarnation, step, start) > MAX_FIELD:
+        incarnation, step, start = min(incarnation, MAX_FIELD), min(step, MAX_FIELD), min(start, MAX_FIELD)
+    return ReportRow(lease_id, time, start, count, incarnation, step, len(payload), crc32(payload), CHUNK, finish, 0, 0)
 
 
 def observation_row(
@@ -91,36 +95,36 @@ def observation_row(
     failed: bool = False,
     time: float = 0.0,
     parent: int = 0,
-) -> Row:
-    finish, start, size, checksum = ENDINGS.index(finish_reason), min(start, LARGEST), len(payload), crc32(payload)
-    return Row(lease_id, time, start, count, 0, 0, size, checksum, OBSERVATION, finish, failed, 0, parent)
+) -> ReportRow:
+    finish, start, size = FINISH_REASONS.index(finish_reason), min(start, MAX_FIELD), len(payload)
+    return ReportRow(lease_id, time, start, count, 0, 0, size, crc32(payload), OBSERVATION, finish, failed, 0, parent)
 
 
-def pack_rows(rows: Iterable[Row]) -> bytes:
+def pack_rows(rows: Iterable[ReportRow]) -> bytes:
     return b"".join(ROW.pack(*row) for row in rows)
 
 
-def read_rows(table: Buffer) -> Iterator[Row]:
-    return map(Row._make, ROW.iter_unpack(table))
+def read_rows(table: Buffer) -> Iterator[ReportRow]:
+    return map(ReportRow._make, ROW.iter_unpack(table))
 
 
 def padded(size: int) -> int:
-    """Bytes from the beginning of a payload to that of the next one."""
+    """Bytes from the start of a payload of `size` bytes to the start of the next one."""
     return (size + 3) & ~3
 
 
 def padded_sizes(table: np.ndarray) -> np.ndarray:
-    """The same for each row of a table of `TABLE`, int64."""
+    """`padded` of each row's payload, int64 [rows]. `table`: dtype `TABLE`."""
     return (table["size"].astype(np.int64) + 3) & ~3
 
 
-def select_rows(table: Buffer, payload: Buffer, taken: Sequence[bool]) -> tuple[bytearray, bytes]:
-    """The rows of a table that are `taken`, and their payloads."""
+def select_rows(table: Buffer, payload: Buffer, selected: Sequence[bool]) -> tuple[bytearray, bytes]:
+    """The selected rows of a table, and their payloads."""
     rows, payloads, view, offset = bytearray(), [], memoryview(payload), 0
-    for place, take in enumerate(taken):
-        row = table[place * ROW.size : (place + 1) * ROW.size]
-        end = offset + padded(ROW.unpack(row)[SIZE])
-        if take:
+    for index, is_selected in enumerate(selected):
+        row = table[index * ROW.size : (index + 1) * ROW.size]
+        end = offset + padded(ROW.unpack(row)[SIZE_FIELD])
+        if is_selected:
             rows += row
             payloads.append(view[offset:end])
         offset = end

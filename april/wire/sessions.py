@@ -1,4 +1,4 @@
-"""What every peer of the broker says, whatever its role: coming, living, leaving."""
+"""Messages of every peer of the broker, whatever its role: opening, keeping and ending a session."""
 
 import msgspec
 
@@ -6,72 +6,77 @@ from april.wire.message import Message, Name, Seconds
 from april.wire.version import Number
 
 DENIED = "access denied: "
-"""how a `Refused` begins that is final for the peer: its key is not one for what it does"""
+"""Prefix of the reason of a `Refused` that is final for the peer: its key does not permit what it does."""
 
 
 class Hello(Message):
-    """First message of a peer, on its data connection. `leases` are the ids of those it still works on."""
+    """First message of a peer, on its data connection. `lease_ids`: the leases it still works on."""
 
     role: str
     name: Name
     uid: Name
-    leases: list[int] = []
+    lease_ids: list[int] = []
     acknowledged_tokens: Number = 0
-    """of its own, by its own count"""
+    """Tokens of this process that the broker has acknowledged so far, by the peer's own count."""
 
 
 class Welcome(Message):
+    """Answer to `Hello`: the session is open."""
+
     session: int
     run: str
-    start: int
-    """of the broker, counted"""
+    broker_start: int
+    """How many times the broker of this run has started."""
     round: int
     watermark: int
-    lost: list[int]
+    """Largest lease id that the last abort covers."""
+    lost_lease_ids: list[int]
+    """Leases of the `Hello` that the peer does not hold any more."""
     renew_s: float
+    """Seconds between two heartbeats that list all leases."""
     weights_address: str
     weights_key: str = ""
-    """CURVE key of the learner's publisher, "" without CURVE"""
+    """CURVE public key of the learner's publisher; "" without CURVE."""
 
 
 class Bind(Message):
-    """First message on the control connection; its header carries the session."""
+    """First message on the control connection. Its header carries the session to which the connection belongs."""
 
 
 class Slots(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What the samples in a worker's hands are at; those that wait for a score or the broker's disk are left out."""
+    """What a worker's samples are doing, without those that wait for a score or for an acknowledgement."""
 
     generating: Number = 0
-    admission: Number = 0
-    """that its engine has taken, and not begun"""
-    weights: Number = 0
-    """that go on once weights are loaded"""
-    tool: list[int] = []
-    """leases whose environment has the word"""
+    awaiting_admission: Number = 0
+    """Samples that the engine has queued and not started."""
+    awaiting_weights: Number = 0
+    """Samples that wait until new weights are loaded."""
+    tool_lease_ids: list[int] = []
+    """Leases that wait for their environment."""
 
 
 class Heartbeat(Message):
-    """A live peer, at least every second. A non-empty `leases` renews them."""
+    """Sign of life, sent at least every second. A non-empty `lease_ids` renews those leases."""
 
-    leases: list[int] = []
+    lease_ids: list[int] = []
     emitted_tokens: Number = 0
-    """sampled since its process started"""
+    """Tokens sampled since the process started."""
     received_bytes: Number = 0
-    """arrays that have reached it in this session; the broker sends only so much ahead"""
-    place: Name = ""
-    """where its main loop is, "" where that is not said"""
-    for_s: Seconds = 0.0
-    """how long already"""
-    usual_s: Seconds = 0.0
-    """how long that usually takes, 0 where it is not known"""
+    """Bytes of arrays received in this session. The broker limits how much it sends beyond them."""
+    loop_position: Name = ""
+    """What the peer's main loop is doing, such as "decoding"; "" if not reported."""
+    loop_elapsed_s: Seconds = 0.0
+    """Seconds the loop has been there."""
+    loop_usual_s: Seconds = 0.0
+    """Seconds it usually stays there; 0 if unknown."""
     slots: Slots | None = None
-    """of a worker; None where it does not say"""
+    """Set by workers only; None if not reported."""
 
 
 class Renewed(Message):
-    """The answer to a heartbeat; `lost` leases are not current any more."""
+    """Answer to `Heartbeat`. The peer does not hold `lost_lease_ids` any more."""
 
-    lost: list[int]
+    lost_lease_ids: list[int]
 
 
 class Goodbye(Message):
@@ -79,14 +84,14 @@ class Goodbye(Message):
 
 
 class Refused(Message):
-    """The answer to a message that cannot be accepted; final for that message."""
+    """Answer to a message that cannot be accepted; final for that message."""
 
     reason: str
     lease_id: int = 0
-    """of older protocols; always 0"""
+    """Always 0; older protocols used it."""
 
 
 class Stop(Message):
-    """The run is over, or the peer is not wanted: finish and leave."""
+    """The run is over, or the peer was replaced: finish and leave."""
 
     reason: str

@@ -1,4 +1,4 @@
-"""What the broker and the learner say to each other."""
+"""Messages between the broker and the learner."""
 
 from typing import Literal
 
@@ -8,132 +8,145 @@ from april.wire.message import Message, Name
 from april.wire.version import Number, Version
 
 TOKEN_ARRAYS = ("i4", "f4", "i4", "i4")
-"""dtypes of a sample's arrays: ids and their behaviour log-probabilities [T], and where the distribution is cut the
-numbers of ids in the supports [T] and those ids"""
+"""Dtypes of a sample's arrays: token ids [T] and behaviour log-probabilities [T]; in a run that cuts the distribution
+also the number of ids in each token's support [T], and those ids."""
 Discard = Literal["", "nonfinite"]
-"""why a batch was passed over; "" if it was trained"""
+"""Why the learner skipped a batch; "" if it was trained."""
 
 
-class LearnerStart(Message):
-    """The learner holds checkpoint `step`; deliveries after it are wanted again."""
+class StartLearner(Message):
+    """The learner holds checkpoint `step`, which contains the batches below `step`; it needs all later ones (again)."""
 
     step: Number
     weights_address: Name
 
 
-class LearnerStarted(Message):
-    branch: int
+class LearnerAdmitted(Message):
+    """Answer to `StartLearner`."""
+
+    incarnation: int
+    """First part of the versions that this learner makes."""
     frontier: int
+    """Most batches that any learner of the run has consumed; weights of earlier steps are not published."""
 
 
-class Meet(Message):
-    """Where the learner's ranks meet, HOST:PORT: said by its first machine, asked for by the others with "". The answer
-    is the same message; "" while nobody has said it."""
+class Rendezvous(Message):
+    """The address (HOST:PORT) where the learner's ranks meet. The learner's first machine sends it; the others ask with
+    "". The answer is the same message, with "" while the address is unknown."""
 
-    place: Name = ""
+    address: Name = ""
 
 
-class WeightsAt(Message):
+class WeightsAddress(Message):
+    """Where workers reach the publisher of a learner that has just started."""
+
     address: str
     key: str = ""
-    """CURVE key of the publisher, "" without CURVE"""
+    """CURVE public key of the publisher; "" without CURVE."""
 
 
 class Submission(msgspec.Struct, array_like=True, frozen=True):
-    """A prompt that the trainer brings."""
+    """A prompt that the trainer submits."""
 
-    tokens: Number
+    prompt_tokens: Number
     label: str
     reward: Name = ""
-    """name of its verifier, "" for the run's"""
+    """Name of the prompt's verifier; "" for the run's."""
     extra: bytes = b""
-    """comes back with the group"""
+    """Opaque bytes that come back with the group."""
 
 
 class Submit(Message):
-    """Prompts, numbered from `first` on in the order in which the trainer brings them. One array: their ids, int32, one
-    behind the other."""
+    """Prompts in submission order; `first` is the number of the first one. One int32 array: their token ids,
+    concatenated."""
 
     first: Number
     prompts: list[Submission]
 
 
 class Submitted(Message):
-    """So many prompts have been brought."""
+    """Answer to `Submit`: `count` prompts of the run have been submitted and journaled so far."""
 
     count: int
 
 
 class Fetch(Message):
+    """Asks for batch `step`."""
+
     step: Number
     samples: bool = False
-    """what is kept to be read is wanted, too: discarded samples behind the groups, and when each chunk was sampled"""
+    """Also send what is kept for people to read: discarded groups after the batch's, and the time of each chunk."""
 
 
-class Stay(msgspec.Struct, array_like=True, frozen=True):
-    """A sample was with a worker, a scorer or an agents process."""
+class SampleSpan(msgspec.Struct, array_like=True, frozen=True):
+    """A period in which a worker, a scorer or an agents process held a sample."""
 
-    what: str
-    """generate | score | act"""
-    where: str
-    """its name"""
+    activity: str
+    """generate | score | act (its agent ran)"""
+    holder: str
+    """Name of the process."""
     began: float
     ended: float
-    """Unix seconds"""
+    """Unix time, seconds."""
     start: int
     end: int
-    """response tokens that there were"""
-    how: str
-    """how it ended: stop | length | scored | closed | void | a cause of a lease's end"""
+    """Response length in tokens when the span ended; `start`: when it began."""
+    outcome: str
+    """How the span ended: stop | length | scored | closed | void | the cause of the lease's end."""
 
 
 class SampleHead(msgspec.Struct, array_like=True, frozen=True):
+    """A sample of a delivered group, without its token arrays."""
+
     index: int
     response_tokens: int
     reward: float
     finish_reason: str
     segments: list[tuple[int, int, Version]]
+    """(start, end, version): response tokens start to end - 1 were sampled under the version."""
     details: dict[Name, float] = {}
-    """what its reward is made of"""
-    stays: list[Stay] = []
-    branch: int = 0
-    """of the session of an agent: its branches come one behind the other, each with the reward of the session"""
+    """Named components of the reward."""
+    spans: list[SampleSpan] = []
+    fork: int = 0
+    """Number of the fork of an agent session. The forks of a session follow each other, each with its reward."""
     chunks: list[tuple[int, float]] = []
-    """of a sample that is kept to be read: (response tokens that there were, Unix seconds by the clock of whoever had
-    it), of each chunk"""
+    """For a sample that is kept for people to read, per chunk: (response tokens so far, Unix time by the holder's
+    clock)."""
     attempts: int = 0
-    """of a discarded sample: leases that were lost or failed"""
+    """For a discarded sample: how many of its leases were lost or failed."""
     error: str = ""
-    """of the last of them"""
+    """Error of the last failed attempt."""
     discarded_from: int = 0
-    """of a discarded sample: what lies before is not"""
+    """For a discarded sample: tokens before this offset are not discarded."""
     parent: int = 0
-    """of a branch: the one that it has left"""
-    shared: int = 0
-    """of a branch: the tokens at its beginning that are those of the one that it has left"""
+    """Number of the fork that this fork leaves."""
+    shared_tokens: int = 0
+    """How many tokens at the beginning of a fork belong to its parent."""
 
 
 class GroupHead(msgspec.Struct, array_like=True, frozen=True):
+    """A delivered group, without its token arrays."""
+
     group: int
     prompt_tokens: int
     samples: list[SampleHead]
     opened_at: float = 0.0
     delivered_at: float = 0.0
-    """Unix seconds"""
-    prompt: int = -1
-    """number of a prompt that the trainer has brought, -1 for others"""
+    """Unix time, seconds; for discarded samples, when they were discarded."""
+    prompt_number: int = -1
+    """Number of the submitted prompt; -1 if the prompt comes from the data."""
     extra: bytes = b""
-    """what it has brought beside it"""
+    """`Submission.extra` of the prompt."""
     discarded: str = ""
-    """why these samples are none of the batch; then `delivered_at` is when they were discarded, and a reward that is
-    not known is nan"""
+    """Why these samples are not part of the batch; "" for groups to train. An unknown reward is then nan."""
 
 
 class Batch(Message):
-    """The answer to Fetch, in one or more parts: some of the `total` groups of a step, from the `first` on, those that
-    were discarded last. Arrays of each group: the prompt int32, then of each of its samples `TOKEN_ARRAYS`: all with
-    supports, or none.
-    Without any group: the trainer has to bring more prompts before there can be such a batch."""
+    """One part of the answer to `Fetch`: the groups from `first` on, of `total` groups. Discarded groups come last.
+
+    Arrays per group: the prompt (int32), then `TOKEN_ARRAYS` of each sample; all samples have supports, or none.
+    A batch without groups means that the trainer has to submit more prompts first.
+    """
 
     step: int
     first: int
@@ -142,15 +155,15 @@ class Batch(Message):
 
 
 class Finished(Message):
-    """There is no batch any more. Arrays of each group, as of a batch's."""
+    """Answer to `Fetch` once the run is over. Arrays per group as in `Batch`."""
 
     reason: str
     groups: list[GroupHead] = []
-    """what was discarded since the last batch, if the run has failed and it was asked for"""
+    """Groups discarded since the last batch, if the run has failed and `Fetch.samples` is set."""
 
 
 class Consumed(Message):
-    """A batch is behind the learner: in the weights, or discarded because its loss or gradient was not finite."""
+    """The learner is done with batch `step`: it is in the weights, or was skipped for the reason `discarded`."""
 
     step: Number
     metrics: dict[Name, float]
@@ -158,23 +171,23 @@ class Consumed(Message):
 
 
 class Durable(Message):
-    """Checkpoint `step` is on disk; none older than `oldest` is kept."""
+    """Checkpoint `step` is on disk; `oldest` is the oldest checkpoint that is kept."""
 
     step: Number
     oldest: Number
 
 
-class BestWanted(Message):
-    """Which checkpoints must stay, by `evaluation.best`?"""
+class BestRequest(Message):
+    """Asks which checkpoints must be kept according to `evaluation.best`."""
 
 
-class Best(Message):
-    """The weights that were the most accurate are those of `step`, -1 where none are known; those of the steps
-    `undecided` may turn out to be."""
+class BestCheckpoint(Message):
+    """The most accurate weights known are those of `step` (-1: none); those of the steps `undecided` are still being
+    evaluated."""
 
     step: int
     undecided: list[int]
 
 
 class Accepted(Message):
-    pass
+    """Answer to a message that only needs a confirmation."""

@@ -4,20 +4,20 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-LARGEST = 2**53
-Number = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
-"""what a count may be, wherever it comes from: every JSON reader can hold it"""
+MAX_NUMBER = 2**53
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+"""A count in a message: an integer that every JSON reader represents exactly."""
 
 
 class Version(NamedTuple):
-    """`step` batches have been consumed by these weights; `branch` counts learner restarts.
+    """Weights after `step` consumed batches, made by learner incarnation `incarnation`.
 
-    A learner that restarts from a checkpoint opens a new branch, so that two different weights never
-    share a name. Staleness and ordering are measured in steps alone.
+    A learner that restarts from a checkpoint is a new incarnation, so two different sets of weights never share a
+    version. Staleness and order compare steps alone.
     """
 
-    branch: Number
+    incarnation: Number
     step: Number
 
     def __str__(self) -> str:
-        return f"{self.branch}.{self.step}"
+        return f"{self.incarnation}.{self.step}"

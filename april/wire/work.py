@@ -1,4 +1,4 @@
-"""What the broker and the holders of leases, workers and scorers, say to each other."""
+"""Messages between the broker and holders of leases: workers, scorers and agents processes."""
 
 from typing import Literal
 
@@ -12,30 +12,31 @@ GiveBackCause = Literal[
 ]
 
 
-class Holding(Message):
-    """The weights a worker samples from, and how many samples it takes at once."""
+class WorkerCapacity(Message):
+    """The weights that a worker samples from, and how many samples it generates at once."""
 
     version: Version
     capacity: Number
     loaded_in_s: float = 0.0
+    """Seconds that loading these weights took."""
 
 
-class Room(Message):
-    """How many leases a scorer takes at once, or sessions an agents process."""
+class HolderCapacity(Message):
+    """How many leases a scorer, or sessions an agents process, holds at once."""
 
     capacity: Number
     address: Address = ""
-    """base URL under which other agents processes reach the API of this one"""
+    """Base URL under which other agents processes reach this one's API."""
 
 
 class Task(msgspec.Struct, array_like=True, frozen=True):
-    """What the samples of a group have in common."""
+    """The fields that the samples of a group share."""
 
     group: int
     evaluation: bool
     label: str
     reward: str
-    """name of the verifier"""
+    """Name of the verifier."""
     temperature: float
     top_p: float
     top_k: int
@@ -43,123 +44,126 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def is_cut(self) -> bool:
-        """Whether tokens are drawn from a part of the distribution."""
+        """Whether top-k, top-p or min-p cut the distribution that tokens are drawn from."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Grant(msgspec.Struct, array_like=True, frozen=True):
-    """A lease."""
+    """A lease on a sample, or on the scoring of a whole group."""
 
     lease_id: int
-    task: int
-    """place of its task in the message"""
+    task_index: int
+    """Index of the grant's task in `Grants.tasks`."""
     index: int
+    """Index of the sample in its group."""
     scoring: bool
+    """The response is complete, and only its score is wanted."""
     max_new_tokens: int
     seed: int
     finish_reason: str
+    """Finish reason of the response if `scoring`; otherwise ""."""
     hand_over: bool
-    """the lease ends with the last tokens; somebody else scores the response"""
-    together: list[str]
-    """finish reasons of the responses that are scored together"""
+    """The lease ends with the last tokens, and the response is scored under another lease."""
+    group_scored: list[str]
+    """Finish reasons of all responses of a group that is scored as a whole; empty for any other grant."""
     turns: int
-    """of the policy that the environment has answered"""
+    """How many turns of the policy the environment has answered."""
     turn_start: int
-    """response tokens before the turn under way"""
+    """Offset of the current turn in the response, in tokens."""
     state: bytes
-    """of the environment behind its last observation; with `together` those of all responses, a MessagePack array"""
-    stops: list[int]
-    """token ids that end the turn, beside those that always do"""
+    """Environment state after the last observation; with `group_scored` a MessagePack array of all responses' ones."""
+    stop_token_ids: list[int]
+    """Token ids that end the turn, in addition to those that end every turn."""
 
     @property
     def responses(self) -> int:
-        """How many arrays of the message are its own."""
-        return len(self.together) or 1
+        """How many response arrays of the message belong to this grant."""
+        return len(self.group_scored) or 1
 
 
 class Grants(Message):
-    """Leases, those of one group with one task. Arrays, int32: the prompt [P] of each task, then of each grant the
-    response so far [T], or, with `together`, the whole responses of its group, one array each."""
+    """New leases; leases of one group share a task. Int32 arrays: the prompt [P] of each task, then per grant the
+    response so far [T] or, with `group_scored`, every response of the group."""
 
     tasks: list[Task]
     grants: list[Grant]
 
 
 class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The end of a lease: the score of its response, or those of all responses of a grant with `together`."""
+    """Ends a lease with the score of its response, or of all responses of a grant with `group_scored`."""
 
     lease_id: int
     rewards: list[float]
     details: list[dict[Name, float]]
-    """what each reward is made of"""
+    """Named components of each reward."""
     superseded: list[tuple[Number, Number]] = []
-    """of a session: (branch, length) where an earlier execution of its agent has gone further than the last one"""
+    """For a session: (fork, length). Tokens beyond the length were seen only by an earlier execution of the agent."""
     state: bytes = b""
-    """of a session: MessagePack, for a verifier that sees its whole group"""
+    """For a session: MessagePack for a verifier that scores the whole group."""
 
 
 class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The end of a lease: its holder stops working on the sample."""
+    """The end of a lease: its holder stop_token_ids working on the sample."""
 
     lease_id: int
     length: Number
-    """response tokens, those of this report included"""
+    """Length of the response in tokens, those of this report included."""
     cause: GiveBackCause
     error: str = ""
 
 
 class Closed(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The end of a session whose agent has given no reward: a verifier does."""
+    """Ends an agent session without a reward: a verifier scores it."""
 
     lease_id: int
     superseded: list[tuple[Number, Number]] = []
-    """as in `Scored`"""
+    """See `Scored.superseded`."""
     state: bytes = b""
-    """MessagePack of what the agent leaves to the verifier; empty for nothing"""
+    """MessagePack that the agent leaves for the verifier; may be empty."""
 
 
 Closing = Scored | GiveBack | Closed
 
 
 class Report(Message):
-    """All that a holder has to say of its leases: new tokens, and behind them the leases that end.
+    """A holder's new tokens, and the leases that end after them.
 
-    Arrays, uint8, unless nothing is new: rows (`wire.rows`), and their payloads.
+    Two uint8 arrays, or none without new tokens: rows (`wire.rows`) and their payloads.
     """
 
     closings: list[Closing] = []
 
 
 class Answers(Message):
-    """What became of reports since the last one, sent when it is on disk."""
+    """The outcome of the reports since the last `Answers`; sent once they are on disk."""
 
-    lengths: list[tuple[int, int]] = []
-    """(lease id, response tokens that are on disk)"""
+    acks: list[tuple[int, int]] = []
+    """(lease id, length): response tokens below the length are on disk."""
     done: list[int] = []
-    """leases that have ended as they were reported to"""
-    resend: list[tuple[int, int]] = []
-    """(lease id, length): what lies behind that length is missing; its tokens are wanted from there on"""
-    refused: list[tuple[int, str]] = []
-    """(lease id, reason): the lease is not this holder's any more"""
+    """Leases whose end is on disk."""
+    nacks: list[tuple[int, int]] = []
+    """(lease id, length): tokens from the length on are missing; report them again."""
+    rejects: list[tuple[int, str]] = []
+    """(lease id, reason): the report on this lease was rejected; drop the lease."""
 
 
 class Abort(Message):
-    """Hand back every grant up to and including the watermark, also those that arrive later."""
+    """Give back every lease with an id up to the watermark, including leases that arrive later."""
 
     round: int
     watermark: int
 
 
 class Cancel(Message):
-    """These leases have ended; drop them without an answer."""
+    """These leases have ended: drop them without an answer; or, with `hand_back`, give them back."""
 
-    leases: list[int]
+    lease_ids: list[int]
     hand_back: bool = False
-    """they have not: each that still generates is to be given back as `recall`, with its tokens"""
+    """The leases are still current: give back each that is still generating, with its tokens and cause `recall`."""
 
 
-class Lane(Message):
-    """What a worker did, for the record, from start to end (unix seconds)."""
+class ActivitySpan(Message):
+    """What a worker did from `start` to `end` (Unix time, seconds), for the timeline."""
 
     kind: Literal["generate"]
     start: float

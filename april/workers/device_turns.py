@@ -1,49 +1,51 @@
-"""The turns of a worker's engine on its accelerator, which the learner has in between."""
+"""Time sharing of one accelerator between a worker's engine and the learner, from the worker's side."""
 
 import logging
 from typing import cast
 
 from april.config import Config
 from april.processes import clock
-from april.processes.device_turns import EngineTurns, names_here
-from april.workers.engines.base import Engine, TurnTaker
+from april.processes.device_turns import EngineTimeSharing, accelerator_names
+from april.workers.engines.base import Engine, TimeSharingEngine
 
 log = logging.getLogger(__name__)
 
 
-class WorkerTurns:
-    """Without `devices.turns` the engine always has one, and all of this does nothing."""
+class WorkerTimeSharing:
+    """The engine's time slices on its accelerator. Without `devices.turns` the engine always holds the device."""
 
     def __init__(self, config: Config, device: str):
         self.patience_s = config.devices.turn_s
-        self._turns = EngineTurns(config.run_dir, names_here(device)) if config.devices.turns else None
+        self._slices = EngineTimeSharing(config.run_dir, accelerator_names(device)) if config.devices.turns else None
 
     def wait(self) -> None:
-        """Before there is an engine. Raises TurnLate."""
-        if self._turns:
-            self._turns.wait(self.patience_s)
+        """Wait for the first time slice, before the engine is built. Raises TimeSliceLate after `devices.turn_s`."""
+        if self._slices:
+            self._slices.wait(self.patience_s)
 
     @property
-    def has(self) -> bool:
-        return self._turns is None or self._turns.has
+    def holds_device(self) -> bool:
+        return self._slices is None or self._slices.has_slice
 
     @property
-    def lasts(self) -> bool:
-        """Whether more work may be taken on: the turn is not wanted by the learner."""
-        return self._turns is None or (self._turns.has and not self._turns.wanted)
+    def keeps_device(self) -> bool:
+        """Whether the engine may take on more work: it holds the device, and the learner does not wait for it."""
+        return self._slices is None or (self._slices.has_slice and not self._slices.is_requested)
 
-    def gave(self, engine: Engine, loading: bool, staged: bool) -> bool:
-        """Give the turn where the learner wants it and nothing runs, nor are weights being loaded; take one where some
-        are staged. Whether it has given one."""
-        if self._turns is None:
+    def switch(self, engine: Engine, loading: bool, staged: bool) -> bool:
+        """Release the device if the learner waits and the engine is idle; acquire it if new weights are staged.
+
+        `loading`: weights are being loaded, which delays a release. Returns whether the device was released.
+        """
+        if self._slices is None:
             return False
         began = clock.now()
-        if self._turns.has and self._turns.wanted and not engine.live and not loading:
-            cast(TurnTaker, engine).release()
-            self._turns.give()
-            log.info("the engine has let go of the accelerator in %.2f s", clock.now() - began)
+        if self._slices.has_slice and self._slices.is_requested and not engine.live and not loading:
+            cast(TimeSharingEngine, engine).release()
+            self._slices.release()
+            log.info("the engine has released the accelerator in %.2f s", clock.now() - began)
             return True
-        elif not self._turns.has and staged and self._turns.take():
-            cast(TurnTaker, engine).resume()
+        elif not self._slices.has_slice and staged and self._slices.take():
+            cast(TimeSharingEngine, engine).resume()
             log.info("the engine has the accelerator again in %.2f s", clock.now() - began)
         return False

@@ -1,4 +1,4 @@
-"""A worker process, engine, connection and weights put together, and a scorer's; `april worker`, `april scorer`."""
+"""Entry points of a worker and a scorer process (`april worker`, `april scorer`): build the parts and run the loop."""
 
 import logging
 import os
@@ -7,14 +7,15 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from april.config import Config, ConfigError
+from april.config import Config
 from april.config.checks import check_engine
 from april.connections.identity import new_uid
+from april.errors import refuse
 from april.processes import clock
-from april.processes.device_turns import TurnLate
+from april.processes.device_turns import TimeSliceLate
 from april.processes.lifetime import REFUSED, SUPERVISED, end, give_way
 from april.processes.logs import log_to_stderr
-from april.processes.pulse import Watch
+from april.processes.pulse import LoopWatch
 from april.security.keys import load_keys
 from april.workers.engines import ENGINES
 from april.workers.engines.devices import device_of
@@ -23,7 +24,7 @@ from april.workers.rewards.sandbox import check_isolation
 if TYPE_CHECKING:
     from april.security.keys import Keys
     from april.workers.engines.base import Engine
-    from april.workers.engines.intake import Intake
+    from april.workers.engines.intake import WeightLoader
     from april.workers.scorer import Scorer
     from april.workers.worker import Worker
 
@@ -31,11 +32,14 @@ log = logging.getLogger(__name__)
 
 
 def run_worker(config: Config, address: str, name: str) -> NoReturn:
-    """Work for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
+    """Work for the broker at `address` until the run is over, then end the process.
+
+    Raises ConfigError before the loop starts.
+    """
     import torch
 
     from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
-    from april.workers.device_turns import WorkerTurns
+    from april.workers.device_turns import WorkerTimeSharing
     from april.workers.engines.base import EngineError
     from april.workers.worker import Worker
 
@@ -45,21 +49,21 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     if config.reward.where == "worker":
         check_isolation(config.reward.code_isolation)
     keys = load_keys(config.security.keys, "worker")
-    turns = WorkerTurns(config, device)
+    turns = WorkerTimeSharing(config, device)
     try:
         turns.wait()
-    except TurnLate as error:
+    except TimeSliceLate as error:
         print(f"april worker: {error}", file=sys.stderr)
         end(1)
     engine = make_engine(config, device, name)
     log.info("connecting to %s", address)
     connection = BrokerConnection(address, "worker", name, new_uid(name), config.broker.patience_s, keys)
-    worker = Worker(config, engine, connection, make_intakes(config, engine, name, device, keys), turns)
+    worker = Worker(config, engine, connection, make_weight_loaders(config, engine, name, device, keys), turns)
     stop_at_signals(worker)
-    Watch(config.worker.hung_s, config.worker.hung_s).start()
+    LoopWatch(config.worker.hung_s, config.worker.hung_s).start()
     started_at, status = clock.now(), 0
-    if device == "cpu" and SUPERVISED in os.environ and ENGINES.find(config.worker.engine).gives_way:
-        give_way()  # from here on: whoever waits for the first step waits for all parts
+    if device == "cpu" and SUPERVISED in os.environ and ENGINES.find(config.worker.engine).yields_cpu:
+        give_way()  # only now: the start of a run waits for every part
     try:
         worker.run()
         log.info("%d tokens generated in %.1f s", engine.generated_tokens, clock.now() - started_at)
@@ -71,14 +75,15 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
 
 
 def run_scorer(config: Config, address: str, name: str) -> NoReturn:
-    """Score for the broker at `address` until the run is over, then end the process. Raises ConfigError before."""
+    """Score for the broker at `address` until the run is over, then end the process.
+
+    Raises ConfigError before the loop starts.
+    """
     from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
     from april.workers.scorer import Scorer
 
     if config.reward.where != "scorer":
-        raise ConfigError(
-            f"key 'reward.where' = {config.reward.where!r} leaves nothing to a scorer; set it to 'scorer'"
-        )
+        refuse("reward.where", config.reward.where, "leaves nothing to a scorer", "set it to 'scorer'")
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     check_isolation(config.reward.code_isolation)
     keys = load_keys(config.security.keys, "scorer")
@@ -86,7 +91,7 @@ def run_scorer(config: Config, address: str, name: str) -> NoReturn:
     connection = BrokerConnection(address, "scorer", name, new_uid(name), config.broker.patience_s, keys)
     scorer, status = Scorer(config, connection), 0
     stop_at_signals(scorer)
-    Watch(config.scorer.hung_s, config.scorer.hung_s).start()
+    LoopWatch(config.scorer.hung_s, config.scorer.hung_s).start()
     try:
         scorer.run()
         log.info("%d responses or groups scored", scorer.scores)
@@ -102,22 +107,24 @@ def stop_at_signals(part: "Worker | Scorer") -> None:
         signal.signal(number, lambda number, frame: part.stop(f"signal {signal.Signals(number).name}"))
 
 
-def make_intakes(config: Config, engine: "Engine", name: str, device: str, keys: "Keys | None") -> "list[Intake]":
-    """A lane to the learner for the engine, or several, as the engine says."""
-    from april.weights.base import Base
+def make_weight_loaders(
+    config: Config, engine: "Engine", name: str, device: str, keys: "Keys | None"
+) -> "list[WeightLoader]":
+    """Weight loaders of the engine, one for each weight channel that its entry asks for."""
+    from april.weights.base import BaseWeights
     from april.weights.receiver import WeightReceiver
 
-    base = Base(config.model.path) if config.lora.is_set else None
+    base = BaseWeights(config.model.path) if config.lora.is_set else None
 
     def make_receiver(
         lane: str, server: Any = None, up: Callable[[], bool] = lambda: True, adapts: Callable[[], bool] = lambda: False
     ) -> WeightReceiver:
         return WeightReceiver(config.weights, new_uid(lane), lane, device, keys, server, up, base, adapts)
 
-    return ENGINES.find(config.worker.engine).intakes(config, engine, name, make_receiver)
+    return ENGINES.find(config.worker.engine).weight_loaders(config, engine, name, make_receiver)
 
 
 def make_engine(config: Config, device: str, name: str) -> "Engine":
-    """`name`: of the worker. Raises ConfigError."""
+    """The configured engine of worker `name`. Raises ConfigError."""
     check_engine(config)
     return ENGINES.find(config.worker.engine).from_config(config, device, name)

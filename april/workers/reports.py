@@ -1,7 +1,7 @@
-"""What a holder of leases has to tell the broker, and keeps until that is on the broker's disk.
+"""Reports of a lease holder to the broker, kept for resending until the broker has journaled them.
 
-New tokens wait until the end of a pass, so that one message has those of all samples. The last tokens of a response
-wait a moment for its score, so that mostly both are one message.
+Rows of all samples are batched into one message at the end of a pass. The last rows of a response wait up to
+SCORE_WAIT_S for its score, so that both usually travel in one message.
 
     reports = Reports(connection)
     reports.add_chunk(lease_id, start=0, tokens=ids, logprobs=logprobs, version=version)
@@ -20,53 +20,53 @@ from april import wire
 from april.connections.broker import BrokerConnection
 from april.data.support import Support
 from april.processes import clock
-from april.wire.limits import REPORT_BYTES, REPORT_CLOSINGS, REPORT_ROWS
-from april.wire.rows import CHUNK, ROW, Row, chunk_row, observation_row, padded
+from april.wire.limits import MAX_REPORT_BYTES, MAX_REPORT_CLOSINGS, MAX_REPORT_ROWS
+from april.wire.rows import CHUNK, ROW, ReportRow, chunk_row, observation_row, padded
 from april.wire.version import Version
 
 SCORE_WAIT_S = 0.05
-"""longest wait of a response's last tokens for its score: until they are sent, their slot counts as taken"""
-Entry = tuple[Row, bytes]
-"""a row and its payload"""
+"""Longest wait of a response's last rows for its score (s). The broker counts the slot as taken until they arrive."""
+Entry = tuple[ReportRow, bytes]
+"""A row and its payload."""
 
 
 @dataclass(slots=True)
-class Kept:
-    """Of one lease."""
+class PendingReport:
+    """Unacknowledged rows and closing message of one lease."""
 
     rows: list[Entry] = field(default_factory=list)
-    """in order; those that no answer has covered"""
+    """Unacknowledged rows in order, sent or not."""
     unsent: int = 0
-    """the last so many of them"""
+    """How many rows at the end of `rows` are still to be sent."""
     closing: wire.Closing | None = None
     closing_unsent: bool = False
 
     def take_rows(self) -> list[Entry]:
-        """Those to be sent, which are sent now."""
+        """Return the unsent rows, and mark them as sent."""
         taken, self.unsent = self.rows[len(self.rows) - self.unsent :], 0
         return taken
 
     def take_closing(self) -> wire.Closing | None:
-        """The end of the lease, if it is to be sent, which it is now."""
+        """Return the closing message if it is unsent, and mark it as sent."""
         taken = self.closing if self.closing_unsent else None
         self.closing_unsent = False
         return taken
 
 
 class Reports:
-    """Owned by the thread that owns the connection."""
+    """Outgoing rows and closings of all leases. Must be used from the thread that owns the connection."""
 
     def __init__(self, connection: BrokerConnection):
         self.connection = connection
         self.unacknowledged_bytes = 0
-        """of payloads that are kept"""
-        self._kept: dict[int, Kept] = {}
+        """Payload bytes of all unacknowledged rows."""
+        self._pending: dict[int, PendingReport] = {}
         self._unsent: dict[int, None] = {}
-        """leases that have something to be sent, in the order in which it came"""
-        self._due = math.inf
-        """when what waits has to go"""
+        """Lease ids with unsent rows or closings, in order of arrival (a dict used as an ordered set)."""
+        self._due_at = math.inf
+        """Time by which the unsent reports have to be sent; infinite if there are none."""
 
-    # --- what is new --------------------------------------------------------------------------------------------
+    # --- adding --------------------------------------------------------------------------------------------
 
     def add_chunk(
         self,
@@ -79,7 +79,10 @@ class Reports:
         support: Support | None = None,
         awaits_score: bool = False,
     ) -> None:
-        """int32 [T] and float32 [T], sampled just now; `awaits_score`: its score is on the way."""
+        """Add sampled tokens, int32 [T], with their log-probabilities, float32 [T].
+
+        `start`: offset in the response. `awaits_score`: the score will follow soon, so hold the row for it.
+        """
         parts = [tokens, logprobs, support.counts, support.ids] if support else [tokens, logprobs]
         payload = b"".join(map(np.ndarray.tobytes, parts))
         row = chunk_row(lease_id, start, len(tokens), version, finish_reason, payload, clock.now())
@@ -96,79 +99,85 @@ class Reports:
         awaits_score: bool = False,
         parent: int = 0,
     ) -> None:
-        """int32 [T]: what an environment has answered, and the state that it is in; or what an agent has said, in a
-        branch that has left `parent`."""
+        """Add tokens that the policy did not sample, int32 [T].
+
+        Either an environment's observation with the environment's `state`, or an agent's tokens, in a fork of the
+        session `parent`. `failed`: the environment did not answer; the tokens say so to the policy.
+        """
         payload = tokens.tobytes() + state
         row = observation_row(lease_id, start, len(tokens), finish_reason, payload, failed, clock.now(), parent)
         self._add(row, payload, awaits_score)
 
-    def _add(self, row: Row, payload: bytes, awaits_score: bool) -> None:
-        kept = self._kept.setdefault(row.lease_id, Kept())
-        kept.rows.append((row, payload))
-        kept.unsent += 1
+    def _add(self, row: ReportRow, payload: bytes, awaits_score: bool) -> None:
+        pending = self._pending.setdefault(row.lease_id, PendingReport())
+        pending.rows.append((row, payload))
+        pending.unsent += 1
         self.unacknowledged_bytes += len(payload)
-        self._wait(row.lease_id, SCORE_WAIT_S if awaits_score else 0.0)
+        self._schedule(row.lease_id, SCORE_WAIT_S if awaits_score else 0.0)
 
     def close(self, closing: wire.Closing) -> None:
-        """The lease ends, behind its tokens."""
-        kept = self._kept.setdefault(closing.lease_id, Kept())
-        kept.closing, kept.closing_unsent = closing, True
-        self._wait(closing.lease_id, 0.0)
+        """Report the end of a lease, after its rows."""
+        pending = self._pending.setdefault(closing.lease_id, PendingReport())
+        pending.closing, pending.closing_unsent = closing, True
+        self._schedule(closing.lease_id, 0.0)
 
     def is_closing(self, lease_id: int) -> bool:
-        """Whether its end has been reported, and is not on disk yet."""
-        kept = self._kept.get(lease_id)
-        return kept is not None and kept.closing is not None
+        """Whether the end of the lease has been reported and is not journaled yet."""
+        pending = self._pending.get(lease_id)
+        return pending is not None and pending.closing is not None
 
-    def _wait(self, lease_id: int, seconds: float) -> None:
+    def _schedule(self, lease_id: int, seconds: float) -> None:
         self._unsent[lease_id] = None
-        self._due = min(self._due, clock.now() + seconds)
+        self._due_at = min(self._due_at, clock.now() + seconds)
 
-    # --- what the broker says -----------------------------------------------------------------------------------
+    # --- answers of the broker -----------------------------------------------------------------------------------
 
     def acknowledge(self, lease_id: int, length: int) -> int:
-        """All tokens below `length` are on disk; returns how many of them were sampled and are news."""
-        kept, sampled = self._kept.get(lease_id), 0
-        while kept and kept.rows and kept.rows[0][0].start < length:
-            row, payload = kept.rows.pop(0)
-            kept.unsent = min(kept.unsent, len(kept.rows))
+        """Drop the rows that start below `length`, which the broker has journaled; returns their sampled tokens."""
+        pending, sampled = self._pending.get(lease_id), 0
+        while pending and pending.rows and pending.rows[0][0].start < length:
+            row, payload = pending.rows.pop(0)
+            pending.unsent = min(pending.unsent, len(pending.rows))
             self.unacknowledged_bytes -= len(payload)
             sampled += row.tokens if row.kind == CHUNK else 0
         return sampled
 
     def forget(self, lease_id: int) -> None:
-        """The lease is over."""
-        if kept := self._kept.pop(lease_id, None):
-            self.unacknowledged_bytes -= sum(len(payload) for _, payload in kept.rows)
+        """Drop everything of a lease that has ended."""
+        if pending := self._pending.pop(lease_id, None):
+            self.unacknowledged_bytes -= sum(len(payload) for _, payload in pending.rows)
         self._unsent.pop(lease_id, None)
 
     def send_again(self, lease_id: int, start: int = 0) -> None:
-        """What is kept from `start` on, and the end of the lease behind it."""
-        if kept := self._kept.get(lease_id):
-            kept.unsent = sum(row.start >= start for row, _ in kept.rows)
-            kept.closing_unsent = kept.closing is not None
-            self._wait(lease_id, 0.0)
+        """Schedule the kept rows from offset `start` on, and the closing message after them, for resending."""
+        if pending := self._pending.get(lease_id):
+            pending.unsent = sum(row.start >= start for row, _ in pending.rows)
+            pending.closing_unsent = pending.closing is not None
+            self._schedule(lease_id, 0.0)
 
     def unanswered(self) -> list[int]:
-        """Leases of which something was sent and not answered."""
-        return [lease_id for lease_id, kept in self._kept.items() if kept.rows or kept.closing]
+        """Lease ids with rows or a closing that the broker has not acknowledged."""
+        return [lease_id for lease_id, pending in self._pending.items() if pending.rows or pending.closing]
 
     # --- sending ------------------------------------------------------------------------------------------------
 
-    def send(self, all_of_it: bool = False) -> None:
-        """What is new, in as many reports as it needs, if something is due and the broker is there; or `all_of_it`."""
-        if not self._unsent or not (all_of_it or (clock.now() >= self._due and not self.connection.is_silent)):
+    def send(self, force: bool = False) -> None:
+        """Send unsent rows and closings in as many reports as they need, if some are due and the broker responds.
+
+        `force`: send now in any case.
+        """
+        if not self._unsent or not (force or (clock.now() >= self._due_at and not self.connection.is_silent)):
             return
-        waiting = [self._kept[lease_id] for lease_id in self._unsent]
-        self._unsent, self._due = {}, math.inf
-        parts = list(split(entry for kept in waiting for entry in kept.take_rows()))
-        closings = [closing for kept in waiting if (closing := kept.take_closing())]
+        waiting = [self._pending[lease_id] for lease_id in self._unsent]
+        self._unsent, self._due_at = {}, math.inf
+        parts = list(split(entry for pending in waiting for entry in pending.take_rows()))
+        closings = [closing for pending in waiting if (closing := pending.take_closing())]
         *full, last = parts or [[]]
         for part in full:
             self._report(part, [])
-        self._report(last, closings[:REPORT_CLOSINGS])
-        for first in range(REPORT_CLOSINGS, len(closings), REPORT_CLOSINGS):
-            self._report([], closings[first : first + REPORT_CLOSINGS])
+        self._report(last, closings[:MAX_REPORT_CLOSINGS])
+        for first in range(MAX_REPORT_CLOSINGS, len(closings), MAX_REPORT_CLOSINGS):
+            self._report([], closings[first : first + MAX_REPORT_CLOSINGS])
 
     def _report(self, entries: list[Entry], closings: list[wire.Closing]) -> None:
         arrays = []
@@ -180,12 +189,12 @@ class Reports:
 
 
 def split(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Between rows, so that each part fits into a report."""
+    """Split entries into parts that fit into one report each."""
     part: list[Entry] = []
     size = 0
     for entry in entries:
         own = ROW.size + padded(len(entry[1]))
-        if part and (size + own > REPORT_BYTES or len(part) == REPORT_ROWS):
+        if part and (size + own > MAX_REPORT_BYTES or len(part) == MAX_REPORT_ROWS):
             yield part
             part, size = [], 0
         part.append(entry)

@@ -1,7 +1,7 @@
-"""A scorer: lease -> verify -> hand the score in. It needs neither weights nor an accelerator.
+"""A scorer process: lease a response -> verify it -> report its score. It needs neither weights nor an accelerator.
 
-One thread drives everything, verifiers run in processes of their own. What it holds when it dies waits, generated and
-on the broker's disk, for another.
+One thread drives the loop, and verifiers run in separate processes. When a scorer dies, its leases go to another: the
+responses are journaled by the broker.
 """
 
 import logging
@@ -29,25 +29,25 @@ class Scorer:
         self.scoring = Scoring(config, Tokenizer(config.model.path))
         self.reports = Reports(connection)
         self.leases: set[int] = set()
-        """ids of those whose score is not on the broker's disk"""
+        """Lease ids whose score the broker has not journaled yet."""
         self.failures = Failures(log)
         self.scores = 0
-        """handed in"""
+        """Scores reported so far, failed ones included."""
         self.stopping = ""
 
     def run(self) -> None:
         """Work until the broker says stop. Raises BrokerUnreachable when it is gone for good."""
         self._say_hello()
         while not self.stopping:
-            self.turn()
+            self.run_once()
         log.info("stopping: %s", self.stopping)
         self.connection.goodbye()
 
     def stop(self, reason: str) -> None:
-        """Leave after the turn that is under way; what is not scored goes to others."""
+        """Leave after the current pass of the loop; unscored leases go to other scorers."""
         self.stopping = reason
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """One pass: messages, scores."""
         MAIN.at("messages")
         for received in self.connection.receive(BUSY_POLL_MS if self.scoring.pending else IDLE_POLL_MS):
@@ -55,7 +55,7 @@ class Scorer:
         self.connection.check_alive()
         MAIN.at("handing in")
         for score in self.scoring.poll():
-            self._hand_in(score)
+            self._report_score(score)
         self.reports.send()
         self.connection.hold(self.leases)
 
@@ -65,9 +65,9 @@ class Scorer:
 
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.leases))
-        for lease_id in welcome.lost:
+        for lease_id in welcome.lost_lease_ids:
             self._drop(lease_id)
-        self.connection.send(wire.Room(self.config.scorer.leases))
+        self.connection.send(wire.HolderCapacity(self.config.scorer.leases))
         for lease_id in self.leases:
             self.reports.send_again(lease_id)
 
@@ -79,7 +79,7 @@ class Scorer:
                     self.leases.add(lease.grant.lease_id)
                     self.scoring.submit(lease, lease.grant.finish_reason)
             case wire.Answers():
-                for lease_id, reason in message.refused:
+                for lease_id, reason in message.rejects:
                     log.warning("refused: %s", reason)
                     self._drop(lease_id)
                 for lease_id in message.done:
@@ -96,8 +96,8 @@ class Scorer:
                 for lease_id in self.reports.unanswered():
                     self._drop(lease_id)
 
-    def _hand_in(self, score: Score | GroupScore) -> None:
-        """A score whose lease has ended meanwhile counts no longer."""
+    def _report_score(self, score: Score | GroupScore) -> None:
+        """Report a score; ignored if its lease has ended meanwhile."""
         if score.key not in self.leases:
             return
         ending = closing(score)

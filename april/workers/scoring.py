@@ -1,4 +1,4 @@
-"""What workers and scorers have in common: leased responses go to the verifiers, messages come of their scores."""
+"""Scoring shared by workers and scorers: submit leased responses to verifier processes, turn scores into messages."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,59 +15,68 @@ from april.workers.rewards.messages import GroupScore, Item, RewardRules, Score
 from april.workers.rewards.pool import RewardPool
 
 
-class Lease(NamedTuple):
+class LeasedTask(NamedTuple):
+    """A grant with its task and token arrays."""
+
     grant: wire.Grant
     task: wire.Task
     tokens: list[np.ndarray]
-    """int32: the prompt, then the response in pieces, as they come with a grant and grow; with `together` the whole
-    responses of the group instead"""
+    """int32 arrays: the prompt, then the response's pieces in order. Of a group lease (`grant.group_scored`): the
+    prompt, then one whole response for each sample of the group."""
 
 
-def leases_of(received: wire.Received) -> Iterator[Lease]:
-    """Those of a message of grants."""
+def leases_of(received: wire.Received) -> Iterator[LeasedTask]:
+    """The leases of a `Grants` message, each with its task and token arrays."""
     grants, arrays = received.message, received.arrays
-    at = len(grants.tasks)
+    offset = len(grants.tasks)
     for grant in grants.grants:
-        yield Lease(grant, grants.tasks[grant.task], [arrays[grant.task], *arrays[at : at + grant.responses]])
-        at += grant.responses
+        yield LeasedTask(
+            grant,
+            grants.tasks[grant.task_index],
+            [arrays[grant.task_index], *arrays[offset : offset + grant.responses]],
+        )
+        offset += grant.responses
 
 
 class Scoring:
-    """The verifiers' processes of a worker or scorer; they are started at once, or with the first response.
+    """The verifier processes of a worker or scorer, started now or with the first response (`start_now`).
 
-    scoring.submit(Lease(grant, task, [prompt, *pieces of the response]), "stop")
+    scoring.submit(LeasedTask(grant, task, [prompt, *pieces of the response]), "stop")
     for score in scoring.poll():                      # never waits
         connection.send(closing(score, length))
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, at_once: bool = True):
+    def __init__(self, config: Config, tokenizer: Tokenizer, start_now: bool = True):
         self.config = config
         self.tokenizer = tokenizer
         self.pool: RewardPool | None = None
-        if at_once:
+        if start_now:
             self._start()
 
     def _start(self) -> RewardPool:
-        prints = prints_file(self.config)
-        self.pool = RewardPool(self.config.reward.processes, reward_rules(self.config), prints)
+        output_file = verifier_output_file(self.config)
+        self.pool = RewardPool(self.config.reward.processes, reward_rules(self.config), output_file)
         return self.pool
 
     @property
     def pending(self) -> int:
-        """Responses that were submitted and have not come back."""
+        """Submitted leases that are not scored yet."""
         return self.pool.pending if self.pool else 0
 
-    def submit(self, lease: Lease, finish_reason: str, state: bytes | None = None) -> None:
-        """`state`: of the environment at the end, where that is not the grant's; of a lease on a group, the finish
-        reasons of its responses are the grant's."""
+    def submit(self, lease: LeasedTask, finish_reason: str, state: bytes | None = None) -> None:
+        """Queue a response, or all responses of a group, for scoring.
+
+        `state`: final state of the environment (MessagePack); None takes the grant's. The responses of a group take
+        their finish reasons from the grant.
+        """
         grant, task, tokens = lease
         pool = self.pool or self._start()
         prompt = self.tokenizer.decode(tokens[0])
-        if grant.together:
-            responses = zip(tokens[1:], grant.together, states_of(grant), strict=True)
+        if grant.group_scored:
+            responses = zip(tokens[1:], grant.group_scored, states_of(grant), strict=True)
             items = [
-                Item(place, task.reward, self.tokenizer.decode(ids), task.label, reason, prompt, len(ids), left_in)
-                for place, (ids, reason, left_in) in enumerate(responses)
+                Item(index, task.reward, self.tokenizer.decode(ids), task.label, reason, prompt, len(ids), state)
+                for index, (ids, reason, state) in enumerate(responses)
             ]
             return pool.submit_group(grant.lease_id, task.reward, items)
         response = np.concatenate(tokens[1:])
@@ -76,7 +85,7 @@ class Scoring:
         pool.submit(grant.lease_id, task.reward, text, task.label, finish_reason, prompt, len(response), state)
 
     def poll(self) -> list[Score | GroupScore]:
-        """What the verifiers have said since the last call; the key of a score is the id of its lease."""
+        """Scores that have arrived since the last call; a score's key is its lease id."""
         return self.pool.poll() if self.pool else []
 
     def close(self) -> None:
@@ -85,24 +94,29 @@ class Scoring:
 
 
 def states_of(grant: wire.Grant) -> list[bytes]:
-    """Of the environment at the end of each response that is scored together, MessagePack; empty without one."""
+    """Final environment state of each response of a group lease, MessagePack; empty bytes without an environment."""
     if not grant.state:
-        return [b""] * len(grant.together)
+        return [b""] * len(grant.group_scored)
     return msgspec.msgpack.decode(grant.state, type=list[bytes])
 
 
-def prints_file(config: Config) -> Path | None:
-    """Takes what verifiers print, of all workers on this machine, where the run's logs are; elsewhere a worker's own
-    output does."""
+def verifier_output_file(config: Config) -> Path | None:
+    """File for the output of verifiers, shared by this machine's workers: logs/rewards.log of the run folder.
+
+    None where there is no logs folder; verifiers then write to the worker's own output.
+    """
     logs = config.run_dir / "logs"
     return logs / "rewards.log" if logs.is_dir() else None
 
 
 def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
-    """What ends the lease; `length`: of the response, as far as this process has generated it."""
+    """The message that ends a lease: `Scored`, or `GiveBack` if there is no reward.
+
+    `length`: response tokens that this process has generated or received; 0 for a scorer.
+    """
     if isinstance(score, GroupScore):
-        rewards = [one.reward for one in score.scores if one.reward is not None]
-        return wire.Scored(score.key, rewards, [one.details for one in score.scores])
+        rewards = [item.reward for item in score.scores if item.reward is not None]
+        return wire.Scored(score.key, rewards, [item.details for item in score.scores])
     if score.reward is None:
         return wire.GiveBack(score.key, length, "scoring_failed", score.error or "no reward")
     return wire.Scored(score.key, [score.reward], [score.details])

@@ -1,8 +1,8 @@
-"""A generation worker: lease -> generate -> stream chunks to the broker -> score -> hand the score in.
+"""A generation worker: lease -> generate -> stream chunks to the broker -> score -> report the score.
 
-One thread drives everything: it drains the broker's messages, takes new weights between two decode steps,
-advances the engine by one step, and forwards chunks and scores. Weights arrive in a thread of their own, another says
-that the worker lives, verifiers run in processes of their own.
+One thread drives the loop: it drains the broker's messages, loads new weights between two decode steps, advances the
+engine by one step, and forwards chunks and scores. Weights arrive in a thread of their own, heartbeats are sent by
+another, and verifiers run in separate processes.
 """
 
 import logging
@@ -14,59 +14,59 @@ from april import wire
 from april.config import Config
 from april.connections.broker import BrokerConnection
 from april.data.tokenizer import Tokenizer
-from april.environments.turns import Observed, Turns
+from april.environments.turns import EnvironmentTurns, TokenizedObservation
 from april.processes import clock
 from april.processes.failures import Failures
 from april.processes.pulse import MAIN
 from april.wire.limits import clip
 from april.wire.version import Version
-from april.workers.device_turns import WorkerTurns
+from april.workers.device_turns import WorkerTimeSharing
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.engines.intake import Intake
+from april.workers.engines.intake import WeightLoader
 from april.workers.engines.proof import WrongWeights
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Score
-from april.workers.scoring import Lease, Scoring, closing, leases_of
+from april.workers.scoring import LeasedTask, Scoring, closing, leases_of
 
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 20
 SCORING_POLL_MS = 5
-ROOM_SHARE = 8
-"""a change of the engine's capacity by more than this part is told to the broker"""
-LANE_SPAN_S = 5.0
-"""a span of generation is reported at least this often"""
+CAPACITY_CHANGE_PARTS = 8
+"""The broker is told of a capacity change larger than 1 / CAPACITY_CHANGE_PARTS of the last reported capacity."""
+TIMELINE_SPAN_S = 5.0
+"""Longest span of generation in the timeline; a longer one is reported in parts of this length."""
 
 
 @dataclass(slots=True)
-class Work:
-    """A leased sample in this worker's hands."""
+class ActiveSample:
+    """A leased sample that this worker generates or scores."""
 
     grant: wire.Grant
     task: wire.Task
     tokens: list[np.ndarray]
-    """the prompt, then the response in pieces, as they came and grew"""
+    """int32 arrays: the prompt, then the response's pieces in order."""
     length: int
-    """response tokens"""
+    """Response tokens so far, observations included."""
     budget: int
-    """response tokens that it may have"""
+    """Most response tokens the sample may have."""
     finished: bool
-    """the response is complete; only its score is missing, or, with `hand_over`, nothing"""
-    turns: int
-    """that the environment has answered"""
+    """Whether the response is complete. Only its score is missing then; with `grant.hand_over`, a scorer makes it."""
+    answered_turns: int
+    """Turns that the environment has answered."""
     turn_start: int
-    """response tokens before the turn under way"""
-    state: bytes
-    """of the environment behind its last observation"""
+    """Response tokens before the current turn."""
+    environment_state: bytes
+    """State of the environment after its last observation, MessagePack; empty before the first."""
 
     @property
-    def left(self) -> int:
-        """Response tokens that it may still have."""
+    def remaining_tokens(self) -> int:
+        """Response tokens left in the budget."""
         return self.budget - self.length
 
     @property
-    def turn(self) -> np.ndarray:
-        """int32 [T]: what the policy has sampled of the turn under way."""
+    def turn_tokens(self) -> np.ndarray:
+        """int32 [T]: tokens that the policy has sampled in the current turn."""
         return np.concatenate(self.tokens)[len(self.tokens[0]) + self.turn_start :]
 
     def append(self, tokens: np.ndarray) -> None:
@@ -74,9 +74,9 @@ class Work:
         self.length += len(tokens)
 
     def observe(self, tokens: np.ndarray, state: bytes) -> None:
-        """The environment has answered the turn under way; the next one begins."""
+        """Append the environment's observation of the current turn, and begin the next turn."""
         self.append(tokens)
-        self.turns, self.turn_start, self.state = self.turns + 1, self.length, state
+        self.answered_turns, self.turn_start, self.environment_state = self.answered_turns + 1, self.length, state
 
 
 class Worker:
@@ -85,137 +85,143 @@ class Worker:
         config: Config,
         engine: Engine,
         connection: BrokerConnection,
-        intakes: list[Intake],
-        device_turns: WorkerTurns | None = None,
+        weight_loaders: list[WeightLoader],
+        time_sharing: WorkerTimeSharing | None = None,
     ):
-        """`intakes`: of the engine, or one for each of the servers behind it; `device_turns`: on the engine's
-        accelerator, of which it has one."""
+        """`weight_loaders`: one for the engine, or one for each server behind it. `time_sharing`: of the engine's
+        accelerator with the learner, held by the engine at this moment; None without time sharing."""
         self.config = config
         self.engine = engine
         self.connection = connection
-        self.intakes = intakes
-        self.device_turns = device_turns or WorkerTurns(config, "cpu")
+        self.weight_loaders = weight_loaders
+        self.time_sharing = time_sharing or WorkerTimeSharing(config, "cpu")
         self.tokenizer = Tokenizer(config.model.path)
-        self.turns = Turns(config, self.tokenizer)
-        self.scoring = Scoring(config, self.tokenizer, at_once=config.reward.where == "worker")
+        self.environment_turns = EnvironmentTurns(config, self.tokenizer)
+        self.scoring = Scoring(config, self.tokenizer, start_now=config.reward.where == "worker")
         self.reports = Reports(connection)
         self.failures = Failures(log)
-        self.works: dict[int, Work] = {}
+        self.active: dict[int, ActiveSample] = {}
         self.acknowledged_tokens = 0
         self.watermark = 0
         self.stopping = ""
         self._wrong_weights: WrongWeights | None = None
         self._busy_since: float | None = None
         self._reported_version: Version | None = None
-        self._reported_room: int | None = None
-        """of the engine, in requests; None where it has no weights"""
+        self._reported_capacity: int | None = None
+        """Engine capacity last reported, in requests; None while the engine has no weights."""
 
-    # --- life -----------------------------------------------------------------------------------------------
+    # --- main loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Work until the broker says stop. Raises BrokerUnreachable when it is gone for good, and WrongWeights, having
-        left, when its engine does not come to hold what it is sent."""
+        """Work until the broker says stop.
+
+        Raises BrokerUnreachable when the broker is gone for good, and WrongWeights, after saying goodbye, when the
+        engine repeatedly fails its weight check.
+        """
         self._say_hello()
         while not self.stopping:
-            self.turn()
+            self.run_once()
         self._leave()
         if self._wrong_weights:
             raise self._wrong_weights
 
     def stop(self, reason: str) -> None:
-        """Leave after the turn that is under way."""
+        """Leave after the current pass of the loop."""
         self.stopping = reason
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """One pass: messages, weights, one decode step, observations, scores."""
         MAIN.at("messages")
         for received in self.connection.receive(self._patience_ms()):
             self._handle(received)
         self.connection.check_alive()
-        self._look_at_slots(decoded=False)
+        self._report_slots(decoded=False)
         MAIN.at("taking weights")
-        self._take_turns()
-        self._take_weights()
+        self._share_device()
+        self._load_weights()
         if self._can_generate():
             self._open_span()
         else:
             self._close_span()
-        self.connection.hold(self.works, self.engine.generated_tokens)
+        self.connection.hold(self.active, self.engine.generated_tokens)
         MAIN.at("decoding")
         self._generate()
-        self._look_at_slots(decoded=True)
+        self._report_slots(decoded=True)
         MAIN.at("handing in")
-        for observed in self.turns.poll():
+        for observed in self.environment_turns.poll():
             self._observe(observed)
         for score in self.scoring.poll():
-            self._hand_in(score)
+            self._report_score(score)
         self.reports.send()
 
     def _generate(self) -> None:
-        if self._is_ahead:
+        if self._is_backlogged:
             return
         for chunk in self.engine.step():
-            self._send_new(chunk)
+            self._report_chunk(chunk)
         for lease_id, error in self.engine.failures():
             self._give_back(lease_id, "generation_failed", error)
-        self._report_room()
+        self._report_capacity_change()
 
-    def _look_at_slots(self, decoded: bool) -> None:
-        """Have the broker told what the samples here are at: once a step is over, or while weights keep it from being
-        made. Where one of several servers loads some, the others go on."""
-        waits = self.engine.version is None or (bool(self.intakes) and all(one.loading for one in self.intakes))
-        if not decoded and not waits:
+    def _report_slots(self, decoded: bool) -> None:
+        """Report how many samples generate, queue, wait for weights, or wait for an environment.
+
+        Called before and after the decode step. Before it, only the wait for weights is reported. While one of several
+        servers loads weights, the others go on, and nothing counts as waiting.
+        """
+        all_load = bool(self.weight_loaders) and all(loader.has_pending for loader in self.weight_loaders)
+        stalled = self.engine.version is None or all_load
+        if not decoded and not stalled:
             return
-        live, tool = self.engine.live, [lease_id for lease_id in self.turns.asked if lease_id in self.works]
-        queued = 0 if waits else self.engine.queued
-        self.connection.occupy(wire.Slots(0 if waits else live - queued, queued, live if waits else 0, tool))
+        live, queued = self.engine.live, 0 if stalled else self.engine.queued
+        tool = [lease_id for lease_id in self.environment_turns.awaiting_answer if lease_id in self.active]
+        self.connection.occupy(wire.Slots(0 if stalled else live - queued, queued, live if stalled else 0, tool))
 
     def _can_generate(self) -> bool:
-        return bool(self.engine.live) and self.engine.version is not None and not self._is_ahead
+        return bool(self.engine.live) and self.engine.version is not None and not self._is_backlogged
 
     @property
-    def _is_ahead(self) -> bool:
-        """Whether more waits for the broker's disk than it may."""
+    def _is_backlogged(self) -> bool:
+        """Whether more bytes are unacknowledged than `worker.unacked_mb` allows; generation pauses then."""
         return self.reports.unacknowledged_bytes >= self.config.worker.unacked_mb << 20
 
     def _patience_ms(self) -> int:
-        """How long to wait for messages: not at all between decode steps, briefly while verifiers or environments
-        work."""
+        """Wait for messages (ms): none between decode steps, a short one while verifiers or environments work."""
         if self._can_generate():
             return 0
-        return SCORING_POLL_MS if self.scoring.pending or self.turns.pending else IDLE_POLL_MS
+        return SCORING_POLL_MS if self.scoring.pending or self.environment_turns.pending else IDLE_POLL_MS
 
     def _say_hello(self) -> None:
-        welcome = self.connection.hello(list(self.works), self.acknowledged_tokens)
+        welcome = self.connection.hello(list(self.active), self.acknowledged_tokens)
         self.watermark = max(self.watermark, welcome.watermark)
-        for lease_id in welcome.lost:
+        for lease_id in welcome.lost_lease_ids:
             self._drop(lease_id)
-        self._connect_intakes(welcome.weights_address, welcome.weights_key)
+        self._connect_weight_loaders(welcome.weights_address, welcome.weights_key)
         if self.engine.version is not None:
-            self._report_holding(0.0)
+            self._report_capacity(0.0)
         self._hand_back_aborted()
-        for lease_id in self.works:
+        for lease_id in self.active:
             self.reports.send_again(lease_id)
 
     def _leave(self) -> None:
-        """Hand in what there is, so that nothing generated is lost, and say goodbye."""
+        """Report everything generated so far, give all leases back, and say goodbye."""
         log.info("stopping: %s", self.stopping)
-        for chunk in self.engine.cancel_all(list(self.works)):
-            self._send_new(chunk)
-        for lease_id in list(self.works):
+        for chunk in self.engine.cancel_all(list(self.active)):
+            self._report_chunk(chunk)
+        for lease_id in list(self.active):
             self._give_back(lease_id, "leave")
-        self.reports.send(all_of_it=True)
+        self.reports.send(force=True)
         self._close_span()
         self.connection.send(wire.Heartbeat([], self.engine.generated_tokens))
         self.connection.goodbye()
 
     def close(self) -> None:
-        """Let go of everything; the weights thread may still be stuck in a transfer."""
+        """Close pools, connection, engine and weight receivers; a weights thread may still be stuck in a transfer."""
         self.scoring.close()
-        self.turns.close()
+        self.environment_turns.close()
         self.connection.close()
         self.engine.close()
-        for intake in self.intakes:
+        for intake in self.weight_loaders:
             intake.receiver.close()
 
     # --- messages -------------------------------------------------------------------------------------------
@@ -241,8 +247,8 @@ class Worker:
                 for lease_id in tokens:
                     if not self._is_handed_over(lease_id):
                         self._drop(lease_id)
-            case wire.WeightsAt():
-                self._connect_intakes(message.address, message.key)
+            case wire.WeightsAddress():
+                self._connect_weight_loaders(message.address, message.key)
             case wire.Stop():
                 self.stop(message.reason)
             case wire.Refused() if self.connection.is_disowned(received):
@@ -253,55 +259,57 @@ class Worker:
                     self._drop(lease_id)
 
     def _take_answers(self, answers: wire.Answers) -> None:
-        for lease_id, length in answers.lengths:
+        for lease_id, length in answers.acks:
             self.acknowledged_tokens += self.reports.acknowledge(lease_id, length)
         for lease_id in answers.done:
-            self.works.pop(lease_id, None)
+            self.active.pop(lease_id, None)
             self.reports.forget(lease_id)
-        for lease_id, length in answers.resend:
+        for lease_id, length in answers.nacks:
             self.reports.send_again(lease_id, length)
-        for lease_id, reason in answers.refused:
+        for lease_id, reason in answers.rejects:
             log.warning("refused: %s", reason, extra=self._ids(lease_id))
             self._drop(lease_id)
 
-    def _accept(self, lease: Lease) -> None:
+    def _accept(self, lease: LeasedTask) -> None:
         grant, task, pieces = lease
         length = sum(map(len, pieces[1:]))
-        work = Work(
+        sample = ActiveSample(
             grant=grant,
             task=task,
             tokens=pieces,
             length=length,
             budget=length + grant.max_new_tokens,
             finished=grant.scoring,
-            turns=grant.turns,
+            answered_turns=grant.turns,
             turn_start=grant.turn_start,
-            state=grant.state,
+            environment_state=grant.state,
         )
-        self.works[grant.lease_id] = work
+        self.active[grant.lease_id] = sample
         if grant.scoring:
             self.scoring.submit(lease, grant.finish_reason)
         elif grant.lease_id <= self.watermark and not task.evaluation:
             self._give_back(grant.lease_id, "abort")
         else:
-            self._go_on(work)
+            self._continue(sample)
 
-    def _go_on(self, work: Work) -> None:
-        """Have the turn under way sampled, or answered if it is over."""
-        grant, task, turn = work.grant, work.task, work.turn
-        if self.turns.is_over(turn):
-            return self.turns.ask(grant.lease_id, turn, work.turns, work.state, work.tokens[0], task.label)
+    def _continue(self, sample: ActiveSample) -> None:
+        """Submit the current turn to the engine, or, if the turn is over, to the environment."""
+        grant, task, turn = sample.grant, sample.task, sample.turn_tokens
+        if self.environment_turns.is_over(turn):
+            return self.environment_turns.submit(
+                grant.lease_id, turn, sample.answered_turns, sample.environment_state, sample.tokens[0], task.label
+            )
         request = Request(
             id=grant.lease_id,
-            tokens=np.concatenate(work.tokens),
-            max_new_tokens=int(min(work.left, self.turns.room(turn))),
+            tokens=np.concatenate(sample.tokens),
+            max_new_tokens=int(min(sample.remaining_tokens, self.environment_turns.remaining_tokens(turn))),
             seed=grant.seed,
             temperature=task.temperature,
             top_p=task.top_p,
             top_k=task.top_k,
             min_p=task.min_p,
             with_support=task.is_cut and not task.evaluation,
-            stop_token_ids=self.turns.stops | frozenset(grant.stops),
+            stop_token_ids=self.environment_turns.stop_token_ids | frozenset(grant.stop_token_ids),
         )
         try:
             self.engine.submit(request)
@@ -310,146 +318,158 @@ class Worker:
 
     # --- tokens ---------------------------------------------------------------------------------------------
 
-    def _send_new(self, chunk: Chunk) -> None:
-        work = self.works.get(chunk.id)
-        if work is None:
+    def _report_chunk(self, chunk: Chunk) -> None:
+        sample = self.active.get(chunk.id)
+        if sample is None:
             return
-        start = work.length
+        start = sample.length
         ended: str = chunk.finish_reason or ""
-        work.append(chunk.tokens)
-        if ended and self.turns.is_over(work.turn):
-            ended = "" if work.left else "length"
-        waits = self._end(work, ended)
+        sample.append(chunk.tokens)
+        if ended and self.environment_turns.is_over(sample.turn_tokens):
+            ended = "" if sample.remaining_tokens else "length"
+        awaits_score = self._finish(sample, ended)
         self.reports.add_chunk(
-            chunk.id, start, chunk.tokens, chunk.logprobs, chunk.version, ended, chunk.support, awaits_score=waits
+            chunk.id,
+            start,
+            chunk.tokens,
+            chunk.logprobs,
+            chunk.version,
+            ended,
+            chunk.support,
+            awaits_score=awaits_score,
         )
         if chunk.finish_reason and not ended:
-            self._go_on(work)
+            self._continue(sample)
 
-    def _observe(self, observed: Observed) -> None:
-        """Put an observation behind its turn, and go on; one for a sample that has been handed back comes too late."""
-        lease_id, work = observed.key, self.works.get(observed.key)
-        if work is None or self.reports.is_closing(lease_id):
+    def _observe(self, observed: TokenizedObservation) -> None:
+        """Append an observation to its sample and continue it. Ignored if the sample has been given back meanwhile."""
+        lease_id, sample = observed.key, self.active.get(observed.key)
+        if sample is None or self.reports.is_closing(lease_id):
             return
         if not len(observed.tokens):
             return self._give_back(lease_id, "environment_failed", observed.error)
         if observed.error:
             log.warning("an observation says that %s", observed.error, extra=self._ids(lease_id))
-        start, tokens = work.length, observed.tokens[: work.left]
-        work.observe(tokens, observed.state)
-        ended: str = "stop" if observed.done else "" if work.left else "length"
-        waits = self._end(work, ended)
+        start, tokens = sample.length, observed.tokens[: sample.remaining_tokens]
+        sample.observe(tokens, observed.state)
+        ended: str = "stop" if observed.done else "" if sample.remaining_tokens else "length"
+        awaits_score = self._finish(sample, ended)
         self.reports.add_observation(
-            lease_id, start, tokens, observed.state, ended, observed.failed, awaits_score=waits
+            lease_id, start, tokens, observed.state, ended, observed.failed, awaits_score=awaits_score
         )
         if not ended:
-            self._go_on(work)
+            self._continue(sample)
 
-    def _end(self, work: Work, ended: str) -> bool:
-        """Score the response if it has ended; whether its last tokens wait for that."""
-        work.finished = work.finished or bool(ended)
-        if not ended or work.grant.hand_over:
+    def _finish(self, sample: ActiveSample, ended: str) -> bool:
+        """Mark the sample finished if `ended`, and submit it for scoring.
+
+        Returns whether its last tokens wait for the score, to share a message with it.
+        """
+        sample.finished = sample.finished or bool(ended)
+        if not ended or sample.grant.hand_over:
             return False
-        self.scoring.submit(Lease(work.grant, work.task, work.tokens), ended, work.state)
+        self.scoring.submit(LeasedTask(sample.grant, sample.task, sample.tokens), ended, sample.environment_state)
         return True
 
     def _is_handed_over(self, lease_id: int) -> bool:
-        """Whether the last chunk of a response that others score is on its way: its acknowledgement will come."""
-        work = self.works.get(lease_id)
-        return work is not None and work.finished and work.grant.hand_over
+        """Whether a scorer scores the response, and its last chunk has been reported: its acknowledgement will come."""
+        sample = self.active.get(lease_id)
+        return sample is not None and sample.finished and sample.grant.hand_over
 
-    def _hand_in(self, score: Score | GroupScore) -> None:
-        work = self.works.get(score.key)
-        if work is None:
+    def _report_score(self, score: Score | GroupScore) -> None:
+        sample = self.active.get(score.key)
+        if sample is None:
             return
-        ending = closing(score, work.length)
+        ending = closing(score, sample.length)
         if isinstance(ending, wire.GiveBack):
             self.failures.note(ending.cause, ending.error, "a sample goes back", **self._ids(score.key))
         self.reports.close(ending)
 
     def _hand_back_aborted(self) -> None:
         """Every training sample at or below the watermark that still generates goes back with its tokens."""
-        aborted = [t for t, work in self.works.items() if t <= self.watermark and not work.task.evaluation]
+        training = (lease_id for lease_id, sample in self.active.items() if not sample.task.evaluation)
+        aborted = [lease_id for lease_id in training if lease_id <= self.watermark]
         for chunk in self.engine.cancel_all(aborted):
-            self._send_new(chunk)
+            self._report_chunk(chunk)
         for lease_id in aborted:
             self._give_back(lease_id, "abort")
 
     def _give_back(self, lease_id: int, cause: wire.GiveBackCause, error: str = "") -> None:
         """Stop generating a sample; one that is being scored already stays, unless this worker leaves."""
         for chunk in self.engine.cancel(lease_id):
-            self._send_new(chunk)
-        work = self.works.get(lease_id)
-        if work is None or self.reports.is_closing(lease_id) or self._is_handed_over(lease_id):
+            self._report_chunk(chunk)
+        sample = self.active.get(lease_id)
+        if sample is None or self.reports.is_closing(lease_id) or self._is_handed_over(lease_id):
             return
-        if work.finished and cause in ("abort", "recall"):
+        if sample.finished and cause in ("abort", "recall"):
             return
         error = clip(error)
         if error:
             self.failures.note(cause, error, "a sample goes back", **self._ids(lease_id))
-        self.reports.close(wire.GiveBack(lease_id, work.length, cause, error))
+        self.reports.close(wire.GiveBack(lease_id, sample.length, cause, error))
 
     def _ids(self, lease_id: int) -> dict[str, int]:
-        """What a log line says of the sample behind a lease."""
-        work = self.works.get(lease_id)
-        return {"group": work.task.group, "sample": work.grant.index} if work else {}
+        """Group and sample index behind a lease, as extra fields of a log line."""
+        sample = self.active.get(lease_id)
+        return {"group": sample.task.group, "sample": sample.grant.index} if sample else {}
 
     def _drop(self, lease_id: int) -> None:
-        """The lease has ended: what is generated for it no longer counts."""
+        """Forget a lease that has ended, with its unsent rows, and cancel its generation."""
         self.reports.forget(lease_id)
-        if self.works.pop(lease_id, None):
+        if self.active.pop(lease_id, None):
             self.engine.cancel(lease_id)
 
-    # --- weights and the record -----------------------------------------------------------------------------
+    # --- weights and capacity -----------------------------------------------------------------------------
 
-    def _connect_intakes(self, address: str, key: str) -> None:
-        for intake in self.intakes:
+    def _connect_weight_loaders(self, address: str, key: str) -> None:
+        for intake in self.weight_loaders:
             intake.receiver.connect(address, key)
 
-    def _take_turns(self) -> None:
-        loading = any(intake.under_way for intake in self.intakes)
-        staged = any(intake.receiver.has_staged for intake in self.intakes)
-        if self.device_turns.gave(self.engine, loading, staged):
-            for intake in self.intakes:
-                intake.receiver.emptied()
+    def _share_device(self) -> None:
+        loading = any(intake.is_loading for intake in self.weight_loaders)
+        staged = any(intake.receiver.has_staged for intake in self.weight_loaders)
+        if self.time_sharing.switch(self.engine, loading, staged):
+            for intake in self.weight_loaders:
+                intake.receiver.released()
 
-    def _take_weights(self) -> None:
-        for intake in self.intakes if self.device_turns.has else ():
+    def _load_weights(self) -> None:
+        for intake in self.weight_loaders if self.time_sharing.holds_device else ():
             try:
                 loaded_in_s = intake.load()
             except WrongWeights as error:
                 self._wrong_weights = error
                 return self.stop(str(error))
             if loaded_in_s is not None:
-                self._report_holding(loaded_in_s)
+                self._report_capacity(loaded_in_s)
 
-    def _report_holding(self, loaded_in_s: float) -> None:
-        version, room = self.engine.version, self.engine.capacity
+    def _report_capacity(self, loaded_in_s: float) -> None:
+        version, capacity = self.engine.version, self.engine.capacity
         if version is not None:
-            self._reported_version, self._reported_room = version, room
-            self.connection.send(wire.Holding(version, room + self.config.worker.prefetch, loaded_in_s))
+            self._reported_version, self._reported_capacity = version, capacity
+            self.connection.send(wire.WorkerCapacity(version, capacity + self.config.worker.prefetch, loaded_in_s))
 
-    def _report_room(self) -> None:
-        """Tell the broker when the engine takes notably more or fewer requests than it was told, or none at all."""
-        room = self.engine.capacity if self.engine.version is not None and self.device_turns.lasts else 0
-        if self._reported_room is None and room and self.engine.version == self._reported_version:
-            return self._report_holding(0.0)
-        if self._reported_room is None or abs(room - self._reported_room) <= self._reported_room // ROOM_SHARE:
+    def _report_capacity_change(self) -> None:
+        """Report the engine's capacity if it has changed notably since the last report, or dropped to zero."""
+        capacity = self.engine.capacity if self.engine.version is not None and self.time_sharing.keeps_device else 0
+        reported = self._reported_capacity
+        if reported is None and capacity and self.engine.version == self._reported_version:
+            return self._report_capacity(0.0)
+        if reported is None or abs(capacity - reported) <= reported // CAPACITY_CHANGE_PARTS:
             return
-        if room:
-            self._report_holding(0.0)
+        if capacity:
+            self._report_capacity(0.0)
         elif self._reported_version is not None:
-            self._reported_room = None
-            self.connection.send(wire.Holding(self._reported_version, 0))
+            self._reported_capacity = None
+            self.connection.send(wire.WorkerCapacity(self._reported_version, 0))
 
     def _open_span(self) -> None:
         now = clock.now()
-        if self._busy_since is not None and now - self._busy_since > LANE_SPAN_S:
+        if self._busy_since is not None and now - self._busy_since > TIMELINE_SPAN_S:
             self._close_span()
         if self._busy_since is None:
             self._busy_since = now
 
     def _close_span(self) -> None:
         if self._busy_since is not None:
-            self.connection.send(wire.Lane("generate", self._busy_since, clock.now()))
+            self.connection.send(wire.ActivitySpan("generate", self._busy_since, clock.now()))
             self._busy_since = None

@@ -211,7 +211,7 @@ def produce(ready, window: Window, door: Door, number: int, in_flight: int, fron
         connection.hold(sent_at)
         if held.step != frontier.value:
             held = Version(0, frontier.value)
-            connection.send(wire.Holding(held, in_flight))
+            connection.send(wire.WorkerCapacity(held, in_flight))
         for received in connection.receive(POLL_MS):
             match received.message:
                 case wire.Grants(grants=grants):
@@ -226,7 +226,7 @@ def produce(ready, window: Window, door: Door, number: int, in_flight: int, fron
                     times_ms = [(now - sent_at.pop(lease_id)) * 1000 for lease_id in done]
                     if window.covers(now):
                         submit_ms += times_ms
-                case wire.Renewed() | wire.WeightsAt() | wire.Abort():
+                case wire.Renewed() | wire.WeightsAddress() | wire.Abort():
                     pass
                 case unwanted:
                     raise BenchmarkError(f"the broker answers a producer with {unwanted}")
@@ -239,7 +239,7 @@ def consume(ready, window: Window, door: Door, frontier) -> list[tuple[float, in
     """A learner that trains in no time: fetch, read, consumed, durable. Returns (instant, records) as acknowledged."""
     member = Member(door, "learner", "consumer")
     connection = member.connection
-    connection.request(wire.LearnerStart(0, "tcp://127.0.0.1:1"), timeout_s=30)
+    connection.request(wire.StartLearner(0, "tcp://127.0.0.1:1"), timeout_s=30)
     acknowledged, step, records, waiting = [], 0, 0, {}
     connection.send(wire.Fetch(0))
     ready()

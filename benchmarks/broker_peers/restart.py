@@ -19,7 +19,7 @@ from april.broker.journal.files import SUFFIX
 from april.broker.journal.journal import Journal
 from april.broker.prompts import PromptBook
 from april.broker.service import Service
-from april.broker.snapshots import LOOK_S
+from april.broker.snapshots import POLL_S
 from april.config import Config, load
 from april.connections.broker import BrokerConnection
 from april.processes import clock
@@ -72,9 +72,9 @@ def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
         service.end_file()
         if service.journal.end < size_bytes or not is_nearly_full(service.journal, written + rows):
             continue
-        while max(service.snapshots.store.positions(), default=0) < service.journal.file_begins:
-            service.snapshots.follow(service.journal.file_begins, service.journal.let_go, clock.now())
-            time.sleep(LOOK_S)
+        while max(service.snapshots.store.positions(), default=0) < service.journal.file_start:
+            service.snapshots.follow(service.journal.file_start, service.journal.release_files, clock.now())
+            time.sleep(POLL_S)
         pipe.send(service.ledger.tokens["open"])
         os.kill(os.getpid(), signal.SIGKILL)
 

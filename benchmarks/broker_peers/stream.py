@@ -179,13 +179,13 @@ class Session:
                 responses = received.packed[len(tasks) :]
                 for grant, response in zip(grants, responses, strict=True):
                     self._accept(grant, len(response.data) // 4, stream, chance)
-            case wire.Answers(done=done, resend=resend, refused=refused):
+            case wire.Answers(done=done, nacks=resend, rejects=refused):
                 if resend or refused:
                     raise BenchmarkError(f"the broker wants {resend} again and refuses {refused}")
                 for lease_id in done:
                     if (place := self.places.pop(lease_id, None)) is not None:
                         self.rows["lease_id"][place] = 0
-            case wire.Renewed() | wire.WeightsAt() | wire.Abort():
+            case wire.Renewed() | wire.WeightsAddress() | wire.Abort():
                 pass
             case unwanted:
                 raise BenchmarkError(f"the broker answers a worker with {unwanted}")
@@ -211,7 +211,7 @@ class Session:
         closings = [wire.Scored(lease_id, [1.0], [{}]) for lease_id in (*ended, *self.scoring)]
         self.scoring = []
         arrays = [np.frombuffer(table.tobytes(), np.uint8), np.frombuffer(payload, np.uint8, len(going) * 8 * tokens)]
-        most = wire.limits.REPORT_CLOSINGS
+        most = wire.limits.MAX_REPORT_CLOSINGS
         self.send(wire.Report(closings[:most]), arrays if len(going) else [])
         for first in range(most, len(closings), most):
             self.send(wire.Report(closings[first : first + most]))
@@ -268,7 +268,7 @@ def attend(
                 session.joins_at = now + chance.random() * stream.joining_s
             if now >= session.joins_at and session.held != frontier.value:
                 session.held = frontier.value
-                session.send(wire.Holding(Version(0, session.held), session.capacity))
+                session.send(wire.WorkerCapacity(Version(0, session.held), session.capacity))
             if not session.sent_at and now >= session.next_tick and (session.places or session.scoring):
                 session.report(payload, stream.tokens, now)
                 session.next_tick = max(session.next_tick + stream.tick_s, now)

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from april.config import Config, WeightsSection
 from april.connections import store
 from april.launch.devices import environment_of, visible_devices
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.trainer import Trainer
 from april.weights import lane
 from april.weights.publisher import WeightPublisher
@@ -125,7 +125,7 @@ def generate_and_train(trainer: Trainer, engine: TorchEngine, scale: Scale, voca
         samples = generate(engine, work)
         generated.append(work.tokens / (time.perf_counter() - started))
         groups = [samples[first : first + GROUP] for first in range(0, len(samples), GROUP)]
-        batch, started = Batch(trainer.step_count, groups), time.perf_counter()
+        batch, started = TrainingBatch(trainer.step_count, groups), time.perf_counter()
         metrics = trainer.step(batch)
         trained.append(work.tokens / (time.perf_counter() - started))
         use.append(metrics.get("mfu", metrics["tflop_per_s"]))

@@ -1,4 +1,4 @@
-"""A gateway that a test speaks with, against a policy that says what the test says."""
+"""A gateway with a scripted policy behind it."""
 
 import asyncio
 import threading
@@ -13,32 +13,33 @@ from april import wire
 from april.agents.attached import AttachedRunner
 from april.agents.dialects import DIALECTS
 from april.agents.gateway import Gateway
-from april.agents.listening import AttachKey, listen, tls_of
+from april.agents.listening import AttachKey, listen, server_tls
 from april.agents.rendering import Renderer
-from april.agents.session import AgentSession
+from april.agents.session import ConversationTree
 from april.config import AgentSection
 from april.data.tokenizer import Tokenizer
 from april.wire.rows import chunk_row
 from april.wire.version import Version
 
-SESSION = 7 * wire.BRANCHES
+SESSION = 7 * wire.MAX_FORKS
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 NEEDED = {"test_frameworks.py": ("agents", "langgraph", "langchain_openai"), "test_gymnasium.py": ("gymnasium",)}
 collect_ignore = [name for name, packages in NEEDED.items() if not all(map(find_spec, packages))]
-PLAINLY = AgentSection()
+PLAIN_HTTP = AgentSection()
 
 
 class Policy:
-    """Answers each turn with the next of its lines, of which $ is the end of text; keeps what it was told."""
+    """Answers each turn with the next scripted line, where a final $ stands for the end-of-text token; None: no
+    answer."""
 
     def __init__(self, tokenizer, *lines, pieces=1):
         self.tokenizer, self.lines, self.pieces = tokenizer, list(lines), pieces
-        self.told, self.places = [], []
-        """what was said to it, and (branch, its parent) of each"""
+        self.requests, self.forks = [], []
+        """Each turn's (start, observation text, TurnRequest), and its (fork, parent)."""
 
-    def say(self, lease_id, start, tokens, request, parent):
-        self.told.append((start, self.tokenizer.decode(tokens), request))
-        self.places.append((lease_id - self.session.told.lease_id, parent))
+    def send_observation(self, lease_id, start, tokens, request, parent):
+        self.requests.append((start, self.tokenizer.decode(tokens), request))
+        self.forks.append((lease_id - self.session.lease.lease_id, parent))
         line = self.lines.pop(0)
         if line is not None:
             asyncio.get_running_loop().call_later(0.01, self.answer, lease_id, start + len(tokens), line)
@@ -52,19 +53,19 @@ class Policy:
             payload = piece.tobytes() + bytes(4 * len(piece))
             over = "stop" if start + len(piece) == end else ""
             row = chunk_row(lease_id, start, len(piece), Version(0, 0), over, payload)
-            self.session.hear([(row, payload)])
+            self.session.receive_rows([(row, payload)])
             start += len(piece)
 
 
-class Audience:
-    def __init__(self, seen):
-        self.seen = seen
+class ProgramObserver:
+    def __init__(self, outcomes):
+        self.outcomes = outcomes
 
-    def began(self, key):
-        self.seen.append(("began", key))
+    def program_started(self, key):
+        self.outcomes.append(("began", key))
 
-    def ended(self, key, reward, error, state=b""):
-        self.seen.append(("ended", key, reward, error))
+    def program_ended(self, key, reward, error, state=b""):
+        self.outcomes.append(("ended", key, reward, error))
 
 
 @pytest.fixture
@@ -79,35 +80,35 @@ def loop():
 
 @pytest.fixture
 def meet(loop, policy_folder):
-    """meet(*lines) -> (client, policy, session, gateway)"""
+    """meet(*lines) -> (OpenAI client, policy, session, gateway) with the policy answering by those lines"""
     tokenizer, runners, clients = Tokenizer(policy_folder), [], []
 
-    def begin(*lines, pieces=1, ignores=False, max_tokens=64, template=PLAIN, response_template=None, attached=False,
-              rendered=False, section=PLAINLY):  # fmt: skip
+    def make(*lines, pieces=1, ignore_overrides=False, max_tokens=64, template=PLAIN, response_template=None,
+             attached=False, by_tokens=False, section=PLAIN_HTTP):  # fmt: skip
         policy = Policy(tokenizer, *lines, pieces=pieces)
-        told = wire.Session(SESSION, 3, 1, False, '"12*3="', "63", max_tokens, 1.0)
+        lease = wire.AgentSession(SESSION, 3, 1, False, '"12*3="', "63", max_tokens, 1.0)
         renderer = Renderer(tokenizer, template, {}, response_template or {})
-        session = policy.session = AgentSession(told, renderer, policy.say, None, rendered)
-        gateway = Gateway([dialect(tokenizer, "run", ignores) for dialect in DIALECTS])
+        session = policy.session = ConversationTree(lease, renderer, policy.send_observation, None, by_tokens)
+        gateway = Gateway([dialect(tokenizer, "run", ignore_overrides) for dialect in DIALECTS])
 
         if attached:
-            begin.seen = []
-            begin.runner = AttachedRunner(Audience(begin.seen), gateway, AttachKey(section.attach_keyfile))
+            make.outcomes = []
+            make.runner = AttachedRunner(ProgramObserver(make.outcomes), gateway, AttachKey(section.attach_keyfile))
 
         async def serve():
             runner = web.AppRunner(gateway.app, handler_cancellation=True)
             await runner.setup()
             runners.append(runner)
-            return await listen(runner, section, tls_of(section))
+            return await listen(runner, section, server_tls(section))
 
-        begin.addresses = asyncio.run_coroutine_threadsafe(serve(), loop).result()
+        make.addresses = asyncio.run_coroutine_threadsafe(serve(), loop).result()
         key = gateway.admit(session)
-        client = openai.OpenAI(base_url=begin.addresses.near, api_key=key, max_retries=0, timeout=120)
+        client = openai.OpenAI(base_url=make.addresses.local, api_key=key, max_retries=0, timeout=120)
         client.loop = loop
         clients.append(client)
         return client, policy, session, gateway
 
-    yield begin
+    yield make
     for client in clients:
         client.close()
     for runner in runners:

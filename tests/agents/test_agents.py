@@ -9,11 +9,11 @@ import pytest
 
 from april import wire
 from april.agents import programs
-from april.agents.agents import MOST_DEATHS, Agents
+from april.agents.agents import MAX_DEATHS, Agents
 from april.agents.dialects import Chat
 from april.agents.gateway import Gateway
-from april.agents.host import Begin, Ended, packed
-from april.agents.link import Link
+from april.agents.host import ProgramEnded, StartProgram, pack_state
+from april.agents.link import BrokerLink
 from april.agents.listening import Addresses
 from april.agents.programs import CommandRunner, ProgramRunner
 from april.agents.rendering import Renderer
@@ -23,20 +23,20 @@ from april.data.tokenizer import Tokenizer
 from april.launch.check import check_agent
 from april.processes.tree import environment_of
 
-SESSION = wire.BRANCHES
+SESSION = wire.MAX_FORKS
 TELL_AND_EXIT = 'echo "$OPENAI_BASE_URL $APRIL_PUBLIC_URL $APRIL_TASK"; exit $(echo $APRIL_TASK | tr -dc 0-9)'
-TOLD = wire.Session(SESSION, 3, 1, False, '"12*3="', "63", 64, 1.0)
+LEASE = wire.AgentSession(SESSION, 3, 1, False, '"12*3="', "63", 64, 1.0)
 
 
 class Runner:
     def __init__(self):
-        self.begun, self.ceased = [], []
+        self.started, self.cancelled = [], []
 
-    def begin(self, order):
-        self.begun.append(order)
+    def start_program(self, order):
+        self.started.append(order)
 
-    def cease(self, key):
-        self.ceased.append(key)
+    def cancel(self, key):
+        self.cancelled.append(key)
 
 
 @pytest.fixture
@@ -45,38 +45,42 @@ def agents(policy_folder):
     agents = Agents(AgentSection(attach=True, timeout_s=0.05), Gateway([Chat(tokenizer, "run", False)]),
                     Renderer(tokenizer, "", {}, {}))  # fmt: skip
     agents.addresses = Addresses(*3 * ["http://127.0.0.1:1/v1"])
-    agents.runner, closings, left = Runner(), [], []
+    agents.runner, closings, leave_reasons = Runner(), [], []
     agents.link = SimpleNamespace(
-        say=None, close_session=closings.append, leave=left.append, closings=closings, left=left
+        send_observation=None,
+        close_session=closings.append,
+        leave=leave_reasons.append,
+        closings=closings,
+        leave_reasons=leave_reasons,
     )
     return agents
 
 
-def test_a_program_that_is_lost_with_its_process_is_run_again_under_a_new_key_until_that_brings_nothing(agents):
-    agents.open(TOLD, [])
-    for _ in range(MOST_DEATHS):
-        agents.died([SESSION], "killed")
-    keys = [order.api_key for order in agents.runner.begun]
-    assert len(set(keys)) == 1 + MOST_DEATHS and list(agents.gateway.sessions) == keys[-1:]
+def test_a_program_lost_with_its_process_is_rerun_under_a_new_key_until_it_makes_no_progress(agents):
+    agents.open_session(LEASE, [])
+    for _ in range(MAX_DEATHS):
+        agents.process_died([SESSION], "killed")
+    keys = [order.api_key for order in agents.runner.started]
+    assert len(set(keys)) == 1 + MAX_DEATHS and list(agents.gateway.sessions) == keys[-1:]
     assert agents.link.closings == []
-    agents.died([SESSION], "killed")
+    agents.process_died([SESSION], "killed")
     assert agents.link.closings == [wire.GiveBack(SESSION, 0, "agent_failed", "killed")] and not agents.sessions
 
 
-def test_a_program_that_has_asked_something_is_not_run_again_where_that_is_to_be_discarded(agents):
+def test_with_replay_discard_a_program_that_has_made_a_call_is_not_rerun(agents):
     agents.section = AgentSection(attach=True, replay="discard")
-    agents.open(TOLD, [])
-    agents.died([SESSION], "killed")
-    assert len(agents.runner.begun) == 2, "it had asked nothing"
+    agents.open_session(LEASE, [])
+    agents.process_died([SESSION], "killed")
+    assert len(agents.runner.started) == 2, "it had asked nothing"
     request = wire.TurnRequest(b"key", 8)
-    agents.sessions[SESSION]._add(agents.sessions[SESSION].branches[0], request, 3, np.zeros(3, np.int32))
-    agents.died([SESSION], "killed")
-    assert len(agents.runner.begun) == 2 and agents.link.closings == [wire.GiveBack(SESSION, 0, "leave")]
+    agents.sessions[SESSION]._add(agents.sessions[SESSION].forks[0], request, 3, np.zeros(3, np.int32))
+    agents.process_died([SESSION], "killed")
+    assert len(agents.runner.started) == 2 and agents.link.closings == [wire.GiveBack(SESSION, 0, "leave")]
     assert not agents.sessions and not agents.gateway.sessions
 
 
 @pytest.mark.parametrize(
-    "reward, said, closing",
+    "reward, posted, closing",
     [
         (0.5, None, wire.Scored(SESSION, [0.5], [{}])),
         (None, 0.25, wire.Scored(SESSION, [0.25], [{}])),
@@ -84,99 +88,99 @@ def test_a_program_that_has_asked_something_is_not_run_again_where_that_is_to_be
         (None, None, wire.Closed(SESSION)),
     ],
 )
-def test_the_reward_is_the_program_s_or_what_was_said_over_http_or_the_verifier_s(agents, reward, said, closing):
-    agents.open(TOLD, [])
-    agents.sessions[SESSION].reward = said
-    agents.ended(SESSION, reward, "")
+def test_the_reward_is_the_program_s_or_the_posted_one_or_the_verifier_s(agents, reward, posted, closing):
+    agents.open_session(LEASE, [])
+    agents.sessions[SESSION].reward = posted
+    agents.program_ended(SESSION, reward, "")
     assert agents.link.closings == [closing] and not agents.gateway.sessions
 
 
-def test_a_failed_program_starts_from_nothing_and_a_late_word_of_it_counts_no_more(agents):
-    agents.open(TOLD, [])
-    agents.ended(SESSION, None, "ValueError: no\nTraceback ...")
-    agents.ended(SESSION, 1.0, "")
+def test_a_failed_program_starts_from_nothing_and_a_late_outcome_is_ignored(agents):
+    agents.open_session(LEASE, [])
+    agents.program_ended(SESSION, None, "ValueError: no\nTraceback ...")
+    agents.program_ended(SESSION, 1.0, "")
     assert agents.link.closings == [wire.GiveBack(SESSION, 0, "agent_failed", "ValueError: no")]
 
 
 def test_a_session_that_takes_too_long_is_ended_with_its_program(agents):
     async def wait():
-        agents.open(TOLD, [])
-        agents.began(SESSION)
+        agents.open_session(LEASE, [])
+        agents.program_started(SESSION)
         await asyncio.sleep(0.2)
 
     asyncio.run(wait())
-    assert agents.runner.ceased == [SESSION] and "agent.timeout_s = 0.05" in agents.link.closings[0].error
+    assert agents.runner.cancelled == [SESSION] and "agent.timeout_s = 0.05" in agents.link.closings[0].error
 
 
-def test_without_a_process_for_programs_all_sessions_go_elsewhere(agents):
-    agents.open(TOLD, [])
-    agents.broken("it does not start")
-    assert agents.link.left == [agents.failure] and "it does not start" in agents.failure
+def test_without_a_host_process_all_sessions_are_given_back(agents):
+    agents.open_session(LEASE, [])
+    agents.runner_failed("it does not start")
+    assert agents.link.leave_reasons == [agents.failure] and "it does not start" in agents.failure
 
 
-def test_what_the_broker_tells_of_a_session_that_is_ending_starts_nothing(monkeypatch):
-    link = Link.__new__(Link)
+def test_a_session_that_is_closing_is_not_opened_again(monkeypatch):
+    link = BrokerLink.__new__(BrokerLink)
     link.leases, link.reports = {SESSION}, SimpleNamespace(is_closing=lambda lease_id: lease_id == SESSION)
-    heard = []
-    monkeypatch.setattr(Link, "_call", lambda self, function, *arguments: heard.append(arguments))
-    link.listener = SimpleNamespace(open=None)
-    empty = wire.Packed("u1", 0, b"")
-    both = wire.Sessions([TOLD, wire.Session(SESSION + wire.BRANCHES, 3, 2, False, '""', "", 64, 1.0)])
+    outcomes = []
+    monkeypatch.setattr(BrokerLink, "_notify", lambda self, function, *arguments: outcomes.append(arguments))
+    link.listener = SimpleNamespace(open_session=None)
+    empty = wire.PackedArray("u1", 0, b"")
+    both = wire.AgentSessionList([LEASE, wire.AgentSession(SESSION + wire.MAX_FORKS, 3, 2, False, '""', "", 64, 1.0)])
     link._handle(wire.Received(both, [empty] * 4))
-    assert [told.lease_id for told, _ in heard] == [SESSION + wire.BRANCHES]
+    assert [session.lease_id for session, _ in outcomes] == [SESSION + wire.MAX_FORKS]
 
 
-class Audience:
+class ProgramObserver:
     def __init__(self):
-        self.heard, self.news = [], asyncio.Event()
+        self.outcomes, self.changed = [], asyncio.Event()
 
-    def began(self, key):
+    def program_started(self, key):
         pass
 
-    def ended(self, key, reward, error, state=b""):
-        self.heard.append(Ended(key, reward, error, state))
-        self.news.set()
+    def program_ended(self, key, reward, error, state=b""):
+        self.outcomes.append(ProgramEnded(key, reward, error, state))
+        self.changed.set()
 
-    def died(self, keys, why):
-        self.heard.append((keys, why))
-        self.news.set()
+    def process_died(self, keys, why):
+        self.outcomes.append((keys, why))
+        self.changed.set()
 
-    def broken(self, why):
+    def runner_failed(self, why):
         raise AssertionError(why)
 
-    async def next(self):
+    async def next_event(self):
         async with asyncio.timeout(60):
-            await self.news.wait()
-        self.news.clear()
-        return self.heard.pop(0)
+            await self.changed.wait()
+        self.changed.clear()
+        return self.outcomes.pop(0)
 
 
 def order(key, task=None):
-    return Begin(key, "http://127.0.0.1:1/v1", "key", task or {}, False, "https://here:1/v1")
+    return StartProgram(key, "http://127.0.0.1:1/v1", "key", task or {}, False, "https://here:1/v1")
 
 
 def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
     async def play():
-        audience = Audience()
-        runner = ProgramRunner("tests.agents.program:as_told", {}, 4, audience)
+        observer = ProgramObserver()
+        runner = ProgramRunner("tests.agents.program:as_told", {}, 4, observer)
         await runner.start()
-        runner.begin(order(1, {"returns": 0.5}))
-        returned = await audience.next()
-        runner.begin(order(2, {"raises": "no"}))
-        raised = await audience.next()
-        runner.begin(order(3, {"returns": "much"}))
-        nonsense = await audience.next()
-        runner.begin(order(6, {"returns": float("nan")}))
-        no_number = await audience.next()
-        runner.begin(order(4, {"exits": 1}))
-        died = await audience.next()
-        runner.begin(order(5, {"returns": None, "leaves": {"tests": 3}}))
-        again = await audience.next()
+        runner.start_program(order(1, {"returns": 0.5}))
+        returned = await observer.next_event()
+        runner.start_program(order(2, {"raises": "no"}))
+        raised = await observer.next_event()
+        runner.start_program(order(3, {"returns": "much"}))
+        nonsense = await observer.next_event()
+        runner.start_program(order(6, {"returns": float("nan")}))
+        no_number = await observer.next_event()
+        runner.start_program(order(4, {"exits": 1}))
+        died = await observer.next_event()
+        runner.start_program(order(5, {"returns": None, "leaves": {"tests": 3}}))
+        again = await observer.next_event()
         await runner.close()
         return returned, raised, nonsense, no_number, died, again
 
     returned, raised, nonsense, no_number, died, again = asyncio.run(play())
-    assert (returned.key, returned.reward, again) == (1, 0.5, Ended(5, state=packed({"tests": 3})))
+    assert (returned.key, returned.reward, again) == (1, 0.5, ProgramEnded(5, state=pack_state({"tests": 3})))
     assert raised.error.startswith("ValueError: no\n") and "neither a finite number" in nonsense.error
     assert "it returned nan, which is neither a finite number" in no_number.error
     assert died[0] == [4] and "status" in died[1]
@@ -200,50 +204,50 @@ def test_a_plain_function_that_hangs_is_ended_with_its_process_and_all_it_has_st
     monkeypatch.setattr(programs, "GRACE_S", 0.1)
 
     async def play():
-        audience, tools = Audience(), [tmp_path / "1", tmp_path / "2"]
-        runner = ProgramRunner("tests.agents.program:as_told", {}, 4, audience)
+        observer, tools = ProgramObserver(), [tmp_path / "1", tmp_path / "2"]
+        runner = ProgramRunner("tests.agents.program:as_told", {}, 4, observer)
         await runner.start()
         for number, tool in enumerate(tools, 1):
-            runner.begin(order(number, {"hangs": str(tool)}))
+            runner.start_program(order(number, {"hangs": str(tool)}))
         pids = [await pid_in(tool) for tool in tools]
-        runner.cease(1)
-        heard = await audience.next()
+        runner.cancel(1)
+        outcomes = await observer.next_event()
         for pid in pids:
             await until_ended(pid)
         await runner.close()
-        return heard, audience.heard
+        return outcomes, observer.outcomes
 
     (died, why), more = asyncio.run(play())
     assert died == [2] and "status -9" in why and more == []
 
 
 @pytest.mark.full
-def test_a_command_that_takes_too_long_is_ended_with_what_has_left_its_group(tmp_path):
+def test_a_cancelled_command_is_killed_with_processes_that_left_its_process_group(tmp_path):
     async def play():
-        audience, tool = Audience(), tmp_path / "tool"
-        told = f"setsid sh -c 'echo $$ > {tool}; exec sleep 1000' & sleep 1000"
-        runner = CommandRunner(["sh", "-c", told], tmp_path / "programs.log", audience)
+        observer, tool = ProgramObserver(), tmp_path / "tool"
+        session = f"setsid sh -c 'echo $$ > {tool}; exec sleep 1000' & sleep 1000"
+        runner = CommandRunner(["sh", "-c", session], tmp_path / "programs.log", observer)
         await runner.start()
-        runner.begin(order(1))
+        runner.start_program(order(1))
         pid = await pid_in(tool)
-        runner.cease(1)
-        runner.begin(order(2))
-        runner.cease(2)
+        runner.cancel(1)
+        runner.start_program(order(2))
+        runner.cancel(2)
         await until_ended(pid)
         await runner.close()
-        return audience.heard
+        return observer.outcomes
 
     assert asyncio.run(play()) == []
 
 
-@pytest.mark.parametrize("times, ends", [(3, Ended(1, 1.5)), ("much", "TypeError: can only concatenate")])
-def test_a_class_is_made_once_of_its_options_and_what_it_raises_then_each_session_raises(times, ends):
+@pytest.mark.parametrize("times, ends", [(3, ProgramEnded(1, 1.5)), ("much", "TypeError: can only concatenate")])
+def test_a_class_is_instantiated_once_and_its_error_is_raised_in_each_session(times, ends):
     async def play():
-        audience = Audience()
-        runner = ProgramRunner("tests.agents.program:Made", {"times": times}, 4, audience)
+        observer = ProgramObserver()
+        runner = ProgramRunner("tests.agents.program:Made", {"times": times}, 4, observer)
         await runner.start()
-        runner.begin(order(1, {"returns": 0.5}))
-        ended = await audience.next()
+        runner.start_program(order(1, {"returns": 0.5}))
+        ended = await observer.next_event()
         await runner.close()
         return ended
 
@@ -259,17 +263,19 @@ def test_options_for_a_function_are_refused():
 
 def test_a_command_is_a_process_for_each_session(tmp_path):
     async def play():
-        audience, log = Audience(), tmp_path / "logs" / "programs.log"
-        runner = CommandRunner(["sh", "-c", TELL_AND_EXIT], log, audience)
+        observer, log = ProgramObserver(), tmp_path / "logs" / "programs.log"
+        runner = CommandRunner(["sh", "-c", TELL_AND_EXIT], log, observer)
         await runner.start()
-        runner.begin(order(1, {"status": 0}))
-        good = await audience.next()
-        runner.begin(order(2, {"status": 3}))
-        bad = await audience.next()
-        missing = CommandRunner(["no-such-command"], log, audience)
-        missing.begin(order(3))
-        return good, bad, await audience.next(), log.read_text()
+        runner.start_program(order(1, {"status": 0}))
+        good = await observer.next_event()
+        runner.start_program(order(2, {"status": 3}))
+        bad = await observer.next_event()
+        missing = CommandRunner(["no-such-command"], log, observer)
+        missing.start_program(order(3))
+        return good, bad, await observer.next_event(), log.read_text()
 
     good, bad, missing, log = asyncio.run(play())
-    assert good == Ended(1) and "status 3" in bad.error and "'no-such-command' cannot be started" in missing.error
+    assert (
+        good == ProgramEnded(1) and "status 3" in bad.error and "'no-such-command' cannot be started" in missing.error
+    )
     assert 'http://127.0.0.1:1/v1 https://here:1/v1 {"status":0}' in log

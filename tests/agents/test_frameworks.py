@@ -27,7 +27,7 @@ def times(of: str) -> str:
 
 @pytest.mark.parametrize("api", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openai_agents_calls_its_tools_in_one_branch(meet, api, streamed):
+def test_openai_agents_calls_its_tools_in_one_fork(meet, api, streamed):
     client, policy, session, _ = meet("CALL5*3END$", "1+CALL2*3END$", "21$", template=MARKED, response_template=CALLS)
 
     async def play():
@@ -42,12 +42,12 @@ def test_openai_agents_calls_its_tools_in_one_branch(meet, api, streamed):
         return result.final_output
 
     assert asyncio.run(play()) == "21"
-    assert [text for _, text, _ in policy.told] == ["S12*3=:", "15:", "6:"]
-    assert policy.places == [(0, 0)] * 3 and session.superseded() == []
+    assert [text for _, text, _ in policy.requests] == ["S12*3=:", "15:", "6:"]
+    assert policy.forks == [(0, 0)] * 3 and session.superseded_forks() == []
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_graph_of_langgraph_calls_its_tools_in_one_branch(meet, streaming):
+def test_a_graph_of_langgraph_calls_its_tools_in_one_fork(meet, streaming):
     client, policy, session, _ = meet("CALL5*3END$", "1+CALL2*3END$", "21$", template=MARKED, response_template=CALLS)
     model = ChatOpenAI(
         model="policy", base_url=str(client.base_url), api_key=client.api_key, max_retries=0, streaming=streaming
@@ -61,5 +61,5 @@ def test_a_graph_of_langgraph_calls_its_tools_in_one_branch(meet, streaming):
     graph.add_edge("tools", "policy")
     said = graph.compile().invoke({"messages": [("system", "S"), ("user", "12*3=")]})["messages"]
     assert said[-1].content == "21"
-    assert [text for _, text, _ in policy.told] == ["S12*3=:", "15:", "6:"]
-    assert policy.places == [(0, 0)] * 3 and session.superseded() == []
+    assert [text for _, text, _ in policy.requests] == ["S12*3=:", "15:", "6:"]
+    assert policy.forks == [(0, 0)] * 3 and session.superseded_forks() == []

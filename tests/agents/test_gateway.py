@@ -14,7 +14,7 @@ import pytest
 
 from april import wire
 from april.agents.gateway import task_of
-from april.agents.host import Begin
+from april.agents.host import StartProgram
 from tests.agents.conftest import SESSION
 from tests.run.processes import wait_until
 
@@ -40,26 +40,26 @@ def ask(client, *messages, **more):
     return client.chat.completions.create(model="run", messages=said, **more)
 
 
-def test_a_conversation_keeps_the_tokens_that_were_said_and_adds_what_is_new(meet):
+def test_a_conversation_keeps_sampled_tokens_and_renders_only_new_messages(meet):
     client, policy, session, _ = meet("5*3=", "#51")
     reply = ask(client, "12*3=", stop="=", max_tokens=9)
     assert reply.choices[0].message.content == "5*3", "what ended the turn is not part of the text"
     assert (reply.choices[0].finish_reason, reply.usage.prompt_tokens, reply.usage.completion_tokens) == ("stop", 5, 4)
     reply = ask(client, "12*3=", "5*3", "#51")
     assert reply.choices[0].message.content == "#51" and reply.choices[0].finish_reason == "length"
-    assert [(start, text) for start, text, _ in policy.told] == [(0, "12*3="), (9, "#51")]
-    first = policy.told[0][2]
-    assert first.max_tokens == 9 and [session.renderer.tokenizer.decode([one]) for one in first.stops] == ["="]
+    assert [(start, text) for start, text, _ in policy.requests] == [(0, "12*3="), (9, "#51")]
+    first = policy.requests[0][2]
+    assert first.max_tokens == 9 and [session.renderer.tokenizer.decode([one]) for one in first.stop_token_ids] == ["="]
 
 
-def test_a_history_that_is_rendered_anew_is_read_as_the_template_has_it(meet):
+def test_with_template_history_the_policy_reads_the_rendered_history(meet):
     """What it repeats token by token goes on; what it has otherwise, here without the end of a message, branches."""
-    client, policy, _, _ = meet("5*3=", "#51$", "7", rendered=True)
+    client, policy, _, _ = meet("5*3=", "#51$", "7", by_tokens=True)
     ask(client, "12*3=", max_tokens=4)
     ask(client, "12*3=", "5*3=", "1+")
     ask(client, "12*3=", "5*3=", "1+", "#51", "2+")
-    assert [(start, text) for start, text, _ in policy.told] == [(0, "12*3="), (9, "1+"), (9, "1+#512+")]
-    assert policy.places == [(0, 0), (0, 0), (1, 0)]
+    assert [(start, text) for start, text, _ in policy.requests] == [(0, "12*3="), (9, "1+"), (9, "1+#512+")]
+    assert policy.forks == [(0, 0), (0, 0), (1, 0)]
 
 
 def test_a_stream_is_the_same_answer_in_pieces(meet):
@@ -89,18 +89,18 @@ def test_what_would_change_the_distribution_is_refused_in_the_api_s_own_form(mee
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "12*3=", **more)
     assert says in caught.value.body["message"] and caught.value.body["code"]
-    assert policy.told == []
+    assert policy.requests == []
 
 
-def test_it_may_be_ignored_and_is_counted(meet):
-    client, _, _, gateway = meet("1", ignores=True)
+def test_overrides_may_be_ignored_and_are_counted(meet):
+    client, _, _, gateway = meet("1", ignore_overrides=True)
     assert ask(client, "12*3=", temperature=0.3, n=3, stop="12").choices[0].message.content == "1"
     assert gateway.dialects[0].ignored == {"temperature": 1, "n": 1, "stop": 1}
 
 
-def test_a_held_out_prompt_has_its_own_temperature_whatever_is_asked_for(meet):
+def test_a_held_out_prompt_has_its_own_temperature_whatever_is_requested(meet):
     client, _, session, _ = meet("1")
-    session.told = msgspec.structs.replace(session.told, evaluation=True, temperature=0.0)
+    session.lease = msgspec.structs.replace(session.lease, evaluation=True, temperature=0.0)
     assert ask(client, "12*3=", temperature=1.0).choices[0].message.content == "1"
 
 
@@ -116,36 +116,36 @@ def test_a_repeated_call_gets_the_same_answer_without_a_new_turn(meet):
     client, policy, _, _ = meet("11")
     named = {"idempotency-key": "one"}
     first = ask(client, "12*3=", extra_headers=named)
-    assert ask(client, "12*3=", extra_headers=named).id == first.id and len(policy.told) == 1
+    assert ask(client, "12*3=", extra_headers=named).id == first.id and len(policy.requests) == 1
     assert ask(client, "12*3=", extra_headers={"x-stainless-retry-count": "1"}).id == first.id
 
 
 # --- branches ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_rewritten_history_is_a_branch_and_what_is_as_it_was_keeps_its_tokens(meet):
+def test_a_rewritten_history_is_a_fork_and_its_unchanged_prefix_keeps_its_tokens(meet):
     client, policy, _, _ = meet("11$", "2$", "3", "4", "5")
     ask(client, "12*3=")
     ask(client, "12*3=", "11", "+")
     ask(client, "12*3=", "11", "*", "2", "=")
     ask(client, "12*3=", "12", "+")
     ask(client, "12*3=", "11", "+", "2", "=")
-    told = [(start, text) for start, text, _ in policy.told]
+    told = [(start, text) for start, text, _ in policy.requests]
     assert told == [(0, "12*3="), (8, "+"), (8, "*2="), (0, "12*3=12+"), (11, "=")]
-    assert policy.places == [(0, 0), (0, 0), (1, 0), (2, 0), (0, 0)], "the last goes on where it was"
+    assert policy.forks == [(0, 0), (0, 0), (1, 0), (2, 0), (0, 0)], "the last goes on where it was"
 
 
-def test_a_branch_has_branches_of_its_own_and_an_answer_with_a_follower_is_left_behind_it(meet):
+def test_a_fork_can_be_forked_and_a_second_continuation_of_an_answer_is_a_fork(meet):
     client, policy, session, _ = meet("1", "2", "3", "4")
     ask(client, "+")
     ask(client, "*")
     ask(client, "*", "2", "=")
     ask(client, "*", "2", "#")
-    assert policy.places == [(0, 0), (1, 0), (1, 0), (2, 1)] and policy.told[3][:2] == (2, "#")
-    assert session.superseded() == []
+    assert policy.forks == [(0, 0), (1, 0), (1, 0), (2, 1)] and policy.requests[3][:2] == (2, "#")
+    assert session.superseded_forks() == []
 
 
-def test_what_is_asked_twice_at_once_is_asked_twice(meet):
+def test_equal_concurrent_calls_are_separate_turns(meet):
     client, policy, session, _ = meet(None, None)
     with ThreadPoolExecutor(2) as pool:
         replies = [pool.submit(ask, client, "12*3=") for _ in range(2)]
@@ -153,33 +153,33 @@ def test_what_is_asked_twice_at_once_is_asked_twice(meet):
         for number, text in ((0, "1"), (1, "2")):
             client.loop.call_soon_threadsafe(policy.answer, SESSION + number, 5, text)
         assert sorted(reply.result().choices[0].message.content for reply in replies) == ["1", "2"]
-    assert policy.places == [(0, 0), (1, 0)]
+    assert policy.forks == [(0, 0), (1, 0)]
 
 
-def test_who_has_hung_up_and_asks_again_gets_the_turn_that_it_asked_for(meet):
+def test_a_caller_that_hung_up_and_repeats_its_call_gets_the_same_turn(meet):
     client, policy, session, _ = meet(None)
     with closing(http.client.HTTPConnection(client.base_url.host, client.base_url.port)) as impatient:
         body = {"model": "run", "messages": [{"role": "user", "content": "12*3="}]}
         key = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
         impatient.request("POST", f"{client.base_url.path}chat/completions", json.dumps(body), key)
-        wait_until(lambda: policy.told and session.turns[0].calls)
-    wait_until(lambda: not session.turns[0].calls)
+        wait_until(lambda: policy.requests and session.turns[0].pending_calls)
+    wait_until(lambda: not session.turns[0].pending_calls)
     client.loop.call_soon_threadsafe(policy.answer, SESSION, 5, "11")
-    assert ask(client, "12*3=").choices[0].message.content == "11" and len(policy.told) == 1
+    assert ask(client, "12*3=").choices[0].message.content == "11" and len(policy.requests) == 1
 
 
-def test_a_session_has_so_many_branches_and_no_more(meet, monkeypatch):
-    monkeypatch.setattr(wire, "BRANCHES", 2)
+def test_the_number_of_forks_of_a_session_is_bounded(meet, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_FORKS", 2)
     client, _, _, gateway = meet("1", "2")
     ask(client, "+")
     ask(client, "*")
-    with pytest.raises(openai.BadRequestError, match="2 branches, as many as one may have"):
+    with pytest.raises(openai.BadRequestError, match="2 forks, as many as one may have"):
         ask(client, "#")
     assert gateway.refusals == {"too_many_branches": 1}
 
 
-def test_so_many_calls_of_a_session_wait_at_once_and_no_more(meet, monkeypatch):
-    monkeypatch.setattr("april.agents.session.CALLS", 1)
+def test_the_number_of_pending_calls_of_a_session_is_bounded(meet, monkeypatch):
+    monkeypatch.setattr("april.agents.session.MAX_PENDING_CALLS", 1)
     client, policy, session, gateway = meet(None, "2")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, client, "+")
@@ -194,38 +194,38 @@ def test_so_many_calls_of_a_session_wait_at_once_and_no_more(meet, monkeypatch):
 # --- other executions -------------------------------------------------------------------------------------------------
 
 
-def test_another_execution_is_answered_from_what_is_there_and_the_former_is_shut_out(meet):
+def test_a_new_execution_is_answered_from_the_journal_and_the_former_key_is_refused(meet):
     client, policy, session, gateway = meet("11", "2")
     ask(client, "12*3=")
     again = client.with_options(api_key=gateway.admit(session))
     assert session.replaying
-    assert ask(again, "12*3=").choices[0].message.content == "11" and len(policy.told) == 1
+    assert ask(again, "12*3=").choices[0].message.content == "11" and len(policy.requests) == 1
     assert not session.replaying
     assert ask(again, "12*3=", "11", "+").choices[0].message.content == "2"
     with pytest.raises(openai.ConflictError):
         ask(client, "12*3=", "11", "+")
 
 
-def test_an_execution_that_asks_something_else_branches_and_what_only_the_former_knows_is_superseded(meet):
+def test_an_execution_that_calls_differently_forks_and_the_former_s_turns_are_superseded(meet):
     client, policy, session, gateway = meet("11", "2", "3")
     ask(client, "12*3=")
     ask(client, "12*3=", "11", "+")
     again = client.with_options(api_key=gateway.admit(session))
-    assert session.superseded() == [(0, 0)]
+    assert session.superseded_forks() == [(0, 0)]
     assert ask(again, "12*3=").choices[0].message.content == "11"
     assert ask(again, "12*3=", "11", "*").choices[0].message.content == "3"
-    assert policy.places[2] == (1, 0) and session.superseded() == [(0, 7)]
+    assert policy.forks[2] == (1, 0) and session.superseded_forks() == [(0, 7)]
 
 
-def test_an_execution_that_asks_the_same_twice_is_answered_as_the_former_was(meet):
+def test_repeated_equal_calls_of_a_new_execution_get_the_former_s_answers_in_order(meet):
     client, policy, session, gateway = meet("1", "2", "3")
     first = [ask(client, "12*3=").id for _ in range(2)]
     again = client.with_options(api_key=gateway.admit(session))
-    assert [ask(again, "12*3=").id for _ in range(2)] == first and len(policy.told) == 2
+    assert [ask(again, "12*3=").id for _ in range(2)] == first and len(policy.requests) == 2
     assert ask(again, "12*3=").choices[0].message.content == "3"
 
 
-def test_a_key_opens_its_session_alone_and_not_beyond_its_end(meet):
+def test_a_key_is_valid_only_for_its_session_and_until_its_end(meet):
     client, _, session, gateway = meet(None)
     with pytest.raises(openai.AuthenticationError):
         ask(client.with_options(api_key="another"), "12*3=")
@@ -240,7 +240,7 @@ def test_a_key_opens_its_session_alone_and_not_beyond_its_end(meet):
 TIMES = {"name": "times", "parameters": {"type": "object", "properties": {"of": {"type": "string"}}}}
 
 
-def test_a_call_of_a_tool_comes_as_one_and_its_result_goes_on_behind_it(meet):
+def test_a_tool_call_is_parsed_and_its_result_continues_the_conversation(meet):
     client, policy, _, _ = meet("okCALL5*3END", "51", template=MARKED, response_template=CALLS)
     question = {"role": "user", "content": "12*3="}
     tools = [{"type": "function", "function": TIMES}]
@@ -253,10 +253,10 @@ def test_a_call_of_a_tool_comes_as_one_and_its_result_goes_on_behind_it(meet):
     spaced = said.model_dump()
     spaced["tool_calls"][0]["function"]["arguments"] = '{ "of" : "5*3" }'
     reply = client.chat.completions.create(model="run", messages=[question, spaced, result], tools=tools)
-    assert reply.choices[0].message.content == "51" and policy.told[1][:2] == (18, "#51:")
+    assert reply.choices[0].message.content == "51" and policy.requests[1][:2] == (18, "#51:")
 
 
-def test_a_call_that_cannot_be_parsed_is_a_text(meet):
+def test_a_tool_call_that_cannot_be_parsed_is_returned_as_text(meet):
     broken = CALLS | {"fields": CALLS["fields"] | {"tool_calls": {"open": "CALL", "close": "END", "content": "json"}}}
     client, _, _, _ = meet("CALLxEND", template=MARKED, response_template=broken)
     assert ask(client, "12*3=").choices[0].message.content == "CALLxEND"
@@ -279,10 +279,10 @@ def test_anthropic_s_sdk_speaks_with_the_policy(clients):
     question = {"role": "user", "content": [{"type": "text", "text": "12*3="}]}
     said = client.messages.create(model="run", max_tokens=9, system="S", messages=[question], stop_sequences=["="])
     assert (said.content[0].text, said.stop_reason, said.stop_sequence) == ("5*3", "stop_sequence", "=")
-    assert (said.usage.input_tokens, said.usage.output_tokens) == (6, 4) and policy.told[0][1] == "S12*3="
+    assert (said.usage.input_tokens, said.usage.output_tokens) == (6, 4) and policy.requests[0][1] == "S12*3="
     messages = [question, {"role": "assistant", "content": said.content}, {"role": "user", "content": "#51"}]
     assert client.messages.create(model="run", max_tokens=9, system="S", messages=messages).stop_reason == "max_tokens"
-    assert policy.told[1][:2] == (10, "#51")
+    assert policy.requests[1][:2] == (10, "#51")
 
 
 def test_anthropic_s_streams_and_tools(clients):
@@ -297,7 +297,7 @@ def test_anthropic_s_streams_and_tools(clients):
     messages = [question, {"role": "assistant", "content": said.content}, {"role": "user", "content": [result]}]
     with client.messages.stream(model="run", max_tokens=12, messages=messages, tools=tools) as stream:
         assert "".join(stream.text_stream) == "12345678"
-    assert policy.told[1][:2] == (18, "#51:")
+    assert policy.requests[1][:2] == (18, "#51:")
 
 
 def test_anthropic_s_errors_have_its_own_form(clients):
@@ -324,12 +324,12 @@ def call(method, url, body=None, key=""):
         return error.code, json.loads(error.read())
 
 
-def test_a_harness_comes_for_a_session_and_says_what_it_was_worth(meet, loop):
+def test_a_harness_takes_a_session_and_posts_its_reward_and_state(meet, loop):
     client, _, session, gateway = meet("11", attached=True)
     url = str(client.base_url).removesuffix("/")
     assert call("POST", f"{url}/sessions", {}) == (204, None), "nothing is offered yet"
-    order = Begin(SESSION, url, gateway.admit(session), task_of(session), False, url)
-    loop.call_soon_threadsafe(meet.runner.begin, order)
+    order = StartProgram(SESSION, url, gateway.admit(session), task_of(session), False, url)
+    loop.call_soon_threadsafe(meet.runner.start_program, order)
     status, told = call("POST", f"{url}/sessions", {"wait_s": 20})
     assert status == 201 and told["task"]["messages"] == [{"role": "user", "content": "12*3="}]
     key = told["api_key"]
@@ -341,13 +341,13 @@ def test_a_harness_comes_for_a_session_and_says_what_it_was_worth(meet, loop):
     assert msgspec.msgpack.decode(session.state) == {"tests": 3}
     assert call("DELETE", f"{url}/session")[0] == 401
     assert call("DELETE", f"{url}/session", key=key)[0] == 204
-    assert meet.seen == [("began", SESSION), ("ended", SESSION, None, "")] and session.reward == 0.5
+    assert meet.outcomes == [("began", SESSION), ("ended", SESSION, None, "")] and session.reward == 0.5
 
 
 # --- Responses --------------------------------------------------------------------------------------------------------
 
 
-def test_responses_go_on_from_the_one_they_name_or_from_all_that_was_said(meet):
+def test_responses_continue_from_the_named_response_or_from_the_whole_history(meet):
     client, policy, _, _ = meet("11", "2", "33")
     first = client.responses.create(model="run", instructions="S", input="12*3=", max_output_tokens=2)
     assert (first.output_text, first.status) == ("11", "incomplete") and first.usage.output_tokens == 2
@@ -358,7 +358,7 @@ def test_responses_go_on_from_the_one_they_name_or_from_all_that_was_said(meet):
     star = {"role": "user", "content": [{"type": "input_text", "text": "*"}]}
     third = client.responses.create(model="run", input=[*said, star])
     assert third.output_text == "33"
-    assert [text for _, text, _ in policy.told] == ["S12*3=", "+", "*"]
+    assert [text for _, text, _ in policy.requests] == ["S12*3=", "+", "*"]
 
 
 def test_responses_stream_and_call_tools(meet):
@@ -371,10 +371,10 @@ def test_responses_stream_and_call_tools(meet):
     assert (text.content[0].text, call.name, call.arguments) == ("ok", "times", '{"of":"5*3"}')
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "#51"}
     reply = client.responses.create(model="run", input=[question, *said.output, result], tools=tools)
-    assert reply.output_text == "7" and policy.told[1][:2] == (19, "#51:")
+    assert reply.output_text == "7" and policy.requests[1][:2] == (19, "#51:")
 
 
-def test_a_response_that_nobody_has_heard_of_is_a_400(meet):
+def test_an_unknown_previous_response_is_a_400(meet):
     client, _, _, _ = meet()
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model="run", input="1", previous_response_id="resp_0-0-0")

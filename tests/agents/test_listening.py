@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from april import config as configuration
-from april.agents.host import Begin
-from april.agents.listening import AttachKey, tls_of
+from april.agents.host import StartProgram
+from april.agents.listening import AttachKey, server_tls
 from april.config import AgentSection, ConfigError
 from tests.agents.certificate import make_attach_key, make_certificate
 from tests.agents.conftest import SESSION
@@ -43,10 +43,10 @@ def over_tls(client, url, certificate):
     return client.with_options(base_url=url, http_client=openai.DefaultHttpxClient(verify=trust))
 
 
-def test_others_speak_over_tls_and_programs_of_this_machine_without(meet, section, certificate):
+def test_remote_clients_use_tls_and_local_programs_plain_http(meet, section, certificate):
     client, _, session, gateway = meet("11", "2", section=section())
     addresses = meet.addresses
-    assert addresses.public.startswith("https://127.0.0.1:") and addresses.near.startswith("http://127.0.0.1:")
+    assert addresses.public.startswith("https://127.0.0.1:") and addresses.local.startswith("http://127.0.0.1:")
     for url in (addresses.public, addresses.public.replace("127.0.0.1", "localhost")):
         with over_tls(client, url, certificate[0]) as one:
             assert ask(one.with_options(api_key=gateway.admit(session))) == "11"
@@ -57,18 +57,18 @@ def test_others_speak_over_tls_and_programs_of_this_machine_without(meet, sectio
             ask(client.with_options(base_url=stranger))
 
 
-def test_a_harness_shows_its_key_and_is_told_the_public_address(meet, section, certificate, attach_keyfile, loop):
+def test_a_harness_needs_the_attach_key_and_gets_the_public_address(meet, section, certificate, attach_keyfile, loop):
     public = "https://agents.example.org"
     attached = section(attach=True, attach_keyfile=attach_keyfile, public_url=f"{public}/", listen="127.0.0.1:0")
     client, _, session, gateway = meet(attached=True, section=attached)
-    assert meet.addresses.public == f"{public}/v1" and meet.addresses.near.startswith("https://127.0.0.1:")
-    order = Begin(SESSION, meet.addresses.near, gateway.admit(session), {}, False, meet.addresses.public)
-    loop.call_soon_threadsafe(meet.runner.begin, order)
+    assert meet.addresses.public == f"{public}/v1" and meet.addresses.local.startswith("https://127.0.0.1:")
+    order = StartProgram(SESSION, meet.addresses.local, gateway.admit(session), {}, False, meet.addresses.public)
+    loop.call_soon_threadsafe(meet.runner.start_program, order)
     trust = ssl.create_default_context(cafile=certificate[0])
 
     def come(key):
         request = urllib.request.Request(
-            f"{meet.addresses.near}/sessions", b'{"wait_s": 30}', {"Authorization": f"Bearer {key}"}
+            f"{meet.addresses.local}/sessions", b'{"wait_s": 30}', {"Authorization": f"Bearer {key}"}
         )
         return urllib.request.urlopen(request, timeout=60, context=trust).status
 
@@ -95,14 +95,14 @@ PROXY = ["--agent.public_url", "https://agents.example.org/one"]
         (PROXY, r"'agent.listen' = '127.0.0.1:0' takes any port"),
     ],
 )  # fmt: skip
-def test_what_would_be_read_by_others_is_refused(config_file, overrides, says):
+def test_unencrypted_listening_beyond_this_machine_is_refused(config_file, overrides, says):
     with pytest.raises(ConfigError, match=says):
         configuration.load(config_file, ["--agent.program", "my_agent:run", *overrides])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("overrides", [[*BEYOND, *FILES], [*BEYOND, *PROXY], ["--agent.listen", "127.0.0.1:1", *PROXY]])
-def test_sessions_are_given_to_nobody_who_shows_no_key(config_file, overrides):
+def test_a_public_attach_api_without_a_key_is_refused(config_file, overrides):
     assert configuration.load(config_file, ["--agent.program", "my_agent:run", *overrides])
     attached = ["--agent.attach", "true", *overrides]
     with pytest.raises(ConfigError, match=r"'agent.attach' = true .* would give sessions to anybody"):
@@ -122,7 +122,7 @@ def test_files_that_are_no_certificate_and_no_key_are_named(section, certificate
         ({"ssl_keyfile": attach_keyfile}, "is no certificate of the key in"),
     ):
         with pytest.raises(ConfigError, match=says):
-            tls_of(section(**more))
+            server_tls(section(**more))
     attach_keyfile.chmod(0o640)
     with pytest.raises(ConfigError, match="can be read by others; run `chmod 600"):
         AttachKey(attach_keyfile)

@@ -5,7 +5,7 @@ import asyncio
 import orjson
 import pytest
 
-from april.agents.host import Session
+from april.agents.host import HostedSession
 from april.agents.verifiers import Verifiers, write_rows
 from april.config import ConfigError
 
@@ -20,13 +20,13 @@ def play(meet):
         client, policy, _, _ = meet(*lines)
         task = {"messages": [{"role": "user", "content": "12*3="}], "label": label, "group": 3}
         program = Verifiers(HERE, arguments)
-        reward = asyncio.run(program(Session(str(client.base_url), client.api_key, task, False)))
-        return reward, [text for _, text, _ in policy.told]
+        reward = asyncio.run(program(HostedSession(str(client.base_url), client.api_key, task, False)))
+        return reward, [text for _, text, _ in policy.requests]
 
     return one
 
 
-def test_what_it_says_between_turns_is_read_and_its_rubric_is_the_reward(play):
+def test_environment_messages_are_read_and_the_rubric_is_the_reward(play):
     row = orjson.dumps({"example_id": 5, "answer": "1", "info": {"n": 5}}).decode()
     assert play(row, "7$", "8$", "1$", turns=3) == (1.0, ["12*3=", "+5=", "+5="])
     assert play(row, "7$", "8$", "0$", turns=3) == (0.0, ["12*3=", "+5=", "+5="])
@@ -55,6 +55,6 @@ def test_its_rows_are_written_as_a_dataset_of_april_s(tmp_path):
 
 
 @pytest.mark.parametrize("name, says", [("no_such_environment", "Could not import"), (HERE, "unexpected keyword")])
-def test_one_that_cannot_be_loaded_is_a_sentence(name, says):
+def test_an_environment_that_cannot_be_loaded_is_refused_with_a_sentence(name, says):
     with pytest.raises(ConfigError, match=rf"'agent.options' = .*{says}.*pip install 'april-rl\[verifiers\]'"):
         Verifiers(name, {"colour": "red"})

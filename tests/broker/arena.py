@@ -19,25 +19,25 @@ from tests.broker.conversation import (
 )
 from tests.broker.hostile import encode
 
-WORK = (wire.Grants, wire.Sessions, wire.Turns)
-"""what peers keep until they work"""
+WORK = (wire.Grants, wire.AgentSessionList, wire.SessionTurns)
+"""Messages that peers keep until they work."""
 
 
 class Arena(Conversation):
-    """A run that makes progress, with everything its peers have said lately."""
+    """A run that makes progress, and remembers its peers' recent messages."""
 
     def __init__(self, config, chance):
         self.chance = chance
         self.sent = deque(maxlen=500)
-        """(route, frames) of valid messages"""
+        """(route, frames) of valid messages."""
         self.sent_arrays = deque(maxlen=100)
-        """those of them that carry arrays"""
+        """Those of `sent` that carry arrays."""
         self.said = set()
-        """names of the messages among them"""
+        """Names of the message types that were sent."""
         self.ended = deque([1], maxlen=100)
-        """tokens of leases that are over"""
+        """Ids of leases that have ended."""
         self.events = 0
-        """facts recorded"""
+        """Events that the ledger has recorded."""
         super().__init__(config)
         self.workers = [Worker(self, name) for name in ("w0", "w1")]
         self.scorer = Scorer(self, "s0")
@@ -63,7 +63,7 @@ class Arena(Conversation):
         self.ledger.write = count
 
     def progress(self):
-        """Everybody does some of what is theirs."""
+        """Every peer does some of its work."""
         self.tick(0.05)
         for holder in self.holders:
             holder.work()
@@ -95,9 +95,9 @@ class Holder(Remembered):
         super().__init__(arena, name)
         self.received_bytes = 0
         self.held = {}
-        """grant and acknowledged length by token"""
+        """(grant, reported length) by lease id."""
         self.rows, self.closings = [], []
-        """of its next report"""
+        """Rows and closings of its next report."""
 
     def work(self):
         arena, chance = self.conversation, self.conversation.chance
@@ -121,14 +121,14 @@ class Holder(Remembered):
         if chance.random() < 0.05:
             self.closings.append(wire.GiveBack(grant.lease_id, 0, "scoring_failed", "tired"))
         else:
-            rewards = [chance.random() for _ in grant.together or [0]]
+            rewards = [chance.random() for _ in grant.group_scored or [0]]
             self.closings.append(wire.Scored(grant.lease_id, rewards, [{"right": 1.0}] * len(rewards)))
 
 
 class Worker(Holder, FakeWorker):
     def say_room(self, capacity):
         self.hold(self.conversation.ledger.consumed, capacity)
-        self.say(wire.Lane("generate", 0.0, 1.0))
+        self.say(wire.ActivitySpan("generate", 0.0, 1.0))
 
     def work(self):
         if self.version.step != self.conversation.ledger.consumed:
@@ -157,7 +157,7 @@ class Worker(Holder, FakeWorker):
 
 class Scorer(Holder, FakeScorer):
     def say_room(self, capacity):
-        self.say(wire.Room(capacity))
+        self.say(wire.HolderCapacity(capacity))
 
     def go_on(self, grant, length, chance):
         self.judge(grant, chance)
@@ -172,13 +172,13 @@ class Agents(Remembered, FakeAgents):
             del self.sessions[lease_id]
         self.say(wire.Heartbeat(list(self.sessions), 0, self.received_bytes), connection=b"control")
         if chance.random() < 0.2:
-            self.say(wire.Room(chance.choice([2, 6, 40]), "http://127.0.0.1:1/v1"))
-            self.say(wire.Whose(chance.choice([0, 1, 2**50]), chance.choice([0, 1, 2**50]), 2**50))
+            self.say(wire.HolderCapacity(chance.choice([2, 6, 40]), "http://127.0.0.1:1/v1"))
+            self.say(wire.HolderRequest(chance.choice([0, 1, 2**50]), chance.choice([0, 1, 2**50]), 2**50))
         for told in chance.sample(list(self.sessions.values()), min(6, len(self.sessions))):
             sample = arena.ledger.leases[told.lease_id].sample
             if sample.state is SampleState.ACTING and sample.length + 8 < told.max_tokens and chance.random() < 0.7:
                 self.say_to_policy(told.lease_id, sample.length, 1)
-            elif sample.heard:
+            elif sample.complete_turns_length:
                 closings = [wire.Scored(told.lease_id, [chance.random()], [{}]), wire.Closed(told.lease_id)]
                 self.report(closings=[chance.choice(closings)])
             elif chance.random() < 0.05:
@@ -197,7 +197,7 @@ class Learner(Remembered, FakeLearner):
             self.received_bytes += batch.array_bytes
             self.say(wire.Consumed(step, {"loss": 0.5}))
             self.say(wire.Durable(step + 1, step))
-            self.say(wire.BestWanted())
+            self.say(wire.BestRequest())
 
 
 class Monitor(Remembered):
@@ -205,7 +205,7 @@ class Monitor(Remembered):
 
 
 def digest(ledger):
-    """Everything the ledger knows, but for when leases end, which a renewal may change."""
+    """Everything the ledger knows except the ends of leases, which a renewal may change."""
     groups = [
         (
             group.id, group.state, group.tokens, group.step, group.started, group.opened_at,

@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 
 from april import wire
-from april.agents.link import read
+from april.agents.link import rows_with_payloads
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
 from april.broker.service import Service
 from april.broker.snapshot_process import DONE, NOT_READ, NOT_WRITTEN, make_snapshot
-from april.broker.snapshots import LOOK_S
+from april.broker.snapshots import POLL_S
 from april.broker.submitted import open_prompts
 from april.wire.rows import chunk_row, observation_row, pack_rows, padded
 from april.wire.version import Version
@@ -22,7 +22,7 @@ LEARNERS = itertools.count()
 
 
 class Conversation:
-    """Messages in, messages out, time by hand. What a peer is sent collects in its `inbox`."""
+    """A service whose clock the test sets; messages sent to a peer collect in its `inbox`."""
 
     def __init__(self, config):
         self.config = config
@@ -40,7 +40,7 @@ class Conversation:
         self.deliver()
 
     def restart_broker(self):
-        """The broker's process dies and comes back; its peers have to say hello again."""
+        """Kill and restart the broker; peers have to say hello again."""
         self.journal.close()
         self.service.note.close()
         self.peers = {}
@@ -51,20 +51,20 @@ class Conversation:
         return self.service.ledger
 
     def deliver(self):
-        mark = self.service.recorder.mark()
+        mark = self.service.recorder.sync_mark()
         self.journal.sync()
         self.service.synced(mark)
-        for message in (*self.service.sessions.take_at_once(), *self.service.sessions.take_outgoing()):
+        for message in (*self.service.peers.take_immediate(), *self.service.peers.take_outgoing()):
             frames = [bytes(f) for f in wire.encode(message.message, message.arrays, message.session, message.sequence)]
             if peer := self.peers.get(message.route.split(b"/")[0]):
                 peer.inbox.append(wire.decode(frames))
 
     def take_snapshot(self):
-        """At the end of the journal's file, if that is full; it is on disk behind it, or failed."""
+        """End the journal's file if it is full, and wait until the snapshot is on disk or has failed."""
         self.service.end_file()
-        self.tick(LOOK_S)
+        self.tick(POLL_S)
         while self.service.snapshots.busy:
-            self.tick(LOOK_S)
+            self.tick(POLL_S)
 
     def tick(self, seconds=0.0):
         self.now += seconds
@@ -76,7 +76,7 @@ class Conversation:
 
 
 class HelperHere:
-    """What a process beside the broker does for a snapshot, without the process."""
+    """The work of the snapshot process, done in this process."""
 
     def __init__(self, folder, position, rules):
         self.steps, self.ended = make_snapshot(folder, position, rules), None
@@ -84,7 +84,7 @@ class HelperHere:
     def dead_files(self):
         return self.next()
 
-    def go_on(self):
+    def confirm_closed(self):
         self.next()
 
     def next(self):
@@ -118,7 +118,7 @@ class Peer:
         return welcome
 
     def arrive(self, leases=()):
-        """On the first of its connections. Nothing is heard that comes before a welcome."""
+        """Say hello on the data connection; messages before the welcome are dropped."""
         self.say(wire.Hello(self.role, self.name, self.uid, list(leases)))
         while not isinstance((welcome := self.inbox.pop(0).message), wire.Welcome):
             pass
@@ -132,7 +132,7 @@ class Peer:
         self.conversation.tick()
 
     def take(self, kind):
-        """The messages of a kind that have arrived since the last call, oldest first."""
+        """Messages of a kind that have arrived since the last call, oldest first."""
         found = [received for received in self.inbox if isinstance(received.message, kind)]
         self.inbox = [received for received in self.inbox if not isinstance(received.message, kind)]
         return found
@@ -140,11 +140,11 @@ class Peer:
 
 class Holder(Peer):
     def grants(self):
-        """Each with what its task says, and its arrays: prompt, then responses."""
+        """Grants since the last call, each with the fields of its task and its arrays: prompt, then responses."""
         return [grant for received in self.take(wire.Grants) for grant in granted(received)]
 
     def report(self, rows=(), closings=()):
-        """`rows`: with their payloads."""
+        """Report rows, each with its payload, and closings."""
         arrays = []
         if rows:
             payload = b"".join(payload.ljust(padded(len(payload)), b"\0") for _, payload in rows)
@@ -158,10 +158,10 @@ class Holder(Peer):
     def give_back(self, grant, length, cause, error=""):
         self.report(closings=[wire.GiveBack(grant.lease_id, length, cause, error)])
 
-    def told(self, what):
-        """What the answers since the last call say: their `lengths`, `done`, `resend` or `refused`, one after the
-        other; the rest of them is lost."""
-        return [entry for received in self.take(wire.Answers) for entry in getattr(received.message, what)]
+    def answers(self, kind):
+        """Entries of one kind (`acks`, `done`, `nacks` or `rejects`) in the answers since the last call; the other
+        kinds are dropped."""
+        return [entry for received in self.take(wire.Answers) for entry in getattr(received.message, kind)]
 
 
 class FakeWorker(Holder):
@@ -175,7 +175,7 @@ class FakeWorker(Holder):
 
     def hold(self, step, capacity=10):
         self.version = Version(0, step)
-        self.say(wire.Holding(self.version, capacity))
+        self.say(wire.WorkerCapacity(self.version, capacity))
 
     def chunk(self, grant, start, count, finish_reason="", version=None):
         self.report([self.new_tokens(grant, start, count, finish_reason, version)])
@@ -198,7 +198,7 @@ class FakeScorer(Holder):
 
     def join(self, capacity=10, leases=()):
         welcome = self.hello(leases)
-        self.say(wire.Room(capacity))
+        self.say(wire.HolderCapacity(capacity))
         return welcome
 
 
@@ -206,24 +206,24 @@ class FakeAgents(Holder):
     def __init__(self, conversation, name="a0", uid=None):
         super().__init__(conversation, "agents", name, uid)
         self.sessions, self.heard = {}, {}
-        """by lease: what was told of each, and the rows that were said in it, with their payloads"""
+        """By lease: the session as it was sent, and its rows with their payloads."""
         self.received_bytes = 0
 
     def join(self, capacity=4, leases=()):
         welcome = self.hello(leases)
-        self.say(wire.Room(capacity))
+        self.say(wire.HolderCapacity(capacity))
         return welcome
 
     def listen(self):
-        """Take what has arrived: sessions, and what was said in them."""
-        for received in self.take(wire.Sessions):
+        """Take the sessions and turns that have arrived."""
+        for received in self.take(wire.AgentSessionList):
             self.received_bytes += received.array_bytes
             for told in received.message.sessions:
                 self.sessions[told.lease_id] = told
-                self.heard[told.lease_id] = list(read(*(packed.data for packed in received.packed)))
-        for received in self.take(wire.Turns):
+                self.heard[told.lease_id] = list(rows_with_payloads(*(packed.data for packed in received.packed)))
+        for received in self.take(wire.SessionTurns):
             self.received_bytes += received.array_bytes
-            for row, payload in read(*(packed.data for packed in received.packed)):
+            for row, payload in rows_with_payloads(*(packed.data for packed in received.packed)):
                 self.heard[row.lease_id].append((row, payload))
         return list(self.sessions.values())
 
@@ -240,8 +240,8 @@ class FakeLearner(Peer):
 
     def join(self, step=0):
         self.hello()
-        self.say(wire.LearnerStart(step, "tcp://weights"))
-        return self.take(wire.LearnerStarted)[-1].message
+        self.say(wire.StartLearner(step, "tcp://weights"))
+        return self.take(wire.LearnerAdmitted)[-1].message
 
     def fetch(self, step, samples=False):
         """The batch if it exists by now, with its arrays as lists."""
@@ -250,7 +250,7 @@ class FakeLearner(Peer):
         return (batches[-1].message, [array.tolist() for array in batches[-1].arrays]) if batches else None
 
     def fetch_parts(self, step):
-        """All messages of a batch, while the broker takes turns and the learner takes what it is sent."""
+        """All messages of a batch, read while the broker sends them in parts."""
         self.say(wire.Fetch(step))
         parts = []
         for _ in range(100):
@@ -265,7 +265,7 @@ class FakeLearner(Peer):
         assert self.take(wire.Accepted)
 
     def durable(self, step):
-        """The checkpoint of that step is on disk, and is the only one that is kept."""
+        """Report that the checkpoint of that step is on disk, and is the only one kept."""
         self.say(wire.Durable(step, step))
         assert self.take(wire.Accepted)
 
@@ -276,9 +276,9 @@ def chunk_arrays(start, count):
 
 
 def support_arrays(ids):
-    """(counts, support ids): the first token as if drawn from itself alone, the next from one id more, and so on."""
-    rows = [[0] * place + [token] for place, token in enumerate(ids.tolist())]
-    return np.array([len(row) for row in rows], "i4"), np.array([one for row in rows for one in row], "i4")
+    """(counts, support ids): the first token has a support of one id, the next of two, and so on."""
+    rows = [[0] * index + [token] for index, token in enumerate(ids.tolist())]
+    return np.array([len(row) for row in rows], "i4"), np.array([token for row in rows for token in row], "i4")
 
 
 def chunk(lease_id, start, version, arrays, finish_reason=""):

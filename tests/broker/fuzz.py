@@ -61,7 +61,7 @@ def fuzz(config, messages, seed=0, report=lambda done: None):
     """Send that many attacks; returns what was refused by cause. Raises AssertionError with the first failure."""
     chance = random.Random(seed)
     arena = Arena(config, chance)
-    attacker, sessions = Attacker(arena, chance), arena.service.sessions
+    attacker, peers = Attacker(arena, chance), arena.service.peers
     for done in range(0, messages, BATCH):
         before = digest(arena.ledger)
         for _ in range(min(BATCH, messages - done)):
@@ -69,29 +69,29 @@ def fuzz(config, messages, seed=0, report=lambda done: None):
         assert digest(arena.ledger) == before, "the ledger has changed"
         arena.progress()
         assert arena.ledger.closed and not arena.service.run.over, arena.service.run.over
-        assert len(sessions.refusals) <= MOST_CAUSES, sessions.refusals
-        assert len(sessions.by_id) <= MAX_SESSIONS and len(sessions.tallies) <= limits.TALLIES
+        assert len(peers.refusals) <= MOST_CAUSES, peers.refusals
+        assert len(peers.by_id) <= MAX_SESSIONS and len(peers.tallies) <= limits.MAX_TALLIES
         report(done + BATCH)
     assert arena.ledger.consumed > messages // 10_000, "the run has to go on meanwhile"
     arena.journal.close()
-    return sessions.refusals
+    return peers.refusals
 
 
 def fire(arena, route, frames, peer, answer):
-    sessions = arena.service.sessions
-    counted, recorded, queued = sessions.refusals.total(), arena.events, len(sessions.outgoing)
-    refused = refused_leases(sessions)
+    peers = arena.service.peers
+    counted, recorded, queued = peers.refusals.total(), arena.events, len(peers.outgoing)
+    refused = refused_leases(peers)
     arena.service.handle(route, frames, arena.now, peer)
-    answers = [message.message for message in sessions.outgoing[queued:]]
-    refusals = sum(isinstance(message, wire.Refused) for message in answers) + refused_leases(sessions) - refused
+    answers = [message.message for message in peers.outgoing[queued:]]
+    refusals = sum(isinstance(message, wire.Refused) for message in answers) + refused_leases(peers) - refused
     assert arena.events == recorded, (route, frames, answers)
-    assert sessions.refusals.total() - counted == refusals, (route, frames, answers)
+    assert peers.refusals.total() - counted == refusals, (route, frames, answers)
     assert refusals == 1 or answer != "refused", (route, frames, answers)
 
 
-def refused_leases(sessions):
+def refused_leases(peers):
     """What the next answers say of leases that are not taken."""
-    return sum(len(session.answers.refused) for session in sessions.by_id.values())
+    return sum(len(peer.pending.rejects) for peer in peers.by_id.values())
 
 
 # --- the command ------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ WINDOW = 100
 def serving(config):
     """A server that runs in a thread; whatever it raises is raised here at the end."""
     server, over, failures = Server(config), threading.Event(), []
-    server.say_where()
+    server.write_address()
 
     def run():
         try:
@@ -78,7 +78,7 @@ def fuzz_sockets(config, messages, folder, seed=0):
                     bad_worker.await_refusals(sent)
                     attacker.arena.progress()
         bad_worker.await_refusals(sent)
-        refusals = server.service.sessions.refusals.copy()
+        refusals = server.service.peers.refusals.copy()
         assert refusals.total() == sent, refusals
         send_garbage(server, chance)
         bad_worker.send([b"x" * (limits.FROM_PEER.frame_bytes + 1)])
@@ -106,7 +106,7 @@ def send_garbage(server, chance):
             else:
                 connection.close()
     deadline = time.monotonic() + PATIENCE_S
-    while not server.door.failures.total():
+    while not server.access_control.failures.total():
         assert time.monotonic() < deadline, "no failed handshake was counted"
         time.sleep(0.01)
     for connection in left_open:

@@ -8,8 +8,8 @@ import msgpack
 import numpy as np
 
 from april import wire
-from april.security.allow_list import Peer
-from april.weights.lane_messages import LaneAlive, LaneFailed, LaneJoin
+from april.security.allow_list import KeyOwner
+from april.weights.lane_messages import ChannelAlive, ChannelFailed, ChannelJoin
 from april.wire import limits
 from april.wire.rows import pack_rows, padded
 from april.wire.version import Version
@@ -46,22 +46,22 @@ ROWS = [
 """what a report may say of a lease, from what draws and the lease"""
 ONLY_FOR = {
     "worker": [
-        wire.Holding(Version(0, 0), 4),
-        wire.Lane("generate", 0.0, 1.0),
+        wire.WorkerCapacity(Version(0, 0), 4),
+        wire.ActivitySpan("generate", 0.0, 1.0),
         wire.Report([wire.Scored(1, [1.0], [{}])]),
         wire.Report([wire.GiveBack(1, 0, "leave")]),
     ],
-    "scorer": [wire.Room(4)],
-    "agents": [wire.Report([wire.Closed(1)]), wire.Whose(0, 0, 256)],
+    "scorer": [wire.HolderCapacity(4)],
+    "agents": [wire.Report([wire.Closed(1)]), wire.HolderRequest(0, 0, 256)],
     "learner": [
-        wire.LearnerStart(0, ""),
+        wire.StartLearner(0, ""),
         wire.Submit(0, [wire.Submission(1, "")]),
         wire.Fetch(0),
         wire.Consumed(0, {"loss": 1.0}),
         wire.Durable(0, 0),
-        wire.BestWanted(),
+        wire.BestRequest(),
     ],
-    "node": [wire.Meet("here:1"), wire.Meet()],
+    "node": [wire.Rendezvous("here:1"), wire.Rendezvous()],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
     "broker": [
         wire.Welcome(1, "", 1, 0, 0, [], 1.0, ""),
@@ -69,13 +69,13 @@ ONLY_FOR = {
         wire.Accepted(),
         wire.Batch(0, 0, 0, []),
         wire.Stop(""),
-        wire.Sessions([]),
-        wire.Turns(),
+        wire.AgentSessionList([]),
+        wire.SessionTurns(),
     ],
-    "lanes": [LaneJoin("u", "n", "cpu", None), LaneAlive("l"), LaneFailed("l", "e")],
+    "lanes": [ChannelJoin("u", "n", "cpu", None), ChannelAlive("l"), ChannelFailed("l", "e")],
 }
 LARGEST_LEASE = 2**64 - 1
-NOT_REPEATED = (wire.Hello, wire.Goodbye, wire.LearnerStart, wire.StopRun)
+NOT_REPEATED = (wire.Hello, wire.Goodbye, wire.StartLearner, wire.StopRun)
 """said again, these mean something new"""
 
 
@@ -187,7 +187,7 @@ class Attacker:
         peer = self.peer()
         role = self.chance.choice([role for role in ONLY_FOR if role != peer.role])
         message = self.chance.choice(ONLY_FOR[role])
-        if isinstance(message, wire.Room) and peer.role == "agents":
+        if isinstance(message, wire.HolderCapacity) and peer.role == "agents":
             return self.noise()
         return peer.name.encode() + b"/data", encode(message, session=peer.session), None, "refused"
 
@@ -212,7 +212,7 @@ class Attacker:
                 wire.Consumed(beyond, {"loss": float("nan")}),
                 wire.Consumed(self.arena.ledger.consumed, {f"m{number}": 0.0 for number in range(1000)}),
                 wire.Durable(beyond, 0),
-                wire.LearnerStart(beyond, "tcp://elsewhere"),
+                wire.StartLearner(beyond, "tcp://elsewhere"),
             ]
         )
         return learner.name.encode() + b"/data", encode(message, session=learner.session), None, "refused"
@@ -222,11 +222,11 @@ class Attacker:
         worker, version = self.chance.choice(self.arena.workers), Version(0, 0)
         message = self.chance.choice(
             [
-                wire.Holding(Version(0, 2**53), 4),
-                wire.Holding(Version(2**53, 0), 4),
-                wire.Holding(version, 4, float("nan")),
-                wire.Holding(version, 4, -1.0),
-                wire.Lane("generate", float("nan"), 0.0),
+                wire.WorkerCapacity(Version(0, 2**53), 4),
+                wire.WorkerCapacity(Version(2**53, 0), 4),
+                wire.WorkerCapacity(version, 4, float("nan")),
+                wire.WorkerCapacity(version, 4, -1.0),
+                wire.ActivitySpan("generate", float("nan"), 0.0),
                 wire.Heartbeat([7] * 9000),
             ]
         )
@@ -256,7 +256,7 @@ class Attacker:
             [
                 chunk(lease_id, 0, Version(0, 0), self.chance.choice(of_a_chunk)),
                 observation(lease_id, 0, self.chance.choice([-ids, 2**20 * ids, ids[:0]])),
-                observation(lease_id, 0, ids, bytes(limits.STATE_BYTES + 1)),
+                observation(lease_id, 0, ids, bytes(limits.MAX_STATE_BYTES + 1)),
             ]
         )
         good, said = chunk(lease_id, 0, Version(0, 0), TOKENS)
@@ -266,7 +266,7 @@ class Attacker:
                 report(good._replace(checksum=good.checksum ^ 1), said),
                 report(good._replace(kind=9), said),
                 report(good._replace(finish=9), said),
-                report(good._replace(over=1), said),
+                report(good._replace(ends_lease=1), said),
                 report(good._replace(size=good.size + 4), said),
                 report(good._replace(tokens=2**31), said),
                 report(good._replace(time=float("nan")), said),
@@ -290,7 +290,7 @@ class Attacker:
                 (agents, wire.Report([wire.Scored(mine, [float("nan")], [{}])]), []),
                 (worker, wire.Report([wire.Closed(another)]), []),
                 (worker, wire.Report([wire.GiveBack(another, 0, "agent_failed", "tired")]), []),
-                (agents, wire.Holding(Version(0, 0), 4), []),
+                (agents, wire.WorkerCapacity(Version(0, 0), 4), []),
             ]
         )
         peer, message, arrays = sent
@@ -299,7 +299,10 @@ class Attacker:
     def absurd_scores(self):
         """Scores that make no sense where the lease is the holder's own."""
         holder, bad = self.chance.choice(self.arena.holders), self.chance.choice([float("nan"), float("-inf")])
-        lease_id, many = self.arena.a_lease_of(holder), {f"d{number}": 0.0 for number in range(limits.DETAILS + 1)}
+        lease_id, many = (
+            self.arena.a_lease_of(holder),
+            {f"d{number}": 0.0 for number in range(limits.MAX_REWARD_DETAILS + 1)},
+        )
         message = self.chance.choice(
             [
                 wire.Scored(lease_id, [bad], [{}]),
@@ -330,14 +333,14 @@ class Attacker:
 
     def revoked(self):
         route, frames = self.earlier()
-        return route, frames, Peer("k" * 40, "", ""), "refused"
+        return route, frames, KeyOwner("k" * 40, "", ""), "refused"
 
     def other_key(self):
         """A valid message, but with a key that belongs to somebody else."""
         route, frames = self.earlier()
         message = wire.decode(frames).message
         role = "monitor" if isinstance(message, wire.Hello) and message.role != "monitor" else "worker"
-        return route, frames, Peer("k" * 40, role, "thief"), "refused"
+        return route, frames, KeyOwner("k" * 40, role, "thief"), "refused"
 
     def too_large(self):
         worker = self.chance.choice(self.arena.workers)

@@ -35,16 +35,16 @@ def sample_of(talk, told):
     return talk.ledger.groups[told.group].samples[told.index]
 
 
-def test_a_turn_is_generated_by_a_worker_and_told_to_its_agent_once_it_is_on_disk(talk, worker, agents, told):
+def test_a_turn_is_generated_by_a_worker_and_forwarded_to_its_agent_once_on_disk(talk, worker, agents, told):
     assert worker.grants() == [], "nobody generates before an agent has spoken"
     agents.say_to_policy(told.lease_id, 0, 3)
-    assert agents.told("lengths") == [(told.lease_id, 3)]
+    assert agents.answers("acks") == [(told.lease_id, 3)]
     (grant,) = worker.grants()
-    assert (grant.turn_start, grant.max_new_tokens, grant.stops, grant.hand_over) == (3, 8, [5], True)
+    assert (grant.turn_start, grant.max_new_tokens, grant.stop_token_ids, grant.hand_over) == (3, 8, [5], True)
     assert [array.tolist() for array in grant.arrays] == [[], [0, 1, 2]]
     worker.chunk(grant, 3, 2)
     worker.chunk(grant, 5, 2, "stop")
-    assert worker.told("done") == [grant.lease_id]
+    assert worker.answers("done") == [grant.lease_id]
     assert sample_of(talk, told).state is SampleState.ACTING and talk.ledger.generating == 0
     agents.listen()
     rows = [row for row, _ in agents.heard[told.lease_id]]
@@ -54,7 +54,7 @@ def test_a_turn_is_generated_by_a_worker_and_told_to_its_agent_once_it_is_on_dis
     ]
 
 
-def test_a_scored_session_goes_to_the_learner_without_the_turn_that_nobody_heard(talk, worker, agents, told):
+def test_a_scored_session_goes_to_the_learner_without_the_turn_its_agent_never_got(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
     worker.chunk(grant, 3, 4, "stop")
@@ -62,16 +62,16 @@ def test_a_scored_session_goes_to_the_learner_without_the_turn_that_nobody_heard
     (grant,) = worker.grants()
     worker.chunk(grant, 9, 3)
     agents.score(told, 0.5)
-    assert agents.told("done") == [told.lease_id]
+    assert agents.answers("done") == [told.lease_id]
     sample = sample_of(talk, told)
     assert (sample.state, sample.length, sample.reward) == (SampleState.DONE, 7, 0.5)
     assert list(sample.segments) == [(3, 7, Version(0, 0))]
     assert talk.ledger.discarded["unread"] == 3 and talk.ledger.closed
-    assert worker.take(wire.Cancel)[0].message.leases == [grant.lease_id]
+    assert worker.take(wire.Cancel)[0].message.lease_ids == [grant.lease_id]
     assert len(talk.service.payloads.response_ids(sample).data) == 4 * 7
 
 
-def test_a_lost_process_costs_nothing_and_the_next_is_told_all_that_was_said(talk, worker, agents, told):
+def test_sessions_of_a_lost_process_move_to_the_next_with_their_whole_history(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3, key=b"first")
     (grant,) = worker.grants()
     worker.chunk(grant, 3, 4, "stop")
@@ -116,25 +116,25 @@ def test_a_lost_session_that_may_not_be_replayed_is_a_counted_discard(converse):
     ledger = talk.ledger
     assert ledger.discarded == {"not_replayed": 4} and ledger.counts["not_replayed"] == 1 and ledger.closed
     assert not ledger.dead_letters.letters and not ledger.dead_in_a_row
-    assert [lease for received in worker.take(wire.Cancel) for lease in received.message.leases] == [grant.lease_id]
+    assert [lease for received in worker.take(wire.Cancel) for lease in received.message.lease_ids] == [grant.lease_id]
 
 
-def test_a_restarted_broker_tells_its_agents_what_they_may_have_missed(talk, worker, agents, told):
+def test_a_restarted_broker_sends_agents_their_sessions_again(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
     worker.chunk(grant, 3, 4, "stop")
     talk.restart_broker()
     agents = FakeAgents(talk)
-    assert agents.join(leases=[told.lease_id]).lost == []
+    assert agents.join(leases=[told.lease_id]).lost_lease_ids == []
     agents.listen()
     assert [(row.start, row.finish_reason) for row, _ in agents.heard[told.lease_id]] == [(0, ""), (3, "stop")]
 
 
-def test_what_comes_between_the_two_connections_of_an_agents_process_is_told(talk, worker, agents, told):
+def test_turns_between_the_two_connections_of_an_agents_process_are_sent(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
     again = FakeAgents(talk)
-    assert again.arrive([told.lease_id]).lost == []
+    assert again.arrive([told.lease_id]).lost_lease_ids == []
     worker.chunk(grant, 3, 4, "stop")
     again.listen()
     assert [(row.start, row.finish_reason) for row, _ in again.heard[told.lease_id]] == [(0, ""), (3, "stop")]
@@ -145,34 +145,34 @@ def test_the_broker_says_who_holds_a_session_and_whether_anybody_will(talk, work
     other.join()
 
     def whose(lease_id, group=told.group, index=told.index):
-        other.say(wire.Whose(group, index, lease_id))
+        other.say(wire.HolderRequest(group, index, lease_id))
         [received] = other.take(wire.Holder)
         assert (received.message.group, received.message.index, received.message.lease_id) == (group, index, lease_id)
         return received.message.state, received.message.address
 
     assert whose(told.lease_id) == ("held", "")
-    agents.say(wire.Room(4, "http://here:1/v1"))
+    agents.say(wire.HolderCapacity(4, "http://here:1/v1"))
     assert whose(told.lease_id) == ("held", "http://here:1/v1")
-    assert whose(told.lease_id + wire.BRANCHES) == ("moved", "")
+    assert whose(told.lease_id + wire.MAX_FORKS) == ("moved", "")
     assert whose(told.lease_id, index=1000) == whose(told.lease_id, group=2**50) == ("over", "")
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
     worker.chunk(grant, 3, 4, "stop")
-    agents.say(wire.Room(0, "http://here:1/v1"))
+    agents.say(wire.HolderCapacity(0, "http://here:1/v1"))
     agents.give_back(told, 0, "leave")
     assert whose(told.lease_id)[0] == "moved"
-    agents.say(wire.Room(1000))
+    agents.say(wire.HolderCapacity(1000))
     again = max(one.lease_id for one in agents.listen() if (one.group, one.index) == (told.group, told.index))
     agents.report(closings=[wire.Scored(again, [1.0], [{}])])
     assert whose(again) == ("over", "")
 
 
-def test_a_failed_agent_starts_from_nothing(talk, worker, agents, told):
+def test_a_failed_agent_starts_its_session_anew(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
     worker.chunk(grant, 3, 4, "stop")
     agents.give_back(told, 0, "agent_failed", "ValueError: no")
-    assert agents.told("done") == [told.lease_id]
+    assert agents.answers("done") == [told.lease_id]
     sample = sample_of(talk, told)
     assert (sample.length, sample.attempts, sample.last_error) == (0, 1, "ValueError: no")
     assert talk.ledger.discarded["agent_failed"] == 4 and talk.ledger.closed
@@ -197,14 +197,14 @@ def test_a_closed_session_waits_for_its_verifier(talk, worker, agents, told):
 @pytest.mark.parametrize("count, says", [(40, "has no room for so much"), (32, "has no room for so much")])
 def test_a_turn_that_leaves_no_room_ends_its_session(talk, agents, told, count, says):
     agents.say_to_policy(told.lease_id, 0, count)
-    ((lease_id, reason),) = agents.told("refused")
+    ((lease_id, reason),) = agents.answers("rejects")
     assert lease_id == told.lease_id and says in reason
     assert (sample_of(talk, told).length, sample_of(talk, told).attempts) == (0, 1)
 
 
-def test_what_cannot_be_read_as_a_turn_is_refused_and_its_session_goes_on(talk, worker, agents, told):
+def test_a_malformed_turn_is_refused_and_its_session_goes_on(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3, key=b"k" * 65)
-    assert agents.told("refused") == [(told.lease_id, "bad row: its state is no turn request")]
+    assert agents.answers("rejects") == [(told.lease_id, "bad row: its state is no turn request")]
     agents.say_to_policy(told.lease_id, 0, 3)
     assert worker.grants() and sample_of(talk, told).attempts == 0
 
@@ -214,7 +214,7 @@ def test_a_worker_cannot_end_its_lease_as_an_agent_does(talk, worker, agents, to
     (grant,) = worker.grants()
     worker.chunk(grant, 3, 1)
     worker.report(closings=[wire.Closed(grant.lease_id), wire.GiveBack(grant.lease_id, 0, "agent_failed")])
-    assert worker.told("refused") == [(grant.lease_id, "bad closing: the lease is no session")] * 2
+    assert worker.answers("rejects") == [(grant.lease_id, "bad closing: the lease is no session")] * 2
     assert sample_of(talk, told).length == 4 and sample_of(talk, told).lease_id == grant.lease_id
 
 
@@ -233,7 +233,7 @@ def test_a_group_reward_sees_the_state_that_each_agent_has_left(converse):
     states = [msgspec.msgpack.encode({"tests": one.index}) for one in told]
     first, second = (one.lease_id for one in told)
     agents.report(closings=[wire.Closed(first, [], bytes(5000))])
-    assert agents.told("refused") == [(first, "bad closing: a state has at most 4096 bytes")]
+    assert agents.answers("rejects") == [(first, "bad closing: a state has at most 4096 bytes")]
     agents.report(closings=[wire.Closed(first, [], states[0])])
     talk.restart_broker()
     agents, worker = FakeAgents(talk), FakeWorker(talk)
@@ -244,12 +244,12 @@ def test_a_group_reward_sees_the_state_that_each_agent_has_left(converse):
     assert msgspec.msgpack.decode(grant.state) == states
     worker.report(closings=[wire.Scored(grant.lease_id, [0.0, 1.0], [{}, {}])])
     samples = [sample_of(talk, one) for one in told]
-    assert [sample.reward for sample in samples] == [0.0, 1.0] and not any(sample.left for sample in samples)
+    assert [sample.reward for sample in samples] == [0.0, 1.0] and not any(sample.agent_state for sample in samples)
 
 
 def test_an_agent_samples_nothing(talk, agents, told):
     agents.report([chunk(told.lease_id, 0, Version(0, 0), chunk_arrays(0, 3), "")])
-    ((_, reason),) = agents.told("refused")
+    ((_, reason),) = agents.answers("rejects")
     assert "samples nothing" in reason
 
 
@@ -257,7 +257,7 @@ def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     worker.join(capacity=1000)
     learner.join()
-    agents.say(wire.Room(1000))
+    agents.say(wire.HolderCapacity(1000))
     sessions = {(told.group, told.index): told for told in agents.listen()}
     for told in sessions.values():
         agents.say_to_policy(told.lease_id, 0, 3)
@@ -271,7 +271,7 @@ def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk
     assert all(group.prompt_tokens == 0 for group in batch.groups) and talk.ledger.closed
 
 
-def test_when_no_batch_will_follow_agents_are_left_with_the_evaluation_alone(converse):
+def test_after_the_last_batch_agents_keep_only_evaluation_sessions(converse):
     """What the others ask would never be answered."""
     talk = converse(*AGENTS, "--schedule.max_steps", "1")
     agents, worker, learner = FakeAgents(talk), FakeWorker(talk), FakeLearner(talk)
@@ -287,7 +287,7 @@ def test_when_no_batch_will_follow_agents_are_left_with_the_evaluation_alone(con
             worker.chunk(grant, 3, 4, "stop")
             agents.score(told[grant.group, grant.index], 0.5)
             batch = learner.fetch(0)
-    kept = {lease_id for received in agents.take(wire.Cancel) for lease_id in received.message.leases}
+    kept = {lease_id for received in agents.take(wire.Cancel) for lease_id in received.message.lease_ids}
     trained = {(group.group, head.index) for group in batch[0].groups for head in group.samples}
     assert kept == {one.lease_id for place, one in told.items() if not one.evaluation and place not in trained} != set()
     held = [lease.sample for lease in talk.ledger.leases.values() if lease.agent]
@@ -297,11 +297,11 @@ def test_when_no_batch_will_follow_agents_are_left_with_the_evaluation_alone(con
     assert set(agents.sessions) == {one.lease_id for one in told.values()}, "none of them is given out again"
 
 
-def test_a_drained_run_has_no_turn_under_way_and_its_sessions_stay(talk, worker, agents, told):
+def test_a_drained_run_has_no_running_turn_and_its_sessions_stay(talk, worker, agents, told):
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
     talk.ledger.start_drain()
-    assert status(talk.service.books, talk.now)["drain"] == "draining"
+    assert status(talk.service.context, talk.now)["drain"] == "draining"
     worker.give_back(grant, 3, "abort")
-    assert status(talk.service.books, talk.now)["drain"] == "drained"
+    assert status(talk.service.context, talk.now)["drain"] == "drained"
     assert sample_of(talk, told).agent_lease == told.lease_id

@@ -1,4 +1,4 @@
-"""Sessions of agents in the ledger, whatever happens in whatever order: each token is in one place, none is lost."""
+"""Agents' sessions in the ledger, in any order of events: each token is accounted for once, none is lost."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import SessionLost
 from april.broker.ledger.ledger import Ledger, LedgerError
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import SampleState, lacks_agent
+from april.broker.ledger.samples import SampleState, needs_agent
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
@@ -25,7 +25,7 @@ SEEDS = range(4)
 
 
 class World:
-    """Two workers, two agents processes and a learner, each of which does what chance says."""
+    """Two workers, two agents processes and a learner that act at random."""
 
     def __init__(self, seed, kind):
         self.chance = random.Random(seed)
@@ -58,30 +58,30 @@ class World:
     def speak(self):
         """An agent says something when it is its turn, and is refused when it is not."""
         if lease := self.a_lease(lambda lease: lease.agent):
-            line, count = self.chance.choice(lease.sample.lines), self.chance.randint(1, 3)
-            row = observation_row(lease.id + line.branch, line.length, count, "", b"request")
-            may = line.state is SampleState.ACTING and line.length + count < BUDGET
+            fork, count = self.chance.choice(lease.sample.with_forks), self.chance.randint(1, 3)
+            row = observation_row(lease.id + fork.fork_number, fork.length, count, "", b"request")
+            may = fork.state is SampleState.ACTING and fork.length + count < BUDGET
             [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request")
             assert verdict is (Verdict.OK if may else Verdict.INVALID)
 
     def branch_off(self):
         """It leaves a branch where a turn of that has ended, or at the beginning, and is refused elsewhere."""
         if lease := self.a_lease(lambda lease: lease.agent and self.chance.random() < 0.5):
-            session, number = lease.sample, 1 + max(line.branch for line in lease.sample.lines)
-            parent = self.chance.choice(session.lines)
+            session, number = lease.sample, 1 + max(fork.fork_number for fork in lease.sample.with_forks)
+            parent = self.chance.choice(session.with_forks)
             ends = {
                 0,
                 *(start for start, _ in parent.observations),
                 *({parent.length} if parent.state is SampleState.ACTING else ()),
             }
             start, count = self.chance.choice([*ends, self.chance.randrange(BUDGET)]), self.chance.randint(1, 3)
-            row = observation_row(lease.id + number, start, count, "", b"request", parent=parent.branch)
+            row = observation_row(lease.id + number, start, count, "", b"request", parent=parent.fork_number)
             [verdict] = self.ledger.add_chunks(pack_rows([row]), b"request")
             assert verdict is (Verdict.OK if start in ends and start + count < BUDGET else Verdict.INVALID)
             if verdict is Verdict.OK:
-                ends = accumulate(one.tokens for one in parent.places)
-                shared = [one.record for one, end in zip(parent.places, ends, strict=True) if end <= start]
-                found = [one.record for one in session.line(number).places]
+                ends = accumulate(ref.tokens for ref in parent.chunk_refs)
+                shared = [ref.record for ref, end in zip(parent.chunk_refs, ends, strict=True) if end <= start]
+                found = [ref.record for ref in session.find_fork(number).chunk_refs]
                 assert found[: len(shared)] == shared, "what is shared is stored once"
 
     def generate(self):
@@ -93,7 +93,7 @@ class World:
             count = min(self.chance.randint(1, 5), BUDGET - sample.length)
             ends = self.chance.random() < 0.5 or sample.length + count == BUDGET
             before = sample.length
-            version = Version(self.ledger.branch, self.steps[worker])
+            version = Version(self.ledger.incarnation, self.steps[worker])
             verdict = self.ledger.add_chunk(lease.id, before, count, version, "stop" if ends else "")
             assert verdict is Verdict.OK
             self.acknowledged[sample.group.evaluation] += count
@@ -101,17 +101,17 @@ class World:
 
     def close(self):
         if lease := self.a_lease(lambda lease: lease.agent and self.chance.random() < 0.3):
-            sample, heard = lease.sample, lease.sample.heard
-            behind = [(line.branch, self.chance.randrange(BUDGET)) for line in sample.branches]
+            sample, complete = lease.sample, lease.sample.complete_turns_length
+            behind = [(fork.fork_number, self.chance.randrange(BUDGET)) for fork in sample.forks]
             if self.chance.random() < 0.5:
                 verdict = self.ledger.score(lease.id, self.chance.random(), superseded=behind)
             else:
                 verdict = self.ledger.close_agent(lease.id, behind, b"left")
-            if heard:
-                assert verdict is Verdict.OK and sample.length == heard, "it ends with a turn that was heard"
+            if complete:
+                assert verdict is Verdict.OK and sample.length == complete, "it ends with a complete turn"
             if verdict is Verdict.OK:
-                assert all(line.length == line.sampled_until for line in sample.lines)
-                assert all(line.length <= dict(behind)[line.branch] for line in sample.branches)
+                assert all(fork.length == fork.sampled_until for fork in sample.with_forks)
+                assert all(fork.length <= dict(behind)[fork.fork_number] for fork in sample.forks)
 
     def score(self):
         if lease := self.a_lease(lambda lease: lease.scoring):
@@ -120,19 +120,19 @@ class World:
     def lose(self):
         if lease := self.a_lease(lambda lease: self.chance.random() < 0.2):
             cause = "agent_failed" if lease.agent and self.chance.random() < 0.3 else "lost"
-            said, state = lease.sample.length, lease.sample.state
+            length, state = lease.sample.length, lease.sample.state
             self.ledger.end_lease(lease.id, cause)
             if lease.agent and cause == "lost" and lease.sample.state is not SampleState.DEAD:
-                assert (lease.sample.length, lease.sample.state) == (said, state), "a turn goes on without its agent"
+                assert (lease.sample.length, lease.sample.state) == (length, state), "a turn goes on without its agent"
 
     def forsake(self):
-        """A lost session is not opened again; one that has said nothing yet is as it was."""
+        """A lost session is not opened again; one without any request stays as it was."""
         groups = [group for group in self.ledger.groups.values() if group.state == "open"]
-        lost = [sample for group in groups for sample in group.samples if lacks_agent(sample)]
+        lost = [sample for group in groups for sample in group.samples if needs_agent(sample)]
         if lost and self.chance.random() < 0.3:
             sample = self.chance.choice(lost)
             attempts, letters = sample.attempts, self.ledger.dead_letters.total
-            if not (sample.length or sample.branches):
+            if not (sample.length or sample.forks):
                 with pytest.raises(LedgerError):
                     self.ledger.lose_session(sample)
                 return
@@ -172,16 +172,20 @@ class World:
             sample = lease.sample
             assert (sample.agent_lease if lease.agent else sample.lease_id) == lease.id
         for evaluation in (False, True):
-            groups = [one for one in ledger.groups.values() if one.evaluation == evaluation and one.state == "open"]
-            states = Counter(str(line.state) for group in groups for line in group.lines)
+            groups = [
+                group for group in ledger.groups.values() if group.evaluation == evaluation and group.state == "open"
+            ]
+            states = Counter(str(fork.state) for group in groups for fork in group.samples_with_forks)
             assert ledger.open_samples.by_state(evaluation) == states
         for group in ledger.open_groups():
-            assert group.tokens == sum(sample.sampled for sample in group.samples)
-            for line in group.lines:
-                steps = [place.step for place in line.places if place.step or not place.observed]
+            assert group.tokens == sum(sample.sampled_tokens for sample in group.samples)
+            for fork in group.samples_with_forks:
+                steps = [ref.step for ref in fork.chunk_refs if ref.step or not ref.observed]
                 assert steps == sorted(steps), "versions never decrease along a path"
-                assert line.last_step == max(steps, default=0)
-                assert line.shared <= line.length and all(start >= line.shared for start, *_ in line.segments)
+                assert fork.last_step == max(steps, default=0)
+                assert fork.shared_tokens <= fork.length and all(
+                    start >= fork.shared_tokens for start, *_ in fork.segments
+                )
         assert ledger.generating == sum(
             lease.generating and not lease.sample.group.evaluation for lease in ledger.leases.values()
         )
@@ -189,8 +193,8 @@ class World:
     def rebuilt(self):
         """From the journal alone."""
         again = Ledger(self.rules)
-        for place, event in enumerate(self.log):
-            again.apply(event, (place + 1, 100))
+        for position, event in enumerate(self.log):
+            again.apply(event, (position + 1, 100))
         return again
 
 
@@ -216,7 +220,7 @@ def test_the_ledger_closes_and_a_journal_or_a_snapshot_rebuilds_it(kind, seed):
 
 
 def taken(ledger):
-    """(group, index) of all whose agent nobody runs."""
+    """(group, index) of all samples without a running agent."""
     found = []
     for evaluation in (False, True):
         while sample := ledger.queue.take_for_agent(evaluation):

@@ -9,18 +9,18 @@ from rich.console import Console
 
 from april import wire
 from april.broker.telemetry import ALARMS
-from april.broker.telemetry.engine_gap import EngineGap
+from april.broker.telemetry.engine_gap import EngineGapAlarm
 from april.broker.telemetry.figures import of_step
-from april.broker.telemetry.in_a_row import InARow
-from april.broker.views.metrics import Photographer
+from april.broker.telemetry.in_a_row import ConsecutiveAlarm
+from april.broker.views.metrics import MetricsReader
 from april.broker.views.status import status
-from april.config.sections import OperationsSection
+from april.config.broker import OperationsSection
 from april.dashboard.steps import Steps
-from april.learner.loops import loops
+from april.learner.loops import is_repetitive
 from april.report.facts import alarms as reported
 from april.report.live import step_line
 from april.report.operations import render_live
-from april.report.run_folder import Run, read_records
+from april.report.run_folder import RunFolder, read_records
 from tests.broker.test_steps import train
 
 EMPTY = {"tokens": 40.0, "groups": 4.0, "trained_tokens": 0.0, "gradient_groups": 0.0}
@@ -49,9 +49,9 @@ def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_t
     assert alarm["sentence"].startswith("nothing was trained in the last 3 steps") and alarm["page"].endswith("badly")
     told = f"{alarm['sentence']} ({alarm['page']})"
     assert of_step(lines(talk)[-1])["alarms/nothing_trained"] == 1, "to every sink"
-    assert told in reported(Run(talk.config.run_dir, "", {}, lines(talk), {})), "in table and report"
+    assert told in reported(RunFolder(talk.config.run_dir, "", {}, lines(talk), {})), "in table and report"
     console = Console(width=1000, file=StringIO())
-    console.print(render_live(status(talk.service.books, talk.now)))
+    console.print(render_live(status(talk.service.context, talk.now)))
     assert told in console.file.getvalue(), "in `april status`"
     shown = Steps(talk.config.run_dir)
     shown.follow(60.0)
@@ -75,7 +75,7 @@ def gap(worker, mean, tokens=200.0, age=0.0):
     return {f"engine_gap_{figure}_{worker}": value for figure, value in figures.items()}
 
 
-def test_an_engine_whose_tokens_the_learner_sees_otherwise_raises_an_alarm_that_names_it(talk, worker, learner):
+def test_an_engine_gap_raises_an_alarm_that_names_the_worker(talk, worker, learner):
     steps = [
         gap("w0", 0.02) | gap("my_w", 0.01),
         gap("w0", 0.075) | gap("my_w", 0.01),
@@ -95,9 +95,9 @@ def test_an_engine_whose_tokens_the_learner_sees_otherwise_raises_an_alarm_that_
     )
     assert lines(talk)[2]["engine_gaps"]["w0"] == {"step": 1, "age": 1, "tokens": 200, "mean": 9.0, "largest": 90.0}
     assert not [name for line in lines(talk) for name in line["learner"] if name.startswith("engine_gap")]
-    books = talk.service.books
-    assert status(books, talk.now)["workers"][0]["gap"]["mean"] == 0.01
-    series = Photographer().read(books, 0, talk.now)
+    context = talk.service.context
+    assert status(context, talk.now)["workers"][0]["gap"]["mean"] == 0.01
+    series = MetricsReader().read(context, 0, talk.now)
     silent = set(OperationsSection.model_fields["alarms"].default) - {"engine_gap"}
     assert series["april_alarms"] == {(name,): 0 for name in silent} | {("engine_gap",): 1}
     assert series["april_engine_gap_nats"]["my_w", "mean"] == 0.09 and series["april_engine_gap_age_steps"]["w0",] == 0
@@ -105,7 +105,7 @@ def test_an_engine_whose_tokens_the_learner_sees_otherwise_raises_an_alarm_that_
 
 @pytest.mark.parametrize(("first", "second", "alarmed"), [(1e-6, 9e-5, []), (1e-6, 2e-4, [2]), (0.7, 0.7, [1, 2])])
 def test_rounding_of_the_finest_type_is_no_alarm_and_more_than_that_of_the_coarsest_always_is(first, second, alarmed):
-    alarm = EngineGap()
+    alarm = EngineGapAlarm()
     said = [alarm.look({"engine_gaps": {"w": gap_of(mean)}}) for mean in (first, second)]
     assert [step for step, sentence in enumerate(said, start=1) if sentence] == alarmed
 
@@ -122,9 +122,9 @@ def test_what_takes_ten_times_as_long_as_usual_raises_an_alarm(talk, worker, lea
     assert [[alarm["name"] for alarm in line["alarms"]] for line in lines(talk)] == [[], [], [], ["slow_part"], []]
 
     def status_when_it_has_been_there(seconds):
-        learner.say(wire.Heartbeat(place="a micro-batch", for_s=seconds, usual_s=3.0))
+        learner.say(wire.Heartbeat(loop_position="a micro-batch", loop_elapsed_s=seconds, loop_usual_s=3.0))
         talk.tick(1.0)
-        return status(talk.service.books, talk.now)
+        return status(talk.service.context, talk.now)
 
     assert status_when_it_has_been_there(28.0)["alarms"] == []
     told = status_when_it_has_been_there(70.0)
@@ -170,7 +170,7 @@ def test_a_cause_that_lasts_raises_its_alarm_and_what_is_usual_does_not(name):
     cause = {key: USUAL[key] | value if isinstance(value, dict) else value for key, value in CAUSES[name].items()}
     said = [alarm.look(USUAL) for _ in range(4)] + [alarm.look(USUAL | cause) for _ in range(3)] + [alarm.look(USUAL)]
     assert not any(said[:4]) and said[6] and not said[7], "said while it lasts, no longer"
-    assert bool(alarm.look(USUAL | cause)) != isinstance(alarm, InARow), "what may be chance is counted anew"
+    assert bool(alarm.look(USUAL | cause)) != isinstance(alarm, ConsecutiveAlarm), "what may be chance is counted anew"
     assert "\n" not in said[6] and ": " in said[6] and alarm.page.startswith("docs/")
     assert ALARMS.find(name)().look({"reward": 0.5, "time": 0.0}) == "", "of a trainer that reports no figures"
 
@@ -188,13 +188,13 @@ def test_corrections_that_leave_little_of_a_batch_raise_the_alarm_as_ratios_do()
     assert said[:2] == ["", ""] and "count as 20% of what is trained (weight_ess, 25% and more are usual)" in said[2]
 
 
-def test_a_policy_that_gets_better_may_get_surer():
+def test_no_entropy_alarm_while_the_reward_rises():
     alarm = ALARMS.find("entropy_collapse")()
     records = [USUAL] * 3 + [USUAL | {"reward": 0.9, "learner": {"entropy": 0.001}}] * 5
     assert not any(alarm.look(record) for record in records)
 
 
-def test_a_disk_that_is_full_within_the_hour_at_the_pace_of_the_run_is_said_before_it_is():
+def test_a_disk_that_fills_within_the_hour_raises_the_alarm_before_it_is_full():
     alarm = ALARMS.find("disk_filling")()
     said = [alarm.look({"time": 30.0 * step, "disk_free_bytes": (40 - step) << 30}) for step in range(4)]
     assert [bool(sentence) for sentence in said] == [False, False, True, True] and "is full in 19 minutes" in said[2]
@@ -205,12 +205,16 @@ def test_a_loop_is_the_same_end_again_and_again_and_no_repeated_word():
     text = rng.integers(0, 1000, 600).astype(np.int32)
     for period in (1, 7, 100):
         ended = np.concatenate([text, np.tile(text[:period], 400 // period + 1)])
-        assert loops(ended), period
-        assert not loops(np.append(ended, text[300:400])), "it has got out again"
-    assert not loops(text) and not loops(np.full(20, 3, np.int32)) and not loops(np.append(text, text[:40]))
+        assert is_repetitive(ended), period
+        assert not is_repetitive(np.append(ended, text[300:400])), "it has got out again"
+    assert (
+        not is_repetitive(text)
+        and not is_repetitive(np.full(20, 3, np.int32))
+        and not is_repetitive(np.append(text, text[:40]))
+    )
 
 
-def test_what_only_the_broker_sees_is_in_the_lines(talk, worker, learner, monkeypatch):
+def test_slots_staleness_and_disk_space_are_in_the_record_of_a_step(talk, worker, learner, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
     talk.tick(1.0)
     train(talk, worker, learner, 0)

@@ -1,4 +1,4 @@
-"""The age of groups, aborts and batches, rule by rule, on a ledger alone."""
+"""Age of groups, aborts and batches, on a ledger without a broker."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def lease_all(ledger, group, step=0):
         ledger.lease(sample, "worker", step, 0.0)
 
 
-def test_the_age_of_a_group_counts_from_the_version_of_its_first_worker(ledger):
+def test_the_age_of_a_group_counts_from_its_first_worker_s_version(ledger):
     group = ledger.open_group(epoch=0, row=0, floor=0)
     ledger.lease(group.samples[0], "worker", 2, 0.0)
     assert group.opened_at == 2
@@ -28,7 +28,7 @@ def test_the_age_of_a_group_counts_from_the_version_of_its_first_worker(ledger):
         ledger.lease(group.samples[1], "worker", 1, 0.0)
 
 
-def test_an_abort_reaches_every_grant_up_to_the_last(ledger):
+def test_an_abort_reaches_every_lease_granted_before_it(ledger):
     lease_all(ledger, ledger.open_group(epoch=0, row=0, floor=0))
     ledger.end_round()
     aborted = list(ledger.leases)
@@ -37,13 +37,13 @@ def test_an_abort_reaches_every_grant_up_to_the_last(ledger):
     assert not any(ledger.is_aborted(later) for later in ledger.leases if later not in aborted)
 
 
-def test_an_abort_leaves_alone_what_is_scored_or_evaluated(ledger):
+def test_an_abort_spares_scoring_and_evaluation(ledger):
     lease_all(ledger, ledger.open_group(epoch=0, row=0, floor=0))
     ended, generating = ledger.leases
     ledger.add_chunk(ended, 0, 3, Version(0, 0), "stop")
     lease_all(ledger, ledger.open_group(epoch=0, row=0, floor=0, evaluation=True))
     ledger.end_round()
-    assert [one for one in ledger.leases if ledger.is_aborted(one)] == [generating]
+    assert [lease_id for lease_id in ledger.leases if ledger.is_aborted(lease_id)] == [generating]
 
 
 def test_no_group_is_in_two_batches():

@@ -1,4 +1,4 @@
-"""The schedule without rounds, rule by rule."""
+"""The rules of the schedule `continuous`."""
 
 import pytest
 
@@ -14,7 +14,7 @@ N, GROUP_SIZE, STALENESS = 2, 2, 1
 
 
 class Run:
-    """Batches of 2 groups of 2, staleness at most 1; whoever leases may finish whenever the test says so."""
+    """Batches of 2 groups of 2, staleness at most 1; tests decide when a leased sample is finished."""
 
     def __init__(self, prompts=1000, in_flight=100, longest=1000, staleness=STALENESS, **section):
         self.section = ScheduleSection(
@@ -56,7 +56,7 @@ def groups_of(leases):
     return [lease.sample.group.id for lease in leases]
 
 
-def test_so_many_samples_are_in_flight_and_a_finished_one_makes_room_for_one():
+def test_at_most_in_flight_samples_are_generated_and_a_finished_one_is_replaced():
     run = Run(in_flight=3)
     leases = run.fill()
     assert groups_of(leases) == [0, 0, 1]
@@ -64,7 +64,7 @@ def test_so_many_samples_are_in_flight_and_a_finished_one_makes_room_for_one():
     assert groups_of(run.fill()) == [1]
 
 
-def test_groups_are_opened_when_they_are_started_and_as_many_as_the_bound_admits():
+def test_groups_are_opened_on_demand_up_to_the_staleness_bound():
     run = Run()
     assert run.ledger.open_groups() == []
     assert groups_of(run.fill(step=0)) == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -78,7 +78,7 @@ def test_generation_goes_on_while_the_learner_trains():
     assert groups_of(run.fill(step=0)) == [2, 2, 3, 3]
 
 
-def test_a_batch_is_made_when_the_learner_has_none_of_the_groups_that_are_oldest_by_then():
+def test_a_batch_is_made_when_the_learner_has_none_and_takes_the_oldest_groups():
     run = Run(in_flight=8)
     first = run.fill(step=0)
     run.finish(*first[:4])
@@ -92,7 +92,7 @@ def test_a_batch_is_made_when_the_learner_has_none_of_the_groups_that_are_oldest
     assert [group.id for group in run.ledger.deliveries[1]] == [2, 3]
 
 
-def test_a_worker_with_old_weights_starts_nothing_that_would_be_overdue_and_goes_on_with_nothing_newer():
+def test_a_worker_with_old_weights_neither_opens_overdue_groups_nor_continues_newer_samples():
     run = Run(in_flight=100)
     run.finish(*run.fill(step=0)[:4])
     run.consume()
@@ -115,7 +115,7 @@ def test_a_lost_worker_s_sample_is_the_next_to_be_resumed_with_its_tokens():
     assert run.lease().sample is leases[0].sample
 
 
-def test_the_last_batch_ends_the_round_and_hands_back_what_is_open():
+def test_the_last_batch_ends_the_round_and_open_work_is_handed_back():
     run = Run(max_steps=1, in_flight=8)
     leases = run.fill()
     assert run.finish(*leases[:4]) is True
@@ -136,7 +136,7 @@ def test_a_run_goes_on_with_more_steps():
     assert groups_of(run.fill(step=1))[:4] == [2, 2, 3, 3]
 
 
-def test_no_group_is_opened_once_the_batches_to_come_are_complete():
+def test_no_group_is_opened_once_the_remaining_batches_are_complete():
     run = Run(max_steps=2, in_flight=4)
     run.finish(*run.fill())
     run.finish(*run.fill(step=0))
@@ -153,7 +153,7 @@ def test_exhausted_prompts_make_a_short_last_batch_or_none(last_batch, sizes):
     assert [len(groups) for groups in run.ledger.deliveries.values()] == sizes
 
 
-def test_a_learner_from_an_older_checkpoint_gets_its_batches_again_before_a_new_one_is_made():
+def test_a_learner_from_an_older_checkpoint_gets_its_batches_again_before_a_new_one():
     run = Run(in_flight=4)
     for step in range(2):
         run.finish(*run.fill(step))
@@ -168,8 +168,8 @@ def test_a_learner_from_an_older_checkpoint_gets_its_batches_again_before_a_new_
 
 
 @pytest.mark.parametrize(("longest", "batches"), [(3, 1), (4, 5 / 3), (1000, 2)])
-def test_beside_one_batch_that_waits_only_what_stragglers_hold_up_anyway_is_opened(longest, batches):
-    """8 responses of 3 tokens in flight, 4 in a batch: beside the longest, 8 * longest / 12 batches complete."""
+def test_with_a_waiting_batch_groups_are_opened_only_as_far_as_stragglers_delay_them_anyway(longest, batches):
+    """8 responses of 3 tokens in flight, 4 in a batch: during the longest, 8 * longest / 12 batches complete."""
     run = Run(in_flight=8, longest=longest)
     run.finish(*run.fill()[:4])
     assert run.schedule.backlog(run.ledger) == 2, "nothing is trained yet"
@@ -178,7 +178,7 @@ def test_beside_one_batch_that_waits_only_what_stragglers_hold_up_anyway_is_open
 
 
 @pytest.mark.parametrize(("staleness", "opened", "replaced"), [(3, [8, 8, 9, 9], [10, 10, 11, 11]), (2, [], [])])
-def test_where_no_straggler_is_late_a_backlog_keeps_nothing_back_that_flight_needs(staleness, opened, replaced):
+def test_without_late_stragglers_a_backlog_does_not_reduce_the_samples_in_flight(staleness, opened, replaced):
     """8 responses of 3 tokens in flight, all groups' equally long: 4 groups and a batch of 2 may be undelivered. Two
     batches complete beside the longest response, so that a bound of 2 has no room for one that waits."""
     run = Run(in_flight=8, longest=3, staleness=staleness)

@@ -1,10 +1,10 @@
-"""Dead samples are remembered within bounds, their prompts drawn again on request, and no lease is held for ever."""
+"""Dead samples leave a bounded number of letters, prompts are drawn again on request, and no lease lasts for ever."""
 
 import pytest
 
 from april.broker.conformance.prompts import NumberedPrompts
 from april.broker.ledger.admission import Verdict
-from april.broker.ledger.dead_letters import KEPT
+from april.broker.ledger.dead_letters import MAX_LETTERS
 from april.broker.ledger.ledger import Ledger, Rules
 from april.broker.schedules.rounds import RoundSchedule
 from april.config import ScheduleSection
@@ -64,7 +64,7 @@ def test_a_requeued_prompt_goes_ahead_of_fresh_ones_once(ledger):
     schedule.advance(ledger)
     again = ledger.groups[max(ledger.groups)]
     assert (again.epoch, again.row) == (0, 0) and ledger.cursor == (0, 2)
-    assert ledger.dead_letters.letters[0].outcome == "redrawn" and not ledger.dead_letters.waiting
+    assert ledger.dead_letters.letters[0].outcome == "redrawn" and not ledger.dead_letters.requeued
     assert ledger.requeue(group) is Verdict.DUPLICATE
 
 
@@ -83,12 +83,12 @@ def test_requeueing_goes_on_with_a_run_whose_prompts_are_exhausted(ledger):
     assert schedule.finished(ledger) and [group.row for group in ledger.deliveries[0]] == [0]
 
 
-def test_letters_are_bounded_and_counted_beyond_that(ledger):
-    schedule = schedule_over(rows=KEPT + 10)
-    for _ in range(KEPT + 5):
+def test_letters_are_bounded_and_the_total_is_counted(ledger):
+    schedule = schedule_over(rows=MAX_LETTERS + 10)
+    for _ in range(MAX_LETTERS + 5):
         schedule.advance(ledger)
         kill_a_sample(ledger, schedule)
-    assert len(ledger.dead_letters.letters) == KEPT and ledger.dead_letters.total == KEPT + 5
+    assert len(ledger.dead_letters.letters) == MAX_LETTERS and ledger.dead_letters.total == MAX_LETTERS + 5
     assert ledger.requeue(0) is Verdict.INVALID
 
 
@@ -104,7 +104,7 @@ def test_renewals_keep_a_lease_up_to_its_end_and_no_longer(ledger):
     assert ledger.renew([lease.id], 35.0) == [lease.id]
 
 
-def test_a_lease_that_is_not_renewed_says_so(ledger):
+def test_the_error_of_an_expired_lease_says_that_it_was_not_renewed(ledger):
     schedule = schedule_over(rows=10)
     schedule.advance(ledger)
     lease = lease_next(ledger, schedule, expires_at=10.0, ends_at=25.0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from april import wire
-from april.broker.ledger.places import places_in
+from april.broker.ledger.places import chunk_refs_in
 from april.broker.telemetry import discards
 from tests.broker.conversation import FakeAgents, FakeLearner, FakeWorker, finish_evaluation, training
 from tests.broker.test_agent_desk import AGENTS
@@ -51,7 +51,7 @@ def of(batch):
     return found
 
 
-def test_discards_and_times_are_told_with_the_next_batch_and_the_same_again_until_its_checkpoint(talk, worker, learner):
+def test_discards_and_chunk_times_come_with_the_next_batch_and_again_until_its_checkpoint(talk, worker, learner):
     to_first_batch(talk, worker)
     plain = learner.fetch(0)
     assert not of(plain) and plain[0].total == 4
@@ -64,7 +64,7 @@ def test_discards_and_times_are_told_with_the_next_batch_and_the_same_again_unti
         assert [sample.reward for sample in head.samples] == [1.0, 1.0] and head.opened_at < head.delivered_at
         for sample in head.samples:
             assert sample.chunks == [(3, 1000.0 + place), (5, 1000.5 + place)]
-            assert [stay.how for stay in sample.stays] == ["stop", "scored"]
+            assert [span.outcome for span in sample.spans] == ["stop", "scored"]
     (dead,) = of(batch)["dead_sample"]
     assert [(one.attempts, one.error) for one in dead.samples if one.attempts] == [(1, "engine fell over")]
     assert any(one.reward != one.reward for one in dead.samples), "not known is no reward"
@@ -79,15 +79,15 @@ def test_discards_and_times_are_told_with_the_next_batch_and_the_same_again_unti
         assert repr(again.fetch(0, samples=True)) == repr(batch)
     again.consume(0)
     again.durable(1)
-    assert not list(talk.service.lives.discards.positions())
+    assert not list(talk.service.history.discards.positions())
 
 
 @pytest.mark.full
-def test_what_cannot_be_read_back_of_a_discard_is_left_out(talk, worker, learner):
+def test_unreadable_samples_of_a_discard_are_left_out(talk, worker, learner):
     to_first_batch(talk, worker)
     talk.restart_broker()
-    bad, *others = talk.service.lives.discards.of(0)
-    damage(talk, *next(places_in(bad.chunks[0]))[:2])
+    bad, *others = talk.service.history.discards.of_step(0)
+    damage(talk, *next(chunk_refs_in(bad.chunks[0]))[:2])
     again = FakeLearner(talk)
     again.join()
     batch = again.fetch(0, samples=True)
@@ -97,20 +97,20 @@ def test_what_cannot_be_read_back_of_a_discard_is_left_out(talk, worker, learner
 
 
 @pytest.mark.full
-def test_nothing_is_kept_beyond_the_bounds_nor_where_no_samples_are(talk, worker, learner, converse, monkeypatch):
+def test_no_discards_are_kept_beyond_the_limits_or_without_sample_logs(talk, worker, learner, converse, monkeypatch):
     monkeypatch.setattr(discards, "MOST_BYTES", 1)
     to_first_batch(talk, worker)
-    assert talk.service.lives.discards.of(0) == [] and talk.ledger.counts["zero_spread"] == 3
+    assert talk.service.history.discards.of_step(0) == [] and talk.ledger.counts["zero_spread"] == 3
     monkeypatch.undo()
     other = converse(*OPTIONS, "--samples.every", "0", "--run.name", "other")
     worker = FakeWorker(other)
     worker.join()
     FakeLearner(other).join()
-    assert to_first_batch(other, worker).service.lives.discards.of(0) == []
+    assert to_first_batch(other, worker).service.history.discards.of_step(0) == []
 
 
 @pytest.mark.full
-def test_what_a_session_loses_is_told_with_where_it_begins(converse):
+def test_the_discarded_part_of_a_session_comes_with_its_offset(converse):
     talk = converse(*AGENTS)
     worker, agents = FakeWorker(talk), FakeAgents(talk)
     worker.join()
@@ -128,7 +128,7 @@ def test_what_a_session_loses_is_told_with_where_it_begins(converse):
     (grant,) = worker.grants()
     worker.chunk(grant, 9, 3)
     agents.score(again, 0.5)
-    kept = talk.service.lives.discards
+    kept = talk.service.history.discards
     kept.deliver(0)
     failed, unread = kept.of(0)
     assert failed.head.discarded == "agent_failed" and failed.head.samples[0].error == "ValueError: no"
@@ -138,7 +138,7 @@ def test_what_a_session_loses_is_told_with_where_it_begins(converse):
 
 
 @pytest.mark.full
-def test_a_sample_that_died_in_a_group_that_is_trained_is_told_alone(converse):
+def test_a_dead_sample_of_a_trained_group_is_a_discard_of_its_own(converse):
     options = ["--schedule.min_group_size", "1", "--broker.attempts", "1"]
     talk = converse(*options)
     worker, learner = FakeWorker(talk), FakeLearner(talk)
@@ -151,13 +151,13 @@ def test_a_sample_that_died_in_a_group_that_is_trained_is_told_alone(converse):
     sibling = next(lease for lease in leases if lease.sample.group.id == victim.group)
     worker.report([worker.new_tokens(SimpleNamespace(lease_id=sibling.id, evaluation=False), 0, 4, "stop")])
     talk.ledger.score(sibling.id, 1.0)
-    talk.service.lives.discards.deliver(0)
-    (told,) = talk.service.lives.discards.of(0)
+    talk.service.history.discards.deliver(0)
+    (told,) = talk.service.history.discards.of_step(0)
     assert told.head.discarded == "dead_sample" and [one.index for one in told.head.samples] == [victim.index]
     assert told.head.samples[0].response_tokens == 5
 
 
-def test_a_run_that_fails_because_all_is_discarded_says_with_its_end_what_that_was(talk, worker, learner):
+def test_a_run_that_fails_because_all_is_discarded_ends_with_those_discards(talk, worker, learner):
     assert learner.fetch(0, samples=True) is None
     waiting = finish_evaluation(worker)
     while not talk.service.run.over:

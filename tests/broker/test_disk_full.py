@@ -60,11 +60,11 @@ def wait_for(connection, kind, timeout_s=60.0, never=()):
 
 def generate_three(worker, learner):
     """The token of a lease of which three tokens are acknowledged."""
-    assert isinstance(learner.request(wire.LearnerStart(0, "tcp://127.0.0.1:9"), 60.0).message, wire.LearnerStarted)
-    worker.send(wire.Holding(Version(0, 0), 4))
+    assert isinstance(learner.request(wire.StartLearner(0, "tcp://127.0.0.1:9"), 60.0).message, wire.LearnerAdmitted)
+    worker.send(wire.WorkerCapacity(Version(0, 0), 4))
     lease_id = wait_for(worker, wire.Grants).message.grants[0].lease_id
     worker.send(*one_row(lease_id, 0, 3))
-    assert wait_for(worker, wire.Answers).message.lengths == [(lease_id, 3)]
+    assert wait_for(worker, wire.Answers).message.acks == [(lease_id, 3)]
     return lease_id
 
 
@@ -95,9 +95,9 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged_and_ends_by_itself(brok
     limit_files(broker, None)
     assert "unknown session" in wait_for(worker, wire.Refused).message.reason
     welcome = worker.hello([lease_id], acknowledged_tokens=3)
-    assert (welcome.start, welcome.lost) == (2, [])
+    assert (welcome.broker_start, welcome.lost_lease_ids) == (2, [])
     worker.send(*one_row(lease_id, 3, 2))
-    assert (lease_id, 5) in wait_for(worker, wire.Answers).message.lengths
+    assert (lease_id, 5) in wait_for(worker, wire.Answers).message.acks
     monitor.hello([])
     status = status_of(monitor)
     assert (status["state"], status["read_only"], status["ledger_closed"]) == ("running", "", True)
@@ -124,9 +124,9 @@ def test_an_i_o_error_costs_nothing_that_was_acknowledged_and_waits_for_a_restar
         assert (status["state"], "Input/output error" in status["read_only"]) == ("read only", True), "a mended disk"
     with serving(config):
         welcome = worker.hello([lease_id], acknowledged_tokens=3)
-        assert (welcome.start, welcome.lost) == (2, [])
+        assert (welcome.broker_start, welcome.lost_lease_ids) == (2, [])
         worker.send(*one_row(lease_id, 3, 2))
-        assert (lease_id, 5) in wait_for(worker, wire.Answers).message.lengths
+        assert (lease_id, 5) in wait_for(worker, wire.Answers).message.acks
 
 
 def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_room(config_file, join, monkeypatch):
@@ -160,7 +160,7 @@ def many_files(config_file):
     config_file.write_text(text + "broker = { journal_file_records = 100 }\n")
 
 
-def test_connections_that_say_nothing_take_every_descriptor_and_cost_nothing(many_files, broker, join):
+def test_idle_connections_may_take_every_descriptor_without_loss(many_files, broker, join):
     worker, monitor = join(broker.address, "worker"), join(broker.address, "monitor")
     lease_id = generate_three(worker, join(broker.address, "learner"))
     limit = open_files(broker) + 20
@@ -172,7 +172,7 @@ def test_connections_that_say_nothing_take_every_descriptor_and_cost_nothing(man
         wait_until(lambda: open_files(broker) == limit, broker)
         for length in range(3, 99):
             worker.send(*one_row(lease_id, length, 1))
-            while (lease_id, length + 1) not in wait_for(worker, wire.Answers).message.lengths:
+            while (lease_id, length + 1) not in wait_for(worker, wire.Answers).message.acks:
                 pass
         status = status_of(monitor)
         assert (status["state"], status["read_only"], status["ledger_closed"]) == ("running", "", True)
@@ -216,7 +216,7 @@ def test_a_signal_ends_a_broker_that_cannot_write(broker, join):
     assert "told to leave by SIGTERM" in broker.output
 
 
-def test_an_order_that_did_not_reach_the_disk_is_refused(config_file, join, monkeypatch):
+def test_a_command_that_did_not_reach_the_disk_is_refused(config_file, join, monkeypatch):
     config = configuration.load(config_file)
     with serving(config) as live:
         monitor = join(live.address, "monitor")

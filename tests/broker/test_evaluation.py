@@ -106,11 +106,11 @@ def test_an_evaluation_has_its_line_behind_its_sync_and_once(converse):
     learner.join()
     worker.join(capacity=16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(talk.service.recorder.lines, "release", lambda size: None)
+        patch.setattr(talk.service.recorder.metrics_file, "release", lambda size: None)
         finish_evaluation(worker)
         assert 0 in talk.ledger.evaluated and not path.exists(), "killed before it is written"
     talk.restart_broker()
-    talk.service.recorder.lines.write()
+    talk.service.recorder.metrics_file.write()
     assert evaluations(path) == [talk.ledger.evaluated[0]]
     worker, learner = FakeWorker(talk), FakeLearner(talk)
     learner.join()
@@ -122,10 +122,10 @@ def test_an_evaluation_has_its_line_behind_its_sync_and_once(converse):
     found = list(talk.ledger.evaluated.values())
     assert evaluations(path) == found and len(found) == 7
     assert [line["step"] for line in read_records(path)] == [1, 2, 3, 4, 5, 6] and last_step(path) == 6
-    assert talk.service.recorder.lines.past.evaluated, "those that a start does not read again"
+    assert talk.service.recorder.metrics_file.summary.evaluated, "those that a start does not read again"
     for kept in (path.with_name("metrics.past"), None):
         talk.restart_broker()
-        talk.service.recorder.lines.write()
+        talk.service.recorder.metrics_file.write()
         assert evaluations(path) == found
         if kept:
             kept.unlink()

@@ -75,7 +75,7 @@ def test_each_set_has_its_prompts_its_samples_and_its_verifier(load):
     assert sorted({grant.label for grant in grants[1]}) == ["0", "1", "2"]
 
 
-def test_results_are_told_by_name_and_survive_a_broker_that_dies_between_the_sets(load):
+def test_results_are_stored_by_name_and_survive_a_broker_that_dies_between_the_sets(load):
     talk = Conversation(load())
     worker = FakeWorker(talk)
     worker.join(capacity=64)
@@ -106,8 +106,8 @@ def test_results_are_told_by_name_and_survive_a_broker_that_dies_between_the_set
 
 
 def answer(learner):
-    learner.say(wire.BestWanted())
-    message = learner.take(wire.Best)[-1].message
+    learner.say(wire.BestRequest())
+    message = learner.take(wire.BestCheckpoint)[-1].message
     return message.step, message.undecided
 
 
@@ -160,7 +160,7 @@ def test_the_sets_stay_those_that_a_run_was_begun_with(load):
         (HARD, ["--evaluation.sets.hard.sample", "3"], r"unknown key 'evaluation.sets.hard.sample' = 3"),
     ],
 )
-def test_sets_that_make_no_sense_are_refused(load, sets, overrides, refusal):
+def test_invalid_sets_are_refused(load, sets, overrides, refusal):
     with pytest.raises(configuration.ConfigError, match=refusal):
         load(sets, overrides)
 

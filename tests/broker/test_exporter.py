@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from april import config as configuration
-from april.broker.views.exporter import Exporter, Picture
-from april.broker.views.health import Condition
+from april.broker.views.exporter import Exporter, MetricsSnapshot
+from april.broker.views.health import HealthSnapshot
 from april.broker.views.metrics import SYNC_BUCKETS_S, SyncTimes
 from april.processes import clock
 from tests.page_client import Client, Worker
@@ -53,9 +53,9 @@ def test_a_broker_s_figures_and_health_can_be_scraped_while_it_works(start_broke
     learner, worker = Client(broker.address, "learner", "raw-learner"), Worker(broker.address)
     try:
         learner.hello()
-        learner.ask("LearnerStarted", "LearnerStart", 0, "tcp://127.0.0.1:9")
+        learner.ask("LearnerAdmitted", "StartLearner", 0, "tcp://127.0.0.1:9")
         worker.hello()
-        worker.send("Holding", [0, 0], 6, 0.0)
+        worker.send("WorkerCapacity", [0, 0], 6, 0.0)
         lease = worker.next_training_lease([0, 0])
         worker.generate(lease, 3, [0, 0])
 
@@ -98,13 +98,13 @@ def test_an_address_that_is_none_is_refused(config_file, address):
         configuration.load(config_file, ["--operations.http", address])
 
 
-def test_none_serves_nothing(config_file):
+def test_http_none_serves_nothing(config_file):
     assert configuration.load(config_file, ["--operations.http", "none"]).operations.http_address is None
 
 
 # --- health in every condition ------------------------------------------------------------------------------
 
-WORKING = Condition(
+WORKING = HealthSnapshot(
     run="small", state="running", phase="generating", step=3, over="", read_only="", workers=2, learner_silent_s=0.2
 )
 
@@ -118,20 +118,20 @@ def serving():
 
 @pytest.fixture
 def exporter(serving):
-    """Takes the next picture at once."""
-    serving._next_picture = 0.0
+    """Takes the next snapshot at once."""
+    serving._next_snapshot = 0.0
     return serving
 
 
 def show(exporter, now=None, **changes):
     """The loop comes round at `now` in this condition; what /health says."""
-    picture = Picture(dataclasses.replace(WORKING, **changes), {}, SyncTimes().picture())
-    exporter._next_picture = 0.0
-    exporter.passed(clock.now() if now is None else now, lambda: picture)
+    snapshot = MetricsSnapshot(dataclasses.replace(WORKING, **changes), {}, SyncTimes().histogram())
+    exporter._next_snapshot = 0.0
+    exporter.passed(clock.now() if now is None else now, lambda: snapshot)
     return health(exporter.address)
 
 
-def test_before_the_first_turn_a_broker_is_starting():
+def test_before_its_first_pass_a_broker_is_starting():
     exporter = Exporter("127.0.0.1", 0, stuck_after_s=30.0)
     assert health(exporter.address)[0] == 503
     exporter.close()
@@ -170,7 +170,7 @@ def test_a_broker_that_cannot_go_on_is_not_healthy(exporter, changes, reason):
     assert (status, body["status"]) == (503, "failing") and reason in body["reason"]
 
 
-def test_a_loop_that_does_not_come_round_is_seen_by_the_http_thread(exporter, monkeypatch):
+def test_a_stalled_loop_is_reported_by_the_http_thread(exporter, monkeypatch):
     now = clock.now()
     monkeypatch.setattr(clock, "now", lambda: now)
     status, body = show(exporter, now=now - 31.0)
@@ -185,7 +185,7 @@ def test_sync_times_are_a_cumulative_histogram(exporter):
     times = SyncTimes()
     for seconds in (0.0001, 0.0005, 0.003, 99.0):
         times.observe(seconds)
-    exporter.passed(clock.now(), lambda: Picture(WORKING, {}, times.picture()))
+    exporter.passed(clock.now(), lambda: MetricsSnapshot(WORKING, {}, times.histogram()))
     found = scrape(exporter.address)
     counts = [found["april_journal_sync_seconds_bucket", bound] for bound in (*map(str, SYNC_BUCKETS_S), "+Inf")]
     assert counts[0] == 2 and counts[-2] == 3 and counts[-1] == 4 and counts == sorted(counts)

@@ -99,7 +99,7 @@ def test_a_group_is_judged_by_what_is_right_in_it_and_not_by_penalties(config_fi
     assert talk.ledger.groups[right[0].group].state is GroupState.READY
 
 
-def test_without_dynamic_sampling_they_are_trained(config_file):
+def test_without_dynamic_sampling_groups_of_equal_rewards_are_trained(config_file):
     talk, worker, learner = talk_to(config_file)
     complete_groups(worker, lambda group, index: 1.0)
     assert learner.fetch(0) is not None and not talk.ledger.discarded

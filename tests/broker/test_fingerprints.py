@@ -21,7 +21,7 @@ from tests.broker.conversation import Conversation
 
 @pytest.fixture
 def begun(config_file, policy_folder, data_folder, tmp_path):
-    """A run on copies of its inputs, which a test may change; `begun(*overrides)` is its configuration."""
+    """Begin a run on copies of its inputs, which a test may change; `begun(*overrides)` returns its configuration."""
     shutil.copytree(policy_folder, tmp_path / "policy")
     shutil.copytree(data_folder, tmp_path / "data")
     text = config_file.read_text().replace(str(policy_folder), f"{tmp_path}/policy")
@@ -71,7 +71,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("key", OTHERS)
-def test_a_resume_with_another_is_refused_by_its_key_before_the_folder_changes(begun, tmp_path, key):
+def test_a_resume_with_changed_inputs_is_refused_by_key_before_the_folder_changes(begun, tmp_path, key):
     run_dir, change = begun().run_dir, OTHERS[key]
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     config = begun() if callable(change) else begun(*change)
@@ -84,13 +84,13 @@ def test_a_resume_with_another_is_refused_by_its_key_before_the_folder_changes(b
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-def test_what_only_lies_elsewhere_or_in_other_files_is_no_other(begun, tmp_path):
+def test_moved_copied_or_resharded_inputs_have_the_same_fingerprint(begun, tmp_path):
     config = begun()
     shutil.move(tmp_path / "policy", tmp_path / "moved")
     tensors = load_file(tmp_path / "moved" / "model.safetensors")
     (tmp_path / "moved" / "model.safetensors").unlink()
     for number in range(2):
-        part = {name: tensor for place, (name, tensor) in enumerate(sorted(tensors.items())) if place % 2 == number}
+        part = {name: tensor for index, (name, tensor) in enumerate(sorted(tensors.items())) if index % 2 == number}
         save_file(part, tmp_path / "moved" / f"model-{number}.safetensors")
     change_json(tmp_path, "moved/config.json", transformers_version="99", _name_or_path="elsewhere")
     shutil.move(config.run.dir, tmp_path / "other_runs")
@@ -99,14 +99,14 @@ def test_what_only_lies_elsewhere_or_in_other_files_is_no_other(begun, tmp_path)
     check_resume(begun(*moved, *kept))
 
 
-def test_where_the_weights_are_not_they_are_not_asked_for(begun, tmp_path):
-    """A broker on a machine of its own has the tokeniser alone."""
+def test_a_broker_without_the_weights_resumes(begun, tmp_path):
+    """A broker on a separate machine has only the tokeniser."""
     (tmp_path / "policy" / "model.safetensors").unlink()
     talk = Conversation(begun())
     assert talk.ledger.starts == 2 and "model.path (weights)" in talk.ledger.header.fingerprints
 
 
-def test_a_run_that_recorded_none_goes_on(begun):
+def test_a_run_without_recorded_fingerprints_resumes(begun):
     folder = begun().run_dir / "journal"
     without = msgspec.structs.replace(recorded_header(folder), fingerprints={})
     shutil.rmtree(folder)
@@ -116,19 +116,19 @@ def test_a_run_that_recorded_none_goes_on(begun):
     check_resume(begun("--reward.overlong_penalty", "0.5"))
 
 
-def test_large_weights_are_told_apart_by_samples_of_every_tensor(tmp_path, monkeypatch):
+def test_large_weights_are_distinguished_by_samples_of_every_tensor(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 1000)
     tensors = {f"layer.{number}": torch.full((3000,), float(number)) for number in range(5)}
     save_file(tensors, tmp_path / "model.safetensors")
-    first = fingerprints.weights_of(tmp_path)
-    assert first.endswith("of 5 tensors, 60000 bytes") and fingerprints.weights_of(tmp_path) == first
+    first = fingerprints.weights_fingerprint(tmp_path)
+    assert first.endswith("of 5 tensors, 60000 bytes") and fingerprints.weights_fingerprint(tmp_path) == first
     tensors["layer.3"] += 1
     save_file(tensors, tmp_path / "model.safetensors")
-    assert fingerprints.weights_of(tmp_path) != first
+    assert fingerprints.weights_fingerprint(tmp_path) != first
 
 
 @pytest.mark.parametrize("content", [b"", b"not weights", b"\xff" * 100, b"\x02" + bytes(7) + b"[]"])
-def test_weights_that_cannot_be_read_are_a_sentence(tmp_path, content):
+def test_unreadable_weights_are_a_configuration_error(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"no safetensors file; restore it"):
-        fingerprints.weights_of(tmp_path)
+        fingerprints.weights_fingerprint(tmp_path)

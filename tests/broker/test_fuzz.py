@@ -7,7 +7,7 @@ import pytest
 
 from april import wire
 from april.broker.service import MAY_SEND
-from april.broker.sessions import Sessions, Tally
+from april.broker.sessions import Peers, TokenTally
 from april.wire import limits
 from tests.broker.arena import Arena
 from tests.broker.conversation import FakeWorker, Peer
@@ -63,11 +63,11 @@ def test_a_worker_gets_no_more_leases_than_it_may_have_whatever_it_states(conver
 
 
 def test_tokens_of_processes_that_left_long_ago_stay_counted_when_they_are_forgotten(monkeypatch):
-    monkeypatch.setattr(limits, "TALLIES", 10)
-    sessions = Sessions()
+    monkeypatch.setattr(limits, "MAX_TALLIES", 10)
+    sessions = Peers()
     for number in range(100):
         session = sessions.open(wire.Hello("worker", "w", f"u{number}"), b"", 0.0)
-        sessions.tallies[session.uid] = Tally(emitted=7, acknowledged=2, refused=1)
+        sessions.tallies[session.uid] = TokenTally(emitted=7, acknowledged=2, refused=1)
         sessions.close(session)
     assert len(sessions.tallies) <= 10
     assert (sessions.unacknowledged_tokens(), sessions.refused_tokens()) == (400, 100)

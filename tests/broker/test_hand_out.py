@@ -41,7 +41,7 @@ def test_evaluation_has_its_share_of_the_slots_and_no_more_while_training_waits(
     assert counts(worker.grants()) == (5, 5)
 
 
-def test_evaluation_takes_what_would_stay_idle(talk):
+def test_evaluation_takes_slots_that_would_stay_idle(talk):
     worker = FakeWorker(talk)
     worker.join(capacity=14)
     assert counts(worker.grants()) == (8, 6)
@@ -74,7 +74,7 @@ def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, wo
     assert first.max_new_tokens == second.max_new_tokens == 19
 
 
-def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_its_sync(converse, monkeypatch):
+def test_many_free_workers_are_filled_over_several_passes_each_with_its_sync(converse, monkeypatch):
     monkeypatch.setattr(worker_desk, "PASS_GRANTS", 4)
     talk = converse(*CONTINUOUS)
     worker, synced = FakeWorker(talk), talk.deliver
@@ -85,7 +85,7 @@ def test_a_crowd_that_gets_room_at_once_is_filled_over_several_turns_each_with_i
     assert granted == [4, 4, 4, 2]
 
 
-def test_a_worker_that_is_behind_with_its_weights_keeps_no_other_waiting(converse):
+def test_a_worker_with_old_weights_does_not_keep_others_waiting(converse):
     talk = converse("--evaluation.prompts", "1")
     behind, learner = FakeWorker(talk, "behind"), FakeLearner(talk)
     behind.join(capacity=50)
@@ -128,10 +128,10 @@ def round_of_new_weights(talk):
 
 def take_weights(worker, loaded_in_s):
     worker.version = Version(0, 1)
-    worker.say(wire.Holding(worker.version, 10, loaded_in_s))
+    worker.say(wire.WorkerCapacity(worker.version, 10, loaded_in_s))
 
 
-def test_the_first_that_holds_new_weights_leaves_the_others_their_share(converse):
+def test_the_first_worker_with_new_weights_leaves_the_others_their_share(converse):
     talk = converse("--evaluation.prompts", "1")
     first, last, waiting = round_of_new_weights(talk)
     take_weights(first, loaded_in_s=2.0)
@@ -143,7 +143,7 @@ def test_the_first_that_holds_new_weights_leaves_the_others_their_share(converse
     assert len(samples(last.grants())) == waiting - half and not first.grants()
 
 
-def test_who_takes_twice_as_long_to_load_them_is_not_waited_for(converse):
+def test_a_worker_that_takes_twice_as_long_to_load_is_not_waited_for(converse):
     talk = converse("--evaluation.prompts", "1")
     first, _last, waiting = round_of_new_weights(talk)
     take_weights(first, loaded_in_s=2.0)
@@ -231,13 +231,13 @@ def test_new_weights_and_failures_leave_no_prefix_in_a_cache(two):
 
 def test_generation_goes_on_while_the_learner_has_a_batch_until_the_bound_is_reached(talk, worker, learner):
     work_until(worker, lambda: talk.ledger.next_step == 1)
-    assert status(talk.service.books, talk.now)["phase"] == "generating, training"
+    assert status(talk.service.context, talk.now)["phase"] == "generating, training"
     for _ in range(50):
         for grant in worker.grants():
             worker.complete(grant)
     assert not talk.ledger.generating and talk.ledger.next_step == 1
     assert len(talk.ledger.ready) == 4, "batch 1 is the last that may train what version 0 has generated"
-    assert status(talk.service.books, talk.now)["phase"] == "training"
+    assert status(talk.service.context, talk.now)["phase"] == "training"
 
 
 def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):

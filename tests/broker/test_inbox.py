@@ -1,4 +1,4 @@
-"""What has come to the broker: short messages that are waited for before reports, each connection's in order."""
+"""The broker's inbox: urgent messages before reports, the messages of each connection in order."""
 
 import itertools
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ ROLES = ["worker", "scorer", "agents", "learner", "monitor"]
 
 
 class Crowd:
-    """A peer of each role with its two connections to one socket; the session of role k has number k + 1."""
+    """A peer of each role with its two connections to one socket; role k has session id k + 1."""
 
     def __init__(self):
         self.context = zmq.Context()
@@ -55,7 +55,7 @@ def crowd():
     crowd.close()
 
 
-def test_what_a_learner_says_is_handled_before_the_reports_that_came_before_it(crowd):
+def test_a_learner_s_message_is_handled_before_earlier_reports(crowd):
     for sequence in range(50):
         crowd.send("worker", "data", sequence)
         crowd.send("scorer", "data", sequence)
@@ -67,7 +67,7 @@ def test_what_a_learner_says_is_handled_before_the_reports_that_came_before_it(c
     assert len(found) == 104
 
 
-def test_it_overtakes_what_has_been_taken_in_already(crowd):
+def test_a_learner_s_message_overtakes_reports_already_in_the_inbox(crowd):
     for sequence in range(3):
         crowd.send("worker", "data", sequence)
     handled = crowd.handled()
@@ -76,7 +76,7 @@ def test_it_overtakes_what_has_been_taken_in_already(crowd):
     assert list(handled) == [("monitor", "data", 0), ("worker", "data", 1), ("worker", "data", 2)]
 
 
-def test_who_names_another_s_session_has_no_place_before_others(crowd):
+def test_a_message_with_another_peer_s_session_is_not_urgent(crowd):
     crowd.send("worker", "data", 0)
     crowd.send("scorer", "data", 0, session=ROLES.index("learner") + 1)
     crowd.send("worker", "control", 0)
@@ -92,7 +92,7 @@ def test_the_messages_of_a_connection_stay_in_order_and_none_is_lost(sent):
             crowd.send(role, way, next(counts), session=None if known else 0)
             if takes:
                 found.append(next(crowd.handled()))
-        with patch.object(inbox, "IN_A_ROW", 1):
+        with patch.object(inbox, "URGENT_IN_A_ROW", 1):
             found += crowd.handled()
     finally:
         crowd.close()
@@ -103,7 +103,7 @@ def test_the_messages_of_a_connection_stay_in_order_and_none_is_lost(sent):
     assert all(sequences == sorted(sequences) for sequences in of_each.values())
 
 
-def test_a_monitor_that_asks_without_end_does_not_keep_reports_waiting(crowd):
+def test_a_monitor_that_floods_the_broker_does_not_starve_reports(crowd):
     for sequence in range(3):
         crowd.send("worker", "data", sequence)
     handled, found = crowd.handled(), []
@@ -113,8 +113,8 @@ def test_a_monitor_that_asks_without_end_does_not_keep_reports_waiting(crowd):
     assert found.count("worker") == 3
 
 
-def test_it_takes_in_only_so_much(crowd, monkeypatch):
-    monkeypatch.setattr(inbox, "HELD_MESSAGES", 4)
+def test_the_inbox_is_bounded_in_bytes_and_messages(crowd, monkeypatch):
+    monkeypatch.setattr(inbox, "INBOX_MESSAGES", 4)
     for sequence in range(10):
         crowd.send("worker", "data", sequence)
     handled = crowd.handled()
@@ -123,7 +123,7 @@ def test_it_takes_in_only_so_much(crowd, monkeypatch):
     assert [sequence for _, _, sequence in handled] == list(range(1, 10)) and not crowd.inbox.has_message
 
 
-def test_of_more_frames_than_a_peer_may_send_no_more_are_held_than_it_takes_to_refuse_them(crowd):
+def test_of_a_message_with_too_many_frames_only_one_too_many_is_kept(crowd):
     crowd.peers["worker", "data"].send_multipart([b""] * 5000)
     _, *frames = crowd.inbox.next(crowd.sessions)
     assert len(frames) == FROM_PEER.frames + 1
@@ -131,7 +131,7 @@ def test_of_more_frames_than_a_peer_may_send_no_more_are_held_than_it_takes_to_r
         wire.decode(frames, FROM_PEER)
 
 
-def test_a_message_without_a_frame_is_passed_on(crowd):
+def test_a_message_without_frames_is_returned(crowd):
     crowd.peers["worker", "data"].send(b"")
     route, *frames = crowd.inbox.next(crowd.sessions)
     assert route.bytes == b"worker data" and [bytes(frame) for frame in frames] == [b""]

@@ -1,4 +1,4 @@
-"""What was synced is there after any crash; what is damaged is never passed over in silence."""
+"""Synced records survive any crash, and damage is never skipped silently."""
 
 import errno
 import itertools
@@ -17,7 +17,7 @@ import pytest
 
 from april.broker.journal import journal as journal_module
 from april.broker.journal import recent
-from april.broker.journal.files import JournalError, file_path, file_starts, unneeded
+from april.broker.journal.files import JournalError, file_path, file_starts, reclaimable_files
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import RoundStarted, SampleScored
 
@@ -27,7 +27,7 @@ ARRAYS = [(zlib.crc32(data), data) for data in (b"\x01\x00\x00\x00" * 2, b"\xcf"
 
 @pytest.fixture
 def written(tmp_path):
-    """A folder with ten records, each synced, and the position behind each."""
+    """A folder with ten records, each synced, and the end position of each."""
     with closing(Journal(tmp_path)) as journal:
         ends = []
         for number in range(10):
@@ -67,7 +67,7 @@ def test_many_records_in_one_sync_are_all_there(tmp_path):
     assert replayed(tmp_path) == [fact(number) for number in range(3000)]
 
 
-def test_a_cut_at_any_byte_loses_only_the_records_it_cuts(written):
+def test_a_truncation_at_any_byte_loses_only_the_records_behind_it(written):
     folder, path, ends = written
     whole = path.read_bytes()
     for length in range(len(whole), -1, -1):
@@ -76,7 +76,7 @@ def test_a_cut_at_any_byte_loses_only_the_records_it_cuts(written):
         assert path.stat().st_size in (0, *ends)
 
 
-def test_after_a_cut_the_journal_goes_on_behind_the_last_good_record(written):
+def test_after_a_truncation_the_journal_goes_on_after_the_last_good_record(written):
     folder, path, ends = written
     path.write_bytes(path.read_bytes()[:-1])
     with closing(Journal(folder)) as journal:
@@ -85,7 +85,7 @@ def test_after_a_cut_the_journal_goes_on_behind_the_last_good_record(written):
     assert replayed(folder) == [*(fact(number) for number in range(9)), RoundStarted(7)]
 
 
-def test_damage_to_what_was_synced_before_the_last_record_is_refused(written):
+def test_damage_before_the_last_sync_is_refused(written):
     folder, path, ends = written
     whole = path.read_bytes()
     for at in range(ends[-2]):
@@ -97,7 +97,7 @@ def test_damage_to_what_was_synced_before_the_last_record_is_refused(written):
 
 
 def test_the_pages_of_an_unfinished_sync_may_reach_the_disk_in_any_order(written):
-    """A crash may leave a hole before a good record of the same, unfinished sync: both are cut."""
+    """A crash may leave a hole before a good record of the same unfinished sync: both are cut off."""
     folder, path, ends = written
     with closing(Journal(folder)) as journal:
         list(journal.replay())
@@ -144,7 +144,7 @@ def test_after_a_failed_write_nothing_is_accepted_but_reading_goes_on(tmp_path, 
     journal.close()
 
 
-def test_a_sync_aside_counts_when_it_is_finished(tmp_path):
+def test_a_sync_in_the_thread_counts_when_it_is_finished(tmp_path):
     with closing(Journal(tmp_path)) as journal:
         journal.append(fact(0), ARRAYS)
         journal.begin_sync()
@@ -155,7 +155,7 @@ def test_a_sync_aside_counts_when_it_is_finished(tmp_path):
     assert replayed(tmp_path) == [fact(0), fact(1)]
 
 
-def test_a_sync_aside_that_fails_says_so_when_it_is_finished(tmp_path, monkeypatch):
+def test_a_failed_sync_in_the_thread_raises_when_it_is_finished(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
     journal.append(fact(0), ARRAYS)
     monkeypatch.setattr(os, "fdatasync", lambda file: os.fsync(1_000_000))
@@ -169,7 +169,7 @@ def test_a_sync_aside_that_fails_says_so_when_it_is_finished(tmp_path, monkeypat
     assert replayed(tmp_path) == []
 
 
-def test_a_write_that_the_system_cuts_short_is_finished(tmp_path, monkeypatch):
+def test_a_short_write_is_completed(tmp_path, monkeypatch):
     whole_write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda file, data, at: whole_write(file, [b"".join(data)[:30]], at))
     with closing(Journal(tmp_path)) as journal:
@@ -190,7 +190,7 @@ def no_descriptor(*arguments):
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-def test_where_no_file_can_be_opened_the_journal_goes_on_in_the_one_it_has(tmp_path, monkeypatch):
+def test_without_a_descriptor_for_a_new_file_the_journal_goes_on_in_the_present_one(tmp_path, monkeypatch):
     with closing(Journal(tmp_path, file_records=2)) as journal:
         journal.append(fact(0))
         with monkeypatch.context() as short:
@@ -202,7 +202,7 @@ def test_where_no_file_can_be_opened_the_journal_goes_on_in_the_one_it_has(tmp_p
     assert replayed(tmp_path) == [fact(0), fact(1)]
 
 
-def test_a_journal_that_was_not_opened_whole_holds_nothing_open(tmp_path, monkeypatch):
+def test_a_journal_that_fails_to_open_leaves_no_descriptor_open(tmp_path, monkeypatch):
     fill(tmp_path, 35)
     real = os.open
     with monkeypatch.context() as short:
@@ -216,7 +216,7 @@ def test_a_journal_that_was_not_opened_whole_holds_nothing_open(tmp_path, monkey
 
 
 def fill(folder, count, records_per_segment=10):
-    """`count` synced records; returns the positions at which segments begin."""
+    """Write `count` synced records; returns the starts of the journal files."""
     with closing(Journal(folder, file_records=records_per_segment)) as journal:
         starts = [0]
         for number in range(count):
@@ -227,7 +227,7 @@ def fill(folder, count, records_per_segment=10):
     return starts
 
 
-def test_references_and_replay_reach_across_segments(tmp_path):
+def test_references_and_replay_reach_across_files(tmp_path):
     starts = fill(tmp_path, 35)
     assert len(starts) == 4
     assert replayed(tmp_path) == [fact(number) for number in range(35)]
@@ -238,7 +238,7 @@ def test_references_and_replay_reach_across_segments(tmp_path):
         assert [journal.read(references[number])[0] for number in order] == [fact(number) for number in order]
 
 
-def test_only_the_last_segment_may_be_torn(tmp_path):
+def test_only_the_last_file_may_have_a_torn_tail(tmp_path):
     fill(tmp_path, 35)
     first, *_, last = sorted(tmp_path.glob("*.msgpack"))
     last.write_bytes(last.read_bytes()[:-1])
@@ -248,24 +248,24 @@ def test_only_the_last_segment_may_be_torn(tmp_path):
         replayed(tmp_path)
 
 
-def test_a_missing_segment_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     fill(tmp_path, 35)
     sorted(tmp_path.glob("*.msgpack"))[1].unlink()
     with pytest.raises(JournalError, match="lacks the file"):
         replayed(tmp_path)
 
 
-def test_segments_are_reclaimed_unless_something_in_them_lives(tmp_path):
+def test_files_are_reclaimed_unless_they_hold_a_live_record(tmp_path):
     starts = fill(tmp_path, 45)
     with closing(Journal(tmp_path)) as journal:
         references = [reference for _, reference in journal.replay()]
         before = journal.bytes_on_disk
         live = {references[13][0], references[44][0]}
-        dead = unneeded(file_starts(tmp_path), starts[3], live)
+        dead = reclaimable_files(file_starts(tmp_path), starts[3], live)
         assert dead == [starts[0], starts[2]]
         paths = [file_path(tmp_path, start) for start in dead]
         for _ in range(2):
-            journal.let_go(dead)
+            journal.release_files(dead)
             assert journal.bytes_on_disk == before - sum(path.stat().st_size for path in paths)
         assert journal.read(references[13]) == (fact(13), ARRAYS)
         for path in paths:
@@ -273,7 +273,7 @@ def test_segments_are_reclaimed_unless_something_in_them_lives(tmp_path):
     assert replayed(tmp_path, starts[3]) == [fact(number) for number in range(30, 45)]
 
 
-def test_a_failure_beside_a_write_under_way_leaves_nothing_unsynced_on_disk(tmp_path, monkeypatch):
+def test_a_failure_during_a_write_leaves_nothing_unsynced_on_disk(tmp_path, monkeypatch):
     journal = Journal(tmp_path)
     journal.append(fact(0), ARRAYS)
     journal.sync()
@@ -294,13 +294,13 @@ def test_a_failure_beside_a_write_under_way_leaves_nothing_unsynced_on_disk(tmp_
 
 
 def large(number):
-    """A record's arrays, of a size that stays in memory and is written past the page cache."""
+    """Arrays of a record large enough to be cached in memory and written past the page cache."""
     data = random.Random(number).randbytes(4 * 20_000 + number % 3)
     return [(zlib.crc32(data), data)] * 2
 
 
 def test_large_records_between_small_ones_come_back_as_they_were(tmp_path):
-    """From memory, from the disk, and after a cut at any place near the end of a record."""
+    """From memory, from disk, and after a truncation anywhere near the end of a record."""
     wanted = [(fact(number), large(number) if number % 5 else ARRAYS) for number in range(60)]
     ends = []
     with closing(Journal(tmp_path)) as journal:
@@ -320,7 +320,7 @@ def test_large_records_between_small_ones_come_back_as_they_were(tmp_path):
             assert len(replayed(tmp_path)) == sum(end <= length for end in ends)
 
 
-def test_a_large_sync_goes_past_the_page_cache_and_a_small_one_through_it(tmp_path, monkeypatch):
+def test_a_large_sync_bypasses_the_page_cache_and_a_small_one_does_not(tmp_path, monkeypatch):
     ways, real = [], journal_module.write_and_sync
 
     def watched(*arguments):
@@ -330,18 +330,18 @@ def test_a_large_sync_goes_past_the_page_cache_and_a_small_one_through_it(tmp_pa
     monkeypatch.setattr(journal_module, "write_and_sync", watched)
     with closing(Journal(tmp_path)) as journal:
         for arrays in ([ARRAYS], [large(0)] * 2, [ARRAYS] * 3000):
-            for one in arrays:
-                journal.append(fact(0), one)
+            for record_arrays in arrays:
+                journal.append(fact(0), record_arrays)
             journal.sync()
     assert ways == [False, True, False]
 
 
-def test_no_more_of_the_last_large_records_stays_in_memory_than_is_meant_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(recent, "KEPT_BYTES", 1 << 20)
+def test_the_cache_of_recent_large_records_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(recent, "CACHE_BYTES", 1 << 20)
     with closing(Journal(tmp_path)) as journal:
         references = [journal.append(fact(number), large(number)) for number in range(40)]
         journal.sync()
-        monkeypatch.setattr(os, "pread", lambda *arguments: pytest.fail("this one should be in memory"))
+        monkeypatch.setattr(os, "pread", lambda *arguments: pytest.fail("the record should be in memory"))
         assert [journal.read(reference) for reference in references[-6:]] == [
             (fact(number), large(number)) for number in range(34, 40)
         ]
@@ -368,7 +368,7 @@ while True:
 """
 
 
-def test_what_a_killed_process_had_synced_is_there_whichever_way_it_was_written(tmp_path):
+def test_everything_a_killed_process_had_synced_is_on_disk_by_either_way_of_writing(tmp_path):
     promised = 0
     for kill in range(8):
         with subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, cwd=ROOT) as writer:

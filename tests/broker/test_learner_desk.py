@@ -42,7 +42,7 @@ def test_a_batch_comes_in_parts_that_make_the_whole(worker, learner, monkeypatch
 def test_a_learner_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker, learner, monkeypatch):
     make_batch(worker)
     monkeypatch.setattr("april.broker.desks.learner.PART_BYTES", 1)
-    talk.service.books.credit_bytes = 1
+    talk.service.context.credit_bytes = 1
     learner.say(wire.Fetch(0))
     for _ in range(10):
         talk.tick()
@@ -64,7 +64,7 @@ def test_a_learner_from_an_older_checkpoint_gets_the_same_deliveries_again(talk,
             worker.hold(1)
     again = FakeLearner(talk)
     started = again.join(step=0)
-    assert (started.branch, started.frontier) == (1, 2)
+    assert (started.incarnation, started.frontier) == (1, 2)
     assert talk.ledger.tokens["trained"] == 0 and talk.ledger.closed
     for step, batch in enumerate(batches):
         assert again.fetch(step) == batch
@@ -117,11 +117,11 @@ def test_a_learner_says_its_checkpoint_before_it_fetches(talk):
 def test_a_learner_that_this_run_cannot_serve_is_refused(talk):
     learner = FakeLearner(talk)
     learner.hello()
-    learner.say(wire.LearnerStart(7, ""))
+    learner.say(wire.StartLearner(7, ""))
     assert "checkpoint 7" in learner.take(wire.Refused)[-1].message.reason
 
 
-def test_a_learner_that_outlives_the_broker_goes_on_without_a_new_branch(talk, worker, learner):
+def test_a_learner_that_outlives_the_broker_goes_on_without_a_new_incarnation(talk, worker, learner):
     make_batch(worker)
     batch = learner.fetch(0)
     talk.restart_broker()
@@ -130,14 +130,14 @@ def test_a_learner_that_outlives_the_broker_goes_on_without_a_new_branch(talk, w
     assert learner.fetch(0) == batch
     learner.consume(0)
     learner.consume(0)
-    assert (talk.ledger.branch, talk.ledger.consumed) == (0, 1)
+    assert (talk.ledger.incarnation, talk.ledger.consumed) == (0, 1)
 
 
-def test_a_start_that_is_repeated_after_a_restart_opens_no_second_branch(talk, learner):
+def test_a_start_that_is_repeated_after_a_restart_opens_no_second_incarnation(talk, learner):
     talk.restart_broker()
     learner = FakeLearner(talk, learner.name)
-    assert learner.join(step=0).branch == 0
-    assert FakeLearner(talk).join(step=0).branch == 1
+    assert learner.join(step=0).incarnation == 0
+    assert FakeLearner(talk).join(step=0).incarnation == 1
 
 
 def test_a_learner_that_was_replaced_is_refused_when_it_comes_back(talk, worker, learner):

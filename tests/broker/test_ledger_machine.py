@@ -17,7 +17,7 @@ from april.broker.schedules.continuous import ContinuousSchedule
 from april.config import ScheduleSection
 
 BEYOND_ITS_SHARE = (5,)
-"""rank of evaluation that has no share of a worker left"""
+"""Rank of evaluation once its share of a worker's slots is used up."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def queues_are_cleaned_often(monkeypatch):
     monkeypatch.setattr("april.broker.ledger.queues.CLEANING_PUSHES", 3)
 
 
-class Pipeline(machine.Pipeline):
+class ScheduleMachine(machine.ScheduleMachine):
     @property
     def continuous(self):
         return isinstance(self.schedule, ContinuousSchedule)
@@ -61,7 +61,13 @@ class Pipeline(machine.Pipeline):
         """Scores, what is due, evaluation, lost work, partials by age and expected length, siblings, fresh groups."""
         group = sample.group
         expected = max([sample.length, *(sibling.length for sibling in group.samples if sibling.finish_reason)])
-        place = (group.opened_at, sample.attempts == 0 and sample.length == 0, -expected, group.id, sample.index)
+        started_order = (
+            group.opened_at,
+            sample.attempts == 0 and sample.length == 0,
+            -expected,
+            group.id,
+            sample.index,
+        )
         if sample.state is SampleState.GENERATED:
             return (0,)
         if group.evaluation:
@@ -69,26 +75,26 @@ class Pipeline(machine.Pipeline):
         if not group.started:
             return (4, group.id, sample.index)
         if group.opened_at + self.ledger_rules.max_staleness <= self.ledger.next_step:
-            return (1, *place)
-        return (3, sample.attempts == 0, *place)
+            return (1, *started_order)
+        return (3, sample.attempts == 0, *started_order)
 
 
-TestRounds, TestContinuous = (machine_of(kind, Pipeline).TestCase for kind in ("april", "continuous"))
+TestRounds, TestContinuous = (machine_of(kind, ScheduleMachine).TestCase for kind in ("april", "continuous"))
 TestRounds.settings = TestContinuous.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
-def test_a_snapshot_leaves_nothing_of_the_ledger_out():
-    """Whoever gives the ledger a new attribute decides here whether a snapshot holds it or it follows from the rest."""
-    held = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts", "dead_letters"}
-    follows = {
+def test_a_snapshot_covers_every_attribute_of_the_ledger():
+    """Each attribute of the ledger is either stored in a snapshot or derived from the rest."""
+    stored = {*PLAIN, *COUNTERS, "header", "groups", "ready", "deliveries", "evaluations", "cohorts", "dead_letters"}
+    derived = {
         "rules",
         "write",
-        "together",
+        "group_scored",
         "on_discard",
         "_expiries",
-        "unjudged",
+        "unfiltered",
         "leases",
         "held",
         "load",
@@ -96,9 +102,9 @@ def test_a_snapshot_leaves_nothing_of_the_ledger_out():
         "open_samples",
         "queue",
         "bound",
-        "voided",
+        "revoked",
     }
-    assert set(vars(Ledger(Rules(1, 1, 0)))) == held | follows
+    assert set(vars(Ledger(Rules(1, 1, 0)))) == stored | derived
 
 
 SCHEDULES = {

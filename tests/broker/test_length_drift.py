@@ -23,7 +23,7 @@ def test_two_draws_of_the_same_lengths_are_within_the_band_about_as_often_as_it_
     assert alarms <= 5
 
 
-def test_shorter_ones_are_beyond_it():
+def test_shorter_responses_are_outside_the_band():
     rng = np.random.default_rng(1)
     drift = measure_drift(groups(rng, 300, median=240), groups(rng, 300))
     assert drift.alarm and drift.to_json()["alarm"] is True
@@ -56,29 +56,29 @@ def alarms(name, seed):
     pipeline = Pipeline(scenario(seed=seed, steps=60, schedule__rollout_batch_size=8, **SCHEDULES[name] | {
         "schedule__over_sampling_batch_size": 16 if name in ("april", "dropped") else None,
     }))  # fmt: skip
-    note, said = pipeline.measures.trained, []
+    note, said = pipeline.measures.record_step, []
 
     def look(step, batch):
         if step % 4 == 0 and (verdict := drift_of(pipeline.ledger.cohorts)):
             said.append(verdict.alarm)
         note(step, batch)
 
-    pipeline.measures.trained = look
+    pipeline.measures.record_step = look
     pipeline.run()
     assert len(said) > 8
     return sum(said) / len(said)
 
 
 @pytest.mark.parametrize("name", ["sync", "april", "continuous"])
-def test_it_is_silent_when_everything_is_trained(name):
+def test_the_alarm_is_silent_when_everything_is_trained(name):
     assert [alarms(name, seed) for seed in range(5)] == [0.0] * 5
 
 
-def test_it_fires_when_unfinished_work_is_dropped():
+def test_the_alarm_fires_when_unfinished_work_is_dropped():
     assert min(alarms("dropped", seed) for seed in range(5)) > 0.8
 
 
-def test_what_is_dropped_whatever_its_length_is_seen_in_the_counts():
+def test_drops_regardless_of_length_show_in_the_counts():
     cohorts = LengthCohorts(2)
     cohorts.finish(0, [5, 7], trained=[5, 7])
     cohorts.finish(1, [5, 7], trained=[])
@@ -86,7 +86,7 @@ def test_what_is_dropped_whatever_its_length_is_seen_in_the_counts():
     assert (found["ratio"], found["created"]["responses"], found["trained"]["responses"]) == (1.0, 4, 2)
 
 
-def test_the_live_view_says_so():
+def test_the_live_view_shows_the_length_alarm():
     record = {"step": 3, "lengths": {"drift": {"distance": 0.2, "band": 0.1, "alarm": True}}}
     assert "LENGTHS BIASED 0.200 > 0.100" in step_line(record, {})
     record["lengths"]["drift"]["alarm"] = False

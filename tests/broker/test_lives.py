@@ -5,7 +5,7 @@ from april.broker.journal.snapshot import freeze
 from tests.broker.conversation import FakeLearner, FakeWorker, finish_evaluation, training
 
 
-def lives(batch):
+def history(batch):
     return {(head.group, sample.index): sample for head in batch.groups for sample in head.samples}
 
 
@@ -23,7 +23,7 @@ def until_batch(talk, *workers):
             other.waiting += training(other.grants())
 
 
-def test_stays_survive_a_kill_and_a_snapshot(talk, worker, learner):
+def test_spans_survive_a_kill_and_a_snapshot(talk, worker, learner):
     worker.waiting = finish_evaluation(worker)
     first, *_ = worker.waiting
     start = talk.now
@@ -37,11 +37,11 @@ def test_stays_survive_a_kill_and_a_snapshot(talk, worker, learner):
     assert (first.group, first.index) in {(grant.group, grant.index) for grant in other.waiting}
     until_batch(talk, other, worker)
     batch = learner.fetch(0)
-    sample = lives(batch[0])[first.group, first.index]
-    left, went_on, scored = sample.stays
-    assert (left.what, left.where, left.start, left.end, left.how) == ("generate", "w0-uid", 0, 5, "leave")
-    assert (went_on.where, went_on.start, went_on.end, went_on.how) == ("w1", 5, 8, "stop")
-    assert (scored.what, scored.where, scored.how) == ("score", "w1", "scored")
+    sample = history(batch[0])[first.group, first.index]
+    left, went_on, scored = sample.spans
+    assert (left.activity, left.holder, left.start, left.end, left.outcome) == ("generate", "w0-uid", 0, 5, "leave")
+    assert (went_on.holder, went_on.start, went_on.end, went_on.outcome) == ("w1", 5, 8, "stop")
+    assert (scored.activity, scored.holder, scored.outcome) == ("score", "w1", "scored")
     assert left.ended - left.began == 1.0 and scored.ended - scored.began == 0.25
     assert sample.details == {"correct": 1.0}
     head = next(head for head in batch[0].groups if head.group == first.group)
@@ -49,7 +49,7 @@ def test_stays_survive_a_kill_and_a_snapshot(talk, worker, learner):
     for with_snapshot in (False, True):
         if with_snapshot:
             position = talk.journal.rotate()
-            talk.service.snapshots.store.write(position, freeze(talk.ledger, talk.service.lives.freeze()))
+            talk.service.snapshots.store.write(position, freeze(talk.ledger, talk.service.history.freeze()))
         talk.restart_broker()
         again = FakeLearner(talk, learner.name)
         again.hello()
@@ -57,4 +57,4 @@ def test_stays_survive_a_kill_and_a_snapshot(talk, worker, learner):
     again.consume(0)
     again.durable(1)
     talk.restart_broker()
-    assert not any(talk.service.lives.of(group).delivered_at for group in talk.ledger.groups.values())
+    assert not any(talk.service.history.of_group(group).delivered_at for group in talk.ledger.groups.values())

@@ -1,4 +1,4 @@
-"""Among samples of one version those go first that are expected to become longest; siblings that have ended tell."""
+"""Among samples of one version the longest expected goes first; finished siblings set the expectation."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ GROUPS, GROUP_SIZE = 3, 3
 
 
 class Run:
-    """Three groups of three, whose samples one worker has."""
+    """Three groups of three samples, all leased to one worker."""
 
     def __init__(self):
         section = ScheduleSection(
@@ -76,7 +76,7 @@ def test_a_partial_whose_sibling_became_long_goes_first():
     assert names(run.order()) == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 2), (2, 0), (2, 1)]
 
 
-def test_a_sibling_that_ends_while_others_wait_brings_its_own_forward():
+def test_a_finished_sibling_moves_its_waiting_siblings_forward():
     run = Run()
     for lease, tokens in zip(run.leases[:-1], [9, 9, 9, 8, 8, 8, 1, 1], strict=True):
         run.hand_back(lease, tokens)
@@ -85,7 +85,7 @@ def test_a_sibling_that_ends_while_others_wait_brings_its_own_forward():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 60)), min_size=9, max_size=9), st.randoms())
-def test_whatever_ends_and_comes_back_in_whatever_order_the_longest_expected_goes_first(fates, random):
+def test_in_any_order_of_events_the_longest_expected_sample_goes_first(fates, random):
     run = Run()
     together = list(zip(run.leases, fates, strict=True))
     random.shuffle(together)

@@ -1,11 +1,11 @@
-"""A straggler moves from a loaded worker to an idle one, if it ends sooner there; whatever dies in between."""
+"""A straggler moves from a loaded worker to an idle one if it ends sooner there, also when something dies meanwhile."""
 
 import pytest
 
 from april import wire
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
-from april.broker.migration import PATIENCE_S, Migration, Seat
+from april.broker.migration import PATIENCE_S, Migration, WorkerLoad
 from april.wire.version import Version
 from tests.broker.conversation import FakeWorker, training
 
@@ -14,14 +14,16 @@ MIGRATE = ["--schedule.migrate", "--evaluation.prompts", "1"]
 
 @pytest.fixture
 def talk(converse):
-    """6 groups of 2 in a round, of which 4 make a batch."""
+    """A round of 6 groups of 2, of which 4 make a batch."""
     return converse(*MIGRATE)
 
 
 @pytest.fixture
 def busy(talk):
-    """A worker that had all samples, and has those of 3 groups still: a token took it 0.1 s for each that ran. What it
-    has are `grants`, each with 6 tokens."""
+    """A worker that had all samples and still has `unfinished`, those of 3 groups, each with 6 tokens.
+
+    It took 0.1 s per token for each running sample.
+    """
     worker = FakeWorker(talk)
     worker.join(capacity=20)
     for grant in (grants := worker.grants()):
@@ -36,10 +38,10 @@ def busy(talk):
     for grant in [grant for grant in grants if grant.group in groups[:3]]:
         worker.chunk(grant, 3, 1, "stop")
         worker.score(grant)
-    worker.left = [grant for grant in grants if grant.group in groups[3:]]
+    worker.unfinished = [grant for grant in grants if grant.group in groups[3:]]
     for length in range(3, 6):
         talk.now += 0.6
-        worker.report([worker.new_tokens(grant, length, 1) for grant in worker.left])
+        worker.report([worker.new_tokens(grant, length, 1) for grant in worker.unfinished])
     assert worker.take(wire.Cancel) == [], "there is nobody else"
     return worker
 
@@ -52,25 +54,25 @@ def idle(talk, busy):
     return worker
 
 
-def asked_back(worker):
-    """The grant that it is asked for."""
+def recalled_grant(worker):
+    """The grant that the broker has recalled from the worker."""
     [cancel] = [received.message for received in worker.take(wire.Cancel)]
     assert cancel.hand_back
-    [lease_id] = cancel.leases
-    return next(grant for grant in worker.left if grant.lease_id == lease_id)
+    [lease_id] = cancel.lease_ids
+    return next(grant for grant in worker.unfinished if grant.lease_id == lease_id)
 
 
 def sample_of(grant):
     return grant.group, grant.index
 
 
-def test_a_straggler_goes_on_at_the_idle_worker_behind_its_last_tokens(talk, busy, idle):
-    grant = asked_back(busy)
+def test_a_straggler_goes_on_at_the_idle_worker_after_its_last_tokens(talk, busy, idle):
+    grant = recalled_grant(busy)
     busy.report([busy.new_tokens(grant, 6, 2)], [wire.GiveBack(grant.lease_id, 8, "recall")])
     [moved] = idle.grants()
     assert sample_of(moved) == sample_of(grant) and len(moved.arrays[1]) == 8
     busy.chunk(grant, 8, 1)
-    assert "not current" in busy.told("refused")[-1][1], "its old holder is fenced"
+    assert "not current" in busy.answers("rejects")[-1][1], "its old holder is fenced"
     talk.now += 1.0
     idle.chunk(moved, 8, 2, "stop")
     idle.score(moved)
@@ -79,32 +81,32 @@ def test_a_straggler_goes_on_at_the_idle_worker_behind_its_last_tokens(talk, bus
     assert talk.service.recorder.moves == {"asked": 1, "done": 1} and talk.ledger.closed
 
 
-def test_nothing_moves_where_the_key_is_off(converse):
+def test_nothing_moves_with_migration_off(converse):
     talk = converse(*MIGRATE[1:])
     assert talk.service.workers.migration is None
 
 
-def test_what_ends_before_it_is_given_back_stays_with_its_worker(talk, busy, idle):
-    grant = asked_back(busy)
+def test_a_sample_that_ends_before_it_is_handed_back_does_not_move(talk, busy, idle):
+    grant = recalled_grant(busy)
     busy.chunk(grant, 6, 1, "stop")
     busy.score(grant)
     assert talk.ledger.groups[grant.group].samples[grant.index].reward == 1.0
     assert idle.grants() == [] and not talk.service.workers.migration.moves and talk.ledger.closed
 
 
-def test_a_worker_that_dies_with_a_sample_it_was_asked_for_costs_what_was_not_acknowledged(talk, busy, idle):
-    grant = asked_back(busy)
+def test_a_worker_that_dies_during_a_move_costs_only_unacknowledged_tokens(talk, busy, idle):
+    grant = recalled_grant(busy)
     talk.now += 11.0
     idle.say(wire.Heartbeat(), connection=b"control")
-    found = {sample_of(one): one for one in idle.grants()}
-    assert found.keys() == {sample_of(one) for one in busy.left}, "all that it held goes on elsewhere"
+    found = {sample_of(grant): grant for grant in idle.grants()}
+    assert found.keys() == {sample_of(grant) for grant in busy.unfinished}, "all that it held goes on elsewhere"
     assert len(found[sample_of(grant)].arrays[1]) == 6
     sample = talk.ledger.groups[grant.group].samples[grant.index]
     assert sample.attempts == 1 and not talk.service.workers.migration.moves and talk.ledger.closed
 
 
-def test_where_the_idle_worker_is_gone_meanwhile_the_sample_goes_on_as_any_other(talk, busy, idle):
-    grant = asked_back(busy)
+def test_if_the_target_is_gone_the_sample_is_handed_out_like_any_other(talk, busy, idle):
+    grant = recalled_grant(busy)
     idle.say(wire.Goodbye())
     busy.give_back(grant, 6, "recall")
     [again] = busy.grants()
@@ -112,22 +114,22 @@ def test_where_the_idle_worker_is_gone_meanwhile_the_sample_goes_on_as_any_other
     assert talk.service.recorder.moves == {"asked": 1} and talk.ledger.closed
 
 
-def test_a_broker_that_is_killed_meanwhile_takes_the_sample_back_and_hands_it_on(talk, busy, idle):
-    grant, leases = asked_back(busy), [grant.lease_id for grant in busy.left]
+def test_a_broker_killed_during_a_move_takes_the_sample_back_and_hands_it_out(talk, busy, idle):
+    grant, leases = recalled_grant(busy), [grant.lease_id for grant in busy.unfinished]
     talk.restart_broker()
     for worker, held in ((busy, leases), (idle, [])):
         talk.peers[worker.name.encode()] = worker
         worker.join(leases=held, capacity=20)
     busy.give_back(grant, 6, "recall")
-    [again] = [one for worker in (busy, idle) for one in training(worker.grants())]
+    [again] = [grant for worker in (busy, idle) for grant in training(worker.grants())]
     assert sample_of(again) == sample_of(grant) and len(again.arrays[1]) == 6
     sample = talk.ledger.groups[grant.group].samples[grant.index]
     assert sample.attempts == 0 and talk.ledger.closed
 
 
-def test_one_that_does_not_come_back_is_not_waited_for(talk, busy, idle):
-    asked_back(busy)
-    waiting = [one.lease_id for one in busy.left]
+def test_a_sample_that_is_not_handed_back_in_time_does_not_move(talk, busy, idle):
+    recalled_grant(busy)
+    waiting = [grant.lease_id for grant in busy.unfinished]
     for _ in range(int(PATIENCE_S) + 1):
         talk.now += 1.0
         busy.say(wire.Heartbeat(waiting), connection=b"control")
@@ -150,61 +152,61 @@ def ledger():
     return ledger
 
 
-def moves(migration, ledger, *seats):
-    return [(move.sample.index, move.target) for move in migration.choose(ledger, seats, 0.0)]
+def moves(migration, ledger, *loads):
+    return [(move.sample.index, move.target) for move in migration.choose(ledger, loads, 0.0)]
 
 
 def paced(slope_s, context_s=1e-6):
-    """A token takes each of so many sequences 10 ms, and so much for each of them."""
+    """Decoding a token takes 10 ms plus `slope_s` for each running sequence."""
     migration = Migration()
     for running in (1, 4, 16):
-        migration.saw("a", running, 0.01 + slope_s * running)
-    migration.resumed(1000, 1000 * context_s)
+        migration.observe_speed("a", running, 0.01 + slope_s * running)
+    migration.observe_prefill(1000, 1000 * context_s)
     return migration
 
 
-LOADED, IDLE = Seat("a", 16, False, 0), Seat("b", 1, True, 0)
+LOADED, IDLE = WorkerLoad("a", 16, False, 0), WorkerLoad("b", 1, True, 0)
 
 
 @pytest.mark.parametrize(
-    ("migration", "seats", "expected"),
+    ("migration", "loads", "expected"),
     [
         (paced(0.001), (LOADED, IDLE), [(0, "b")]),
         (paced(0.0), (LOADED, IDLE), []),
         (paced(0.001, context_s=0.1), (LOADED, IDLE), []),
-        (paced(0.001), (LOADED, Seat("b", 1, False, 0)), []),
-        (paced(0.001), (Seat("a", 2, True, 0), IDLE), []),
+        (paced(0.001), (LOADED, WorkerLoad("b", 1, False, 0)), []),
+        (paced(0.001), (WorkerLoad("a", 2, True, 0), IDLE), []),
         (paced(0.001), (LOADED,), []),
         (Migration(), (LOADED, IDLE), []),
     ],
     ids=["it pays", "no faster there", "prefill is dear", "no room", "as loaded", "nobody else", "nothing is known"],
 )
-def test_a_sample_moves_only_where_it_ends_sooner(ledger, migration, seats, expected):
-    assert moves(migration, ledger, *seats) == expected
+def test_a_sample_moves_only_where_it_ends_sooner(ledger, migration, loads, expected):
+    assert moves(migration, ledger, *loads) == expected
 
 
-def test_a_slow_worker_s_straggler_goes_to_a_fast_one_with_as_many(ledger):
+def test_a_straggler_moves_from_a_slow_to_a_fast_worker_of_equal_load(ledger):
     migration = Migration()
     for running in (1, 4, 16):
-        migration.saw("a", running, 0.03)
-        migration.saw("b", running, 0.01)
-    migration.resumed(1000, 0.001)
-    assert moves(migration, ledger, Seat("a", 4, True, 0), Seat("b", 4, True, 0)) == [(0, "b")]
+        migration.observe_speed("a", running, 0.03)
+        migration.observe_speed("b", running, 0.01)
+    migration.observe_prefill(1000, 0.001)
+    assert moves(migration, ledger, WorkerLoad("a", 4, True, 0), WorkerLoad("b", 4, True, 0)) == [(0, "b")]
 
 
 def test_a_sample_moves_once_and_never_to_older_weights(ledger):
     migration = paced(0.001)
     lease = ledger.leases[ledger.groups[0].samples[0].lease_id]
-    migration.moved(lease, 0.0)
+    migration.confirm(lease, 0.0)
     assert moves(migration, ledger, LOADED, IDLE) == []
     ledger.groups[0].opened_at = 1
     assert moves(paced(0.001), ledger, LOADED, IDLE) == []
 
 
-def test_what_moves_have_cost_is_learnt_from_them(ledger):
+def test_the_cost_of_moves_is_measured(ledger):
     migration = paced(0.001, context_s=1e-6)
     lease = ledger.leases[ledger.groups[0].samples[0].lease_id]
     for _ in range(50):
-        migration.moved(lease, 0.0)
-        migration.went_on(lease, 10, 1, 12.0)
-    assert migration.context_s / migration.contexts == pytest.approx((12.0 - 10 * 0.011) / 110, rel=0.1)
+        migration.confirm(lease, 0.0)
+        migration.observe_arrival(lease, 10, 1, 12.0)
+    assert migration.prefill_s / migration.prefill_tokens == pytest.approx((12.0 - 10 * 0.011) / 110, rel=0.1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from april import wire
-from april.wire.limits import STATE_BYTES
+from april.wire.limits import MAX_STATE_BYTES
 from april.wire.version import Version
 from tests.broker.conversation import (
     FakeLearner,
@@ -34,38 +34,38 @@ def sample_of(talk, grant):
     return talk.ledger.groups[grant.group].samples[grant.index]
 
 
-def test_an_observation_is_kept_and_counted_as_nobody_s_token(talk, worker):
+def test_an_observation_is_stored_but_counted_as_no_sampled_token(talk, worker):
     grant = finish_evaluation(worker)[0]
     before = talk.ledger.tokens["generated"]
     worker.chunk(grant, 0, 3)
     observe(worker, grant, 3, 2, state=b"one")
     worker.chunk(grant, 5, 4)
     sample = sample_of(talk, grant)
-    assert (sample.length, sample.sampled, sample.observations) == (9, 7, [(3, 5)])
+    assert (sample.length, sample.sampled_tokens, sample.observations) == (9, 7, [(3, 5)])
     assert sample.segments == [(0, 3, Version(0, 0)), (5, 9, Version(0, 0))]
     assert talk.ledger.tokens["generated"] == before + 7 and talk.ledger.closed
-    assert worker.told("lengths")[-1] == (grant.lease_id, 9)
+    assert worker.answers("acks")[-1] == (grant.lease_id, 9)
     assert talk.service.recorder.environment == {"observations": 1, "tokens": 2, "failed": 0}
 
 
-@pytest.mark.parametrize("version", ["branch", "step"])
-def test_it_is_of_no_version(talk, worker, version):
+@pytest.mark.parametrize("version", ["incarnation", "step"])
+def test_an_observation_has_no_version(talk, worker, version):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
     row, payload = observation(grant.lease_id, 3, chunk_arrays(3, 2)[0])
     worker.report([(row._replace(**{version: 1}), payload)])
-    assert worker.told("refused") == [(grant.lease_id, "bad row: an observation is of no version")]
+    assert worker.answers("rejects") == [(grant.lease_id, "bad row: an observation has no version")]
     assert sample_of(talk, grant).observations == []
 
 
-def test_again_it_is_a_duplicate_ahead_it_is_a_gap(talk, worker):
+def test_a_repeated_observation_is_a_duplicate_and_one_ahead_is_a_gap(talk, worker):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
     for _ in range(2):
         observe(worker, grant, 3, 2)
-        assert worker.told("lengths")[-1] == (grant.lease_id, 5)
+        assert worker.answers("acks")[-1] == (grant.lease_id, 5)
     observe(worker, grant, 9, 2)
-    assert worker.told("resend")[-1] == (grant.lease_id, 5)
+    assert worker.answers("nacks")[-1] == (grant.lease_id, 5)
     assert sample_of(talk, grant).observations == [(3, 5)]
 
 
@@ -74,7 +74,9 @@ def test_again_it_is_a_duplicate_ahead_it_is_a_gap(talk, worker):
     [([], 0, 2, ""), ([(0, 3), "observation"], 5, 2, ""), ([(0, 20)], 20, 4, ""), ([(0, 20)], 20, 5, "length")],
     ids=["before any turn", "behind another", "the budget's end without a reason", "beyond the budget"],
 )
-def test_one_that_answers_no_turn_or_breaks_the_budget_is_invalid(talk, worker, chunks, start, count, finish_reason):
+def test_an_observation_without_a_turn_or_beyond_the_budget_is_invalid(
+    talk, worker, chunks, start, count, finish_reason
+):
     grant = finish_evaluation(worker)[0]
     for chunk in chunks:
         if chunk == "observation":
@@ -82,30 +84,34 @@ def test_one_that_answers_no_turn_or_breaks_the_budget_is_invalid(talk, worker, 
         else:
             worker.chunk(grant, *chunk)
     observe(worker, grant, start, count, finish_reason=finish_reason)
-    assert "invalid" in worker.told("refused")[-1][1]
+    assert "invalid" in worker.answers("rejects")[-1][1]
     assert grant.lease_id not in talk.ledger.leases and talk.ledger.closed
 
 
 @pytest.mark.parametrize(
     ("ids", "state", "wrong"),
-    [([1, 1], b"x" * (STATE_BYTES + 1), "at most"), ([-1], b"", "ids are from 0"), ([10_000], b"", "ids are from 0")],
+    [
+        ([1, 1], b"x" * (MAX_STATE_BYTES + 1), "at most"),
+        ([-1], b"", "ids are from 0"),
+        ([10_000], b"", "ids are from 0"),
+    ],
 )
-def test_a_malformed_one_changes_nothing(talk, worker, ids, state, wrong):
+def test_a_malformed_observation_changes_nothing(talk, worker, ids, state, wrong):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
     worker.report([observation(grant.lease_id, 3, np.array(ids, "i4"), state)])
-    assert wrong in worker.told("refused")[-1][1]
+    assert wrong in worker.answers("rejects")[-1][1]
     assert sample_of(talk, grant).length == 3 and grant.lease_id in talk.ledger.leases
 
 
-def test_a_run_without_an_environment_takes_none(converse):
+def test_a_run_without_an_environment_refuses_observations(converse):
     talk = converse()
     worker = FakeWorker(talk)
     worker.join()
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
     observe(worker, grant, 3, 2)
-    assert "no environment" in worker.told("refused")[-1][1]
+    assert "no environment" in worker.answers("rejects")[-1][1]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -138,7 +144,7 @@ def test_an_observation_may_end_the_response_and_its_state_goes_to_the_scorer(ta
     again = next(g for g in successor.grants() if (g.group, g.index) == (grant.group, grant.index))
     assert again.scoring and again.finish_reason == "stop" and again.state == b"end"
     successor.report(closings=[wire.Scored(again.lease_id, [1.0], [{}])])
-    assert successor.told("done") == [again.lease_id]
+    assert successor.answers("done") == [again.lease_id]
 
 
 def test_a_reward_of_a_group_gets_the_state_of_each_response(converse):
@@ -153,10 +159,10 @@ def test_a_reward_of_a_group_gets_the_state_of_each_response(converse):
     observe(worker, first, 3, 2, state=b"end", finish_reason="stop")
     worker.chunk(second, 0, 4, "stop")
     (grant,) = scorer.grants()
-    assert msgspec.msgpack.decode(grant.state) == [b"end", b""] and grant.together == ["stop", "stop"]
+    assert msgspec.msgpack.decode(grant.state) == [b"end", b""] and grant.group_scored == ["stop", "stop"]
 
 
-def test_the_learner_gets_the_tokens_and_segments_that_leave_them_out(talk, worker):
+def test_the_learner_gets_observations_outside_the_segments(talk, worker):
     learner = FakeLearner(talk)
     learner.join()
     grants = finish_evaluation(worker)
@@ -188,7 +194,7 @@ def test_a_failed_environment_is_a_failed_attempt_and_counted(talk, worker):
     assert talk.service.recorder.environment["failed"] == 1
 
 
-def test_one_that_ends_a_response_hands_it_over_to_a_scorer_with_its_state(converse):
+def test_an_observation_that_ends_a_response_hands_it_over_to_a_scorer_with_its_state(converse):
     overrides = ["--reward.where", "scorer", "--evaluation.prompts", "1"]
     talk = converse(*(ENVIRONMENT + overrides))
     worker, scorer = FakeWorker(talk), FakeScorer(talk)

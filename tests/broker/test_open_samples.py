@@ -1,4 +1,4 @@
-"""What is counted where states change is what a look at every sample would count."""
+"""The counters of samples by state equal a count over all samples."""
 
 import random
 from collections import Counter
@@ -9,7 +9,7 @@ from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import ENDED, GroupState
-from april.broker.telemetry.lives import Lives
+from april.broker.telemetry.lives import SampleHistory
 from tests.broker.test_snapshot_process import write_steps
 
 
@@ -20,7 +20,9 @@ def check(ledger):
         assert ledger.open_samples.by_state(evaluation) == Counter(
             str(sample.state) for group in groups for sample in group.samples
         )
-        assert all(group.left == sum(sample.state not in ENDED for sample in group.samples) for group in groups)
+        assert all(
+            group.pending_samples == sum(sample.state not in ENDED for sample in group.samples) for group in groups
+        )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -29,7 +31,7 @@ def test_counters_equal_the_count_before_every_event_and_after_a_restart(seed):
     ledger.start_learner(0)
     chance = random.Random(seed)
     for step in range(8):
-        write_steps(ledger, Lives(ledger), chance, steps=1)
+        write_steps(ledger, SampleHistory(ledger), chance, steps=1)
         lost = ledger.open_group(0, step, floor=step, evaluation=True)
         for sample in lost.samples:
             while sample.state not in ENDED:

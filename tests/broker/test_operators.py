@@ -61,7 +61,7 @@ def kill_one(worker):
 
 def is_done(worker, grant):
     """Whether the broker has acknowledged the end of the lease."""
-    return grant.lease_id in worker.told("done")
+    return grant.lease_id in worker.answers("done")
 
 
 # --- drain --------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_a_lease_that_its_worker_still_holds_after_the_restart_is_handed_back(ta
     talk.restart_broker()
     worker = FakeWorker(talk)
     welcome = worker.hello([grant.lease_id for grant in grants])
-    assert welcome.lost == [] and grants[0].lease_id <= welcome.watermark
+    assert welcome.lost_lease_ids == [] and grants[0].lease_id <= welcome.watermark
     worker.report(closings=[wire.GiveBack(grants[0].lease_id, 0, "abort")])
     assert is_done(worker, grants[0])
 
@@ -157,7 +157,7 @@ def test_a_dead_sample_is_listed_with_its_error_and_left_in_the_run_folder(talk,
     assert written == {"run": "small", "total": 1, "letters": [letter]}
 
 
-def test_a_run_that_samples_have_died_of_can_be_resumed(talk, operator, worker):
+def test_a_run_that_failed_by_dead_samples_can_be_resumed(talk, operator, worker):
     kill_one(worker)
     assert talk.ledger.dead_in_a_row == 1
     talk.restart_broker()
@@ -182,14 +182,14 @@ def test_a_requeued_group_is_drawn_again_once_also_after_a_restart(talk, operato
     assert len(talk.ledger.groups) >= opened
 
 
-def test_requeueing_names_all_that_can_be_when_none_is_named(operator, worker):
+def test_requeue_without_a_group_requeues_all_dead_groups(operator, worker):
     dead, others = kill_one(worker)
     second = next(grant for grant in others if grant.group != dead.group)
     worker.report(closings=[wire.GiveBack(second.lease_id, 0, "scoring_failed", "no verifier")])
     assert requeue(operator) == [dead.group, second.group]
 
 
-def test_a_broker_that_can_write_nothing_down_refuses_operators(talk, operator):
+def test_a_read_only_broker_refuses_operators(talk, operator):
     talk.service.run.read_only = "the disk is full"
     for message in (wire.Drain(), wire.Requeue()):
         operator.say(message)
@@ -198,7 +198,7 @@ def test_a_broker_that_can_write_nothing_down_refuses_operators(talk, operator):
 
 
 def test_a_monitor_that_does_not_read_is_answered_no_more_than_its_credit(talk, operator):
-    talk.service.books.credit_bytes, read_bytes = 1, 0
+    talk.service.context.credit_bytes, read_bytes = 1, 0
     for read_only in ("", "the disk is full"):
         talk.service.run.read_only = read_only
         operator.say(wire.StatusRequest())
@@ -217,21 +217,21 @@ def test_a_lease_that_is_renewed_for_too_long_ends_and_its_worker_is_told(talk, 
     for _ in range(int(talk.config.broker.max_run_s // 5) + 1):
         worker.say(wire.Heartbeat([grant.lease_id for grant in grants]), connection=b"control")
         talk.tick(5.0)
-    cancelled = [lease_id for received in worker.take(wire.Cancel) for lease_id in received.message.leases]
+    cancelled = [lease_id for received in worker.take(wire.Cancel) for lease_id in received.message.lease_ids]
     assert {grant.lease_id for grant in grants} <= set(cancelled)
     assert {letter.error for letter in talk.ledger.dead_letters.letters} == {
         "the lease was held for longer than broker.max_run_s"
     }
 
 
-def test_a_census_takes_several_turns_and_counts_everything_once(talk, worker, monkeypatch):
+def test_a_queue_scan_takes_several_passes_and_counts_everything_once(talk, worker, monkeypatch):
     monkeypatch.setattr("april.broker.telemetry.census.SLICE", 3)
     grants = finish_evaluation(worker)
     worker.chunk(grants[0], 0, 3)
     for _ in range(40):
         talk.tick(0.5)
         worker.say(wire.Heartbeat([grant.lease_id for grant in grants]), connection=b"control")
-    queues = talk.service.census.latest
+    queues = talk.service.queue_scanner.latest
     open_samples = [sample for group in talk.ledger.open_groups() for sample in group.samples]
     assert sum(queues.training.values()) == len(open_samples) and queues.training["leased"] == len(grants)
     assert queues.longest_lease_s > 10 and queues.oldest_waiting_s > 10

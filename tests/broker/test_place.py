@@ -1,4 +1,4 @@
-"""A journal on a disk of its own: the run's folder leads there, and no other run's is taken for it."""
+"""A journal on another disk: the run's folder links to it, and another run's journal is never taken for it."""
 
 from contextlib import closing
 
@@ -10,7 +10,7 @@ from april.config import ConfigError, load
 from april.launch.preflight import check_resume
 
 
-def test_a_journal_lies_on_the_disk_that_is_said_and_is_found_from_the_run_s_folder(config_file, tmp_path):
+def test_a_journal_on_another_disk_is_linked_from_the_run_s_folder(config_file, tmp_path):
     disk, options = tmp_path / "disk", ["--broker.journal_dir", str(tmp_path / "disk")]
 
     def start(*options):

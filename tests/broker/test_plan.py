@@ -1,4 +1,4 @@
-"""What the staleness bound lets be trained, and how the plan says so."""
+"""The throughput that the staleness bound permits, and the plan that says so."""
 
 import pytest
 
@@ -7,19 +7,19 @@ from april.broker.plan import advice, describe_plan, throughput_cap
 from april.config import ScheduleSection
 
 
-def test_the_cap_is_the_groups_in_reach_over_those_generated_beside_the_longest_response():
+def test_the_throughput_cap_follows_from_the_groups_trainable_during_the_longest_response():
     """A response of 1,000 tokens takes 1,000 steps of 64 slots: 64,000 tokens, or 80 groups of 8 x 100 tokens. Two
     batches of 20 groups can be trained meanwhile: half."""
     assert throughput_cap(2, 20, 8, in_flight=64, mean_length=100, longest=1000) == 0.5
 
 
-def test_a_tail_that_is_short_enough_costs_nothing():
+def test_a_short_enough_tail_leaves_the_full_throughput():
     assert throughput_cap(6, 32, 8, in_flight=384, mean_length=100, longest=400) == 1.0
     assert throughput_cap(6, 32, 8, in_flight=384, mean_length=100, longest=401) < 1.0
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
+    ("schedule", "expected"),
     [
         ({"kind": "continuous", "in_flight": 384}, ["384 samples", "4 x mean", "40% at 10 x mean"]),
         ({"kind": "continuous"}, ["256 samples", "6 x mean", "60% at 10 x mean"]),
@@ -30,14 +30,14 @@ def test_a_tail_that_is_short_enough_costs_nothing():
         ({"over_sampling_batch_size": 64, "partial_rollout": False}, ["512 samples", "discarded"]),
     ],
 )
-def test_the_plan_says_what_is_in_flight_and_what_that_can_yield(schedule, said):
+def test_the_plan_names_samples_in_flight_and_throughput_cap(schedule, expected):
     plan = describe_plan(ScheduleSection(**schedule))
-    for part in said:
+    for part in expected:
         assert part in plan
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ({}, ""),
         ({"algorithm.preset": "dapo"}, "algorithm.preset = 'dapo' corrects no stale token, and some may be up to 5"),
@@ -52,10 +52,10 @@ def test_the_plan_says_what_is_in_flight_and_what_that_can_yield(schedule, said)
         ),
     ],
 )
-def test_stale_tokens_that_nothing_corrects_are_advised_against(config_file, keys, said):
+def test_uncorrected_stale_tokens_are_advised_against(config_file, keys, expected):
     overrides = [word for key, value in keys.items() for word in (f"--{key}", value)]
     found = advice(configuration.load(config_file, overrides))
-    assert found.startswith(said) and bool(found) == bool(said)
+    assert found.startswith(expected) and bool(found) == bool(expected)
     assert not found or found.endswith(
         "algorithm.proximal = 'recomputed', algorithm.corrections = ['truncated_sequence'], "
         "algorithm.behaviour_coef = 0.3"

@@ -1,4 +1,4 @@
-"""A journal that has lost what was acknowledged is refused by what the other files prove, until somebody accepts it."""
+"""A journal that has lost acknowledged events is refused if other files prove it, until the loss is accepted."""
 
 import re
 
@@ -19,7 +19,7 @@ from tests.broker.test_steps import metrics_lines, train
 
 @pytest.fixture
 def trained(talk, worker, learner):
-    """A run that has trained three steps, and what its folder was after each; its broker is gone."""
+    """A run that has trained three steps, and its folder's state after each; its broker is gone."""
     RUN_FOLDER.claim(talk.config.run_dir, new=True)
     talk.sizes = []
     for step in range(3):
@@ -50,7 +50,7 @@ def lines(talk):
 
 
 def refused(talk, *proofs):
-    """By the broker as by `april run --resume`, and nothing in the folder is another afterwards."""
+    """Broker and `april run --resume` refuse the journal with these proofs, and leave the folder unchanged."""
     before = folder(talk)
     for start, error in ((talk.start, JournalError), (lambda: check_resume(talk.config), ConfigError)):
         with pytest.raises(error) as caught:
@@ -61,7 +61,7 @@ def refused(talk, *proofs):
 
 
 def go_on(talk, from_step):
-    """Train what is left of the three steps, as if it had never been."""
+    """Train the remaining steps of the three again."""
     talk.peers = {}
     talk.start()
     worker, learner = FakeWorker(talk), FakeLearner(talk)
@@ -72,8 +72,8 @@ def go_on(talk, from_step):
     assert lines(talk) == [1, 2, 3] and talk.ledger.closed
 
 
-def test_bytes_that_were_acknowledged_and_are_gone_are_a_sentence_and_a_choice(trained):
-    """Cut at the end of a record: the journal itself looks whole."""
+def test_lost_acknowledged_bytes_are_refused_until_the_loss_is_accepted(trained):
+    """Truncated at the end of a record, so that the journal itself looks whole."""
     size = journal_file(trained).stat().st_size
     cut(trained, trained.sizes[1])
     gone = size - trained.sizes[1]
@@ -83,14 +83,14 @@ def test_bytes_that_were_acknowledged_and_are_gone_are_a_sentence_and_a_choice(t
         "metrics.jsonl has step 3, and it 2 trained ones",
         "there is a checkpoint of step 3, and it has 2 batches",
     )
-    said = check_resume(trained.config, accept_loss=True)
-    assert any(f"given up: it ends at {trained.sizes[1]}" in line for line in said)
+    printed = check_resume(trained.config, accept_loss=True)
+    assert any(f"given up: it ends at {trained.sizes[1]}" in line for line in printed)
     assert lines(trained) == [1, 2] and (trained.config.run_dir / "checkpoints/step_000003.beyond").is_dir()
-    assert check_resume(trained.config) == said[:0] + [line for line in said if not line.startswith("given up")]
+    assert check_resume(trained.config) == printed[:0] + [line for line in printed if not line.startswith("given up")]
     go_on(trained, from_step=2)
 
 
-def test_a_checkpoint_in_a_store_proves_it_too_and_is_set_aside_there(trained, tmp_path):
+def test_a_stored_checkpoint_proves_a_loss_too_and_is_renamed_when_it_is_accepted(trained, tmp_path):
     config = with_store(trained.config, f"file://{tmp_path}/store")
     stored = stored_checkpoints(config)
     assert stored.steps() == set() and not is_stored(config)
@@ -117,7 +117,7 @@ def elsewhere(config, folder):
 
 
 @pytest.mark.parametrize("proof", ["synced", "metrics.jsonl", "checkpoints"])
-def test_each_of_the_other_files_proves_it_alone(trained, proof):
+def test_each_other_file_alone_proves_a_loss(trained, proof):
     names = {"synced": "journal/synced", "metrics.jsonl": "metrics.jsonl", "checkpoints": "checkpoints"}
     for other in set(names) - {proof}:
         path = trained.config.run_dir / names[other]
@@ -126,19 +126,19 @@ def test_each_of_the_other_files_proves_it_alone(trained, proof):
     refused(trained, {"synced": "bytes further", "metrics.jsonl": "has step 3"}.get(proof, "checkpoint of step 3"))
 
 
-def test_a_last_sync_that_is_damaged_is_not_taken_for_one_that_never_was(trained):
+def test_a_damaged_last_sync_is_not_mistaken_for_an_unfinished_one(trained):
     path = journal_file(trained)
     data = bytearray(path.read_bytes())
     data[-2] ^= 0x10
     path.write_bytes(data)
     refused(trained, "damaged at position")
-    said = check_resume(trained.config, accept_loss=True)
+    printed = check_resume(trained.config, accept_loss=True)
     (kept,) = trained.journal.folder.glob("*.cut")
-    assert re.search(rf"given up: {kept.stat().st_size} bytes behind \d+ cannot be read", "\n".join(said))
+    assert re.search(rf"given up: {kept.stat().st_size} bytes behind \d+ cannot be read", "\n".join(printed))
     check_resume(trained.config)
 
 
-def test_what_no_sync_had_finished_is_cut_off_as_ever(trained):
+def test_bytes_of_an_unfinished_sync_are_cut_off(trained):
     with journal_file(trained).open("ab") as file:
         file.write(b"\x93\xcf torn")
     check_resume(trained.config)
@@ -153,8 +153,8 @@ def test_a_torn_note_proves_nothing(trained, note):
     check_resume(trained.config)
 
 
-def test_a_line_of_metrics_is_written_behind_the_sync_of_its_step(talk, worker, learner):
-    """So that it proves that the step was on disk."""
+def test_a_line_of_metrics_is_written_after_the_sync_of_its_step(talk, worker, learner):
+    """So the line proves that the step was on disk."""
     make_batch(worker)
     learner.fetch(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -165,18 +165,18 @@ def test_a_line_of_metrics_is_written_behind_the_sync_of_its_step(talk, worker, 
     assert lines(talk) == [1]
 
 
-def test_a_resume_on_a_full_disk_is_a_sentence(trained, config_file, capsys):
+def test_a_resume_on_a_full_disk_is_a_clear_error(trained, config_file, capsys):
     """The kernel says so, of the first file that is written."""
     before = folder(trained)
     (trained.config.run_dir / "config.tmp").symlink_to("/dev/full")
     assert main(["run", str(config_file), "--resume", "--schedule.max_steps", "9", "--evaluation.prompts", "1"]) == 1
-    *_, said = capsys.readouterr().err.splitlines()
-    assert said.endswith("small/config.toml cannot be written (No space left on device); make room there")
+    *_, printed = capsys.readouterr().err.splitlines()
+    assert printed.endswith("small/config.toml cannot be written (No space left on device); make room there")
     after = folder(trained)
     assert {path: after[path] for path in before} == before
 
 
-def test_a_loss_is_accepted_of_a_run_that_goes_on_only(config_file, capsys):
+def test_a_loss_can_only_be_accepted_when_resuming(config_file, capsys):
     assert main(["run", str(config_file), "--accept-loss"]) == 2
     assert "give --resume with it" in capsys.readouterr().err
     assert recovery.checkpoints_of(configuration.load(config_file).run_dir) == {}

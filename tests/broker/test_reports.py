@@ -28,39 +28,39 @@ def test_new_tokens_of_all_samples_are_one_record_and_one_answer(talk, worker, l
     assert recorded(talk) == [4]
 
 
-def test_a_row_that_may_not_be_taken_costs_no_other_its_place(talk, worker, leases):
+def test_a_refused_row_does_not_affect_the_others(talk, worker, leases):
     good, wrong, ahead, ended = leases
     nobodys = chunk(12345, 0, worker.version, chunk_arrays(0, 2))
     not_a_number = chunk(wrong.lease_id, 0, worker.version, [np.ones(2, "i4"), np.full(2, np.nan, "f4")])
     rows = [not_a_number, nobodys, worker.new_tokens(ahead, 5, 1), worker.new_tokens(ended, 0, 25)]
     worker.report([rows[0], worker.new_tokens(good, 0, 3), *rows[1:], worker.new_tokens(good, 3, 2)])
     (answers,) = [received.message for received in worker.take(wire.Answers)]
-    assert answers.lengths == [(good.lease_id, 5)] and answers.resend == [(ahead.lease_id, 0)]
-    assert {lease_id: reason.split(":")[0] for lease_id, reason in answers.refused} == {
+    assert answers.acks == [(good.lease_id, 5)] and answers.nacks == [(ahead.lease_id, 0)]
+    assert {lease_id: reason.split(":")[0] for lease_id, reason in answers.rejects} == {
         wrong.lease_id: "bad row", 12345: "the lease is not current", ended.lease_id: "chunk refused",
     }  # fmt: skip
     assert recorded(talk) == [2] and talk.ledger.closed
     assert ended.lease_id not in talk.ledger.leases and wrong.lease_id in talk.ledger.leases
 
 
-def test_behind_a_row_that_is_not_taken_further_ones_of_its_lease_are_dropped_without_a_word(talk, worker, leases):
+def test_rows_behind_a_refused_row_of_their_lease_are_dropped_silently(talk, worker, leases):
     ahead, wrong, other = leases[:3]
     negative = chunk(wrong.lease_id, 0, worker.version, [-np.ones(2, "i4"), np.zeros(2, "f4")])
     rows = [worker.new_tokens(ahead, start, 1) for start in (2, 3)] + [negative, worker.new_tokens(wrong, 0, 3)]
     worker.report([*rows, worker.new_tokens(other, 0, 1)])
     (answers,) = [received.message for received in worker.take(wire.Answers)]
-    assert (answers.lengths, answers.resend) == ([(other.lease_id, 1)], [(ahead.lease_id, 0)])
-    assert [(lease_id, reason[:8]) for lease_id, reason in answers.refused] == [(wrong.lease_id, "bad row:")]
+    assert (answers.acks, answers.nacks) == ([(other.lease_id, 1)], [(ahead.lease_id, 0)])
+    assert [(lease_id, reason[:8]) for lease_id, reason in answers.rejects] == [(wrong.lease_id, "bad row:")]
     assert wrong.lease_id in talk.ledger.leases, "only its tokens were refused"
 
 
-def test_a_row_whose_bytes_are_not_those_that_were_made_is_refused(worker, leases):
+def test_a_row_with_a_wrong_checksum_is_refused(worker, leases):
     row, payload = worker.new_tokens(leases[0], 0, 3)
     worker.report([(row, payload[:-1] + bytes([payload[-1] ^ 1]))])
-    assert worker.told("refused") == [(leases[0].lease_id, "bad row: its checksum does not agree")]
+    assert worker.answers("rejects") == [(leases[0].lease_id, "bad row: its checksum does not agree")]
 
 
-def test_a_report_whose_payloads_are_not_what_its_rows_say_counts_for_nothing(talk, worker, leases):
+def test_a_report_whose_payloads_do_not_match_its_rows_is_refused_as_a_whole(talk, worker, leases):
     row, payload = worker.new_tokens(leases[0], 0, 3)
     table = np.frombuffer(pack_rows([row, row]), "u1")
     closings = [wire.GiveBack(leases[1].lease_id, 0, "leave")]

@@ -10,7 +10,7 @@ def score(worker, grant, reward, **details):
     worker.score(grant, reward, **details)
 
 
-def test_what_rewards_are_made_of_is_recorded_with_the_step_and_outlasts_a_restart(talk, worker, learner):
+def test_reward_details_are_recorded_with_the_step_and_survive_a_restart(talk, worker, learner):
     grants = finish_evaluation(worker)
     score(worker, grants[0], 0.75, base=1.0, overlong=-0.25)
     talk.restart_broker()
@@ -40,19 +40,19 @@ def accuracy_of(reward, **details):
     return Sample(None, 0, reward=reward, details=details or None).accuracy
 
 
-def test_details_that_are_too_many_or_no_numbers_are_refused(talk, worker):
+def test_too_many_details_or_details_that_are_no_numbers_are_refused(talk, worker):
     grant = training(worker.grants())[0]
     worker.chunk(grant, 0, 4, "stop")
     for details in ({f"d{n}": 0.0 for n in range(17)}, {"d": float("nan")}):
         worker.score(grant, 1.0, **details)
-        assert "details" in worker.told("refused")[-1][1]
+        assert "details" in worker.answers("rejects")[-1][1]
     assert talk.ledger.leases[grant.lease_id].sample.reward is None
 
 
-def test_a_reward_with_which_no_mean_can_be_taken_is_refused(talk, worker):
+def test_a_reward_that_is_not_finite_or_too_large_is_refused(talk, worker):
     grant = training(worker.grants())[0]
     worker.chunk(grant, 0, 4, "stop")
     for reward, details in ((1.7e308, {}), (float("inf"), {}), (float("nan"), {}), (1.0, {"d": -1.7e308})):
         worker.score(grant, reward, **details)
-        assert "finite" in worker.told("refused")[-1][1]
+        assert "finite" in worker.answers("rejects")[-1][1]
     assert talk.ledger.leases[grant.lease_id].sample.reward is None

@@ -1,4 +1,4 @@
-"""Tokens of many samples are one fact: each row is taken or not for itself, and read back by its own bytes."""
+"""Rows of many samples in one event: each is accepted or rejected alone, and read back alone."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def journal(tmp_path):
 
 @pytest.fixture
 def leases(journal):
-    """(ledger, three leases of one group)"""
+    """(ledger, three leases of one group)."""
     ledger = Ledger(Rules(1, 3, 0, max_response_tokens=20), write=journal.append)
     ledger.start_learner(0)
     group = ledger.open_group(0, 0, floor=0, prompt=b"\1\0\0\0")
@@ -31,17 +31,17 @@ def leases(journal):
 
 
 def report(ledger, *rows):
-    """Rows of (lease, start, tokens, step, payload), as one table."""
+    """Report rows of (lease, start, tokens, step, payload) as one table."""
     made = [chunk_row(lease.id, start, count, Version(0, step), "", data) for lease, start, count, step, data in rows]
     payload = b"".join(row[4].ljust(padded(len(row[4])), b"\0") for row in rows)
     return ledger.add_chunks(pack_rows(made), payload)
 
 
 def payloads(journal, lease):
-    return [bytes(payload) for _, payload in journal.read_payloads(lease.sample.places)]
+    return [bytes(payload) for _, payload in journal.read_payloads(lease.sample.chunk_refs)]
 
 
-def test_a_bad_row_takes_no_other_with_it_and_is_not_on_disk(leases, journal):
+def test_a_bad_row_rejects_no_other_and_is_not_on_disk(leases, journal):
     ledger, (a, b, c) = leases
     rows = [(a, 0, 2, 0, b"aaaa"), (b, 0, 2, 7, b"bbbbb"), (c, 0, 3, 0, b"ccc")]
     assert report(ledger, *rows) == [OK, Verdict.INVALID, OK]
@@ -54,7 +54,7 @@ def test_a_bad_row_takes_no_other_with_it_and_is_not_on_disk(leases, journal):
     assert [payloads(journal, lease) for lease in (a, b, c)] == [[b"aaaa"], [], [b"ccc"]]
 
 
-def test_rows_of_one_lease_follow_each_other_and_none_follows_one_that_was_not_taken(leases):
+def test_rows_of_one_lease_follow_each_other_and_are_dropped_after_a_rejected_one(leases):
     ledger, (a, b, _) = leases
     rows = [(a, 0, 2, 0, b""), (b, 4, 2, 0, b""), (a, 2, 1, 0, b""), (b, 0, 2, 0, b""), (a, 1, 1, 0, b"")]
     assert report(ledger, *rows) == [OK, Verdict.GAP, OK, DROPPED, Verdict.DUPLICATE]
@@ -62,18 +62,18 @@ def test_rows_of_one_lease_follow_each_other_and_none_follows_one_that_was_not_t
     assert report(ledger, (a, 3, 17, 0, b""), (b, 0, 1, 0, b"")) == [Verdict.INVALID, OK], "it has to end there"
 
 
-def test_an_answer_follows_its_turn_within_a_table(leases, journal):
+def test_an_observation_may_follow_its_turn_within_a_table(leases, journal):
     ledger, (a, *_) = leases
     turn = chunk_row(a.id, 0, 1, PLAIN, "", b"turn")
     answer = observation_row(a.id, 1, 1, "", b"tokenstate")
     late = observation_row(a.id, 2, 1, "", b"late")
     verdicts = ledger.add_chunks(pack_rows([turn, answer, late]), b"turntokenstate\0\0late")
     assert verdicts == [OK, OK, Verdict.INVALID], "an answer to no turn"
-    assert [(place.tokens, place.observed) for place in a.sample.places] == [(1, False), (1, True)]
+    assert [(ref.tokens, ref.observed) for ref in a.sample.chunk_refs] == [(1, False), (1, True)]
     assert payloads(journal, a) == [b"turn", b"tokenstate"]
 
 
-def test_a_row_is_read_by_its_own_bytes_and_held_against_its_own_checksum(leases, journal, tmp_path):
+def test_a_row_is_read_alone_and_checked_against_its_own_checksum(leases, journal, tmp_path):
     ledger, (a, b, _) = leases
     report(ledger, (a, 0, 2, 0, b"aaaa"), (b, 0, 2, 0, b"bbbb"))
     journal.sync()
@@ -84,7 +84,7 @@ def test_a_row_is_read_by_its_own_bytes_and_held_against_its_own_checksum(leases
         payloads(journal, a)
 
 
-def test_a_file_of_the_journal_is_full_of_rows(leases, journal):
+def test_a_table_counts_as_its_rows_towards_a_full_file(leases, journal):
     ledger, (a, b, c) = leases
     journal.file_records = journal._records + 3
     report(ledger, (a, 0, 2, 0, b""), (b, 0, 2, 0, b""))

@@ -39,7 +39,7 @@ def test_the_lease_of_a_worker_ends_with_the_response_and_a_scorer_gets_another(
     )
     assert given.arrays[1].tolist() == chunk_arrays(0, 4)[0].tolist()
     scorer.score(given, 0.25, right=0.25)
-    assert scorer.told("done") == [given.lease_id]
+    assert scorer.answers("done") == [given.lease_id]
     sample = sample_of(talk, grant)
     assert (sample.state, sample.reward, sample.details) == (SampleState.DONE, 0.25, {"right": 0.25})
 
@@ -57,7 +57,7 @@ def test_workers_get_nothing_to_score_and_scorers_nothing_to_generate(talk, work
 def test_a_worker_cannot_score_what_it_has_handed_over(talk, worker):
     grant = training(worker.grants())[0]
     worker.complete(grant)
-    assert worker.told("refused")[0][1] == "the lease is not current"
+    assert worker.answers("rejects")[0][1] == "the lease is not current"
     assert sample_of(talk, grant).state is SampleState.GENERATED
 
 
@@ -67,14 +67,14 @@ def test_a_lost_scorer_s_responses_are_scored_by_another_with_all_their_tokens(t
     (first,) = scorer.grants()
     other = FakeScorer(talk, "s1")
     other.join()
-    talk.service.end_session(talk.service.sessions.of_uid(scorer.uid), "cut off", talk.now)
+    talk.service.end_session(talk.service.peers.holder(scorer.uid), "cut off", talk.now)
     talk.tick()
     (second,) = other.grants()
     assert (second.group, second.index, second.scoring) == (grant.group, grant.index, True)
     assert "scorer s0 was lost" in sample_of(talk, grant).last_error
     scorer.hello([first.lease_id])
     scorer.report(closings=[wire.Scored(first.lease_id, [1.0], [{}])])
-    assert scorer.told("refused")[0][1] == "the lease is not current"
+    assert scorer.answers("rejects")[0][1] == "the lease is not current"
     other.report(closings=[wire.Scored(second.lease_id, [0.5], [{}])])
     assert sample_of(talk, grant).reward == 0.5
 
@@ -91,14 +91,14 @@ def test_a_failed_score_is_tried_again_and_dead_in_the_end(talk, worker, scorer)
     assert scorer.grants() == []
 
 
-def test_the_emptiest_scorer_is_given_the_next_response_and_none_more_than_it_takes(talk, worker):
+def test_the_least_loaded_scorer_gets_the_next_response_up_to_its_capacity(talk, worker):
     small, large = FakeScorer(talk, "s0"), FakeScorer(talk, "s1")
     small.join(capacity=1)
     large.join(capacity=4)
     for grant in training(worker.grants())[:6]:
         worker.chunk(grant, 0, 2, "stop")
     assert len(small.grants()) == 1 and len(large.grants()) == 4
-    found = status(talk.service.books, talk.now)
+    found = status(talk.service.context, talk.now)
     assert [(one["name"], one["leased"], one["capacity"]) for one in found["scorers"]] == [("s0", 1, 1), ("s1", 4, 4)]
 
 
@@ -108,11 +108,11 @@ def test_a_restarted_broker_leaves_scorers_what_they_hold(talk, worker, scorer):
     (given,) = scorer.grants()
     talk.restart_broker()
     again = FakeScorer(talk)
-    assert again.join(leases=[given.lease_id]).lost == []
+    assert again.join(leases=[given.lease_id]).lost_lease_ids == []
     again.report(closings=[wire.Scored(given.lease_id, [1.0], [{}])])
     assert sample_of(talk, grant).state is SampleState.DONE
     worker = FakeWorker(talk)
-    assert worker.join(leases=[grant.lease_id]).lost == [grant.lease_id]
+    assert worker.join(leases=[grant.lease_id]).lost_lease_ids == [grant.lease_id]
 
 
 def test_the_end_of_the_run_stops_scorers_and_the_broker_waits_for_them(talk, worker, scorer):
@@ -166,14 +166,14 @@ def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(con
     worker.chunk(second, 0, 2)
     worker.chunk(second, 2, 3, "length")
     (grant,) = [grant for scorer in scorers for grant in scorer.grants()]
-    assert (grant.group, grant.scoring, grant.together) == (first.group, True, ["stop", "length"])
+    assert (grant.group, grant.scoring, grant.group_scored) == (first.group, True, ["stop", "length"])
     assert [array.tolist() for array in grant.arrays[1:]] == [chunk_arrays(0, n)[0].tolist() for n in (4, 5)]
     scorer = next(one for one in scorers if talk.ledger.held.get(one.uid))
     for rewards, details in (([1.0], [{}]), ([1.0, 1.0], [{}]), ([1.0] * 3, [{}] * 3)):
         scorer.report(closings=[wire.Scored(grant.lease_id, rewards, details)])
-        assert "for each response" in scorer.told("refused")[0][1]
+        assert "for each response" in scorer.answers("rejects")[0][1]
     scorer.report(closings=[wire.Scored(grant.lease_id, [0.0, 1.0], [{"place": 1.0}, {"place": 0.0}])])
-    assert scorer.told("done") == [grant.lease_id]
+    assert scorer.answers("done") == [grant.lease_id]
     samples = talk.ledger.groups[grant.group].samples
     assert [(sample.reward, sample.details) for sample in samples] == [(0.0, {"place": 1.0}), (1.0, {"place": 0.0})]
 
@@ -187,14 +187,14 @@ def test_without_scorers_a_worker_scores_the_group(converse):
     for grant in (first, second):
         worker.chunk(grant, 0, 3, "stop")
     (grant,) = [grant for grant in worker.grants() if grant.scoring]
-    assert grant.together == ["stop", "stop"] and not grant.hand_over
+    assert grant.group_scored == ["stop", "stop"] and not grant.hand_over
     talk.restart_broker()
     worker = FakeWorker(talk)
-    assert worker.join(leases=[grant.lease_id]).lost == []
+    assert worker.join(leases=[grant.lease_id]).lost_lease_ids == []
     worker.report(closings=[wire.GiveBack(grant.lease_id, 6, "scoring_failed", "no such judge")])
     worker.chunk(training(worker.grants())[0], 0, 3, "stop")
     (again,) = [one for one in worker.grants() if one.scoring]
-    assert (again.group, again.together) == (grant.group, ["stop", "stop"])
+    assert (again.group, again.group_scored) == (grant.group, ["stop", "stop"])
     worker.report(closings=[wire.Scored(again.lease_id, [0.0, 1.0], [{}, {}])])
     assert [sample.attempts for sample in talk.ledger.groups[grant.group].samples] == [1, 1]
     assert talk.ledger.groups[grant.group].state == "ready"

@@ -1,4 +1,4 @@
-"""Whatever happens to those who score: no response is generated again, and a group is scored as one or not at all."""
+"""Whatever happens to scorers, no response is generated again, and a group is scored as a whole or not at all."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ LOSSES = ["lost", "expired", "scoring_failed", "leave"]
 
 
 class Scoring(RuleBasedStateMachine):
-    """A ledger between those who generate and those who score; every second group is scored together."""
+    """A ledger between workers and scorers; every second group is scored as a whole."""
 
     @initialize(
         apart=st.booleans(),
@@ -38,7 +38,7 @@ class Scoring(RuleBasedStateMachine):
         self.emitted = 0
 
     def new_ledger(self):
-        return Ledger(self.rules, write=self.journal, together=lambda evaluation, epoch, row: row % 2 == 1)
+        return Ledger(self.rules, write=self.journal, group_scored=lambda evaluation, epoch, row: row % 2 == 1)
 
     def journal(self, event, arrays):
         self.log.append(event)
@@ -48,7 +48,7 @@ class Scoring(RuleBasedStateMachine):
         tokens = [lease_id for lease_id, lease in self.ledger.leases.items() if lease.generating is generating]
         return self.ledger.leases[data.draw(st.sampled_from(sorted(tokens)))] if tokens else None
 
-    # --- those who generate ---
+    # --- workers ---
 
     @rule(evaluation=st.booleans())
     def open_group(self, evaluation):
@@ -72,7 +72,7 @@ class Scoring(RuleBasedStateMachine):
         finish = "stop" if ends or sample.length + count == BUDGET else ""
         assert self.ledger.add_chunk(lease.id, sample.length, count, Version(0, 0), finish) is Verdict.OK
         self.emitted += 0 if sample.group.evaluation else count
-        handed_over = bool(finish) and (self.rules.scored_apart or sample.group.together)
+        handed_over = bool(finish) and (self.rules.scored_apart or sample.group.group_scored)
         assert (lease.id not in self.ledger.leases) == handed_over
         if handed_over:
             assert sample.state is SampleState.GENERATED and not sample.lease_id
@@ -83,7 +83,7 @@ class Scoring(RuleBasedStateMachine):
         if lease := self.a_lease(data, generating=True):
             self.ledger.end_lease(lease.id, cause)
 
-    # --- those who score ---
+    # --- scorers ---
 
     @rule(scorer=st.sampled_from(["s0", "s1"]))
     def lease_to_score(self, scorer):
@@ -94,15 +94,15 @@ class Scoring(RuleBasedStateMachine):
             assert sample in wait
             lease = self.ledger.lease(sample, scorer, 0, 0.0)
             assert lease.scoring and not lease.generating
-            assert lease.samples == (sample.group.live_samples if sample.group.together else [sample])
-            assert all(one.lease_id == lease.id and one.state is SampleState.SCORING for one in lease.samples)
+            assert lease.samples == (sample.group.live_samples if sample.group.group_scored else [sample])
+            assert all(sample.lease_id == lease.id and sample.state is SampleState.SCORING for sample in lease.samples)
 
     def waiting(self):
         """What can be scored, by the definitions: single responses, and groups of which no response is missing."""
         found = []
         for group in self.ledger.groups.values():
             generated = [sample for sample in group.live_samples if sample.state is SampleState.GENERATED]
-            if not group.together or len(generated) == len(group.live_samples):
+            if not group.group_scored or len(generated) == len(group.live_samples):
                 found += generated
         return found
 
@@ -112,7 +112,7 @@ class Scoring(RuleBasedStateMachine):
             sample
             for group in self.ledger.groups.values()
             for sample in group.samples
-            if group.together and sample.state is SampleState.GENERATED and not group.awaits_scores
+            if group.group_scored and sample.state is SampleState.GENERATED and not group.awaits_scores
         ]
         if partly:
             try:
@@ -128,8 +128,8 @@ class Scoring(RuleBasedStateMachine):
 
     def hand_in(self, lease, reward):
         ledger, lease_id, samples = self.ledger, lease.id, lease.samples
-        rewards, details = [reward + place for place in range(len(samples))], [{"place": 1.0}] * len(samples)
-        if lease.on_group:
+        rewards, details = [reward + index for index in range(len(samples))], [{"place": 1.0}] * len(samples)
+        if lease.for_group:
             assert ledger.score(lease_id, reward) is Verdict.INVALID
             assert ledger.score_group(lease_id, rewards[1:], details[1:]) is Verdict.INVALID
             assert ledger.score_group(lease_id, rewards, details) is Verdict.OK
@@ -219,7 +219,7 @@ class Scoring(RuleBasedStateMachine):
     @invariant()
     def a_group_is_scored_as_one_or_not_at_all(self):
         for group in self.ledger.groups.values() if hasattr(self, "ledger") else ():
-            if group.together:
+            if group.group_scored:
                 states = {sample.state for sample in group.live_samples}
                 for alone in (SampleState.SCORING, SampleState.DONE):
                     assert alone not in states or len(states) == 1

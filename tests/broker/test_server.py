@@ -13,7 +13,7 @@ import pytest
 from april import wire
 from april.broker import server as module
 from april.broker.server import HTTP_FILE, OUTBOX_MESSAGES, BindError, Server
-from april.broker.views.metrics import Photographer
+from april.broker.views.metrics import MetricsReader
 from april.config import load
 from april.connections import sockets
 from april.connections.address import ADDRESS_FILE
@@ -90,14 +90,14 @@ def take_chunks(server, count):
 
 def chunks_acknowledged(server):
     """As /metrics shows them."""
-    return sum(Photographer().read(server.service.books, 0, clock.now())["april_chunks_accepted_total"].values())
+    return sum(MetricsReader().read(server.service.context, 0, clock.now())["april_chunks_accepted_total"].values())
 
 
-def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_its_own(server, connect, monkeypatch):
+def test_messages_during_a_sync_are_handled_and_acknowledged_after_their_own_sync(server, connect, monkeypatch):
     learner, worker = connect("learner"), connect("worker")
-    learner.send(wire.LearnerStart(0, "tcp://127.0.0.1:9"))
-    exchange(server, learner, wire.LearnerStarted)
-    worker.send(wire.Holding(Version(0, 0), 4))
+    learner.send(wire.StartLearner(0, "tcp://127.0.0.1:9"))
+    exchange(server, learner, wire.LearnerAdmitted)
+    worker.send(wire.WorkerCapacity(Version(0, 0), 4))
     [grant, *_] = exchange(server, worker, wire.Grants).message.grants
     disk = HeldBack(monkeypatch)
     for start in range(4):
@@ -130,9 +130,9 @@ def test_what_comes_during_a_sync_is_handled_and_nothing_is_acknowledged_before_
         turning.join()
         while chunks:
             server.serve_once()
-    acknowledged = exchange(server, worker, wire.Answers).message.lengths
+    acknowledged = exchange(server, worker, wire.Answers).message.acks
     while acknowledged[-1] != (grant.lease_id, 4):
-        acknowledged += exchange(server, worker, wire.Answers).message.lengths
+        acknowledged += exchange(server, worker, wire.Answers).message.acks
     assert acknowledged == sorted(set(acknowledged))
     assert chunks_acknowledged(server) == 4
 
@@ -144,13 +144,13 @@ def test_a_worker_that_never_reads_loses_its_session_before_the_broker_its_memor
         worker.send(wire.Report([wire.Scored(lease_id, [1.0], [{}])]))
         if lease_id % 100 == 0:
             server.serve_once()
-            assert sum(map(len, server._late.values())) <= OUTBOX_MESSAGES
+            assert sum(map(len, server._outboxes.values())) <= OUTBOX_MESSAGES
     worker.forget()
     deadline = time.monotonic() + 60.0
-    while server.service.sessions.by_id and time.monotonic() < deadline:
+    while server.service.peers.by_id and time.monotonic() < deadline:
         server.serve_once()
-    assert not server.service.sessions.by_id
-    assert not server._late or sum(map(len, server._late.values())) <= OUTBOX_MESSAGES
+    assert not server.service.peers.by_id
+    assert not server._outboxes or sum(map(len, server._outboxes.values())) <= OUTBOX_MESSAGES
 
 
 def test_the_end_of_a_sync_wakes_the_broker_once(server):
@@ -166,7 +166,7 @@ def test_a_broker_that_is_told_to_step_aside_stops_nobody(server, connect):
     assert server.steps_aside and not server.service.run.over and not server.service.ledger.draining
 
 
-def test_whoever_finds_a_broker_in_its_run_folder_may_tell_it_to_leave(config_file, monkeypatch):
+def test_a_broker_whose_address_is_in_the_run_folder_handles_signals(config_file, monkeypatch):
     found, write = [], module.replace_file
 
     def too_early(*_):
@@ -191,7 +191,7 @@ def test_whoever_finds_a_broker_in_its_run_folder_may_tell_it_to_leave(config_fi
 
 @pytest.mark.parametrize("with_keys", [False, True], ids=["without keys", "with keys"])
 @pytest.mark.parametrize("key", ["broker.bind", "operations.http"])
-def test_a_broker_whose_port_is_taken_lets_go_of_all_that_it_has(config_file, tmp_path, key, with_keys):
+def test_a_broker_whose_port_is_taken_releases_everything(config_file, tmp_path, key, with_keys):
     """Also of its journal, though whoever hears of it still has the error in hand, and of what lets peers in."""
     keygen.make_folder(tmp_path / "keys")
     others = ["--security.keys", str(tmp_path / "keys")] if with_keys else []

@@ -45,16 +45,16 @@ def test_a_reconnected_peer_has_to_say_hello_before_it_is_heard(talk, worker):
     assert "unknown session" in refusal.message.reason and refusal.session == worker.session
 
 
-def test_a_session_s_number_is_never_given_to_another(talk, worker):
+def test_session_ids_are_never_reused(talk, worker):
     before = [worker.session, *(FakeWorker(talk, f"early-{number}").hello().session for number in range(3))]
     talk.restart_broker()
     other = FakeWorker(talk, "w1")
     other.join()
     assert other.session > max(before)
     worker.conversation.peers[b"w0"] = worker
-    worker.say(wire.Holding(Version(0, 0), 999))
+    worker.say(wire.WorkerCapacity(Version(0, 0), 999))
     assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
-    assert [session.capacity for session in talk.service.sessions.workers()] == [10]
+    assert [session.capacity for session in talk.service.peers.workers()] == [10]
 
 
 def test_a_run_in_which_every_sample_fails_is_given_up(talk, worker, learner):
@@ -92,14 +92,14 @@ def test_a_restarted_broker_remembers_everything_it_acknowledged(talk, worker, l
     assert talk.ledger.account() == account and talk.ledger.starts == epoch + 1
     worker = FakeWorker(talk)
     welcome = worker.join(step=0, leases=[aborted, 99])
-    assert welcome.lost == [99] and welcome.watermark >= aborted
+    assert welcome.lost_lease_ids == [99] and welcome.watermark >= aborted
     again = FakeLearner(talk)
     again.join(step=0)
     assert again.fetch(0) == batch
 
 
-def test_nothing_counts_over_a_session_whose_connection_is_gone(talk, worker):
-    talk.service.sessions.void(b"w0/data")
+def test_messages_of_a_session_whose_connection_is_gone_are_refused(talk, worker):
+    talk.service.peers.invalidate(b"w0/data")
     worker.take(wire.Refused)
     worker.say(wire.Heartbeat(), connection=b"control")
     assert "unknown session" in worker.take(wire.Refused)[-1].message.reason
@@ -163,10 +163,10 @@ def reported(row, payload=PAYLOAD):
         (wire.Report(), reported(LAST._replace(tokens=5))),
         (wire.Report(), reported(LAST._replace(kind=7))),
         (wire.Report(), reported(LAST._replace(finish=3))),
-        (wire.Report(), reported(LAST._replace(over=1))),
+        (wire.Report(), reported(LAST._replace(ends_lease=1))),
         (wire.Report(), reported(LAST._replace(time=math.nan))),
         (wire.Report([wire.GiveBack(1, 0, "leave")] * 65), []),
-        (wire.Holding(Version(0, 0), -1), []),
+        (wire.WorkerCapacity(Version(0, 0), -1), []),
         (wire.Heartbeat([], 2**63), []),
         (wire.Report([wire.GiveBack(1, 0, "boredom")]), []),
         (wire.Report([wire.GiveBack(1, -1, "leave")]), []),
@@ -185,10 +185,10 @@ def test_garbage_is_counted_and_survived(talk, worker):
     for frames in ([b""], [b"x" * 24, b"y"], [b"AP" + b"\xff" * 22, b"\xc1"], []):
         talk.service.handle(b"w0/data", frames, talk.now)
     talk.tick()
-    assert sum(talk.service.sessions.refusals.values()) == 4
+    assert sum(talk.service.peers.refusals.values()) == 4
 
 
-def test_status_and_metrics_tell_the_ledger(talk, worker, learner, config_file):
+def test_status_and_metrics_agree_with_the_ledger(talk, worker, learner, config_file):
     make_batch(worker)
     learner.fetch(0)
     learner.consume(0)
@@ -219,7 +219,7 @@ def test_a_broker_of_a_finished_run_waits_for_the_learner_that_has_yet_to_export
     assert talk.service.everyone_left()
 
 
-def test_workers_that_claim_absurd_counts_do_not_keep_the_status_from_being_told(talk):
+def test_absurd_counts_of_workers_do_not_break_the_status(talk):
     for number in range(3):
         worker = FakeWorker(talk, f"w{number}")
         worker.join()
@@ -234,7 +234,7 @@ def test_workers_that_claim_absurd_counts_do_not_keep_the_status_from_being_told
 
 
 @pytest.mark.parametrize("left", [b"", b'{"wall_s": 3'])
-def test_a_summary_that_a_power_loss_has_damaged_keeps_no_broker_from_starting(talk, worker, left):
+def test_a_damaged_summary_does_not_keep_a_broker_from_starting(talk, worker, left):
     make_batch(worker)
     (talk.config.run_dir / "summary.json").write_bytes(left)
     talk.restart_broker()

@@ -3,7 +3,7 @@
 import pytest
 
 from april import wire
-from april.security.allow_list import Peer
+from april.security.allow_list import KeyOwner
 from tests.broker.conversation import FakeWorker
 
 A, B = "a" * 40, "b" * 40
@@ -14,7 +14,7 @@ class KeyedWorker(FakeWorker):
 
     def __init__(self, conversation, name, key, role="worker"):
         super().__init__(conversation, name)
-        self.key = Peer(key, role, f"holder of {key[0]}")
+        self.key = KeyOwner(key, role, f"holder of {key[0]}")
 
     def say(self, message, arrays=(), connection=b"data"):
         frames = [bytes(frame) for frame in wire.encode(message, list(arrays), self.session, 1)]
@@ -41,11 +41,11 @@ def test_nobody_takes_the_place_of_another_key(talk, owner):
     assert "another key works under the name w0" in thief.refusal
     thief.say(wire.Hello("worker", "another name", owner.uid))
     assert "another key works under the name" in thief.refusal
-    assert [session.key for session in talk.service.sessions.workers()] == [A]
+    assert [session.key for session in talk.service.peers.workers()] == [A]
 
 
 def test_a_session_belongs_to_the_key_that_opened_it(owner):
-    owner.key = Peer(B, "worker", "thief")
+    owner.key = KeyOwner(B, "worker", "thief")
     owner.say(wire.Heartbeat())
     assert "the session belongs to another key" in owner.refusal
 
@@ -55,28 +55,28 @@ def test_the_role_is_the_key_s_whatever_a_hello_says(talk):
     for role in ("learner", "monitor", "scorer"):
         worker.say(wire.Hello(role, "w0", "u"))
         assert f"a worker's, not a {role}'s" in worker.refusal
-    assert not talk.service.sessions.by_id
+    assert not talk.service.peers.by_id
 
 
-def test_a_key_that_is_off_the_list_is_heard_no_more(talk):
+def test_messages_of_a_key_off_the_allow_list_are_refused(talk):
     stranger = KeyedWorker(talk, "w0", A, role="")
     stranger.say(wire.Hello("worker", "w0", "u"))
     assert "not on the allow-list" in stranger.refusal
-    assert not talk.service.sessions.by_id
+    assert not talk.service.peers.by_id
 
 
-def test_machines_of_a_learner_meet_by_its_key_where_the_first_says_while_it_is_there(talk):
+def test_machines_with_the_learner_s_key_get_the_rendezvous_of_the_first_while_it_is_connected(talk):
     first, other = (KeyedWorker(talk, name, A, role="learner") for name in ("node-0", "node-1"))
     for node in (first, other):
         node.say(wire.Hello("node", node.name, node.uid))
         node.session = node.take(wire.Welcome)[-1].message.session
 
-    def place():
-        other.say(wire.Meet())
-        return other.take(wire.Meet)[-1].message.place
+    def address():
+        other.say(wire.Rendezvous())
+        return other.take(wire.Rendezvous)[-1].message.address
 
-    assert place() == ""
-    first.say(wire.Meet("10.0.0.2:5556"))
-    assert place() == "10.0.0.2:5556"
+    assert address() == ""
+    first.say(wire.Rendezvous("10.0.0.2:5556"))
+    assert address() == "10.0.0.2:5556"
     first.say(wire.Goodbye())
-    assert place() == ""
+    assert address() == ""

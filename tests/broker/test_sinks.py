@@ -136,14 +136,14 @@ def test_steps_and_evaluations_reach_the_tool_as_one_run(converse, request, tool
 
 
 @pytest.mark.sinks
-def test_so_do_the_tools_that_have_an_environment_of_their_own():
+def test_steps_and_evaluations_reach_tools_with_an_environment_of_their_own():
     command = [ROOT / ".venv-sinks/bin/python", "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__]
     done = subprocess.run([*command, "-k", "as_one_run and not wandb"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"mlflow", "trackio", "swanlab"} <= set(re.findall(r"\[(\w+)\] PASSED", done.stdout))
 
 
-def test_a_tool_that_cannot_be_reached_is_left_out_and_stops_nothing(converse, monkeypatch):
+def test_an_unreachable_service_is_dropped_and_the_run_continues(converse, monkeypatch):
     from april.broker.telemetry.wandb import WeightsAndBiases
 
     def refuse(self):

@@ -1,4 +1,4 @@
-"""A snapshot that is not whole is passed over for the one before it, whatever is wrong with it."""
+"""A damaged snapshot is skipped for the one before it, whatever the damage."""
 
 from dataclasses import fields
 
@@ -15,7 +15,7 @@ OLDER, NEWER = 100, 200
 
 
 def small_ledger():
-    """Three groups, one of them started, with places in a journal."""
+    """Three groups, one of them started, with references into a journal."""
     places = iter(range(0, 1000, 10))
     ledger = Ledger(Rules(2, 2, 3), write=lambda event, arrays: (next(places), 10))
     ledger.start_learner(0)
@@ -28,7 +28,7 @@ def small_ledger():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """(folder, image): the same image at two positions."""
+    """(folder, image): the same image stored at two positions."""
     folder = tmp_path_factory.mktemp("snapshots")
     image = freeze(small_ledger())
     for position in (OLDER, NEWER):
@@ -37,7 +37,7 @@ def written(tmp_path_factory):
 
 
 def read(folder):
-    """(position, image) of the snapshots that are whole, the newest first, each after a ledger has been made of it."""
+    """(position, image) of the whole snapshots, newest first; each was thawed into a ledger."""
     found = []
     for position, image in SnapshotStore(folder).newest_first():
         ledger = Ledger(Rules(2, 2, 3))
@@ -46,13 +46,13 @@ def read(folder):
     return found
 
 
-def test_what_is_read_is_what_was_written(written):
+def test_a_snapshot_is_read_as_it_was_written(written):
     folder, image = written
     assert read(folder) == [(NEWER, image), (OLDER, image)]
 
 
 @given(data=st.data())
-def test_a_file_that_is_not_whole_is_passed_over(written, data):
+def test_a_damaged_snapshot_is_skipped(written, data):
     folder, image = written
     path = folder / f"{NEWER:020d}.snapshot"
     whole = path.read_bytes()
@@ -72,7 +72,7 @@ def values_of(thing):
     return {field.name: getattr(thing, field.name) for field in fields(thing) if field.name not in followed}
 
 
-def test_what_thaws_is_what_was_frozen():
+def test_a_thawed_ledger_equals_the_frozen_one():
     ledger = small_ledger()
     [partial] = ledger.leases
     ledger.end_lease(partial, "lost", "its worker fell over")
@@ -93,9 +93,9 @@ def test_what_thaws_is_what_was_frozen():
     assert (scored.reward, scored.details) == (sample.reward, sample.details) == (0.5, {"correct": 1.0})
 
 
-def test_live_are_the_prompts_and_chunks_of_groups_that_may_be_asked_for():
+def test_live_positions_are_the_prompts_and_chunks_of_kept_groups():
     ledger = small_ledger()
-    chunks = [place.record for place in ledger.groups[0].samples[1].places]
+    chunks = [ref.record for ref in ledger.groups[0].samples[1].chunk_refs]
     assert len(chunks) == 2
     assert sorted(live_positions(ledger)) == sorted([*(group.prompt[0] for group in ledger.groups.values()), *chunks])
     ledger.discard(ledger.groups[0], "filtered")

@@ -1,4 +1,4 @@
-"""Snapshots are made beside the broker: it never waits, and a kill of either at any instant loses nothing."""
+"""A helper process makes snapshots: the broker never waits, and a kill of either at any time loses nothing."""
 
 import random
 import shutil
@@ -16,8 +16,8 @@ from april.broker.journal.snapshot import SnapshotStore, freeze
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.snapshot_process import make_snapshot
-from april.broker.snapshots import DEADLINE_S, LOOK_S, HelperProcess, Snapshots
-from april.broker.telemetry.lives import Lives
+from april.broker.snapshots import DEADLINE_S, POLL_S, HelperProcess, Snapshots
+from april.broker.telemetry.lives import SampleHistory
 from april.wire.version import Version
 from tests.broker.test_space import SETTINGS, Run
 
@@ -30,8 +30,8 @@ def run(config_file):
     return Run(configuration.load(config_file, [*SETTINGS, "--evaluation.prompts", "1"]))
 
 
-def write_steps(ledger, lives, chance, steps):
-    """Groups that are generated, trained and made durable, some of them handed back in between."""
+def write_steps(ledger, history, chance, steps):
+    """Generate, train and make durable some groups, of which some are handed back in between."""
     for _ in range(steps):
         step = ledger.next_step
         groups = [
@@ -53,18 +53,20 @@ def write_steps(ledger, lives, chance, steps):
 
 
 class Written:
-    """A journal of a ledger with its lives, as a broker has them, and their image at every file's beginning."""
+    """A journal of a ledger with its sample history, and their image at the start of every file."""
 
     def __init__(self, folder, chance, files):
         self.folder, self.images = folder, {}
         with closing(Journal(folder, file_records=100)) as journal:
-            ledger = Ledger(RULES, write=lambda event, arrays: (lives.see(event), journal.append(event, arrays))[1])
-            lives = Lives(ledger)
+            ledger = Ledger(
+                RULES, write=lambda event, arrays: (history.record(event), journal.append(event, arrays))[1]
+            )
+            history = SampleHistory(ledger)
             ledger.start_learner(0)
             while len(self.images) < files:
-                write_steps(ledger, lives, chance, steps=1)
+                write_steps(ledger, history, chance, steps=1)
                 if journal.file_full:
-                    self.images[journal.rotate()] = bytes(freeze(ledger, lives.freeze()))
+                    self.images[journal.rotate()] = bytes(freeze(ledger, history.freeze()))
 
     def snapshots(self):
         return {position: bytes(image) for position, image in SnapshotStore(self.folder).newest_first()}
@@ -72,8 +74,8 @@ class Written:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), data=st.data())
-def test_whatever_was_made_or_broken_before_a_snapshot_is_the_ledger_at_its_position(tmp_path, seed, data):
-    """Each is made of any that is whole and the files behind it, and never of one that is not."""
+def test_a_snapshot_equals_the_ledger_at_its_position_whatever_was_made_or_broken_before(tmp_path, seed, data):
+    """A snapshot is made from any whole one and the files after it, never from a damaged one."""
     folder = tmp_path / "journal"
     shutil.rmtree(folder, ignore_errors=True)
     written = Written(folder, random.Random(seed), files=4)
@@ -89,7 +91,7 @@ def test_whatever_was_made_or_broken_before_a_snapshot_is_the_ledger_at_its_posi
             path.write_bytes(path.read_bytes()[: data.draw(st.integers(0, path.stat().st_size - 1))])
 
 
-def test_a_file_that_is_missing_short_or_damaged_makes_no_snapshot(tmp_path):
+def test_no_snapshot_is_made_from_a_missing_short_or_damaged_file(tmp_path):
     written = Written(tmp_path, random.Random(0), files=3)
     first, second, third = written.images
     path, whole = file_path(tmp_path, first), file_path(tmp_path, first).read_bytes()
@@ -105,38 +107,40 @@ def test_a_file_that_is_missing_short_or_damaged_makes_no_snapshot(tmp_path):
     assert written.snapshots() == {second: written.images[second]}
 
 
-def finish(snapshots, position, let_go):
-    """Look after the process until its snapshot is there."""
+def finish(snapshots, position, release_files):
+    """Poll the process until its snapshot exists."""
     deadline = time.monotonic() + LIMIT_S
     while snapshots.busy or max(snapshots.store.positions(), default=0) < position:
         assert time.monotonic() < deadline
-        snapshots.follow(position, let_go, time.monotonic())
-        time.sleep(LOOK_S / 10)
+        snapshots.follow(position, release_files, time.monotonic())
+        time.sleep(POLL_S / 10)
 
 
-def test_a_process_makes_it_and_waits_until_the_broker_has_let_go_of_what_is_deleted(tmp_path):
+def test_the_process_deletes_files_only_after_the_broker_has_closed_them(tmp_path):
     written = Written(tmp_path, random.Random(1), files=4)
-    snapshots, told = Snapshots(tmp_path, RULES), []
+    snapshots, released = Snapshots(tmp_path, RULES), []
     for position in written.images:
         finish(
-            snapshots, position, lambda dead: told.append([start for start in dead if start in file_starts(tmp_path)])
+            snapshots,
+            position,
+            lambda dead: released.append([start for start in dead if start in file_starts(tmp_path)]),
         )
     *_, older, newest = written.images
     assert written.snapshots() == {older: written.images[older], newest: written.images[newest]}
-    gone = {start for dead in told for start in dead}
+    gone = {start for dead in released for start in dead}
     assert gone and not gone & set(file_starts(tmp_path)) and snapshots.failures == 0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(4))
-def test_a_process_that_is_killed_anywhere_leaves_what_another_goes_on_from(tmp_path, seed):
+def test_a_process_killed_anywhere_leaves_a_state_from_which_another_goes_on(tmp_path, seed):
     chance = random.Random(seed)
     written = Written(tmp_path, chance, files=4)
     for position in written.images:
         helper = HelperProcess(tmp_path, position, RULES)
         time.sleep(chance.uniform(0.1, 0.5))
         if helper.dead_files() is not None:
-            helper.go_on()
+            helper.confirm_closed()
             time.sleep(chance.uniform(0, 0.02))
         helper.close()
         assert all(image == written.images[at] for at, image in written.snapshots().items())
@@ -146,7 +150,7 @@ def test_a_process_that_is_killed_anywhere_leaves_what_another_goes_on_from(tmp_
         assert not list(tmp_path.glob("*.partial"))
 
 
-def test_what_died_half_way_through_a_write_is_not_taken_for_a_snapshot(tmp_path, monkeypatch):
+def test_a_half_written_file_is_not_taken_for_a_snapshot(tmp_path, monkeypatch):
     written = Written(tmp_path, random.Random(2), files=2)
     first, second = written.images
     list(make_snapshot(tmp_path, first, RULES))
@@ -170,8 +174,8 @@ class Stuck:
     def dead_files(self):
         return None
 
-    def go_on(self):
-        raise AssertionError("it has said nothing")
+    def confirm_closed(self):
+        raise AssertionError("it has named no files")
 
     def status(self):
         return -9 if self.killed else None
@@ -182,7 +186,7 @@ class Stuck:
     close = kill
 
 
-def test_one_that_hangs_is_killed_counted_and_tried_again_later_each_time(tmp_path):
+def test_a_hanging_process_is_killed_counted_and_retried_with_growing_delay(tmp_path):
     started = []
 
     def start(*arguments):
@@ -190,7 +194,7 @@ def test_one_that_hangs_is_killed_counted_and_tried_again_later_each_time(tmp_pa
         return Stuck()
 
     now, snapshots = 0.0, Snapshots(tmp_path, RULES, start)
-    while not snapshots.helpless:
+    while not snapshots.processes_failed:
         snapshots.follow(1, lambda dead: None, now)
         now += 1.0
     assert snapshots.failures == 3
@@ -206,19 +210,19 @@ def fill_file(run):
         run.ledger.end_drain()
 
 
-def test_what_cannot_be_read_back_the_broker_writes_from_memory_at_the_end_of_its_next_file(run):
+def test_after_an_unreadable_file_the_broker_writes_the_snapshot_from_memory_at_the_next_rotation(run):
     run.train(segments=1)
     fill_file(run)
-    damaged = file_path(run.journal.folder, run.journal.file_begins)
+    damaged = file_path(run.journal.folder, run.journal.file_start)
     run.service.end_file()
     damaged.write_bytes(b"\xff" + damaged.read_bytes()[1:])
-    run.tick(LOOK_S)
-    run.tick(LOOK_S)
+    run.tick(POLL_S)
+    run.tick(POLL_S)
     snapshots = run.service.snapshots
-    assert snapshots.helpless and snapshots.failures == 1 and run.snapshots()[-1] < run.journal.file_begins
+    assert snapshots.processes_failed and snapshots.failures == 1 and run.snapshots()[-1] < run.journal.file_start
     fill_file(run)
     run.take_snapshot()
-    assert run.snapshots()[-1] == run.journal.file_begins and not snapshots.helpless
+    assert run.snapshots()[-1] == run.journal.file_start and not snapshots.processes_failed
     account = run.ledger.account()
     run.restart_broker()
     assert run.ledger.account() == account
@@ -228,8 +232,8 @@ def test_a_broker_that_died_before_its_snapshot_has_it_made_after_its_start(run)
     run.service.snapshots.start = lambda *arguments: Stuck()
     fill_file(run)
     run.service.end_file()
-    run.tick(LOOK_S)
+    run.tick(POLL_S)
     assert not run.snapshots()
     run.restart_broker()
     run.take_snapshot()
-    assert run.snapshots() == [run.journal.file_begins]
+    assert run.snapshots() == [run.journal.file_start]

@@ -1,15 +1,15 @@
-"""A run that goes on takes no more and more space: what no restart and no learner needs is deleted."""
+"""A long run does not use ever more disk space: files that no restart and no learner needs are deleted."""
 
 import pytest
 
 from april import config as configuration
 from april.broker.journal.files import JournalError
-from april.broker.views.metrics import Photographer
+from april.broker.views.metrics import MetricsReader
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
 
 SETTINGS = ["--broker.journal_file_records", "100", "--over-sampling-batch-size", "4", "--schedule.max_steps", "1000"]
-STEPS_A_SEGMENT = 4
-"""fill one, and some more"""
+STEPS_PER_FILE = 4
+"""Training steps whose records fill more than one journal file."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ class Run(Conversation):
 
     def train(self, segments):
         """Steps, each in a durable checkpoint, that fill so many segments; the broker takes its snapshots meanwhile."""
-        for _ in range(segments * STEPS_A_SEGMENT):
+        for _ in range(segments * STEPS_PER_FILE):
             make_batch(self.worker)
             step = self.ledger.consumed
             assert self.learner.fetch(step)
@@ -46,13 +46,13 @@ class Run(Conversation):
         return self.service.snapshots.store.positions()
 
 
-def test_segments_below_the_older_snapshot_are_deleted_once_everything_in_them_is_trained(run):
+def test_files_before_the_older_snapshot_are_deleted_once_everything_in_them_is_trained(run):
     run.train(segments=5)
     assert len(run.segments()) <= 3 and len(run.snapshots()) == 2
     assert int(run.segments()[0].stem) <= run.snapshots()[0]
 
 
-def test_a_segment_stays_while_the_learner_may_ask_for_what_is_in_it(run, monkeypatch):
+def test_a_file_is_kept_while_the_learner_may_need_a_record_in_it(run, monkeypatch):
     monkeypatch.setattr(FakeLearner, "durable", lambda *_: None)
     run.train(segments=4)
     assert len(run.segments()) > 4 and int(run.segments()[0].stem) == 0
@@ -66,7 +66,7 @@ def test_a_snapshot_that_cannot_be_written_costs_neither_space_nor_the_restart(r
     run.train(segments=2)
     assert run.snapshots() == snapshots
     assert int(run.segments()[0].stem) >= snapshots[0], "what lies below both was given back all the same"
-    assert Photographer().read(run.service.books, 0, run.now)["april_snapshots_failed_total"][()] > 0
+    assert MetricsReader().read(run.service.context, 0, run.now)["april_snapshots_failed_total"][()] > 0
     account, step = run.ledger.account(), run.ledger.consumed
     run.restart_broker()
     assert run.ledger.account() == account

@@ -9,10 +9,10 @@ from tests.broker.conversation import FakeWorker, training
 
 
 def look(talk):
-    return status(talk.service.books, talk.now)
+    return status(talk.service.context, talk.now)
 
 
-def test_the_groups_that_a_batch_lacks_and_who_has_their_stragglers(talk, worker, learner):
+def test_the_bottleneck_shows_missing_groups_and_who_has_their_stragglers(talk, worker, learner):
     grants = training(worker.grants())
     first = [grant for grant in grants if grant.group == grants[0].group]
     for grant in first[:-1]:
@@ -61,11 +61,14 @@ def test_idle_slots_have_a_cause(talk, learner):
     assert look(talk)["workers"][0]["does"]["why"] == "drain"
 
 
-def test_slots_do_what_their_worker_has_said_of_what_it_has(talk, worker, learner):
+def test_slot_usage_follows_the_worker_s_last_heartbeat(talk, worker, learner):
     grants = training(worker.grants())
     (before,) = look(talk)["workers"]
     tool = [grants[0].lease_id, 12345]
-    worker.say(wire.Heartbeat(slots=wire.Slots(admission=2, weights=1, tool=tool)), connection=b"control")
+    worker.say(
+        wire.Heartbeat(slots=wire.Slots(awaiting_admission=2, awaiting_weights=1, tool_lease_ids=tool)),
+        connection=b"control",
+    )
     (after,) = look(talk)["workers"]
     does = after["does"]
     assert (does["admission"], does["weights"], does["tool"]) == (2, 1, 1)
@@ -73,10 +76,10 @@ def test_slots_do_what_their_worker_has_said_of_what_it_has(talk, worker, learne
     assert before["does"]["generating"] == before["slots"] < before["leased"], "as long as nothing is said"
     waits = [sample for group in look(talk)["standing"]["groups"] for sample in group["waits_for"]]
     assert [sample["state"] for sample in waits].count("tool") == 1
-    many = wire.Slots(tool=list(range(talk.config.security.max_leases + 1)))
+    many = wire.Slots(tool_lease_ids=list(range(talk.config.security.max_leases + 1)))
     worker.say(wire.Heartbeat(slots=many), connection=b"control")
     assert worker.take(wire.Refused)[0].message.reason.startswith("bad message: more leases at a tool")
-    worker.say(wire.Heartbeat(slots=wire.Slots(weights=99)), connection=b"control")
+    worker.say(wire.Heartbeat(slots=wire.Slots(awaiting_weights=99)), connection=b"control")
     assert look(talk)["workers"][0]["does"]["weights"] == after["leased"], "no more than it has"
 
 

@@ -27,7 +27,7 @@ def train(talk, worker, learner, step):
 
 
 def eta_s(talk):
-    return status(talk.service.books, talk.now)["eta_s"]
+    return status(talk.service.context, talk.now)["eta_s"]
 
 
 def summary(talk):
@@ -35,7 +35,7 @@ def summary(talk):
     return orjson.loads((talk.config.run_dir / "summary.json").read_bytes())
 
 
-def test_the_time_left_goes_by_the_pace_since_the_broker_started(talk, worker, learner):
+def test_the_estimated_time_left_uses_steps_since_the_broker_started(talk, worker, learner):
     for step in range(3):
         talk.tick(4.0)
         train(talk, worker, learner, step)
@@ -52,7 +52,7 @@ def test_the_time_left_goes_by_the_pace_since_the_broker_started(talk, worker, l
     assert eta_s(talk) == 8.0 * (MAX_STEPS - 5)
 
 
-def test_a_step_that_the_journal_never_heard_of_has_no_line_and_is_no_replay(talk, worker, learner):
+def test_a_step_unknown_to_the_journal_has_no_line_and_is_no_replay(talk, worker, learner):
     """The broker dies between Consumed and its sync."""
     train(talk, worker, learner, 0)
     make_batch(worker)

@@ -1,4 +1,4 @@
-"""Prompts that the trainer brings: in the journal before they are acknowledged, drawn in its order, and never lost."""
+"""Submitted prompts: journaled before they are acknowledged, drawn in order, and never lost."""
 
 import msgspec
 import numpy as np
@@ -23,16 +23,16 @@ def talk(converse, kind):
 
 
 def submit(learner, first, count, extra=b"", reward=""):
-    """Prompt number k has the ids k + 1 and k + 2, and the label k."""
+    """Submit prompts; number k has the token ids k + 1 and k + 2 and the label k."""
     numbers = range(first, first + count)
     ids = np.array([number % 15 + more for number in numbers for more in (1, 2)], np.int32)
     prompts = [wire.Submission(2, str(number), reward, extra) for number in numbers]
     learner.say(wire.Submit(first, prompts), [ids])
-    return [told.message.count for told in learner.take(wire.Submitted)]
+    return [received.message.count for received in learner.take(wire.Submitted)]
 
 
 def complete_all(worker):
-    """Whatever the worker is granted; returns the labels of the prompts."""
+    """Complete everything the worker is granted; returns the labels of the prompts."""
     grants, labels = finish_evaluation(worker), []
     while grants := grants + training(worker.grants()):
         labels.append(grants[0].label)
@@ -41,10 +41,10 @@ def complete_all(worker):
 
 
 def numbers_of(batch):
-    return [head.prompt for head in batch.groups]
+    return [head.prompt_number for head in batch.groups]
 
 
-def test_groups_are_opened_in_the_trainer_s_order_and_come_back_with_what_was_brought(worker, learner):
+def test_groups_are_opened_in_the_trainer_s_order_and_return_the_submitted_extra(worker, learner):
     assert complete_all(worker) == [], "nothing to do before prompts come"
     assert submit(learner, 0, 0) == [0] and submit(learner, 0, 4, msgspec.msgpack.encode({"uid": 7})) == [4]
     complete_all(worker)
@@ -54,14 +54,14 @@ def test_groups_are_opened_in_the_trainer_s_order_and_come_back_with_what_was_br
     learner.consume(0)
 
 
-def test_a_label_goes_with_the_grant_and_a_prompt_said_again_is_passed_over(worker, learner):
+def test_a_label_goes_with_the_grant_and_a_repeated_prompt_is_ignored(worker, learner):
     assert submit(learner, 0, 3) == [3] and submit(learner, 0, 3) == [3] and submit(learner, 1, 3) == [4]
     assert sorted(complete_all(worker)) == ["0", "0", "1", "1", "2", "2", "3", "3"]
     assert submit(learner, 9, 1) == [], "a prompt in between is missing"
     assert "prompt 9 does not follow 4 brought ones" in learner.take(wire.Refused)[-1].message.reason
 
 
-def test_what_is_missing_for_a_batch_is_asked_of_the_trainer_not_waited_for(talk, worker, learner):
+def test_prompts_missing_for_a_batch_are_requested_from_the_trainer(talk, worker, learner):
     submit(learner, 0, 3)
     complete_all(worker)
     batch, _ = learner.fetch(0)
@@ -91,7 +91,7 @@ def test_prompts_that_come_late_join_the_round(talk, worker, learner, kind):
     assert learner.fetch(0)[0].total == 4
 
 
-def test_neither_a_broker_nor_a_trainer_that_starts_again_loses_or_repeats_a_prompt(talk, worker, learner):
+def test_a_restart_of_broker_or_trainer_neither_loses_nor_repeats_a_prompt(talk, worker, learner):
     submit(learner, 0, 6)
     complete_all(worker)
     before = learner.fetch(0)
@@ -117,7 +117,7 @@ def test_neither_a_broker_nor_a_trainer_that_starts_again_loses_or_repeats_a_pro
         ([wire.Submission(1, "", "no_such_verifier")], [1], "is not among the verifiers"),
     ],
 )
-def test_what_is_no_prompt_is_refused_whole_with_a_sentence(talk, learner, prompts, ids, why):
+def test_a_submission_with_an_invalid_prompt_is_refused_as_a_whole(talk, learner, prompts, ids, why):
     learner.say(wire.Submit(0, [wire.Submission(1, "fine"), *prompts]), [np.array([1, *ids], np.int32)])
     assert why in learner.take(wire.Refused)[-1].message.reason
     assert talk.ledger.prompts_submitted == 0

@@ -5,7 +5,7 @@ import pytest
 
 from april import wire
 from april.broker.journal.files import JournalError
-from april.wire.limits import SUPPORT_IDS
+from april.wire.limits import MAX_SUPPORT_IDS
 from tests.broker.conversation import (
     FakeLearner,
     FakeWorker,
@@ -84,18 +84,18 @@ def amiss(counts, support):
         (amiss([-1, 3, 1], [2, 3, 4]), "drawn among them"),
         (amiss([2, 1, 1], [2, -1, 3, 4]), "ids are from 0 to"),
         (amiss([2, 1, 1], [2, 10_000, 3, 4]), "ids are from 0 to"),
-        (amiss([SUPPORT_IDS + 1, 1, 1], [2] * (SUPPORT_IDS + 1) + [3, 4]), f"at most {SUPPORT_IDS} ids"),
+        (amiss([MAX_SUPPORT_IDS + 1, 1, 1], [2] * (MAX_SUPPORT_IDS + 1) + [3, 4]), f"at most {MAX_SUPPORT_IDS} ids"),
     ],
 )
-def test_what_is_no_support_of_its_tokens_is_refused(talk, worker, arrays, why):
+def test_an_invalid_support_is_refused(talk, worker, arrays, why):
     grant, before = finish_evaluation(worker)[0], talk.journal.end
     worker.report([chunk(grant.lease_id, 0, worker.version, arrays)])
-    assert why in worker.told("refused")[-1][1] and talk.journal.end == before
+    assert why in worker.answers("rejects")[-1][1] and talk.journal.end == before
     worker.chunk(grant, 0, 3)
-    assert worker.told("lengths") == [(grant.lease_id, 3)], "as if nothing had been said"
+    assert worker.answers("acks") == [(grant.lease_id, 3)], "as if nothing had been said"
 
 
-def test_nobody_else_s_tokens_have_supports(converse):
+def test_only_training_tokens_of_a_cut_distribution_have_supports(converse):
     """Those of evaluation, and those of a run that draws from the whole distribution."""
     for overrides, evaluation, wrong in ((CUT, True, "no others do"), (CUT[-4:], False, "no more")):
         talk = converse("--run.name", f"run-{evaluation}", *overrides)
@@ -104,7 +104,7 @@ def test_nobody_else_s_tokens_have_supports(converse):
         grant = next(grant for grant in worker.grants() if grant.evaluation == evaluation)
         ids, logprobs = chunk_arrays(0, 3)
         worker.report([chunk(grant.lease_id, 0, worker.version, [ids, logprobs, *support_arrays(ids)])])
-        assert wrong in worker.told("refused")[-1][1]
+        assert wrong in worker.answers("rejects")[-1][1]
 
 
 def test_a_run_does_not_change_between_whole_and_cut(converse):

@@ -1,4 +1,4 @@
-"""What an old journal file has lost costs the groups it is of, each counted; the broker and all others go on."""
+"""Damage to an old journal file costs only the groups stored there, each counted; everything else goes on."""
 
 import time
 
@@ -6,13 +6,13 @@ import pytest
 
 from april import wire
 from april.broker.ledger.samples import GroupState
-from april.broker.verification import Verifier
+from april.broker.verification import JournalVerifier
 from tests.broker.conversation import FakeLearner, FakeWorker, finish_evaluation, make_batch
 from tests.broker.test_recovery import journal_file
 
 
 def damage(talk, record, offset):
-    """Flip a bit on the disk, in the midst of what lies there."""
+    """Flip a bit on disk, in the middle of a payload."""
     with journal_file(talk).open("r+b") as file:
         file.seek(record + offset)
         byte = file.read(1)[0]
@@ -21,18 +21,18 @@ def damage(talk, record, offset):
 
 
 def damage_tokens(talk, sample):
-    place = next(iter(sample.places))
-    damage(talk, place.record, place.offset)
+    ref = next(iter(sample.chunk_refs))
+    damage(talk, ref.record, ref.offset)
 
 
 def lost(talk, *groups):
-    """They are discarded, counted, and the books close."""
+    """The groups are discarded and counted, and the ledger closes."""
     assert all(group.state is GroupState.DISCARDED for group in groups)
     assert talk.ledger.counts["unreadable"] == len(groups) and talk.ledger.closed
     assert not talk.service.run.read_only and not talk.service.run.over
 
 
-def test_a_partial_that_cannot_be_read_is_discarded_with_its_group_and_others_are_handed_out(talk, worker):
+def test_an_unreadable_partial_is_discarded_with_its_group_and_others_are_handed_out(talk, worker):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
     sample = talk.ledger.leases[grant.lease_id].sample
@@ -42,11 +42,11 @@ def test_a_partial_that_cannot_be_read_is_discarded_with_its_group_and_others_ar
     again.join()
     talk.tick()
     lost(talk, sample.group)
-    assert {one.group for one in again.grants()}.isdisjoint({sample.group.id}) and talk.ledger.leases
+    assert {grant.group for grant in again.grants()}.isdisjoint({sample.group.id}) and talk.ledger.leases
 
 
 @pytest.mark.parametrize("of", ["tokens", "prompt"])
-def test_a_batch_goes_without_a_group_that_cannot_be_read(talk, worker, learner, of):
+def test_an_unreadable_group_is_left_out_of_its_batch(talk, worker, learner, of):
     make_batch(worker)
     talk.restart_broker()
     bad = talk.ledger.deliveries[0][1]
@@ -64,7 +64,7 @@ def test_a_batch_goes_without_a_group_that_cannot_be_read(talk, worker, learner,
     assert talk.ledger.frontier == 1 and talk.ledger.closed and not talk.service.run.read_only
 
 
-def test_a_batch_of_which_nothing_is_left_ends_the_run_with_a_sentence(talk, worker, learner):
+def test_a_batch_without_readable_groups_ends_the_run_with_a_clear_error(talk, worker, learner):
     make_batch(worker)
     for group in talk.ledger.deliveries[0]:
         damage_tokens(talk, group.samples[0])
@@ -75,11 +75,11 @@ def test_a_batch_of_which_nothing_is_left_ends_the_run_with_a_sentence(talk, wor
     assert talk.ledger.closed and not talk.service.run.read_only
 
 
-def test_what_a_start_has_not_read_is_read_behind_it_and_damage_is_found_before_anybody_needs_it(talk, worker, learner):
+def test_files_that_a_start_skipped_are_verified_later_and_damage_is_found_before_it_is_needed(talk, worker, learner):
     make_batch(worker)
     bad = talk.ledger.deliveries[0][2]
     damage_tokens(talk, bad.samples[0])
-    talk.service.verifier = verifier = Verifier(talk.journal.folder, talk.ledger, below=talk.journal.end)
+    talk.service.verifier = verifier = JournalVerifier(talk.journal.folder, talk.ledger, below=talk.journal.end)
     verifier.start()
     verifier._thread.join(60)
     assert bad.state is GroupState.DELIVERED, "the thread changes nothing by itself"
@@ -89,23 +89,23 @@ def test_what_a_start_has_not_read_is_read_behind_it_and_damage_is_found_before_
     assert bad.id not in [head.group for head in batch.groups]
 
 
-def test_only_what_lies_below_the_snapshot_is_read_again(talk, worker, learner):
+def test_only_records_before_the_snapshot_are_verified(talk, worker, learner):
     make_batch(worker)
     damage_tokens(talk, talk.ledger.deliveries[0][0].samples[0])
     for below in (0, 1):
-        verifier = Verifier(talk.journal.folder, talk.ledger, below)
+        verifier = JournalVerifier(talk.journal.folder, talk.ledger, below)
         verifier.start()
         verifier._thread.join(60)
         assert verifier.take() == []
 
 
-def test_a_trained_group_is_missed_only_where_a_learner_goes_back_to_it(talk, worker, learner):
+def test_an_unreadable_trained_group_matters_only_if_a_learner_goes_back_to_it(talk, worker, learner):
     make_batch(worker)
     learner.fetch(0)
     learner.consume(0)
     group = talk.ledger.deliveries[0][1]
     damage_tokens(talk, group.samples[0])
-    talk.service._lose([group], None, talk.now)
+    talk.service._discard_unreadable([group], None, talk.now)
     assert group.state is GroupState.TRAINED and not talk.ledger.counts["unreadable"]
     again = FakeLearner(talk, "again")
     again.join(step=0)
@@ -116,7 +116,7 @@ def test_a_trained_group_is_missed_only_where_a_learner_goes_back_to_it(talk, wo
 
 def test_a_verifier_ends_with_its_broker(talk, worker):
     make_batch(worker)
-    verifier = Verifier(talk.journal.folder, talk.ledger, below=talk.journal.end)
+    verifier = JournalVerifier(talk.journal.folder, talk.ledger, below=talk.journal.end)
     verifier.start()
     began = time.monotonic()
     verifier.close()

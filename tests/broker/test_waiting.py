@@ -1,11 +1,11 @@
-"""The queue of waiting samples keeps nothing of those that wait no longer, and loses none that does."""
+"""The queue of waiting samples drops all stale entries and loses no sample that waits."""
 
-from april.broker.ledger.queues import CLEANING_PUSHES, Waiting
+from april.broker.ledger.queues import CLEANING_PUSHES, WaitingSamples
 from april.broker.ledger.samples import Group, Sample, SampleState
 
 
-def test_what_waits_no_longer_takes_no_room():
-    queue = Waiting()
+def test_samples_that_no_longer_wait_take_no_memory():
+    queue = WaitingSamples()
     group = Group(1, 0, False, 0, 0, 0, None, 1)
     kept = [Sample(group, index) for index in range(7)]
     for sample in kept:

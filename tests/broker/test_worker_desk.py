@@ -47,21 +47,21 @@ def test_a_chunk_is_acknowledged_only_after_it_is_on_disk(talk, worker):
 
 def test_an_id_beyond_the_vocabulary_is_refused(talk, worker):
     grant = worker.grants()[0]
-    for largest, answer in ((talk.config.vocabulary - 1, "lengths"), (talk.config.vocabulary, "refused")):
+    for largest, answer in ((talk.config.vocabulary - 1, "acks"), (talk.config.vocabulary, "rejects")):
         arrays = [np.array([largest], "i4"), np.zeros(1, "f4")]
         worker.report([chunk(grant.lease_id, largest % 2, worker.version, arrays)])
-        assert worker.told(answer)
+        assert worker.answers(answer)
 
 
-def test_a_chunk_again_is_a_duplicate_a_gap_is_asked_for(worker):
+def test_a_repeated_chunk_is_a_duplicate_and_a_gap_is_nacked(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
     worker.chunk(grant, 0, 3)
-    assert worker.told("lengths") == [(grant.lease_id, 3)] * 2
+    assert worker.answers("acks") == [(grant.lease_id, 3)] * 2
     worker.chunk(grant, 5, 2)
-    assert worker.told("resend")[-1] == (grant.lease_id, 3)
+    assert worker.answers("nacks")[-1] == (grant.lease_id, 3)
     worker.report(closings=[wire.GiveBack(grant.lease_id, 5, "abort")])
-    assert worker.told("resend")[-1][1] == 3
+    assert worker.answers("nacks")[-1][1] == 3
 
 
 def test_a_chunk_that_comes_again_counts_once(talk, worker):
@@ -75,7 +75,7 @@ def test_a_score_ahead_of_its_tokens_asks_for_them(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3)
     worker.report(closings=[wire.Scored(grant.lease_id, [1.0], [{}])])
-    assert worker.told("resend")[-1][1] == 3
+    assert worker.answers("nacks")[-1][1] == 3
 
 
 def test_an_older_holder_is_refused_for_ever_and_its_tokens_counted(talk, worker):
@@ -83,8 +83,8 @@ def test_an_older_holder_is_refused_for_ever_and_its_tokens_counted(talk, worker
     worker.chunk(grant, 0, 3)
     worker.report(closings=[wire.GiveBack(grant.lease_id, 3, "generation_failed", "engine fell over")])
     worker.chunk(grant, 3, 4)
-    assert worker.told("refused") == [(grant.lease_id, "the lease is not current")]
-    assert talk.service.sessions.refused_tokens() == 4
+    assert worker.answers("rejects") == [(grant.lease_id, "the lease is not current")]
+    assert talk.service.peers.refused_tokens() == 4
     assert talk.ledger.closed
 
 
@@ -92,7 +92,7 @@ def test_a_budget_that_is_exceeded_is_a_failed_lease_not_more_tokens(talk, worke
     grant = worker.grants()[0]
     generated = talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"]
     worker.chunk(grant, 0, 25)
-    assert "invalid" in worker.told("refused")[-1][1]
+    assert "invalid" in worker.answers("rejects")[-1][1]
     assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == generated
     assert grant.lease_id not in talk.ledger.leases
 
@@ -101,7 +101,7 @@ def test_the_budget_counts_what_was_acknowledged_before(talk, worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 20)
     worker.chunk(grant, 20, 5)
-    assert "invalid" in worker.told("refused")[-1][1]
+    assert "invalid" in worker.answers("rejects")[-1][1]
     assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 20
 
 
@@ -110,7 +110,7 @@ def test_a_lease_is_its_holder_s_alone(talk, worker):
     other = FakeWorker(talk, "w1")
     other.join()
     other.chunk(grant, 0, 3)
-    assert "not current" in other.told("refused")[-1][1]
+    assert "not current" in other.answers("rejects")[-1][1]
     assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 0
 
 
@@ -128,16 +128,16 @@ def test_a_lease_s_number_is_never_used_again(talk, worker):
 def test_a_full_budget_without_a_finish_reason_is_refused(worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 24)
-    assert "invalid" in worker.told("refused")[-1][1]
+    assert "invalid" in worker.answers("rejects")[-1][1]
 
 
 def test_a_version_that_was_never_published_is_refused(talk, worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3, version=Version(0, 1))
-    assert "invalid" in worker.told("refused")[-1][1]
-    worker.say(wire.Holding(Version(0, 1), 5))
+    assert "invalid" in worker.answers("rejects")[-1][1]
+    worker.say(wire.WorkerCapacity(Version(0, 1), 5))
     assert "never published" in worker.take(wire.Refused)[-1].message.reason
-    assert next(iter(talk.service.sessions.workers())).version == Version(0, 0)
+    assert next(iter(talk.service.peers.workers())).version == Version(0, 0)
 
 
 def test_a_worker_without_room_gets_nothing(talk):
@@ -181,7 +181,7 @@ def test_a_restarted_worker_frees_its_predecessor_s_samples_at_once(talk, worker
 def test_a_worker_that_fell_silent_may_come_back_with_what_is_still_its_own(talk, worker):
     tokens = [grant.lease_id for grant in worker.grants()]
     welcome = worker.join(leases=[*tokens, 12345])
-    assert welcome.lost == [12345]
+    assert welcome.lost_lease_ids == [12345]
     assert set(tokens) <= set(talk.ledger.leases)
 
 
@@ -189,7 +189,7 @@ def test_a_predecessor_that_still_lives_is_told_to_stop(talk, worker):
     successor = FakeWorker(talk, "w0-again")
     successor.say(wire.Hello("worker", "w0", "another-process"))
     assert "taken the name" in worker.take(wire.Stop)[-1].message.reason
-    assert [session.uid for session in talk.service.sessions.workers()] == ["another-process"]
+    assert [session.uid for session in talk.service.peers.workers()] == ["another-process"]
 
 
 def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
@@ -201,7 +201,7 @@ def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
     assert again.scoring and again.finish_reason == "stop"
     assert [len(array) for array in again.arrays[1:]] == [5]
     successor.report(closings=[wire.Scored(again.lease_id, [0.0], [{}])])
-    assert successor.told("done") == [again.lease_id]
+    assert successor.answers("done") == [again.lease_id]
 
 
 def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_reason(talk, worker):
@@ -230,16 +230,16 @@ def test_a_discarded_group_s_other_samples_are_cancelled(talk, worker):
         sample = talk.ledger.leases[lease_id].sample
         worker.report(closings=[wire.GiveBack(lease_id, 0, "generation_failed", "no")])
         lease_id = sample.lease_id
-    assert {lease_id for cancel in worker.take(wire.Cancel) for lease_id in cancel.message.leases} >= set(siblings)
+    assert {lease_id for cancel in worker.take(wire.Cancel) for lease_id in cancel.message.lease_ids} >= set(siblings)
 
 
 def test_a_worker_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker):
     sent = len(worker.grants())
-    talk.service.books.credit_bytes = 1
+    talk.service.context.credit_bytes = 1
     worker.hold(0, capacity=50)
     talk.tick()
     assert worker.grants() == []
-    received = talk.service.sessions.workers()[0].sent_bytes
+    received = talk.service.peers.workers()[0].sent_bytes
     worker.say(wire.Heartbeat([], 0, received), connection=b"control")
     assert 1 <= len(worker.grants()) < 50 - sent
 
@@ -269,7 +269,7 @@ def test_an_older_version_than_the_lease_s_is_refused(talk, worker, learner):
     fresh.join(step=1)
     grant = training(fresh.grants())[0]
     fresh.chunk(grant, 24 - grant.max_new_tokens, 1, version=Version(0, 0))
-    assert fresh.told("refused")
+    assert fresh.answers("rejects")
 
 
 def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worker):
@@ -293,7 +293,7 @@ def test_what_the_replay_takes_is_no_part_of_the_time_to_come_back(talk, worker)
 
 def test_a_session_whose_connections_are_gone_is_granted_nothing_more(talk, worker):
     held = set(talk.ledger.leases)
-    talk.service.sessions.void(b"w0/data")
+    talk.service.peers.invalidate(b"w0/data")
     talk.ledger.end_lease(min(held), "lost")
     talk.tick()
     assert set(talk.ledger.leases) < held

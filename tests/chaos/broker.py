@@ -28,9 +28,9 @@ from tests.chaos.peer import jumping_clock
 from tests.chaos.state import SYNC_OFF, RunState
 
 WRITE_BACK_S = 10.0
-"""how often the disk catches up without being asked"""
+"""Seconds between syncs that nobody asked for, when SYNC_OFF is set."""
 LINGER_S = 0.005
-"""what is rare is made to last a little, so that a kill can hit it"""
+"""Delay of rare phases, so that a kill can hit them."""
 
 
 class WatchedServer(server.Server):
@@ -59,22 +59,22 @@ class WatchedService(service.Service):
 
 
 class KeepingJournal(journal.Journal):
-    def let_go(self, starts) -> None:
+    def release_files(self, starts) -> None:
         for start in starts:
             state.keep(files.file_path(self.folder, start))
-        super().let_go(starts)
+        super().release_files(starts)
 
 
 reports: dict[tuple[int, int], list] = {}
-"""of the learner, until they are accepted, by (session, sequence)"""
+"""Reports of the learner that are not accepted yet, by (session, sequence)."""
 
 
 def promises(outgoing) -> list[list]:
-    """What a message tells its peer to rely on."""
+    """Promises that a message makes to its peer."""
     message = outgoing.message
     if isinstance(message, wire.Answers):
         done = [["done", lease_id] for lease_id in message.done]
-        return [["chunk", lease_id, length] for lease_id, length in message.lengths] + done
+        return [["chunk", lease_id, length] for lease_id, length in message.acks] + done
     if isinstance(message, wire.Batch):
         frames = wire.encode(message, outgoing.arrays)
         return [["batch", message.step, message.first, zlib.crc32(b"".join(map(bytes, frames[1:])))]]
@@ -83,7 +83,7 @@ def promises(outgoing) -> list[list]:
 
 
 def phase(live: service.Service) -> str:
-    learner = live.sessions.of_role("learner")
+    learner = live.peers.learner()
     if learner is None or not learner.started or live.ledger.consumed < live.ledger.frontier:
         return "catching up"
     if live.ledger.generating and not live.ledger.round_open:
@@ -92,7 +92,7 @@ def phase(live: service.Service) -> str:
 
 
 def watched_sync(descriptor: int) -> None:
-    """A sync whose reach is known; a kill may come in front of it and behind it."""
+    """Sync and record how far it reached; a kill may come before and after it."""
     global written_back_at
     size = os.fstat(descriptor).st_size
     if os.environ.get(SYNC_OFF):

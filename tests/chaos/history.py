@@ -1,4 +1,4 @@
-"""Judges a run by what its broker had promised and by what the journal says, read with nothing of the package."""
+"""Judges a run by its broker's promises and by the journal, which is read without any code of the package."""
 
 import re
 import struct

@@ -70,20 +70,20 @@ def run(*command: str) -> str:
 
 
 def name_of(index: int) -> str:
-    """Of a host."""
+    """Network of one host."""
     return f"{PREFIX}-{OWNER}-{index}"
 
 
 @dataclass(frozen=True)
 class Link:
-    """Of each host, to all others; as fast as the machine where `Hosts` is given none."""
+    """Link of each host to all others; without one, `Hosts` is as fast as the machine."""
 
     delay_s: float = 0.0
-    """one way"""
+    """One-way delay."""
     loss: float = 0.0
-    """share of the frames"""
+    """Share of the frames that are lost."""
     rate: str = ""
-    """as tc says it; none: unlimited"""
+    """Rate in tc's notation; empty: unlimited."""
 
 
 class Hosts:
@@ -95,7 +95,7 @@ class Hosts:
         self.names = [name_of(index) for index in range(count)]
         self.state, self.link = state, link
         self.switch: subprocess.Popen | None = None
-        """what carries frames where links are slow"""
+        """Process that forwards the frames of slow links."""
 
     def address(self, index: int) -> str:
         return f"{SUBNET}.{10 + index}"
@@ -112,7 +112,7 @@ class Hosts:
         return [*inside, "bash", "-c", setup, "--", *command]
 
     def disk(self, index: int) -> Path:
-        """What that host has in its own folder."""
+        """Path of a file in the host's own folder."""
         return self.state / f"disk-{index}"
 
     def make(self) -> None:
@@ -169,7 +169,7 @@ class Hosts:
         self.switch.stdin.flush()
 
     def remove(self) -> None:
-        """With every process on them, also of an earlier set whose owner is gone."""
+        """Remove the hosts with all their processes, also those of an earlier set whose owner is gone."""
         if self.switch:
             self.switch.communicate()
         for line in run("ip", "netns", "list").splitlines():

@@ -55,7 +55,7 @@ PROBE = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout
 class Pod:
     name: str
     owner: str
-    """uid of its object"""
+    """Uid of its object."""
     labels: dict[str, str]
     host: int
     spec: dict
@@ -64,7 +64,7 @@ class Pod:
     restarts: int = 0
     unwanted: bool = False
     asked: bool = False
-    """to leave"""
+    """Whether it was asked to stop."""
 
     @property
     def container(self) -> dict:
@@ -78,7 +78,7 @@ class Pod:
 
     @property
     def is_done(self) -> bool:
-        """Of a Job, which has no use for it any more."""
+        """Whether it belongs to a Job that has completed."""
         ended = self.process is not None and self.process.poll() == 0
         return ended and self.spec.get("restartPolicy") == "OnFailure"
 
@@ -97,7 +97,7 @@ class Cluster:
         self.pods: list[Pod] = []
         self.numbers = count()
         self.succeeded: dict[str, int] = {}
-        """pods of Jobs that came to their end, by the Job's uid"""
+        """Completed pods of Jobs, by the Job's uid."""
         address = made.address(0)
         self.certificate, key = make_certificate(folder, address)
         self.environment = os.environ | {
@@ -112,7 +112,7 @@ class Cluster:
         assert self.api.stdout is not None and self.api.stdout.readline() == "ready\n"
 
     def ask(self, *command: str) -> str:
-        """What a command says on the host of the API; it must succeed."""
+        """Output of a command on the API's host, which must succeed."""
         told = subprocess.run(self.made.command(0, *command), env=self.environment, capture_output=True, text=True)
         assert told.returncode == 0, told.stdout + told.stderr
         return told.stdout
@@ -197,11 +197,11 @@ class Cluster:
         return next(pod for pod in self.pods if pod.name == name)
 
     def of(self, part: str) -> list[Pod]:
-        """Of those that are to stay."""
+        """Pods that are to stay."""
         return [pod for pod in self.pods if pod.labels["april/part"] == part and not pod.unwanted]
 
     def _write_names(self, services: list[dict]) -> None:
-        """What pods find by name: themselves, and each other as the Services without an address say."""
+        """Names that pods can resolve: their own, and those of headless Services."""
         lines = ["127.0.0.1 localhost"]
         for pod in self.pods:
             lines.append(f"{self.made.address(pod.host)} {pod.name}")
@@ -294,7 +294,7 @@ class Cluster:
         pod.unwanted = True
 
     def is_ready(self, name: str) -> bool:
-        """What its readiness probe says, asked from another host."""
+        """Result of its readiness probe, sent from another host."""
         pod = self.pod(name)
         probe = pod.container["readinessProbe"]["httpGet"]
         url = f"http://{self.made.address(pod.host)}:{probe['port']}{probe['path']}"

@@ -45,7 +45,7 @@ class Switch:
     def __init__(self, delay_s: float, loss: float, taps: dict[str, int]):
         self.delay_s, self.loss, self.taps = delay_s, loss, taps
         self.behind: dict[bytes, int] = {}
-        """device by the hardware address that was heard there"""
+        """Device by the hardware addresses seen on it."""
         self.cut: set[int] = set()
         self.under_way: list[tuple[float, int, int, bytes]] = []
         """(when it is due, its number, device, frame): a heap"""

@@ -14,7 +14,8 @@ import yaml
 from kubernetes_validate import validate
 
 from april import config as configuration
-from april.launch.clusters import LAUNCHERS, command, in_pod
+from april.cli.launch import launcher_of
+from april.launch.clusters import LAUNCHERS, in_pod
 from april.launch.clusters.helm import CHART
 from april.launch.clusters.kubernetes import MANIFEST, Kubernetes
 from april.processes.lifetime import RUN_FAILED
@@ -50,12 +51,12 @@ CASES = {
 
 @pytest.fixture
 def launcher(config_file, tmp_path):
-    """launcher(on, *overrides) -> one that has written nothing yet; keys are in tmp_path"""
+    """launcher(on, *overrides): a launcher that has written nothing yet; keys are in tmp_path."""
     keygen.make_folder(tmp_path / "keys")
 
     def make(on, *overrides):
         options = ["--security.keys", str(tmp_path / "keys"), "--launch.on", on, *NEEDED, *overrides]
-        return command.launcher_of(configuration.load(config_file, options, inputs=()), LAUNCHERS.find(on))
+        return launcher_of(configuration.load(config_file, options, inputs=()), LAUNCHERS.find(on))
 
     return make
 
@@ -65,7 +66,7 @@ def by_name(text):
 
 
 @pytest.mark.helm
-def test_one_chart_with_the_values_of_any_run_is_its_manifests(launcher, tmp_path):
+def test_the_chart_with_a_run_s_values_renders_its_manifests(launcher, tmp_path):
     for name, text in launcher("helm").files().items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -86,7 +87,7 @@ def test_one_chart_with_the_values_of_any_run_is_its_manifests(launcher, tmp_pat
         assert objects == by_name(Kubernetes(helm.layout).files()[MANIFEST]), case
 
 
-def test_every_workload_and_its_pods_stand_in_the_queue_that_is_said(launcher):
+def test_every_workload_and_its_pods_have_the_configured_labels(launcher):
     labels = {"kueue.x-k8s.io/queue-name": "team-a", "kueue.x-k8s.io/priority-class": "soon"}
     overrides = CASES["a queue of Kueue's with a priority, monitoring and variables"]
     objects = by_name(launcher("kubernetes", *overrides).files()[MANIFEST])
@@ -108,7 +109,7 @@ def test_every_workload_and_its_pods_stand_in_the_queue_that_is_said(launcher):
 @pytest.mark.kubectl
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
-def test_a_launched_run_trains_in_pods_outlives_killed_and_evicted_ones_and_leaves_none_when_it_is_stopped(
+def test_a_launched_run_trains_in_pods_survives_killed_and_evicted_ones_and_leaves_none_when_stopped(
     config_file, tmp_path
 ):
     keygen.make_folder(tmp_path / "keys")
@@ -184,9 +185,7 @@ def api(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "suspended"), [(0, False), (RUN_FAILED, True)])
-def test_the_broker_s_pod_asks_for_no_pods_once_the_run_is_over_and_may_ask_for_nothing_else(
-    api, launcher, status, suspended
-):
+def test_the_broker_s_pod_scales_the_run_to_zero_at_its_end_and_may_do_nothing_else(api, launcher, status, suspended):
     plurals = {
         kind: (api_version, plural) for api_version, kinds in kube_api.KINDS.items() for plural, kind in kinds.items()
     }
@@ -202,26 +201,28 @@ def test_the_broker_s_pod_asks_for_no_pods_once_the_run_is_over_and_may_ask_for_
             os.kill(os.getpid(), signal.SIGTERM)
 
     api.on_change = as_kubernetes
-    assert in_pod.Container("april-small", 0).hold([sys.executable, "-c", f"raise SystemExit({status})"]) == 0
+    assert (
+        in_pod.BrokerContainer("april-small", 0).run_program([sys.executable, "-c", f"raise SystemExit({status})"]) == 0
+    )
     assert worker["spec"]["replicas"] == broker["spec"]["replicas"] == 0
     assert learner["spec"]["suspend"] is suspended
 
 
-def test_a_broker_that_has_died_is_kubernetes_to_start_again(api):
-    assert in_pod.Container("april-small", 0).hold([sys.executable, "-c", "raise SystemExit(1)"]) == 1
+def test_a_dead_broker_is_left_to_kubernetes_to_restart(api):
+    assert in_pod.BrokerContainer("april-small", 0).run_program([sys.executable, "-c", "raise SystemExit(1)"]) == 1
 
 
 @pytest.mark.parametrize(
     ("replicas", "told"), [(1, signal.SIGUSR1), (0, signal.SIGTERM), (None, signal.SIGTERM)],
     ids=["wanted", "not wanted", "gone"],
 )  # fmt: skip
-def test_a_pod_that_is_asked_to_leave_stops_the_run_unless_another_is_to_take_its_place(api, launcher, replicas, told):
+def test_a_stopped_pod_stops_the_run_unless_another_pod_will_replace_it(api, launcher, replicas, told):
     objects = by_name(launcher("kubernetes").files()[MANIFEST])
     for kind, plural in (("Role", "roles"), ("RoleBinding", "rolebindings"), ("StatefulSet", "statefulsets")):
         one = objects[kind, "april-small-broker"]
         if kind != "StatefulSet" or replicas is not None:
             api.create(plural, "default", one)
     objects["StatefulSet", "april-small-broker"]["spec"]["replicas"] = replicas
-    container = in_pod.Container("april-small", 0)
-    container.leaving = True
-    assert container.hold(["sleep", "600"]) == 128 + told
+    container = in_pod.BrokerContainer("april-small", 0)
+    container.stopping = True
+    assert container.run_program(["sleep", "600"]) == 128 + told

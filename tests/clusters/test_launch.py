@@ -1,4 +1,4 @@
-"""What is handed to a cluster, and what is refused before it is."""
+"""What launchers submit to a cluster, and what they refuse before."""
 
 import re
 import shlex
@@ -10,11 +10,12 @@ import yaml
 
 from april import config as configuration
 from april.cli import main
+from april.cli.launch import launcher_of, worker_count
 from april.config import ConfigError
 from april.launch import devices
-from april.launch.clusters import LAUNCHERS, command, slurm
+from april.launch.clusters import LAUNCHERS, slurm
 from april.launch.clusters.launcher import FOLDER
-from april.registry import FOLDERS
+from april.registry import FOLDERS_VARIABLE
 from april.security import keygen
 from tests.run.processes import APRIL, assert_closed, wait_until
 
@@ -27,16 +28,16 @@ def keys(tmp_path):
 
 @pytest.fixture
 def files(config_file, keys):
-    """files(on, *overrides) -> text by name of what would be submitted"""
+    """files(on, *overrides): content by name of the files that would be submitted."""
 
     def write(on, *overrides):
         config = configuration.load(config_file, ["--security.keys", keys, "--launch.on", on, *overrides], inputs=())
-        return command.launcher_of(config, LAUNCHERS.find(on)).files()
+        return launcher_of(config, LAUNCHERS.find(on)).files()
 
     return write
 
 
-def test_a_dry_run_shows_what_would_be_submitted_and_leaves_nothing(config_file, keys, tmp_path, capsys):
+def test_a_dry_run_prints_what_would_be_submitted_and_writes_nothing(config_file, keys, tmp_path, capsys):
     for on in LAUNCHERS.shipped:
         options = ["--launch.hosts", "['127.0.0.1']", "--launch.image", "april", "--launch.volume", "runs"]
         assert main(["launch", str(config_file), "--on", on, "--dry-run", "--security.keys", keys, *options]) == 0
@@ -56,7 +57,7 @@ def test_scripts_for_slurm_are_shell_and_start_every_part(files):
     assert "--ntasks=3" in texts["worker.sbatch"]
 
 
-def test_with_nodes_without_accelerators_slurm_s_job_is_heterogeneous_and_gives_them_what_needs_none(files):
+def test_with_a_cpu_partition_slurm_s_job_is_heterogeneous_and_uses_it_for_cpu_parts(files):
     options = (
         "--launch.partition", "gpus", "--learner.ranks", "4", "--launch.learner_nodes", "2", "--launch.cores", "3",
         "--launch.time", "1-0", "--reward.where", "scorer", "--learner.device", "auto",
@@ -100,14 +101,14 @@ def launcher_and_commands(config_file, keys, monkeypatch):
 
         monkeypatch.setattr(slurm, "ask", ask)
         options = ["--security.keys", keys, "--launch.on", "slurm", *overrides]
-        launcher = command.launcher_of(configuration.load(config_file, options, inputs=()), slurm.Slurm)
+        launcher = launcher_of(configuration.load(config_file, options, inputs=()), slurm.Slurm)
         launcher.write()
         return launcher, commands
 
     return make
 
 
-def test_slurm_is_asked_to_end_only_jobs_that_are_left_and_a_heterogeneous_one_by_its_first_number(
+def test_slurm_ends_only_unfinished_jobs_and_a_heterogeneous_one_by_its_first_id(
     launcher_and_commands,
 ):
     launcher, commands = launcher_and_commands({"squeue": "1 2\n4 2\n3 1"})
@@ -116,7 +117,7 @@ def test_slurm_is_asked_to_end_only_jobs_that_are_left_and_a_heterogeneous_one_b
     assert {words[-1] for words in commands if words[0] == "scancel"} == {"1", "3"}, "scancel fails at others"
 
 
-def test_a_slurm_that_takes_no_heterogeneous_job_is_told_of_with_the_key_that_asks_for_one(launcher_and_commands):
+def test_a_refused_heterogeneous_job_is_reported_with_its_key(launcher_and_commands):
     said = "sbatch failed: Requested operation not supported on this system"
     for options, mend in (([], ""), (["--launch.cpu_partition", "cpus"], "; key 'launch.cpu_partition' = 'cpus' asks")):
         launcher, _ = launcher_and_commands({"sbatch": ConfigError(said)}, *options)
@@ -126,7 +127,7 @@ def test_a_slurm_that_takes_no_heterogeneous_job_is_told_of_with_the_key_that_as
         assert words.startswith(mend) if mend else not words
 
 
-def test_the_plan_for_ray_names_every_part_and_leaves_restarts_to_it(files):
+def test_the_plan_for_ray_has_every_part_and_leaves_restarts_to_ray(files):
     options = ("--launch.learner_nodes", "2", "--worker.count", "3", "--worker.device", "auto", "--launch.cores", "6")
     texts = files("ray", *options)
     plan = yaml.safe_load(texts["plan.yaml"])
@@ -168,7 +169,7 @@ def test_a_module_beside_the_configuration_is_carried_into_pods(files, config_fi
     assert list(carried) == ["config.toml", "own_rewards.py"] and "def brief" in carried["own_rewards.py"]
     pod = objects["april-small-worker"]["spec"]["template"]["spec"]["containers"][0]
     mounted = next(one["mountPath"] for one in pod["volumeMounts"] if one["name"] == "config")
-    assert f"{mounted}/config.toml" in pod["command"] and {"name": FOLDERS, "value": mounted} in pod["env"]
+    assert f"{mounted}/config.toml" in pod["command"] and {"name": FOLDERS_VARIABLE, "value": mounted} in pod["env"]
 
 
 @pytest.mark.parametrize(
@@ -180,19 +181,19 @@ def test_a_module_beside_the_configuration_is_carried_into_pods(files, config_fi
         (["--on", "ssh", "KEYS"], "key 'launch.hosts' names 0 machines"),
     ],
 )
-def test_what_no_cluster_can_do_is_refused_with_a_sentence(options, said, config_file, keys, capsys):
+def test_a_configuration_that_cannot_be_launched_is_refused_with_a_sentence(options, said, config_file, keys, capsys):
     options = [word for option in options for word in (["--security.keys", keys] if option == "KEYS" else [option])]
     assert main(["launch", str(config_file), "--dry-run", *options]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_number_of_workers_is_asked_for_by_its_name():
-    assert command.workers_of(["workers=12"]) == 12
+def test_the_number_of_workers_is_given_as_workers_n():
+    assert worker_count(["workers=12"]) == 12
     with pytest.raises(ConfigError, match="workers=12"):
-        command.workers_of(["12"])
+        worker_count(["12"])
 
 
-def test_a_launched_run_is_scaled_looked_at_and_stopped(config_file, tmp_path, capsys):
+def test_a_launched_run_is_scaled_queried_and_stopped(config_file, tmp_path, capsys):
     run_dir = tmp_path / "runs" / "small"
     endless = [
         "--schedule.max_steps",
@@ -224,8 +225,8 @@ def test_a_launched_run_is_scaled_looked_at_and_stopped(config_file, tmp_path, c
     assert assert_closed(run_dir)["state"] == "stopped"
 
 
-def test_over_ssh_a_machine_that_does_not_answer_holds_nothing_up(config_file, keys, tmp_path):
-    """Workers that it had are started on others, and the run can be looked at and stopped."""
+def test_over_ssh_a_dead_machine_blocks_no_command(config_file, keys, tmp_path):
+    """Its workers are started on other machines, and the run can be queried and stopped."""
     ssh = tmp_path / "ssh"
     ssh.write_text(
         f'#!/bin/bash\nscript=$(cat); echo "$1 $script" >>{tmp_path}/log; [ ! -e {tmp_path}/lost-$1 ] || exit 255\n'
@@ -235,7 +236,7 @@ def test_over_ssh_a_machine_that_does_not_answer_holds_nothing_up(config_file, k
     hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     options = ["--launch.hosts", str(hosts), "--launch.ssh", str([str(ssh)]), "--worker.count", "2"]
     assert main(["launch", str(config_file), "--on", "ssh", "--security.keys", keys, *options]) == 0
-    launcher = command.launcher_of(
+    launcher = launcher_of(
         configuration.load(tmp_path / "runs/small/config.toml", [], inputs=()), LAUNCHERS.find("ssh")
     )
     (tmp_path / f"lost-{hosts[1]}").touch()
@@ -248,9 +249,7 @@ def test_over_ssh_a_machine_that_does_not_answer_holds_nothing_up(config_file, k
     assert (tmp_path / "log").read_text().count("kill -TERM") == 5, "broker and four workers, one of them in vain"
 
 
-def test_over_ssh_each_part_has_accelerators_of_its_own_and_those_of_an_ended_one_are_given_again(
-    config_file, keys, tmp_path
-):
+def test_over_ssh_each_part_has_its_own_accelerators_and_those_of_an_ended_one_are_reused(config_file, keys, tmp_path):
     ssh = tmp_path / "ssh"
     ssh.write_text(
         f"#!/bin/bash\nscript=$(cat)\ncase $script in *setsid*) wc -l <{tmp_path}/count; echo >>{tmp_path}/count;;\n"
@@ -274,7 +273,7 @@ def test_over_ssh_each_part_has_accelerators_of_its_own_and_those_of_an_ended_on
 
     assert seen("broker") == [] and seen("learner") == ["0:2"]
     assert [seen(f"worker-{index}") for index in range(3)] == [["0:2"], ["2:4"], ["4:6"]]
-    launcher = command.launcher_of(
+    launcher = launcher_of(
         configuration.load(tmp_path / "runs/small/config.toml", [], inputs=()), LAUNCHERS.find("ssh")
     )
     launcher.scale(4)
@@ -283,28 +282,28 @@ def test_over_ssh_each_part_has_accelerators_of_its_own_and_those_of_an_ended_on
 
 
 def test_a_part_sees_the_accelerators_of_its_span_and_is_refused_more_than_there_are():
-    assert devices.of_span("2:4", ["0", "1", "5", "6"]) == ["5", "6"]
-    assert devices.of_span("2:4", []) == [], "on a machine without accelerators `auto` is the processor"
+    assert devices.devices_in_span("2:4", ["0", "1", "5", "6"]) == ["5", "6"]
+    assert devices.devices_in_span("2:4", []) == [], "on a machine without accelerators `auto` is the processor"
     for span, here, said in (("2", "0", "is no span"), ("3:3", "0", "is no span"), ("0:2", "0", "the 1 that are here")):
         with pytest.raises(ConfigError, match=said):
-            devices.of_span(span, [here])
+            devices.devices_in_span(span, [here])
 
 
-def test_a_part_is_started_again_until_that_brings_nothing(tmp_path):
-    """Its keeper ends with the part's own status; one that refuses is not tried twice."""
+def test_a_part_is_restarted_until_its_restarts_are_used_up(tmp_path):
+    """`PartSupervisor` returns the part's own status; a part that refuses to work is not restarted."""
     counter, sleepy = tmp_path / "starts", "import sys, pathlib; p = pathlib.Path(sys.argv[1]); "
     program = sleepy + "p.write_text(p.read_text() + 'x' if p.exists() else 'x'); sys.exit(int(sys.argv[2]))"
-    from april.launch.part import Keeper
+    from april.launch.part import PartSupervisor
 
     for status, restarts, starts in ((7, 1, 2), (2, 1, 1), (0, 1, 1)):
         counter.unlink(missing_ok=True)
         said = []
         command = ["python3", "-c", program, str(counter), str(status)]
-        assert Keeper("part", command, restarts, said.append).run() == status
+        assert PartSupervisor("part", command, restarts, said.append).run() == status
         assert len(counter.read_text()) == starts, said
 
 
-def test_a_part_that_is_asked_to_leave_while_it_is_being_started_leaves(monkeypatch):
+def test_a_part_stopped_during_its_start_ends(monkeypatch):
     from april.launch import part
 
     start = subprocess.Popen
@@ -314,12 +313,12 @@ def test_a_part_that_is_asked_to_leave_while_it_is_being_started_leaves(monkeypa
         return start(*words, **given)
 
     monkeypatch.setattr(part.subprocess, "Popen", start_late)
-    keeper = part.Keeper("part", ["sleep", "60"], 0, lambda text: None, leave_s=20.0)
+    keeper = part.PartSupervisor("part", ["sleep", "60"], 0, lambda text: None, leave_s=20.0)
     assert keeper.run() == part.shell_status(-signal.SIGTERM), "it was asked, and not killed"
 
 
 def test_a_part_follows_a_broker_that_has_moved(tmp_path):
-    from april.launch.part import Keeper
+    from april.launch.part import PartSupervisor
 
     address, seen = tmp_path / "address", tmp_path / "seen"
     address.write_text("tcp://a:1")
@@ -329,12 +328,12 @@ def test_a_part_follows_a_broker_that_has_moved(tmp_path):
         "(folder / 'address').write_text('tcp://b:2')\n"
         "time.sleep(0 if text.endswith('b:2') else 60)"
     )
-    keeper = Keeper("part", ["python3", "-c", program, str(tmp_path)], 0, lambda text: None, run_dir=tmp_path)
+    keeper = PartSupervisor("part", ["python3", "-c", program, str(tmp_path)], 0, lambda text: None, run_dir=tmp_path)
     assert keeper.run() == 0
     assert seen.read_text().split() == ["tcp://a:1", "tcp://b:2"]
 
 
-def test_a_signal_is_passed_on_and_the_part_may_leave_in_order(start, tmp_path, config_file):
+def test_a_signal_is_passed_on_and_the_part_may_end_in_order(start, tmp_path, config_file):
     job = start("part", [*APRIL, "part", "broker", str(config_file)])
     run_dir = tmp_path / "runs" / "small"
     wait_until((run_dir / "address").exists, job)

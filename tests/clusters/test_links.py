@@ -62,7 +62,7 @@ def train_on(run, steps):
         raise AssertionError(f"{error}\n{run.said()}") from None
 
 
-def test_a_slow_link_that_loses_and_is_cut_costs_a_run_nothing(start_parts):
+def test_a_slow_lossy_and_interrupted_link_costs_a_run_nothing(start_parts):
     with start_parts(3, SLOW, schedule__max_steps=16, learner__ranks=1) as (made, run):
         run.learner([1])
         run.join("worker", 2)
@@ -77,7 +77,7 @@ def test_a_slow_link_that_loses_and_is_cut_costs_a_run_nothing(start_parts):
     assert "restart" not in run.said(), "nobody had to begin anew"
 
 
-def test_a_learner_over_two_hosts_outlives_a_cut_and_the_loss_of_a_host_with_its_disk(start_parts):
+def test_a_learner_on_two_hosts_survives_a_partition_and_the_loss_of_a_host_with_its_disk(start_parts):
     options = {"schedule__max_steps": 100_000, "learner__ranks": 2, "learner__collective_timeout_s": 15}
     with start_parts(4, own="checkpoints", **options) as (made, run):
         run.learner([1, 2])

@@ -54,13 +54,13 @@ class Machines:
         wait_until(lambda: log.read_text().count("Ray runtime started"), timeout_s=PATIENCE_S)
 
     def kill(self, index: int) -> None:
-        """With all that runs there."""
+        """Stop the node with all its processes."""
         for process in run("ip", "netns", "pids", self.made.names[index]).split():
             with suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
 
     def ask(self, *command: str) -> str:
-        """What a command says on the first; it must succeed."""
+        """Output of a command on the first node, which must succeed."""
         told = subprocess.run(self.made.command(0, *command), env=self.environment, capture_output=True, text=True)
         assert told.returncode == 0, told.stdout + told.stderr
         return told.stdout
@@ -75,7 +75,7 @@ def machines():
         yield started
 
 
-def test_a_ray_job_trains_on_two_machines_and_outlives_a_killed_actor_and_a_lost_machine(
+def test_a_ray_job_trains_on_two_machines_and_survives_a_killed_actor_and_a_lost_machine(
     machines, config_file, tmp_path
 ):
     cluster = machines.ask

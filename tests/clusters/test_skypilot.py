@@ -20,7 +20,7 @@ KEYS = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "file_mo
 """of a task, at https://docs.skypilot.co/en/latest/reference/yaml-spec.html"""
 
 
-def test_the_recipe_has_known_keys_and_scripts_that_are_shell():
+def test_the_skypilot_recipe_has_valid_keys_and_scripts():
     assert RECIPE.keys() <= KEYS
     for script in (RECIPE["setup"], RECIPE["run"]):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -30,7 +30,7 @@ def test_the_recipe_has_known_keys_and_scripts_that_are_shell():
 
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
-def test_the_recipe_makes_a_run_of_two_machines(config_file, tmp_path):
+def test_the_skypilot_recipe_starts_a_run_on_two_machines(config_file, tmp_path):
     keygen.make_folder(tmp_path / "KEYS")
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
     with TemporaryDirectory(prefix="sky") as state, hosts(2, Path(state)) as made:

@@ -31,7 +31,7 @@ def cluster():
         yield on_first
 
 
-def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(
+def test_a_requeued_job_continues_with_a_learner_on_two_nodes_and_late_workers(
     cluster, config_file, run_dir, tmp_path, gate
 ):
     keygen.make_folder(tmp_path / "keys")
@@ -71,7 +71,7 @@ def test_a_requeued_job_goes_on_with_a_learner_over_two_nodes_and_late_workers(
     assert os.path.exists(run_dir / "checkpoints/policy")
 
 
-def test_a_heterogeneous_job_that_is_told_in_time_requeues_itself_whole_and_goes_on(cluster, config_file, tmp_path):
+def test_a_heterogeneous_job_signalled_in_time_requeues_both_components_and_continues(cluster, config_file, tmp_path):
     """Slurm's signal comes a minute before the job's time is over; here it comes sooner."""
     keygen.make_folder(tmp_path / "keys")
     run_dir = tmp_path / "runs" / "small"

@@ -1,4 +1,4 @@
-"""Signs of life come from a thread of their own: leases live on while their holder's main loop is busy or stuck."""
+"""Heartbeats come from their own thread: leases stay current while their holder's main loop is busy or stuck."""
 
 import time
 
@@ -7,7 +7,7 @@ import zmq
 
 from april import wire
 from april.connections.broker import BrokerConnection
-from april.processes.pulse import MAIN, Pulse, Watch
+from april.processes.pulse import MAIN, LoopWatch, Pulse
 
 RENEW_S = 0.5
 PATIENCE_S = 60.0
@@ -31,7 +31,7 @@ def connection(tmp_path):
 
 
 def hear(router, enough):
-    """Messages that come until there are enough of them, with their sessions."""
+    """(session, message) of each message until `enough(messages)` is true."""
     heard, deadline = [], time.monotonic() + PATIENCE_S
     while not enough([message for _, message in heard]):
         assert time.monotonic() < deadline, heard
@@ -45,22 +45,23 @@ def is_silent(router, seconds):
     return not router.poll(1000 * seconds)
 
 
-def test_a_session_is_bound_and_then_kept_alive_whatever_its_owner_does(router, connection):
+def test_heartbeats_go_on_whatever_the_main_loop_does(router, connection):
     assert is_silent(router, 0.3)
     connection.hold([3, 4], emitted_tokens=7)
     connection.occupy(wire.Slots(2, 1, 0, [4]))
     MAIN.at("a long prefill")
     connection.begin(wire.Welcome(9, "run", 1, 0, 0, [], RENEW_S, ""))
-    heard = hear(router, lambda said: len(said) >= 4 and said[-1].leases)
+    heard = hear(router, lambda said: len(said) >= 4 and said[-1].lease_ids)
     assert {session for session, _ in heard} == {9}
     bind, *beats = [message for _, message in heard]
     assert bind == wire.Bind() and {type(beat) for beat in beats} == {wire.Heartbeat}
-    assert beats[-1].leases == [3, 4] and beats[-1].emitted_tokens == 7
+    assert beats[-1].lease_ids == [3, 4] and beats[-1].emitted_tokens == 7
     assert all(beat.slots == wire.Slots(2, 1, 0, [4]) for beat in beats)
-    assert {beat.place for beat in beats} == {"a long prefill"} and beats[-1].for_s > beats[0].for_s
+    assert {beat.loop_position for beat in beats} == {"a long prefill"}
+    assert beats[-1].loop_elapsed_s > beats[0].loop_elapsed_s
     connection.goodbye()
     hear(router, lambda said: said[-1:] == [wire.Goodbye()])
-    assert is_silent(router, 1.5), "nothing is said any more"
+    assert is_silent(router, 1.5), "no heartbeats after the goodbye"
 
 
 def test_what_the_broker_sends_over_control_arrives_in_the_owner_s_thread(router, connection):
@@ -69,33 +70,33 @@ def test_what_the_broker_sends_over_control_arrives_in_the_owner_s_thread(router
     router.send_multipart([control, *wire.encode(wire.Abort(2, 5), (), 9)])
     received = []
     while not received:
-        received = [one.message for one in connection.receive(100)]
+        received = [each.message for each in connection.receive(100)]
     assert received == [wire.Abort(2, 5)]
 
 
-def test_a_loop_hangs_when_it_gets_nowhere_for_longer_than_stated():
+def test_a_loop_hangs_once_it_stays_at_one_position_for_longer_than_allowed():
     pulse = Pulse()
-    watch = Watch(hung_s=10.0, long_s=100.0, pulse=pulse)
+    watch = LoopWatch(hung_s=10.0, long_s=100.0, pulse=pulse)
 
-    def looks(seconds):
-        """Whether it hangs, looked at every second."""
+    def hangs_after(seconds):
+        """Whether the loop hangs after so many seconds, checked every second."""
         return [watch.look(1.0) != "" for _ in range(seconds + 1)][-1]
 
-    assert not looks(200), "a process that has not said where it is may still be starting"
+    assert not hangs_after(200), "a process without a mark may still be starting"
     pulse.at("decoding")
-    assert not looks(99) and looks(100), "the first time anywhere may take long"
+    assert not hangs_after(99) and hangs_after(100), "a new position may take long"
     pulse.at("decoding")
-    assert not looks(9) and looks(10)
+    assert not hangs_after(9) and hangs_after(10)
     pulse.at("saving", takes_long=True)
     pulse.at("saving", takes_long=True)
-    assert not looks(99) and looks(100)
+    assert not hangs_after(99) and hangs_after(100)
 
 
-def test_what_always_takes_long_is_given_ten_times_as_long(monkeypatch):
+def test_a_position_may_take_ten_times_its_usual_duration(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("april.processes.clock.now", lambda: now[0])
     pulse = Pulse()
-    watch = Watch(hung_s=10.0, long_s=100.0, pulse=pulse)
+    watch = LoopWatch(hung_s=10.0, long_s=100.0, pulse=pulse)
     for _ in range(5):
         pulse.at("a micro-batch")
         now[0] += 3.0

@@ -2,8 +2,8 @@
 
 import pytest
 
+from april.cli.convert import toml
 from april.config import load
-from april.convert.command import toml
 from april.convert.framework import Framework
 from april.convert.openrlhf import OpenRLHF
 from april.convert.slime import Slime
@@ -23,10 +23,10 @@ def converted(framework: Framework, text, folder, name="script.sh"):
     """(what was translated, the configuration that April reads of it)."""
     path = folder / name
     path.write_text(text)
-    said = framework.translate(path, ENVIRONMENT)
+    translation = framework.translate(path, ENVIRONMENT)
     out = folder / "out.toml"
-    out.write_text(toml(said, "april convert", framework))
-    return said, load(out, inputs=())
+    out.write_text(toml(translation, "april convert", framework))
+    return translation, load(out, inputs=())
 
 
 def value(config, key):
@@ -40,10 +40,10 @@ def assert_says(config, keys):
 
 
 @pytest.mark.parametrize("which", published.APRIL, ids=lambda which: "-".join(map(str, which)))
-def test_a_script_of_the_published_experiments_is_said(which, tmp_path):
+def test_a_script_of_the_published_experiments_is_translated(which, tmp_path):
     arrays = published.april_arrays(*which)
     given = [name.replace("GEPO", "GRPO") for name in arrays]
-    said, config = converted(
+    translation, config = converted(
         Slime(),
         f"{DIRECTORIES}source models/own.sh\n"
         + "\n".join(f"{name}=(\n{flags(options)}\n)" for name, options in arrays.items())
@@ -55,9 +55,9 @@ def test_a_script_of_the_published_experiments_is_said(which, tmp_path):
     )
     expected = published.april_says(*which)
     assert_says(config, expected | {"algorithm.clip_high": 0.2 if which == published.MISSPELT else 0.28})
-    assert not said.differs
+    assert not translation.unsupported
     misspelt = {"${GRPO_ARGS[@]}", "GEPO_ARGS"} if which == published.MISSPELT else set()
-    assert said.open.keys() == {"learner.ranks, worker.count"} | misspelt
+    assert translation.undecided.keys() == {"learner.ranks, worker.count"} | misspelt
 
 
 def python_script(trainer, options):
@@ -74,28 +74,28 @@ def python_script(trainer, options):
 
 
 @pytest.mark.parametrize("name", published.TRL)
-def test_an_example_of_trl_is_said(name, tmp_path):
+def test_an_example_of_trl_is_translated(name, tmp_path):
     trainer, options, keys = published.TRL[name]
-    said, config = converted(TRL(), python_script(trainer, options), tmp_path, "mine.py")
+    translation, config = converted(TRL(), python_script(trainer, options), tmp_path, "mine.py")
     assert_says(config, keys | {"model.path": str(tmp_path / options["model"])})
-    assert {"train_dataset", "data.path, data.label_key", "learner.ranks, worker.count"} <= said.open.keys()
+    assert {"train_dataset", "data.path, data.label_key", "learner.ranks, worker.count"} <= translation.undecided.keys()
     linear = trainer != "AsyncGRPO"
-    assert ("default of lr_scheduler_type = 'linear'" in said.differs) == linear
+    assert ("default of lr_scheduler_type = 'linear'" in translation.unsupported) == linear
 
 
-def test_trl_s_command_line_is_said(tmp_path):
-    said, config = converted(
+def test_trl_s_command_line_is_translated(tmp_path):
+    translation, config = converted(
         TRL(), f"accelerate launch \\\n gspo.py {flags(published.TRL_GSPO)}".replace("\n", " \\\n"), tmp_path
     )
     assert_says(config, published.TRL_GSPO_SAYS | {"learner.minibatches": 4})
-    assert "default of lora_dropout = 0.05" in said.differs
+    assert "default of lora_dropout = 0.05" in translation.unsupported
 
 
 @pytest.mark.parametrize("name", published.VERL)
-def test_an_example_of_verl_is_said(name, tmp_path):
+def test_an_example_of_verl_is_translated(name, tmp_path):
     options, keys = published.VERL[name]
     lines = "\n".join(f"    {key}={value}" for key, value in options.items())
-    said, config = converted(
+    translation, config = converted(
         Verl(),
         f'DATA=(\n{lines}\n)\nLAUNCH=(python3)\n"${{LAUNCH[@]}}" -m verl.trainer.main_ppo "${{DATA[@]}}" "$@"\n',
         tmp_path,
@@ -103,15 +103,20 @@ def test_an_example_of_verl_is_said(name, tmp_path):
     minibatches = options["data.train_batch_size"] // options[f"{published.ACTOR}ppo_mini_batch_size"]
     assert_says(config, keys | {"learner.minibatches": minibatches})
     in_reward = options["algorithm.use_kl_in_reward"]
-    assert ("algorithm.use_kl_in_reward = True" in said.differs) == in_reward
-    assert "data.reward" in said.open and not [key for key in said.open if key.startswith("actor_rollout_ref.")]
+    assert ("algorithm.use_kl_in_reward = True" in translation.unsupported) == in_reward
+    assert "data.reward" in translation.undecided and not [
+        key for key in translation.undecided if key.startswith("actor_rollout_ref.")
+    ]
 
 
 @pytest.mark.parametrize("name", published.ORLHF)
-def test_an_example_of_openrlhf_is_said(name, tmp_path):
+def test_an_example_of_openrlhf_is_translated(name, tmp_path):
     options, keys = published.ORLHF[name]
     script = f"set -x\npython3 -m openrlhf.cli.train_ppo_ray {flags(options)}".replace("\n   ", " \\\n   ")
-    said, config = converted(OpenRLHF(), script, tmp_path)
+    translation, config = converted(OpenRLHF(), script, tmp_path)
     responses = options["rollout.batch_size"] * options["rollout.n_samples_per_prompt"]
     assert_says(config, keys | {"learner.minibatches": responses // options["train.batch_size"]})
-    assert "default of actor.lr_scheduler = 'cosine_with_min_lr'" in said.differs and "data.reward" in said.open
+    assert (
+        "default of actor.lr_scheduler = 'cosine_with_min_lr'" in translation.unsupported
+        and "data.reward" in translation.undecided
+    )

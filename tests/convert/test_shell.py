@@ -42,7 +42,7 @@ READ = {
 
 def read(text):
     script = Script.read(text, GIVEN)
-    (called,) = [called for called in script.called if called.words[0].text == "run"]
+    (called,) = [called for called in script.invocations if called.words[0].text == "run"]
     return called.words
 
 
@@ -50,7 +50,7 @@ def read(text):
 def test_a_word_is_read_as_the_shell_would(name):
     text, expected = READ[name]
     words = read(text)
-    assert [word.text for word in words] == expected and not any(word.unread for word in words)
+    assert [word.text for word in words] == expected and not any(word.unreadable for word in words)
 
 
 UNREAD = {
@@ -67,13 +67,13 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_is_not_known_says_why(name):
+def test_an_unknown_word_says_why(name):
     text, why = UNREAD[name]
-    unread = [word.unread for word in read(text) if word.unread]
+    unread = [word.unreadable for word in read(text) if word.unreadable]
     assert len(unread) == 1 and why in unread[0]
 
 
-def test_the_shell_itself_reads_it_so(tmp_path):
+def test_bash_expands_the_words_alike(tmp_path):
     """All that is said to be read, given to bash."""
     for text, expected in READ.values():
         script = 'run() { printf "%s\\0" run "$@"; }\n' + text.replace("| tee log", "")

@@ -48,44 +48,46 @@ def algorithm(keys):
     return {f"algorithm.{key}": value for key, value in keys.items()}
 
 
-def own(said, beginnings):
-    return [name for name in said.differs if name.removeprefix("default of ").startswith(beginnings)]
+def unsupported_with(translation, beginnings):
+    return [name for name in translation.unsupported if name.removeprefix("default of ").startswith(beginnings)]
 
 
 @pytest.mark.parametrize("case", OPENRLHF)
-def test_openrlhf_s_correction_is_said(case, tmp_path):
+def test_openrlhf_s_correction_is_translated(case, tmp_path):
     options, keys, differs = OPENRLHF[case]
     script = f"python3 -m openrlhf.cli.train_ppo_ray {flags(MODEL | options)}".replace("\n", " \\\n")
-    said, config = converted(OpenRLHF(), script, tmp_path)
+    translation, config = converted(OpenRLHF(), script, tmp_path)
     assert_says(config, algorithm(keys))
-    assert own(said, IS) == [differs] * bool(differs) and not own(said, ("actor.loss_agg", "algo.kl.unb"))
-    assert not [name for name in said.open if name.startswith(IS)]
+    assert unsupported_with(translation, IS) == [differs] * bool(differs) and not unsupported_with(
+        translation, ("actor.loss_agg", "algo.kl.unb")
+    )
+    assert not [name for name in translation.undecided if name.startswith(IS)]
 
 
 @pytest.mark.parametrize("bound", [None, 3.0])
 def test_trl_s_vespo_is_april_s_where_no_token_s_ratio_is_bounded(bound, tmp_path):
     script = python_script("GRPO", VESPO | {"vllm_importance_sampling_clip_max": bound})
-    said, config = converted(TRL(), script, tmp_path, "mine.py")
+    translation, config = converted(TRL(), script, tmp_path, "mine.py")
     says = {"loss": "cispo", "corrections": ("vespo",), "normalisation": "token_mean", "proximal": "recomputed"}
     assert_says(config, algorithm(says | {"vespo_k_positive": 2.0, "vespo_k_negative": 2.5}))
-    assert own(said, "vllm_") == ([f"vllm_importance_sampling_clip_max = {bound}"] if bound else [])
+    assert unsupported_with(translation, "vllm_") == ([f"vllm_importance_sampling_clip_max = {bound}"] if bound else [])
     again, _ = converted(TRL(), python_script("GRPO", VESPO | {"num_iterations": 2}), tmp_path, "mine.py")
-    assert own(again, "loss_type") and not own(said, "loss_type")
+    assert unsupported_with(again, "loss_type") and not unsupported_with(translation, "loss_type")
     _, alone = converted(TRL(), python_script("GRPO", VESPO | {"use_vllm": False}), tmp_path, "mine.py")
     assert_says(alone, algorithm({"loss": "cispo", "corrections": ()}))
 
 
-def test_verl_s_dppo_is_said_and_what_it_measures_from_is_named(tmp_path):
-    def said_of(options):
+def test_verl_s_dppo_is_translated_and_its_difference_is_listed(tmp_path):
+    def translated(options):
         lines = " ".join(f"{key}={value}" for key, value in options.items())
         return converted(Verl(), f"python3 -m verl.trainer.main_ppo {lines}", tmp_path)
 
-    said, config = said_of(DPPO)
+    translation, config = translated(DPPO)
     says = {"loss": "cispo", "corrections": ("truncated", "dppo_tv"), "truncation": 2.0, "dppo_rise": 0.2}
     assert_says(config, algorithm(says))
-    assert own(said, f"{ACTOR}policy_loss") == [f"{ACTOR}policy_loss.loss_mode = 'dppo_tv'"]
-    bypassed, config = said_of(DPPO | {f"{IMPORTANCE}bypass_mode": True})
-    assert "algorithm.loss" in bypassed.open and (config.algorithm.proximal, config.algorithm.corrections) == (
+    assert unsupported_with(translation, f"{ACTOR}policy_loss") == [f"{ACTOR}policy_loss.loss_mode = 'dppo_tv'"]
+    bypassed, config = translated(DPPO | {f"{IMPORTANCE}bypass_mode": True})
+    assert "algorithm.loss" in bypassed.undecided and (config.algorithm.proximal, config.algorithm.corrections) == (
         "behaviour",
         (),
     )

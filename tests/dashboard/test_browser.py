@@ -154,7 +154,7 @@ def test_a_step_and_its_samples_are_seen_arriving(serve, open_page, tmp_path):
     page.get_by_text(f"{step * GROUPS * SIZE} samples").wait_for()
 
 
-def test_whatever_a_sample_says_is_only_text(serve, open_page, runs_folder):
+def test_hostile_sample_text_is_shown_as_text(serve, open_page, runs_folder):
     address = serve(runs_folder)
     page = open_page(f"{address}#/demo/samples?step.max=1&sort=index")
     page.get_by_text("<script>document.title='taken'</script>").first.wait_for()
@@ -279,7 +279,7 @@ def test_discarded_samples_are_chosen_by_their_reason_and_say_what_happened(serv
 
 
 @pytest.mark.full
-def test_the_branches_of_a_session_are_read_as_a_tree(serve, open_page, tmp_path):
+def test_the_forks_of_a_session_are_shown_as_a_tree(serve, open_page, tmp_path):
     run, letters, chance = make_run(tmp_path, steps=1), tokenizer(), random.Random(0)
     acted = {"what": "act", "where": "agents-0", "began": 1.0, "ended": 2.0, "start": 0, "end": 0, "how": "scored"}
     branches = [
@@ -289,11 +289,11 @@ def test_the_branches_of_a_session_are_read_as_a_tree(serve, open_page, tmp_path
     write_rows(run, 1, branches)
     page = open_page(f"{serve(run)}#/demo/samples/1/{10 + GROUPS}/0")
     tree = page.locator(".panel", has_text="Its session")
-    tree.get_by_text("leaves branch 1 after 7 tokens").wait_for()
-    assert tree.locator("li li li a").all_inner_texts() == ["Branch 2"]
-    tree.get_by_role("link", name="Branch 2").click()
+    tree.get_by_text("forks from fork 1 after 7 tokens").wait_for()
+    assert tree.locator("li li li a").all_inner_texts() == ["Fork 2"]
+    tree.get_by_role("link", name="Fork 2").click()
     page.get_by_role("heading", name=f"Sample {10 + GROUPS}.0/2").wait_for()
-    tree.locator("a[aria-current]", has_text="Branch 2").wait_for()
+    tree.locator("a[aria-current]", has_text="Fork 2").wait_for()
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Who is let in: this machine's browser, or whoever has the token. Nothing is changed, or loaded from elsewhere."""
+"""Access control of the dashboard: local browsers or the token; read-only, and without other origins."""
 
 import subprocess
 import sys
@@ -6,20 +6,20 @@ import sys
 import pytest
 
 from april.cli import main
+from april.cli.dashboard import listen
 from april.config import ConfigError
-from april.dashboard.command import listen
 from april.dashboard.folder import Runs
 
 TOKEN = "sesame-of-the-test"
 
 
-def test_another_site_cannot_reach_it_by_a_name_of_its_own(looked_at, runs_folder):
+def test_without_a_token_only_loopback_host_names_are_accepted(looked_at, runs_folder):
     assert looked_at(runs_folder, host="127.0.0.1:8642").get("/api/runs").status_code == 200
     refused = looked_at(runs_folder, host="evil.example").get("/api/runs")
     assert refused.status_code == 403 and "demo" not in refused.text
 
 
-def test_beyond_loopback_the_token_opens_once_and_for_all(looked_at, runs_folder):
+def test_beyond_loopback_the_token_is_needed_and_stored_in_a_cookie(looked_at, runs_folder):
     client = looked_at(runs_folder, TOKEN, "gpu-1:8642")
     for path in ("/", "/api/runs", "/?token=guess", "/events/demo"):
         assert client.get(path).status_code == 401
@@ -31,7 +31,7 @@ def test_beyond_loopback_the_token_opens_once_and_for_all(looked_at, runs_folder
     assert other.get("/api/runs", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
-def test_nothing_is_loaded_from_elsewhere_and_nothing_changed(client):
+def test_pages_load_nothing_from_other_origins_and_only_get_is_allowed(client):
     answer = client.get("/")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -57,9 +57,11 @@ def test_other_commands_need_none_of_its_packages():
         "import sys; sys.modules.update(dict.fromkeys(['starlette', 'uvicorn', 'sse_starlette', 'pyarrow', 'torch']));"
         "from april.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    for command, status, said in (
+    for command, status, message in (
         (["status", "nowhere"], 2, "nowhere"),
         (["dashboard", "nowhere"], 2, "pip install 'april-rl[dashboard]'"),
     ):
-        told = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True)
-        assert told.returncode == status and said in told.stderr and "Traceback" not in told.stderr, told.stderr
+        process = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True)
+        assert process.returncode == status and message in process.stderr and "Traceback" not in process.stderr, (
+            process.stderr
+        )

@@ -12,7 +12,7 @@ from tests.dashboard.runs import make_run
 
 
 @pytest.mark.full
-def test_whatever_is_asked_for_pandas_is_not_loaded(runs_folder):
+def test_no_request_loads_pandas(runs_folder):
     command = [sys.executable, "-m", "april.cli", "dashboard", str(runs_folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -26,7 +26,7 @@ def test_whatever_is_asked_for_pandas_is_not_loaded(runs_folder):
     assert "/pyarrow/" in loaded and "/pandas/" not in loaded
 
 
-def test_a_column_that_comes_late_is_unknown_before(tmp_path):
+def test_a_column_added_in_a_later_file_is_nan_before(tmp_path):
     """And room for more rows changes none that are there."""
     import pyarrow
     import pyarrow.parquet as parquet
@@ -39,10 +39,10 @@ def test_a_column_that_comes_late_is_unknown_before(tmp_path):
         rewards += table["reward"].to_pylist()
         if step >= 3:
             parquet.write_table(table.append_column("late", pyarrow.array([float(step)] * len(table))), path)
-        index.look()
-        index._todo = [(step, path)]
+        index.scan()
+        index._pending_files = [(step, path)]
         assert index.advance()
     assert index.column("reward").tolist() == rewards
     late = index.column("late").tolist()
     assert [value for value in late if value == value] == [3.0] * (len(late) // 4) + [4.0] * (len(late) // 4)
-    assert index.place(len(late) // 4 + 2) == (2, 2)
+    assert index.position(len(late) // 4 + 2) == (2, 2)

@@ -1,4 +1,4 @@
-"""What the dashboard tells the browser of a run is what its folder says; it writes nothing there."""
+"""The dashboard's JSON matches the run folder, in which it writes nothing."""
 
 import math
 import os
@@ -11,11 +11,11 @@ import pyarrow.parquet as parquet
 import pytest
 
 from april.dashboard import compare, query
-from april.dashboard.app import Desk
+from april.dashboard.app import RunApi
 from april.dashboard.folder import WatchedRun
 from april.dashboard.index import SampleIndex
-from april.dashboard.query import Query, first, matching, page
-from april.launch.operate import Target
+from april.dashboard.query import Query, first_rows, matching_rows, page
+from april.launch.operate import RunAddress
 from april.report.run_folder import read_run
 from tests.dashboard.conftest import steps_read
 from tests.dashboard.runs import GROUPS, HOSTILE, SIZE, add_step, make_run, rows_of, tokenizer, write_rows
@@ -40,7 +40,7 @@ def stored(run, step):
     return parquet.read_table(run / f"samples/step_{step:06d}.parquet").to_pylist()
 
 
-def test_steps_are_those_of_metrics_jsonl(ask, runs_folder):
+def test_steps_match_metrics_jsonl(ask, runs_folder):
     steps = read_run(runs_folder / "demo").steps
     table = ask("runs/demo/steps", columns="reward,learner.loss,staleness.mean,nowhere")
     assert table["step"] == [step["step"] for step in steps]
@@ -63,7 +63,7 @@ def test_a_run_before_its_first_step_has_a_table_without_rows(looked_at, tmp_pat
     assert [*seen, client.get("/api/runs/demo/steps").json()["step"]] == [[], [1]]
 
 
-def test_a_step_that_is_trained_anew_and_one_that_is_cut_off_in_its_line(looked_at, tmp_path):
+def test_a_replayed_step_replaces_the_first_and_a_partial_line_waits(looked_at, tmp_path):
     run = make_run(tmp_path, steps=2)
     client = looked_at(run)
     path = run / "metrics.jsonl"
@@ -80,7 +80,7 @@ def test_a_step_that_is_trained_anew_and_one_that_is_cut_off_in_its_line(looked_
     assert table["reward"][-1] == 0.5
 
 
-def test_filters_and_sorting_find_what_the_files_say(samples, runs_folder):
+def test_filters_and_sorting_match_the_files(samples, runs_folder):
     everything = samples()
     assert everything["total"] == ALL and len(everything["rows"]) == everything["page"]
     assert [row["step"] for row in everything["rows"][: GROUPS * SIZE]] == [12] * GROUPS * SIZE
@@ -115,7 +115,7 @@ def test_a_text_is_found_newest_step_first(client, samples):
     assert orjson.loads(nothing) == {"done": True, "before": None}
 
 
-def test_of_many_equals_the_first_are_those_of_the_next_key(monkeypatch):
+def test_ties_are_ordered_by_the_next_sort_key(monkeypatch):
     import numpy as np
 
     monkeypatch.setattr(query, "BLOCK", 700)
@@ -123,8 +123,8 @@ def test_of_many_equals_the_first_are_those_of_the_next_key(monkeypatch):
     keys = [(chance.integers(0, 3, 5000), True), (chance.integers(0, 40, 5000), False), (np.arange(5000), False)]
     rows = np.flatnonzero(chance.random(5000) < 0.8)
     whole = rows[np.lexsort([-column[rows] if falling else column[rows] for column, falling in reversed(keys)])]
-    assert first(rows, keys, 70).tolist() == whole[:70].tolist()
-    assert first(rows[:5], keys, 70).tolist() == first(rows[:5], keys, 5).tolist()
+    assert first_rows(rows, keys, 70).tolist() == whole[:70].tolist()
+    assert first_rows(rows[:5], keys, 70).tolist() == first_rows(rows[:5], keys, 5).tolist()
 
 
 def test_files_that_are_replaced_thinned_out_or_damaged(tmp_path):
@@ -132,10 +132,10 @@ def test_files_that_are_replaced_thinned_out_or_damaged(tmp_path):
     index = SampleIndex(run)
 
     def read():
-        index.look()
+        index.scan()
         while index.advance():
             pass
-        rows = matching(index, Query())
+        rows = matching_rows(index, Query())
         return sorted({row["step"] for row in page(index, rows, Query())}), len(rows)
 
     assert read() == ([1, 2, 3], 3 * GROUPS * SIZE)
@@ -151,14 +151,14 @@ def test_files_that_are_replaced_thinned_out_or_damaged(tmp_path):
 
 def test_steps_that_could_not_be_read_are_followed_once_they_can(tmp_path):
     folder = make_run(tmp_path, steps=3)
-    run, metrics = WatchedRun("demo", folder, Target(folder, None, None)), folder / "metrics.jsonl"
+    run, metrics = WatchedRun("demo", folder, RunAddress(folder, None, None)), folder / "metrics.jsonl"
     with metrics.open("ab") as file:
         file.write(b'{"step": 4, broken\n{"step": 5}\n')
-    run.read_on(math.inf)
-    assert "is not a JSON object with a step" in run.news()["problem"] and run.news()["steps"] == 3
+    run.read_new(math.inf)
+    assert "is not a JSON object with a step" in run.progress()["problem"] and run.progress()["steps"] == 3
     metrics.write_bytes(metrics.read_bytes().replace(b", broken", b"}"))
-    run.read_on(math.inf)
-    assert not run.news()["problem"] and run.news()["steps"] == 5
+    run.read_new(math.inf)
+    assert not run.progress()["problem"] and run.progress()["steps"] == 5
 
 
 def test_a_sample_has_every_token_and_its_turns(ask, runs_folder):
@@ -174,13 +174,13 @@ def test_a_sample_has_every_token_and_its_turns(ask, runs_folder):
     assert "response_ids" not in group[0]
 
 
-def test_what_is_not_utf8_is_shown_as_such(ask):
+def test_invalid_utf8_is_shown_as_replacement_characters(ask):
     last = ask(f"runs/demo/groups/1/{10 + GROUPS - 1}")[-1]
     assert last["response"] == "broken \ufffd\ufffd UTF-8 \ufffd"
     assert ask("runs/demo/excerpts", of="1.0,77.0")[1] is None
 
 
-def test_samples_of_a_step_arrive_while_one_looks(looked_at, tmp_path):
+def test_samples_of_a_new_step_appear_while_the_dashboard_runs(looked_at, tmp_path):
     run = make_run(tmp_path, steps=2)
     client = looked_at(run)
     step = add_step(run)
@@ -201,7 +201,7 @@ def test_samples_of_a_step_arrive_while_one_looks(looked_at, tmp_path):
         ("runs/%2e%2e/steps", 404, "is not here"),
     ],
 )
-def test_what_is_not_there_is_a_sentence(client, path, status, sentence):
+def test_a_request_for_something_missing_gets_a_sentence(client, path, status, sentence):
     answer = client.get(f"/api/{path}")
     assert answer.status_code == status and sentence in answer.json()["error"]
 
@@ -213,7 +213,7 @@ def test_a_dashboard_writes_nothing(samples, ask, runs_folder):
     assert {path: os.stat(path).st_mtime_ns for path in runs_folder.rglob("*")} == before
 
 
-def test_lanes_of_a_stretch_are_those_of_its_steps(ask, runs_folder):
+def test_the_timeline_of_a_window_covers_its_steps(ask, runs_folder):
     records = read_run(runs_folder / "demo").steps
     begin, end = records[2]["time"], records[4]["time"]
     shown = ask("runs/demo/timeline", **{"from": begin, "to": end})
@@ -248,13 +248,13 @@ def test_prompts_of_two_runs_are_paired_where_they_differ_most(looked_at, tmp_pa
     assert all(one["reward"][0] == one["reward"][1] for one in others)
 
 
-def test_an_answer_does_not_say_that_it_has_what_was_read_while_it_was_made(tmp_path, monkeypatch):
-    """It would not be asked for again."""
+def test_an_answer_counts_only_files_read_before_its_query(tmp_path, monkeypatch):
+    """Otherwise the page would not ask again."""
     runs = {name: SimpleNamespace(index=SampleIndex(make_run(tmp_path, name, steps=2))) for name in ("one", "two")}
-    desk = Desk(SimpleNamespace(find=lambda name, samples: runs[name]))
+    api = RunApi(SimpleNamespace(find=lambda name, samples: runs[name]))
     one, two = (run.index for run in runs.values())
     for index in (one, two):
-        index.look()
+        index.scan()
         index.advance()
 
     def meanwhile(index, real):
@@ -263,9 +263,9 @@ def test_an_answer_does_not_say_that_it_has_what_was_read_while_it_was_made(tmp_
     monkeypatch.setattr(query, "page", meanwhile(one, page))
     monkeypatch.setattr(compare, "excerpts", meanwhile(two, compare.excerpts))
     asked = SimpleNamespace(path_params={"run": "one"}, query_params={"a": "one", "b": "two"})
-    found = [desk.samples(asked) for _ in range(2)]
+    found = [api.samples(asked) for _ in range(2)]
     assert [(answer["read"], answer["total"]) for answer in found] == [(1, GROUPS * SIZE), (2, 2 * GROUPS * SIZE)]
-    found = [desk.compare(asked) for _ in range(2)]
+    found = [api.compare(asked) for _ in range(2)]
     assert [answer["reading"] for answer in found] == [True, False]
     assert [answer["prompts"][0]["samples"] for answer in found] == [[2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
 

@@ -6,17 +6,17 @@ import orjson
 import pytest
 
 from april.config import ConfigError, DataSection
-from april.data.arithmetic import CLEAN, Noise, Task, demonstration, draw_task, split_of
+from april.data.arithmetic import CLEAN, ArithmeticTask, Noise, demonstration, draw_task, split_of
 from april.data.dataset import load_dataset
 from april.data.make_data import make_data
 from april.workers.rewards.text import final_answer
 
 
 def test_a_clean_demonstration_adds_the_digit_k_times():
-    task = Task(times=5, digit=3, addend=6)
+    task = ArithmeticTask(times=5, digit=3, addend=6)
     assert task.prompt == "05*3+60="
     assert demonstration(task) == "04*3+90=03*3+21=02*3+51=01*3+81=00*3+12=#12"
-    assert demonstration(Task(3, 9, 63)) == "02*9+27=01*9+18=00*9+09=#09"
+    assert demonstration(ArithmeticTask(3, 9, 63)) == "02*9+27=01*9+18=00*9+09=#09"
 
 
 def test_clean_demonstrations_are_always_right():
@@ -48,13 +48,13 @@ def test_a_shortcut_is_a_wrong_guess_without_steps():
 
 
 @pytest.mark.parametrize("mode", ["p_short", "p_err", "p_stop", "p_skip"])
-def test_each_kind_of_noise_costs_reward(mode):
+def test_every_kind_of_noise_lowers_the_reward(mode):
     assert reward_of(Noise(**{mode: 0.05})) < reward_of(CLEAN) == 1.0
 
 
-def test_a_prompt_is_always_on_the_same_side_of_the_split():
+def test_a_prompt_is_always_in_the_same_split():
     assert (split_of("19*7+00="), split_of("20*7+00="), split_of("38*7+00=")) == ("train", "heldout", "heldout")
-    every = [split_of(Task(k, d, a).prompt) for k in range(1, 61) for d in range(1, 10) for a in range(100)]
+    every = [split_of(ArithmeticTask(k, d, a).prompt) for k in range(1, 61) for d in range(1, 10) for a in range(100)]
     assert every.count("heldout") / len(every) == pytest.approx(0.12, abs=0.01)
 
 
@@ -64,7 +64,7 @@ def test_drawn_tasks_are_of_the_split_asked_for(split):
     assert all(split_of(draw_task(random, split).prompt) == split for _ in range(300))
 
 
-def test_the_files_are_rows_with_distinct_prompts_that_never_meet(tmp_path):
+def test_the_files_have_distinct_prompts_in_disjoint_splits(tmp_path):
     train, heldout = (rows_of(path) for path in make_data(tmp_path, 1500, 300, seed=0))
     prompts = [{row.prompt[0]["content"] for row in rows} for rows in (train, heldout)]
     assert [len(train), len(heldout)] == [len(prompts[0]), len(prompts[1])] == [1500, 300]
@@ -72,11 +72,11 @@ def test_the_files_are_rows_with_distinct_prompts_that_never_meet(tmp_path):
     assert all(split_of(prompt) == "heldout" for prompt in prompts[1])
 
 
-def test_the_label_of_a_row_is_what_the_verifier_wants(tmp_path):
+def test_the_verifier_accepts_the_label_of_a_row(tmp_path):
     path, _ = make_data(tmp_path, 100, 10, seed=0)
     for row in rows_of(path):
         content = row.prompt[0]["content"]
-        task = Task(int(content[:2]), int(content[3]), int(content[6] + content[5]))
+        task = ArithmeticTask(int(content[:2]), int(content[3]), int(content[6] + content[5]))
         assert final_answer(demonstration(task), row.label, "stop") == 1.0
         assert row.reward == "final_answer"
 
@@ -108,11 +108,11 @@ def test_identical_files_are_left_alone_and_others_rewritten(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_default_sizes_are_there_for_any_seed(tmp_path, seed):
+def test_the_default_sizes_can_be_made_with_any_seed(tmp_path, seed):
     make_data(tmp_path, seed=seed)
 
 
-def test_more_prompts_than_there_are_is_refused(tmp_path):
+def test_more_prompts_than_exist_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="5000 different heldout prompts are too many"):
         make_data(tmp_path, 10, 5000, seed=0)
 

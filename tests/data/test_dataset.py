@@ -15,11 +15,11 @@ from april.config import ConfigError, DataSection, SourceSection
 from april.data import dataset as module
 from april.data.dataset import load_dataset
 from april.data.formats import BATCH_ROWS
-from april.data.order import drawn, epoch_order, mixed_order
-from april.data.rows import Row
+from april.data.order import epoch_order, mixed_order, rows_per_epoch
+from april.data.rows import DatasetRow
 
 RECORDS = [{"prompt": [{"role": "user", "content": f"{n}+0="}], "label": str(n), "noise": [n]} for n in range(600)]
-ROWS = [Row(record["prompt"], record["label"]) for record in RECORDS]
+ROWS = [DatasetRow(record["prompt"], record["label"]) for record in RECORDS]
 
 
 def write_lines(path, records):
@@ -35,7 +35,7 @@ def write_stream(path, records):
 
 
 def save_to_disk(folder, records):
-    """What `datasets.Dataset.save_to_disk` leaves: shards in Arrow's stream format, their names in state.json."""
+    """A folder as written by `datasets.Dataset.save_to_disk`: Arrow stream shards, with their names in state.json."""
     folder.mkdir(parents=True)
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     half = len(records) // 2
@@ -122,7 +122,7 @@ def test_bad_rows_are_skipped_with_their_count_and_line_numbers_where_configured
     )
     with caplog.at_level(logging.WARNING):
         dataset = load(path, bad_rows="skip")
-    assert [dataset[0], dataset[1]] == [Row("p", "l"), Row("q", "m")] and len(dataset) == 2
+    assert [dataset[0], dataset[1]] == [DatasetRow("p", "l"), DatasetRow("q", "m")] and len(dataset) == 2
     assert dataset.bad_rows == 2
     assert "rows.jsonl, line 2: " in caplog.text and "rows.jsonl, line 3: " in caplog.text
     assert "2 bad rows skipped, 2 rows left" in caplog.text
@@ -141,7 +141,7 @@ def test_a_table_without_the_wanted_columns_is_refused_with_those_it_has(tmp_pat
 
 
 def test_gsm8k_is_read_as_it_is_published_and_its_bad_rows_are_counted(tmp_path):
-    """As train.jsonl of grade-school-math, and as the hub's main/train-00000-of-00001.parquet."""
+    """Both published forms: train.jsonl of grade-school-math, and the hub's main/train-00000-of-00001.parquet."""
     good = [{"question": f"{n}+{n}?", "answer": f"<<{n}+{n}={2 * n}>>\n#### {2 * n:,}"} for n in (4, 700)]
     bad = [{"question": "", "answer": "#### 1"}, {"question": "q", "answer": "I do not know"}]
     lines = write_lines(tmp_path / "train.jsonl", [good[0], *bad, {"question": "q"}, good[1]])
@@ -190,7 +190,7 @@ BEGINNINGS = {
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_a_file_that_is_something_else_is_refused_as_what_it_is(tmp_path, beginning, name):
+def test_a_file_with_the_wrong_extension_is_refused_with_its_actual_format(tmp_path, beginning, name):
     (tmp_path / name).write_bytes(beginning + b"something")
     with pytest.raises(ConfigError, match=rf"{name} .*{BEGINNINGS[beginning]}"):
         load(tmp_path / name)
@@ -199,7 +199,7 @@ def test_a_file_that_is_something_else_is_refused_as_what_it_is(tmp_path, beginn
 @pytest.mark.parametrize("text", ['{"prompt": "p", "label": 1}', '[{"prompt": "p", "label": 1}]'])
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, text):
     (tmp_path / "rows.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert load(tmp_path / "rows.json")[0] == Row("p", "1")
+    assert load(tmp_path / "rows.json")[0] == DatasetRow("p", "1")
 
 
 def test_numbers_are_labels_as_the_file_spells_them(tmp_path):
@@ -221,8 +221,8 @@ def test_a_number_of_32_bits_has_the_digits_that_it_was_written_with(tmp_path):
 
 BAD_LINES = {
     b'{"prompt": "p", "label": 1e400}': "write a number that large as text, in quotes",
-    b'{"prompt": "p", "label": "a", "label": "b"}': "key 'label' stands there twice",
-    b'{"prompt": [{"role": "user", "role": "tool", "content": "c"}], "label": "a"}': "key 'role' stands there twice",
+    b'{"prompt": "p", "label": "a", "label": "b"}': "key 'label' occurs twice",
+    b'{"prompt": [{"role": "user", "role": "tool", "content": "c"}], "label": "a"}': "key 'role' occurs twice",
     b'{"prompt": "p", "label": "\xff"}': "is not JSON.*write it as UTF-8",
     b'{"prompt": "p", "label": NaN}': "is not JSON",
     b'{"prompt": "p", "label": "\\ud800"}': "is not JSON",
@@ -231,14 +231,14 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
-def test_what_json_says_twice_or_not_at_all_is_a_bad_row_with_its_line(tmp_path, line):
+def test_duplicate_keys_and_invalid_json_are_bad_rows_with_their_line(tmp_path, line):
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "p", "label": "a"}\n' + line)
     with pytest.raises(ConfigError, match=rf"rows\.jsonl, line 2: .*{BAD_LINES[line]}"):
         load(tmp_path / "rows.jsonl")
     assert load(tmp_path / "rows.jsonl", bad_rows="skip").bad_rows == 1
 
 
-def test_text_of_a_column_that_is_not_utf_8_is_a_bad_row_and_costs_no_other(tmp_path):
+def test_text_that_is_not_utf_8_makes_only_its_own_row_bad(tmp_path):
     labels = pa.array([b"1", b"\xff\xfe", b"3"]).cast(pa.string(), safe=False)
     table = pa.table({"prompt": ["a", "b", "c"], "label": labels})
     parquet.write_table(table, tmp_path / "rows.parquet")
@@ -250,7 +250,7 @@ def test_text_of_a_column_that_is_not_utf_8_is_a_bad_row_and_costs_no_other(tmp_
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
-def test_a_damaged_columnar_file_is_a_sentence_with_the_file_and_a_mend_that_fits(tmp_path, damage, name):
+def test_a_damaged_columnar_file_is_refused_with_its_name_and_the_fix(tmp_path, damage, name):
     write = {"rows.parquet": write_parquet, "rows.arrow": write_arrow_file}[name]
     data = bytearray(write(tmp_path / name, RECORDS).read_bytes())
     if damage == "flipped":
@@ -261,14 +261,14 @@ def test_a_damaged_columnar_file_is_a_sentence_with_the_file_and_a_mend_that_fit
     assert "JSON object on each line" not in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_folder_of_files_without_numbers_is_read_in_their_order(tmp_path):
+def test_a_folder_is_read_in_the_order_of_file_names(tmp_path):
     for name, label in (("part-2.jsonl", "b"), ("part-1.jsonl", "a")):
         write_lines(tmp_path / name, [{"prompt": "p", "label": label}])
     dataset = load(tmp_path)
     assert [dataset[number].label for number in range(len(dataset))] == ["a", "b"]
 
 
-def test_shards_that_are_not_there_are_missed(tmp_path):
+def test_missing_shards_are_refused(tmp_path):
     for number in (0, 2):
         write_lines(tmp_path / f"train-{number:05d}-of-00003.jsonl", RECORDS[:4])
     with pytest.raises(ConfigError, match="lacks 1 of 3 shards, the first number 00001"):
@@ -280,12 +280,12 @@ def test_shards_that_are_not_there_are_missed(tmp_path):
         load(tmp_path)
 
 
-def test_blank_labels_are_counted_and_said_once(tmp_path, caplog):
+def test_blank_labels_are_counted_and_reported_once(tmp_path, caplog):
     dataset = load(write_lines(tmp_path / "rows.jsonl", [{"prompt": "p", "label": text} for text in ("1", "", " ")]))
     assert dataset.blank_labels == 2 and caplog.text.count("2 of 3 rows have a blank label") == 1
 
 
-def test_folders_of_several_things_are_refused(tmp_path):
+def test_folders_with_several_kinds_of_files_are_refused(tmp_path):
     save_to_disk(tmp_path / "dict" / "train", RECORDS[:4])
     save_to_disk(tmp_path / "dict" / "test", RECORDS[:4])
     (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -336,14 +336,17 @@ def test_a_weight_is_how_often_rows_are_drawn_in_an_epoch(weights, shuffle):
     times = np.zeros(140, int)
     for epoch in range(epochs):
         order = mixed_order(counts, list(weights), 7, epoch, shuffle)
-        assert [(order < 40).sum(), (order >= 40).sum()] == [drawn(40, weights[0]), drawn(100, weights[1])]
+        assert [(order < 40).sum(), (order >= 40).sum()] == [
+            rows_per_epoch(40, weights[0]),
+            rows_per_epoch(100, weights[1]),
+        ]
         np.add.at(times, order, 1)
     for part, weight in ((times[:40], weights[0]), (times[40:], weights[1])):
         assert part.max() - part.min() <= 1, "some row of a source is drawn more often than another"
-        assert part.sum() == epochs * drawn(len(part), weight)
+        assert part.sum() == epochs * rows_per_epoch(len(part), weight)
 
 
-def test_a_source_has_the_section_s_keys_where_it_has_none_of_its_own():
+def test_a_source_inherits_the_section_s_keys():
     sources = [{"path": "a"}, {"path": "b", "mapping": "plain"}, {"path": "c", "reward": "math", "label_key": "l"}]
     section = DataSection(sources=sources, mapping="deepmath", reward="exact", prompt_key="p", label_key="k")
     found = [(s.mapping, s.reward, s.prompt_key, s.label_key) for s in section.train_sources]
@@ -383,7 +386,7 @@ def draws(book, cursor, count):
     return found
 
 
-def test_a_restarted_broker_goes_on_in_the_same_order_from_its_cursor(config_file, data_folder, tmp_path):
+def test_a_restarted_broker_continues_the_order_from_its_cursor(config_file, data_folder, tmp_path):
     few = write_lines(tmp_path / "few.jsonl", [{"question": f"0{n}*1+00=", "answer": n} for n in range(5)])
     sources = (
         f'[{{path = "{data_folder}/train.jsonl", weight = 0.5}}, '

@@ -1,4 +1,4 @@
-"""What a record has to have to be a row, and the fields of published datasets."""
+"""The fields that a record needs to be a row, and the mappings of published datasets."""
 
 from decimal import Decimal
 from typing import get_args
@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from april.config.data import Mapping as MappingName
-from april.data.rows import MAPPINGS, BadRow, Mapping, Row, make_row
+from april.data.rows import MAPPINGS, BadRow, DatasetRow, Mapping, make_row
 from tests.published import RECORDS
 
 PLAIN = MAPPINGS["plain"]
@@ -15,9 +15,9 @@ MESSAGES = [{"role": "user", "content": "1+1="}]
 
 
 def test_a_row_has_text_or_messages_a_label_and_perhaps_a_verifier():
-    assert make_row({"prompt": "1+1=", "label": "2"}, PLAIN) == Row("1+1=", "2", None)
+    assert make_row({"prompt": "1+1=", "label": "2"}, PLAIN) == DatasetRow("1+1=", "2", None)
     with_more = {"prompt": MESSAGES, "label": "2", "reward": "exact", "more": 1}
-    assert make_row(with_more, PLAIN) == Row(MESSAGES, "2", "exact")
+    assert make_row(with_more, PLAIN) == DatasetRow(MESSAGES, "2", "exact")
 
 
 WRITTEN = [(7, "7"), (-2.5, "-2.5"), (" 7", " 7"), ("", ""), (2**64, "18446744073709551616"), (Decimal("1.50"), "1.50")]
@@ -28,12 +28,12 @@ def test_labels_are_text_and_numbers_become_text(written, label):
     assert make_row({"prompt": "p", "label": written}, PLAIN).label == label
 
 
-def test_keys_can_be_named_and_go_into_objects():
+def test_keys_can_be_configured_and_nested():
     record = {"question": {"text": "p"}, "answer": 4}
-    assert make_row(record, Mapping(("question.text",), ("answer",))) == Row("p", "4")
+    assert make_row(record, Mapping(("question.text",), ("answer",))) == DatasetRow("p", "4")
 
 
-def test_several_columns_are_one_label_by_their_names():
+def test_several_columns_become_one_json_label():
     record = {"prompt": "p", "source": "gsm8k", "model": {"truth": "5"}, "info": {"index": 1, "weight": Decimal("0.5")}}
     label = make_row(record, Mapping(label=("source, model.truth,info",))).label
     assert orjson.loads(label) == {"source": "gsm8k", "truth": "5", "info": {"index": 1, "weight": 0.5}}
@@ -69,7 +69,7 @@ def test_several_columns_are_one_label_by_their_names():
         ({"prompt": "p", "label": "l" * 200_001}, ["'label'", "200001 characters", "200000"]),
     ],
 )
-def test_a_record_that_is_no_row_is_refused_in_one_sentence_with_key_and_value(record, names):
+def test_an_invalid_record_is_refused_in_one_sentence_with_key_and_value(record, names):
     with pytest.raises(BadRow) as refusal:
         make_row(record, PLAIN)
     assert "\n" not in str(refusal.value)
@@ -132,7 +132,7 @@ def test_a_bad_row_of_gsm8k_is_refused_in_one_sentence(record, names):
         assert name in str(refusal.value)
 
 
-def test_aime_comes_in_two_spellings():
+def test_aime_is_read_with_either_spelling_of_its_columns():
     assert make_row(AIME_LOWER_CASE, MAPPINGS["aime"]) == make_row(RECORDS["aime"], MAPPINGS["aime"])
 
 
@@ -143,7 +143,7 @@ def test_the_source_decides_on_the_verifier_then_the_row_then_the_mapping():
     assert make_row(record | {"reward": "exact"}, MAPPINGS["deepmath"], reward="dapo").reward == "dapo"
 
 
-def test_a_row_names_a_verifier_that_ships_or_one_that_is_allowed_and_no_other():
+def test_a_row_may_name_only_a_shipped_or_allowed_verifier():
     def named(name, **rules):
         return make_row({"prompt": "p", "label": "l", "reward": name}, PLAIN, **rules).reward
 
@@ -155,7 +155,7 @@ def test_a_row_names_a_verifier_that_ships_or_one_that_is_allowed_and_no_other()
             named(name, allowed=allowed)
 
 
-def test_content_in_parts_is_content_and_an_assistant_may_call_a_tool_without_any():
+def test_content_may_be_parts_and_a_tool_call_needs_none():
     calling = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     image = {"role": "user", "content": [{"type": "image", "url": "u"}]}

@@ -20,7 +20,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_message_is_its_characters_and_nothing_else(folder):
+def test_a_text_prompt_gets_no_special_tokens(folder):
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode_prompt([{"role": "user", "content": "05*3+60="}])
     assert ids.dtype == np.int32
@@ -28,7 +28,7 @@ def test_a_message_is_its_characters_and_nothing_else(folder):
     assert tokenizer.encode_prompt("05*3+60=").tolist() == ids.tolist()
 
 
-def test_decoding_leaves_special_tokens_out_and_adds_no_spaces(folder):
+def test_decoding_drops_special_tokens_and_keeps_spaces(folder):
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode_prompt("04*3+90=#12,:?Az")
     assert tokenizer.decode(np.append(ids, [1, 0])) == "04*3+90=#12,:?Az"
@@ -66,7 +66,7 @@ def test_a_folder_without_a_tokeniser_is_refused(tmp_path):
         Tokenizer(tmp_path)
 
 
-def test_it_works_where_torch_is_not_installed(folder):
+def test_the_tokeniser_works_without_torch(folder):
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from april.data.tokenizer import Tokenizer\n"

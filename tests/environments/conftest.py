@@ -1,10 +1,10 @@
-"""A policy that writes anything, so that turns end everywhere."""
+"""Fixtures with a random policy, whose turns end anywhere."""
 
 import pytest
 
 from april.policy.model import build_model, save_policy
 from tests.conftest import write_config
-from tests.environments.trajectories import Table
+from tests.environments.trajectories import BrokerAndWorker
 
 IN_TURNS = """
 [environment]
@@ -27,13 +27,13 @@ def babbling_policy(tmp_path_factory):
 
 @pytest.fixture
 def in_turns(tmp_path, babbling_policy, data_folder):
-    """A run's configuration: as the small one, with an environment."""
+    """Configuration file of a small run with an environment."""
     path = write_config(tmp_path, babbling_policy, data_folder)
     path.write_text(path.read_text().replace("max_response_tokens = 24", "max_response_tokens = 48") + IN_TURNS)
     return path
 
 
 @pytest.fixture
-def table(in_turns, monkeypatch):
-    """make(overrides) -> Table."""
-    return lambda *overrides: Table(in_turns, monkeypatch, overrides)
+def make_run(in_turns, monkeypatch):
+    """make_run(*overrides) -> BrokerAndWorker."""
+    return lambda *overrides: BrokerAndWorker(in_turns, monkeypatch, overrides)

@@ -1,9 +1,9 @@
-"""The shipped environments answer what is written, and `error` to everything else."""
+"""The built-in environments answer an expression with its value, and everything else with `error`."""
 
 import pytest
 
 from april.data.arithmetic import CLEAN, demonstration, draw_task
-from april.environments import Turn
+from april.environments import EnvironmentTurn
 from april.environments.calculator import calculator, scratchpad
 
 
@@ -29,7 +29,7 @@ from april.environments.calculator import calculator, scratchpad
     ],
 )
 def test_the_calculator(text, value):
-    observation = calculator(Turn(text=text, state={"calls": 1, "errors": 0}))
+    observation = calculator(EnvironmentTurn(text=text, state={"calls": 1, "errors": 0}))
     assert observation.text == value and not observation.done
     assert observation.state == {"calls": 2, "errors": int(value == "error")}
 
@@ -42,5 +42,5 @@ def test_the_scratchpad_ends_any_right_step_of_the_task_with_its_answer():
         task = draw_task(chance)
         *steps, _ = demonstration(task, CLEAN).split("=")
         for step in (task.prompt, *(f"{step}=" for step in steps)):
-            assert scratchpad(Turn(text=step)).text == "#" + task.answer
-    assert scratchpad(Turn(text="5+5=")).text == "error"
+            assert scratchpad(EnvironmentTurn(text=step)).text == "#" + task.answer
+    assert scratchpad(EnvironmentTurn(text="5+5=")).text == "error"

@@ -1,4 +1,4 @@
-"""An environment that cannot be asked is refused before anything starts."""
+"""An environment that cannot be called is refused before anything starts."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from april.environments.turns import turn_end_ids
 from april.launch.preflight import examine
 
 
-def test_an_unknown_one_is_named_with_the_known_ones():
+def test_an_unknown_environment_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match=r"'environment.name' = 'abacus'.*'calculator', 'scratchpad'"):
         ENVIRONMENTS.find("abacus")
     with pytest.raises(ConfigError, match="no_such_module"):

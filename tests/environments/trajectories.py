@@ -1,13 +1,13 @@
-"""A real worker with the embedded engine on a broker without sockets, in one thread, so that either can die anywhere.
+"""A real worker with the embedded engine and an in-process broker, in one thread, so that either can die at any point.
 
-Verifiers and environments answer in this process, an environment a few turns of the worker after it was asked.
+Verifiers and environments answer in this process, an environment a few passes after the call.
 """
 
 from itertools import count
 
 from april import config as configuration
 from april import wire
-from april.environments.process import ask
+from april.environments.process import answer_call
 from april.wire.version import Version
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.folder_weights import load_folder_weights
@@ -18,12 +18,12 @@ from tests.broker.conversation import Conversation, Peer
 
 UIDS = count()
 POLLS = 3
-"""that an environment takes to answer"""
-MOST_TURNS = 2000
+"""Polls until an environment answers."""
+MAX_PASSES = 2000
 
 
 class SlowEnvironment:
-    """In place of a pool of processes."""
+    """Stands in for the pool of environment processes; answers after POLLS polls."""
 
     def __init__(self, processes, rules):
         self.rules, self.waiting, self.asked = rules, [], []
@@ -39,14 +39,14 @@ class SlowEnvironment:
     def poll(self):
         due = [call for polls, call in self.waiting if polls == 0]
         self.waiting = [(polls - 1, call) for polls, call in self.waiting if polls]
-        return [ask(self.rules.name, call) for call in due]
+        return [answer_call(self.rules.name, call) for call in due]
 
     def close(self):
         self.waiting.clear()
 
 
 class InstantRewards:
-    def __init__(self, processes, rules, prints=None):
+    def __init__(self, processes, rules, output_file=None):
         self.rules, self.scores = rules, []
 
     @property
@@ -65,8 +65,8 @@ class InstantRewards:
         pass
 
 
-class Line(Peer):
-    """A worker's connection to the broker of a conversation."""
+class WorkerConnection(Peer):
+    """A worker's connection to the in-process broker of a conversation."""
 
     is_silent = False
 
@@ -83,10 +83,10 @@ class Line(Peer):
     def is_disowned(self, received):
         return isinstance(received.message, wire.Refused) and "unknown session" in received.message.reason
 
-    def hello(self, leases, acknowledged_tokens=0):
+    def hello(self, lease_ids, acknowledged_tokens=0):
         self.session = 0
         self.conversation.peers[b"w0"] = self
-        return super().hello(leases)
+        return super().hello(lease_ids)
 
     def check_alive(self):
         pass
@@ -104,8 +104,8 @@ class Line(Peer):
         self.say(wire.Goodbye())
 
 
-class Table:
-    """A broker, and one worker at a time."""
+class BrokerAndWorker:
+    """An in-process broker with one worker at a time."""
 
     def __init__(self, config_file, monkeypatch, overrides=()):
         monkeypatch.setattr("april.environments.turns.EnvironmentPool", SlowEnvironment)
@@ -123,11 +123,11 @@ class Table:
         path = self.config.model.path
         engine = TorchEngine(path, capacity, chunk_tokens=chunk_tokens, report_s=1000.0)
         engine.load_weights(Version(0, step), self.weights)
-        self.worker = Worker(self.config, engine, Line(self.talk, f"uid-{next(UIDS)}"), [])
+        self.worker = Worker(self.config, engine, WorkerConnection(self.talk, f"uid-{next(UIDS)}"), [])
         self.worker._say_hello()
 
     def kill_worker(self):
-        """Without a word: what it had not sent is gone, and its successor gets what is on disk."""
+        """Drop the worker without a goodbye: unsent tokens are lost, and its successor continues from the journal."""
         self.worker = None
 
     def kill_broker(self):
@@ -135,23 +135,23 @@ class Table:
         self.talk.peers[b"w0"] = self.worker.connection
         self.worker._say_hello()
 
-    def turn(self):
-        self.worker.turn()
+    def run_pass(self):
+        self.worker.run_once()
         self.talk.tick(0.001)
 
     def until(self, condition):
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_PASSES):
             if condition():
                 return
-            self.turn()
-        raise AssertionError("it never came to that")
+            self.run_pass()
+        raise AssertionError(f"the condition did not hold within {MAX_PASSES} passes")
 
     def group(self, number=0):
         return self.ledger.groups[number]
 
-    def story(self, sample):
-        """Everything that is known of a complete sample but for the versions."""
-        ids, logprobs = (packed.data for packed in self.talk.service.payloads.response(sample.places))
+    def facts(self, sample):
+        """All facts of a complete sample except its versions."""
+        ids, logprobs = (packed.data for packed in self.talk.service.payloads.response(sample.chunk_refs))
         return {
             "ids": list(memoryview(ids).cast("i")),
             "logprobs": [round(value, 3) for value in memoryview(logprobs).cast("f")],

@@ -1,4 +1,4 @@
-"""What is put on disk past the page cache is what would have gone through it."""
+"""Direct I/O writes the same bytes as writes through the page cache."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def uncached(tmp_path, monkeypatch):
 
 
 def append(path, batches: list[list[int]], uncached) -> bytes:
-    """Sync batches of pieces of these lengths one behind the other; returns what was to be written."""
+    """Append and sync batches of pieces of these lengths; returns the bytes that the file should have."""
     whole, file = b"", os.open(path, os.O_RDWR | os.O_TRUNC)
     for number, lengths in enumerate(batches):
         pieces = [os.urandom(length) for length in lengths]
@@ -36,7 +36,7 @@ def append(path, batches: list[list[int]], uncached) -> bytes:
 
 @settings(max_examples=100, deadline=None)
 @given(batches=BATCHES)
-def test_a_file_is_the_same_whichever_way_its_parts_are_written(batches, tmp_path_factory):
+def test_a_file_is_the_same_written_through_the_cache_or_past_it(batches, tmp_path_factory):
     path = tmp_path_factory.mktemp("disk") / "file"
     path.touch()
     writer = disk.open_uncached(path)
@@ -44,7 +44,7 @@ def test_a_file_is_the_same_whichever_way_its_parts_are_written(batches, tmp_pat
     writer.close()
 
 
-def test_what_was_written_is_synced_before_anybody_hears_of_it(tmp_path, uncached, monkeypatch):
+def test_writes_are_synced_before_the_call_returns(tmp_path, uncached, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
     append(tmp_path / "file", [[disk.BLOCK_BYTES], [100, 7]], uncached)
@@ -56,8 +56,8 @@ def test_more_than_the_stage_holds_goes_in_several_writes(tmp_path, uncached):
     assert append(tmp_path / "file", [lengths, lengths, lengths], uncached) == (tmp_path / "file").read_bytes()
 
 
-def test_what_the_disk_does_not_take_whole_goes_through_the_cache(tmp_path, uncached, monkeypatch):
-    """A part of the blocks, or none where the file system wants them aligned otherwise."""
+def test_blocks_that_direct_io_does_not_write_go_through_the_cache(tmp_path, uncached, monkeypatch):
+    """Direct I/O may write some of the blocks, or none if the file system needs another alignment."""
     real, answers = os.pwritev, iter([512, errno.EINVAL])
 
     def reluctant(file, buffers, offset):
@@ -74,7 +74,7 @@ def test_what_the_disk_does_not_take_whole_goes_through_the_cache(tmp_path, unca
     assert next(answers, None) is None, "both were asked for"
 
 
-def test_a_full_disk_says_so(tmp_path, uncached, monkeypatch):
+def test_a_full_disk_raises_its_error(tmp_path, uncached, monkeypatch):
     def full(file, buffers, offset):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -83,7 +83,7 @@ def test_a_full_disk_says_so(tmp_path, uncached, monkeypatch):
         append(tmp_path / "file", [[disk.BLOCK_BYTES]], uncached)
 
 
-def test_without_a_way_past_the_cache_there_is_none(tmp_path, monkeypatch):
+def test_without_direct_io_there_is_no_uncached_writer(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "O_DIRECT")
     (tmp_path / "file").touch()
     assert disk.open_uncached(tmp_path / "file") is None

@@ -1,4 +1,4 @@
-"""An object store has what it was given, whole; each call ends in time, and an error says whose URL it is of."""
+"""An object store keeps files complete; each call ends in time, and errors name the URL."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ SECRET = "a-secret-of-the-environment"
 
 
 class Shaky(MemoryFileSystem):
-    """Raises or does what is in `faults`, call by call, before it answers."""
+    """A file system that raises or calls the next entry of `faults` before each operation."""
 
     protocol = "shaky"
     faults: list = []  # noqa: RUF012
@@ -75,17 +75,17 @@ def test_a_store_has_what_it_was_given_and_nothing_that_was_removed(objects, tmp
 
 @pytest.mark.store
 @pytest.mark.timeout(1200)
-def test_so_has_one_that_speaks_s3():
+def test_an_s3_store_passes_the_same_tests():
     folder = ROOT / ".venv-store/bin/python"
     tests = [__file__, str(ROOT / "tests/learner/test_stored.py")]
     command = [folder, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider", "-k", "s3 and not speaks", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test_a_store_has_what_it_was_given_and_nothing_that_was_removed[s3] PASSED" in done.stdout
-    assert "test_all_disks_may_be_lost_and_training_goes_on_bit_by_bit[s3] PASSED" in done.stdout
+    assert "test_training_resumes_bitwise_after_all_disks_are_lost[s3] PASSED" in done.stdout
 
 
-def test_what_may_succeed_again_is_tried_again_and_counted(shaky, caplog):
+def test_temporary_errors_are_retried_and_counted(shaky, caplog):
     store = shaky(ConnectionError("reset"), OSError(5, "slow down"))
     store.write("name", b"data")
     assert store.read("name") == b"data" and store.retries == 2
@@ -96,14 +96,14 @@ def test_what_may_succeed_again_is_tried_again_and_counted(shaky, caplog):
 
 
 @pytest.mark.parametrize("error", [PermissionError("not yours"), FileNotFoundError("no bucket"), ValueError("no name")])
-def test_what_cannot_succeed_is_not_tried_again(shaky, error):
+def test_permanent_errors_are_not_retried(shaky, error):
     store = shaky(error)
     with pytest.raises(StoreRefused, match=f"shaky://bucket/run/name cannot be read: {error}"):
         store.read("name")
     assert store.retries == 0 and Shaky.faults == []
 
 
-def test_a_store_that_falls_silent_is_asked_again_and_a_slow_one_that_moves_is_waited_for(shaky, tmp_path):
+def test_a_call_without_progress_is_retried_and_a_slow_one_with_progress_is_waited_for(shaky, tmp_path):
     (tmp_path / "file").write_bytes(b"data")
     silence = threading.Event()
 
@@ -124,15 +124,15 @@ def test_a_store_that_falls_silent_is_asked_again_and_a_slow_one_that_moves_is_w
     silence.set()
 
 
-def test_no_secret_is_in_an_error(shaky, monkeypatch, caplog):
+def test_errors_contain_no_secrets(shaky, monkeypatch, caplog):
     monkeypatch.setenv("SOME_SECRET_KEY", SECRET)
     store = shaky(ConnectionError(f"https://me:{SECRET[:6]}x@host/x?sig=abcdef failed for {SECRET}"))
     store.delays_s = ()
     with pytest.raises(StoreError) as caught:
         store.read("name")
-    said = f"{caught.value}{caplog.text}"
-    assert not any(word in said for word in (SECRET, "sig=", f"{SECRET[:6]}x", "me:"))
-    assert "https://…@host/x?… failed for …" in said
+    texts = f"{caught.value}{caplog.text}"
+    assert not any(word in texts for word in (SECRET, "sig=", f"{SECRET[:6]}x", "me:"))
+    assert "https://…@host/x?… failed for …" in texts
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_no_secret_is_in_an_error(shaky, monkeypatch, caplog):
         ("file:///proc/run", "cannot be written"),
     ],
 )
-def test_a_store_that_cannot_be_used_says_why_at_the_first_call(url, said, monkeypatch):
+def test_an_unusable_store_gives_the_reason_at_the_first_call(url, said, monkeypatch):
     lacking = {"class": "absentfs.AbsentFileSystem", "err": "Install absentfs"}
     monkeypatch.setitem(known_implementations, "absent", lacking)
     with pytest.raises(StoreError, match=said) as caught:

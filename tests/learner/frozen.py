@@ -6,7 +6,7 @@ from learner_setup import make_config, settings
 from reference import ReferenceLearner, StepResult
 
 from april.config import Config
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.objective import Objective
 from april.learner.trainer import Trainer
 
@@ -19,15 +19,15 @@ class FrozenTrainer(Trainer):
     def update(self, lr):
         pass
 
-    def gradients(self, batch: Batch, config: Config) -> tuple[dict, dict]:
-        """Metrics of a step by `config`, and whole gradients. Collective."""
+    def gradients(self, batch: TrainingBatch, config: Config) -> tuple[dict, dict]:
+        """Metrics of a step under `config`, and unsharded gradients. Collective."""
         self.config, self.objective = config, Objective(config)
         metrics = self.step(batch)
         return metrics, full_gradients(self.policy.lm)
 
 
 class FrozenReference(ReferenceLearner):
-    """Of one batch: forward passes that need no gradient are made once."""
+    """A reference for one batch that computes forward passes without gradients only once."""
 
     def __init__(self, policy, folder):
         super().__init__(policy, settings(make_config(policy, folder)), padded=True)
@@ -41,27 +41,27 @@ class FrozenReference(ReferenceLearner):
             self.known[lm] = super().score(lm, samples)
         return self.known[lm]
 
-    def expected(self, batch: Batch, config: Config) -> StepResult:
+    def expected(self, batch: TrainingBatch, config: Config) -> StepResult:
         self.settings = settings(config)
         return self.gradients(batch.groups, batch.step)
 
 
 def move_away(start) -> None:
-    """Make the policy from which a divergence is taken another than the one at hand."""
+    """Make the reference policy of the KL term differ from the current policy."""
     with torch.no_grad():
         for parameter in start.parameters():
             parameter.mul_(0.9)
 
 
 def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Put together from all ranks. Collective."""
+    """Unsharded gradients by name. Collective."""
     parameters = model.named_parameters()
     return {name: each.grad.full_tensor().clone() for name, each in parameters if each.grad is not None}
 
 
-def short(batch: Batch) -> Batch:
-    """Without the longest responses."""
-    return Batch(batch.step, [[s for s in group if s.response_tokens <= 30] for group in batch.groups])
+def short(batch: TrainingBatch) -> TrainingBatch:
+    """The batch without its longest responses."""
+    return TrainingBatch(batch.step, [[s for s in group if s.response_tokens <= 30] for group in batch.groups])
 
 
 def assert_equals(metrics: dict, gradients: dict, expected: StepResult, tolerance: float = 1e-5) -> None:

@@ -13,25 +13,25 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from april.config import Config
 from april.config.algorithm import AlgorithmSection
 from april.data.support import Support
-from april.learner.batch import Batch, TrainSample, encode
-from april.weights.base import Adapted, Base
+from april.learner.batch import TrainingBatch, TrainSample, encode
+from april.weights.base import AdapterWeights, BaseWeights
 from april.weights.snapshot import pack, unpack
 from april.wire.version import Version
 
 VOCAB = 23
 BY_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-"""advantages that need no critic"""
+"""Advantage estimators that need no critic."""
 PLAIN_CLIP = {"proximal": "behaviour", "corrections": [], "behaviour_coef": 0.0}
-"""what the tests train with unless they say otherwise: PPO's clip around the policy that sampled the tokens"""
+"""Default algorithm of the tests: PPO's clip around the behaviour policy."""
 SHIPPED = AlgorithmSection().model_dump(include=set(PLAIN_CLIP))
-"""what a run does about stale tokens unless it says otherwise"""
+"""Default corrections of a run for stale tokens."""
 
 
 def make_policy(
     folder: Path, tied: bool = True, kind=Qwen3Config, intermediate_size: int = 33, layers: int = 2, **more
 ) -> Path:
-    """A random Qwen3, or another `kind`, with weights large enough for gradients that matter; `more` is
-    of its configuration."""
+    """A random Qwen3, or another `kind`, with weights large enough for significant gradients; `more` are keys of
+    its configuration."""
     torch.manual_seed(3)
     config = kind(
         vocab_size=VOCAB,
@@ -74,21 +74,21 @@ def make_sample(rng, prompt_tokens: int, response_tokens: int, reward: float) ->
     return TrainSample(tokens, prompt_tokens, logprobs, reward, ((0, response_tokens, Version(0, 0)),))
 
 
-def near_policy(batch: Batch, policy: Path, rng, temperature: float = 0.7) -> Batch:
-    """The same batch with behaviour log-probabilities a little off the policy's own, so that some ratios clip."""
+def near_policy(batch: TrainingBatch, policy: Path, rng, temperature: float = 0.7) -> TrainingBatch:
+    """The same batch with behaviour log-probabilities slightly off, so that some ratios are clipped."""
     scorer = ReferenceLearner(policy, settings(make_config(policy, Path("unused"), temperature)))
 
     def rescored(sample):
         with torch.no_grad():
             exact = scorer.sample_logprobs(sample).numpy()
         noisy = np.zeros(sample.response_tokens, np.float32)
-        noisy[sample.sampled] = exact + rng.normal(0, 0.3, len(exact))
+        noisy[sample.sampled_positions] = exact + rng.normal(0, 0.3, len(exact))
         return replace(sample, logprobs=noisy)
 
-    return Batch(batch.step, [[rescored(sample) for sample in group] for group in batch.groups])
+    return TrainingBatch(batch.step, [[rescored(sample) for sample in group] for group in batch.groups])
 
 
-def uneven_batch(step: int, policy: Path) -> Batch:
+def uneven_batch(step: int, policy: Path) -> TrainingBatch:
     """Groups of 4, 3 and 2 samples, one without spread; responses from 1 to 90 tokens, prompts from 1 to 9."""
     rng = np.random.default_rng(step)
     shapes = [
@@ -98,16 +98,16 @@ def uneven_batch(step: int, policy: Path) -> Batch:
         [(5, 17, 0.0), (5, 1, 1.0)],
     ]
     groups = [[make_sample(rng, *shape) for shape in group] for group in shapes]
-    return near_policy(Batch(step, groups), policy, rng)
+    return near_policy(TrainingBatch(step, groups), policy, rng)
 
 
-def flat_batch(step: int) -> Batch:
-    """No group has any spread of rewards."""
+def flat_batch(step: int) -> TrainingBatch:
+    """A batch in which no group has reward spread."""
     rng = np.random.default_rng(step)
-    return Batch(step, [[make_sample(rng, 2, 5, reward) for _ in range(3)] for reward in (0.0, 1.0)])
+    return TrainingBatch(step, [[make_sample(rng, 2, 5, reward) for _ in range(3)] for reward in (0.0, 1.0)])
 
 
-def stale_batch(policy: Path) -> Batch:
+def stale_batch(policy: Path) -> TrainingBatch:
     """The uneven batch as batch 6, its responses sampled by versions 1 to 6, up to three of them in a response."""
     rng = np.random.default_rng(7)
 
@@ -117,12 +117,12 @@ def stale_batch(policy: Path) -> Batch:
         segments = [(*span, Version(0, step)) for span, step in zip(pairwise(cuts), versions, strict=True)]
         return TrainSample(sample.tokens, sample.prompt_tokens, sample.logprobs, sample.reward, tuple(segments))
 
-    return Batch(6, [[aged(sample) for sample in group] for group in uneven_batch(0, policy).groups])
+    return TrainingBatch(6, [[aged(sample) for sample in group] for group in uneven_batch(0, policy).groups])
 
 
-def batch_in_turns(policy: Path) -> Batch:
-    """The stale batch with an environment that has answered: of each response of some length a token or more in every
-    seven is its, and the last one of every other response; behaviour log-probabilities say nothing of them."""
+def batch_in_turns(policy: Path) -> TrainingBatch:
+    """The stale batch with observations of an environment: at least one token in seven of each longer response, and
+    the last token of every other response; their behaviour log-probabilities are meaningless."""
     rng = np.random.default_rng(11)
 
     def interrupted(place, sample):
@@ -139,26 +139,26 @@ def batch_in_turns(policy: Path) -> Batch:
         return TrainSample(sample.tokens, sample.prompt_tokens, logprobs, sample.reward, tuple(segments))
 
     groups = stale_batch(policy).groups
-    return Batch(6, [[interrupted(place, sample) for place, sample in enumerate(group)] for group in groups])
+    return TrainingBatch(6, [[interrupted(place, sample) for place, sample in enumerate(group)] for group in groups])
 
 
-def cut_batch(policy: Path) -> Batch:
-    """The batch in turns as if each token of the policy had been drawn from 1 to 12 ids."""
+def cut_batch(policy: Path) -> TrainingBatch:
+    """The batch with observations, as if each token of the policy had been drawn from a support of 1 to 12 ids."""
     rng, turns = np.random.default_rng(13), batch_in_turns(policy)
 
     def cut(sample):
         rows, drawn = [np.zeros(0, np.int32)] * sample.response_tokens, sample.tokens[sample.prompt_tokens :]
-        for place in sample.sampled:
+        for place in sample.sampled_positions:
             others = rng.permutation(np.delete(np.arange(VOCAB, dtype=np.int32), drawn[place]))
             rows[place] = rng.permutation(np.append(others[: rng.integers(0, 12)], drawn[place]))
         return replace(sample, support=Support.of(rows))
 
-    return near_policy(Batch(6, [[cut(sample) for sample in group] for group in turns.groups]), policy, rng)
+    return near_policy(TrainingBatch(6, [[cut(sample) for sample in group] for group in turns.groups]), policy, rng)
 
 
-def far_batch(policy: Path) -> Batch:
-    """The stale batch from a policy that is far away: of every four responses one is e^2 times as likely token by
-    token as when it was sampled, one the other way round, and of one its first token e^30 times."""
+def far_batch(policy: Path) -> TrainingBatch:
+    """The stale batch with a behaviour policy far away: of every four responses one has token ratios of e^2, one of
+    e^-2, and one a ratio of e^30 at its first token."""
     by = ((0.0, slice(0)), (-2.0, slice(None)), (2.0, slice(None)), (-30.0, slice(1)))
 
     def moved(place, sample):
@@ -167,19 +167,19 @@ def far_batch(policy: Path) -> Batch:
         return replace(sample, logprobs=logprobs)
 
     groups = stale_batch(policy).groups
-    return Batch(6, [[moved(place, sample) for place, sample in enumerate(group)] for group in groups])
+    return TrainingBatch(6, [[moved(place, sample) for place, sample in enumerate(group)] for group in groups])
 
 
 class Diary:
-    """Source and publisher in one, writing down everything in order; batch k is always the same."""
+    """Batch source and publisher that record all calls in order; batch k is always the same."""
 
-    def __init__(self, policy, last_step, branch=0, frontier=0):
-        self.policy, self.last_step, self.branch, self.frontier = policy, last_step, branch, frontier
-        self.events, self.metrics, self.weights, self.canaries, self.left = [], [], {}, {}, []
+    def __init__(self, policy, last_step, incarnation=0, frontier=0):
+        self.policy, self.last_step, self.incarnation, self.frontier = policy, last_step, incarnation, frontier
+        self.events, self.metrics, self.weights, self.canaries, self.leftover = [], [], {}, {}, []
 
     def start(self, checkpoint_step):
         self.events.append(("start", checkpoint_step))
-        return self.branch, self.frontier
+        return self.incarnation, self.frontier
 
     def fetch(self, step):
         if step == self.last_step:
@@ -198,7 +198,7 @@ class Diary:
 
     @property
     def in_order(self):
-        """Everything but `durable`, which is said when a checkpoint has come to be on disk."""
+        """All events but `durable`, whose time depends on the writing thread."""
         return [event for event in self.events if event[0] != "durable"]
 
     @property
@@ -223,7 +223,7 @@ def settings(config: Config) -> Settings:
 
 
 def full_moments(part) -> list[dict[str, torch.Tensor]]:
-    """What the optimizer of a trainer, or of a part of it, keeps of each parameter, from all ranks. Collective."""
+    """Unsharded optimizer state of each parameter of a trainer, or of one of its parts. Collective."""
     return [
         {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
         for state in part.optimizer.state.values()
@@ -231,19 +231,19 @@ def full_moments(part) -> list[dict[str, torch.Tensor]]:
 
 
 def whole_critic(trainer) -> dict[str, torch.Tensor]:
-    """The weights of its critic, if it has one, put together from all ranks. Collective."""
+    """Unsharded weights of the trainer's critic, if it has one. Collective."""
     trained = trainer.critic.part.model.trained if trainer.critic else []
     return {name: parameter.detach().full_tensor().clone() for name, parameter in trained}
 
 
 def random_adapter(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Values for the trained parameters of an adapter, the same for the same shapes, of which none is zero."""
+    """Deterministic nonzero values for the trained parameters of an adapter."""
     generator = torch.Generator().manual_seed(1)
     return {name: torch.randn(parameter.shape, generator=generator) / 4 for name, parameter in parameters.items()}
 
 
 def set_adapter(trainer) -> None:
-    """Put `random_adapter` in. Collective."""
+    """Set the adapter to `random_adapter`. Collective."""
     parameters = dict(trainer.policy.trained)
     with torch.no_grad():
         for name, value in random_adapter(parameters).items():
@@ -252,16 +252,16 @@ def set_adapter(trainer) -> None:
 
 
 def at_a_worker(published) -> dict[str, torch.Tensor]:
-    """The weights that a worker makes of what it is sent."""
-    if not isinstance(published, Adapted):
+    """The weights that a worker makes from a published version."""
+    if not isinstance(published, AdapterWeights):
         return dict(published)
     snapshot = pack(Version(0, 0), published.tensors, adapter=published.adapter)
     trained = unpack(snapshot.heads, snapshot.data, snapshot.checksum)
-    return dict(Base(published.base.folder).with_adapter(snapshot.adapter, trained))
+    return dict(BaseWeights(published.base.folder).with_adapter(snapshot.adapter, trained))
 
 
 def set_head(trainer) -> None:
-    """Make the head of a critic one that is not zero, always the same. Collective."""
+    """Set a critic's head to fixed nonzero values. Collective."""
     head = trainer.critic.part.model.head
     value = random_adapter({"head": head})["head"]
     with torch.no_grad():
@@ -269,7 +269,7 @@ def set_head(trainer) -> None:
 
 
 def on_disk(config: Config, disk: int) -> Config:
-    """The same run with its folder on a disk of that number."""
+    """The same run with its folder on the disk of the given number."""
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": config.run.dir / f"disk_{disk}"})})
 
 
@@ -279,7 +279,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def job(config: Config, batches: list[Batch], **actions) -> dict:
+def job(config: Config, batches: list[TrainingBatch], **actions) -> dict:
     """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead;
     reports of checkpoints and the export come `late_s` later), `compare` (configurations, each on the first batch under
     the same weights), `random_adapter` (bool: instead of one that adds nothing), `set_head` (bool: of the critic),

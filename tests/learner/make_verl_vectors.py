@@ -68,7 +68,7 @@ def flat(values: torch.Tensor, mask: torch.Tensor) -> list[float]:
 
 
 def estimated(mask: torch.Tensor) -> dict[str, list[float]]:
-    """One number a sample."""
+    """Advantages, one per sample."""
     last = torch.tensor(LENGTHS) - 1
     index = np.array([str(group) for group in GROUPS])
 
@@ -91,7 +91,7 @@ def estimated(mask: torch.Tensor) -> dict[str, list[float]]:
 
 
 def losses(logprobs, behaviour, advantages, mask) -> dict[str, dict]:
-    """Value, and gradient with respect to each log-probability, by loss and normalisation."""
+    """Loss value and gradient with respect to each log-probability, by loss and normalisation."""
     result = {}
     for ours, (theirs, clip) in LOSSES.items():
         for normalisation, aggregation in AGGREGATIONS.items():

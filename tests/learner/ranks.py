@@ -11,7 +11,7 @@ from tests.warm import Popen
 
 
 def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
-    """Run the jobs one after the other under torchrun; what rank 0 saw of each."""
+    """Run the jobs one after the other under torchrun; returns rank 0's result of each."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_bytes(orjson.dumps(jobs))
     command = [sys.executable, "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]

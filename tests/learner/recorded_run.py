@@ -24,11 +24,11 @@ STEPS = 9
 
 
 class RecordedStream(Diary):
-    """Batch k is always the same; reports outlive the process."""
+    """Source whose batch k is always the same, and whose reports outlive the process."""
 
     def __init__(self, policy: Path, log: Path, restart: int, held: list[int]):
         consumed = {orjson.loads(line)[1] for line in log.read_bytes().splitlines()} if log.exists() else set()
-        super().__init__(policy, STEPS, branch=restart, frontier=max(consumed, default=-1) + 1)
+        super().__init__(policy, STEPS, incarnation=restart, frontier=max(consumed, default=-1) + 1)
         self.log, self.restart, self.held = log, restart, held[restart : restart + 1]
 
     def fetch(self, step):

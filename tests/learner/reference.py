@@ -60,17 +60,17 @@ class Settings:
 class StepResult:
     loss: float
     gradients: dict[str, torch.Tensor]
-    """before clipping"""
+    """Gradient norm before clipping."""
     grad_norm: float
     summed: float
-    """what the loss would be if its terms did not cancel: the scale of its rounding"""
+    """Sum of the absolute loss terms: the scale of rounding errors."""
     means: dict[str, float] = field(default_factory=dict)
-    """figures over the tokens that have a gradient"""
+    """Metrics over the tokens that have a gradient."""
 
 
 @dataclass
 class Delivered:
-    """Of all samples of a batch, under the weights before its first optimizer step."""
+    """Values of all samples of a batch under the weights before its first optimizer step."""
 
     advantages: list[float]
     logprobs: list[torch.Tensor]
@@ -78,7 +78,7 @@ class Delivered:
 
 @dataclass
 class Scored:
-    """What the policy sampled of a response, under the current weights: [K] each, with gradients."""
+    """The K sampled tokens of a response under the current weights: [K] each, with gradients."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
@@ -96,7 +96,7 @@ class ReferenceLearner:
         )
 
     def step(self, groups, step: int = 0, minibatches=None, epochs: int = 1) -> StepResult:
-        """groups: lists of samples as the pipeline gets them. Weights `step` become weights `step` + 1.
+        """Train weights `step` into weights `step` + 1; `groups` are lists of samples as in the pipeline.
 
         minibatches: the places of the groups of each optimizer step. The result is of the last one.
         """
@@ -146,7 +146,7 @@ class ReferenceLearner:
     # --- from rewards to advantages -----------------------------------------------------------------------------
 
     def advantages(self, groups) -> list[float]:
-        """One number a sample, group by group; what is rounding is 0."""
+        """Advantages, one per sample, group by group; rounding errors are set to 0."""
         return [0.0 if abs(advantage) < 1e-9 else advantage for advantage in self.estimated(groups)]
 
     def estimated(self, groups) -> list[float]:
@@ -175,7 +175,7 @@ class ReferenceLearner:
         return [(r - mean) / deviation for r in flat]
 
     def less_optimal_baseline(self, group) -> list[float]:
-        """r - b; a response counts in b by the square of its ratio pi / mu times the norm of the gradient of log pi."""
+        """A = r - b; b weights a response by the square of its ratio pi / mu times its gradient norm."""
         if not differ([sample.reward for sample in group]):
             return [0.0] * len(group)
         counts = []
@@ -191,7 +191,7 @@ class ReferenceLearner:
     # --- what is decided for the whole batch ------------------------------------------------------------------------
 
     def look_at_the_batch(self, samples, step, advantages, before) -> None:
-        """The most that a token may have moved (M2PO), and the bounds of the ratio (BAPO)."""
+        """Largest kept squared log-ratio (M2PO), and clip bounds of the ratio (BAPO)."""
         s, moved, contributions = self.settings, [], []
         for sample, advantage, logprobs in zip(samples, advantages, before, strict=True):
             if torch.as_tensor(advantage).any() and sampled(sample):
@@ -220,7 +220,7 @@ class ReferenceLearner:
     # --- one response -------------------------------------------------------------------------------------------
 
     def token_losses(self, sample, step, advantage, now: Scored, before, reference) -> tuple[torch.Tensor, dict]:
-        """[K] losses, and figures about the tokens."""
+        """Token losses [K], and token metrics."""
         s, logprobs = self.settings, now.logprobs
         fixed, ages = logprobs.detach(), ages_of(sample, step)
         mu, proximal = self.policies(sample, step, before)
@@ -248,7 +248,7 @@ class ReferenceLearner:
         return losses, figures
 
     def policies(self, sample, step, before) -> tuple[torch.Tensor, torch.Tensor]:
-        """[K] each: log-probabilities of the tokens by what sampled them, and by the policy of the ratio."""
+        """Log-probabilities under the behaviour policy and under the proximal policy, [K] each."""
         mu, ages = torch.tensor(sample.logprobs)[sampled(sample)], ages_of(sample, step)
         choices = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(before, mu, ages)}
         return mu, choices[self.settings.proximal]
@@ -258,7 +258,7 @@ class ReferenceLearner:
         return torch.stack(prior)
 
     def correction(self, proximal, before, mu, ages, advantage) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the losses are multiplied by, and where that is a cap."""
+        """Correction weights, and where they are capped."""
         s, weight, capped = self.settings, torch.ones_like(mu), torch.zeros_like(mu)
         proximal_gap, whole_gap = log_ratio(proximal, mu), log_ratio(before, mu)
         ratio, product = proximal_gap.exp(), bounded(proximal_gap.sum()).exp()
@@ -304,7 +304,7 @@ class ReferenceLearner:
         return losses, clipped
 
     def share(self, losses, samples) -> torch.Tensor:
-        """What one response's token losses add to the loss of the batch."""
+        """Contribution of one response's token losses to the loss of the batch."""
         lengths = [len(sampled(sample)) for sample in samples]
         responses = sum(length > 0 for length in lengths)
         if self.settings.normalisation == "token_mean":
@@ -340,7 +340,7 @@ class ReferenceLearner:
         return Scored(chosen[places], (distribution.exp() * surprise).sum(-1)[places])
 
     def drawable(self, sample, vocabulary: int) -> torch.Tensor:
-        """[R, V]: what each response token could have been: anything, or what a cut of the distribution had left."""
+        """bool [R, V]: the support of each response token; all ids if the distribution was not cut."""
         response = len(sample.tokens) - sample.prompt_tokens
         drawable, at = torch.ones(response, vocabulary, dtype=torch.bool), 0
         for place, count in enumerate(sample.support.counts.tolist() if sample.support else []):
@@ -351,12 +351,12 @@ class ReferenceLearner:
         return drawable
 
     def sample_logprobs(self, sample) -> torch.Tensor:
-        """[K]: log-probability of each token that was sampled."""
+        """Log-probability of each sampled token, [K]."""
         return self.score(self.lm, [sample])[0].logprobs
 
 
 def log_ratio(logprobs, others) -> torch.Tensor:
-    """[K]: so that a token's ratio is at most 5e8."""
+    """Log-ratio [K], clamped so that a token's ratio is at most 5e8."""
     return bounded(logprobs - others)
 
 
@@ -365,12 +365,12 @@ def bounded(log_ratios) -> torch.Tensor:
 
 
 def sampled_under(sample) -> list[tuple[int, object]]:
-    """(place in the response, version) of each token that the policy sampled; the others are an environment's."""
+    """(position in the response, version) of each token that the policy sampled; other tokens are observations."""
     return [(place, version) for start, end, version in sample.segments for place in range(start, end)]
 
 
 def ages_of(sample, step: int) -> torch.Tensor:
-    """[K]: steps since the version that sampled a token."""
+    """Ages of the sampled tokens, [K]: policy steps since the version that sampled them."""
     return torch.tensor([float(step - version.step) for _, version in sampled_under(sample)])
 
 
@@ -383,7 +383,7 @@ def differ(rewards: list[float]) -> bool:
 
 
 def standardised(rewards: list[float]) -> list[float]:
-    """(r - mean) / sample standard deviation; zeros for a group that says nothing."""
+    """(r - mean) / sample standard deviation; zeros for a group without reward spread."""
     if not differ(rewards):
         return [0.0] * len(rewards)
     mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)

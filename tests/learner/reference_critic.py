@@ -25,7 +25,7 @@ class CriticReference(ReferenceLearner):
         )
 
     def step(self, groups, step: int = 0, minibatches=None, epochs: int = 1):
-        """As of the reference; a step of the critic goes with each."""
+        """One step of the reference, with an optimizer step of the critic for each of the policy."""
         delivered = self.deliver(groups, step)
         for _ in range(epochs):
             for places in minibatches or [range(len(groups))]:
@@ -57,7 +57,7 @@ class CriticReference(ReferenceLearner):
         return Delivered(advantages, logprobs)
 
     def value_gradients(self, groups, places) -> float:
-        """Of the critic's loss, which is returned."""
+        """Accumulate the gradients of the critic's loss, which is returned."""
         self.critic_optimizer.zero_grad()
         of_group = [place for place, group in enumerate(groups) for _ in group]
         chosen = [i for i, place in enumerate(of_group) if place in places]
@@ -73,14 +73,14 @@ class CriticReference(ReferenceLearner):
         return total.item()
 
     def values(self, sample) -> torch.Tensor:
-        """[K]: by what the body has read before each sampled token."""
+        """Values of the state before each sampled token, [K]."""
         hidden = self.body(torch.tensor(sample.tokens[None].astype("int64"))).last_hidden_state[0]
         first, last = sample.prompt_tokens, len(sample.tokens)
         return (hidden[first - 1 : last - 1] @ self.head)[sampled(sample)]
 
 
 def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """Equation 16: sum over l of (gamma lambda)^l delta_(t+l), of deltas as in equation 10."""
+    """Equation 16: A_t = sum over l of (gamma lambda)^l delta_(t+l), with delta as in equation 10."""
     after = [*values[1:], 0.0]
     deltas = [reward + gamma * later - value for reward, value, later in zip(rewards, values, after, strict=True)]
     return [

@@ -32,12 +32,12 @@ def run(job: dict, device: torch.device) -> dict:
         set_adapter(trainer)
     if job.get("set_head"):
         set_head(trainer)
-    metrics, gradients, of_critic = [], [], []
+    metrics, gradients, critic_metrics = [], [], []
     for data in job["batches"]:
         batch = decode(bytes.fromhex(data)) if dist.get_rank() == 0 else None
         metrics.append(trainer.step(share_batch(batch)))
         gradients.append(full_gradients(trainer.policy.lm))
-        of_critic.append(full_gradients(trainer.critic.part.model) if trainer.critic else {})
+        critic_metrics.append(full_gradients(trainer.critic.part.model) if trainer.critic else {})
         if trainer.step_count in job.get("save_after", []):
             trainer.save()
     return {
@@ -47,11 +47,11 @@ def run(job: dict, device: torch.device) -> dict:
         "canary": asdict(trainer.canary()),
         "whole_policy": unsharded(trainer.policy),
         "weights": trainer.weights(),
-        "at_a_worker": at_a_worker(trainer.published()),
+        "at_a_worker": at_a_worker(trainer.weights_to_publish()),
         "moments": full_moments(trainer),
         "critic": {
             "weights": whole_critic(trainer),
-            "gradients": of_critic,
+            "gradients": critic_metrics,
             "moments": full_moments(trainer.critic.part) if trainer.critic else [],
         },
         "optimizer_steps": trainer.optimizer_steps,
@@ -68,7 +68,7 @@ def spoil(folder: Path, job: dict) -> None:
 
 
 def unsharded(policy) -> list[str]:
-    """Parameters of which this rank holds more than its part."""
+    """Parameters of which this rank holds more than its shard."""
     return [name for name, parameter in policy.named_parameters() if not isinstance(parameter, DTensor)]
 
 

@@ -9,7 +9,13 @@ from learner_setup import VOCAB, make_config, make_sample, settings
 from reference import ReferenceLearner
 
 from april.learner import model
-from april.learner.attention import PackedAttentionError, choice, each_sequence, packed_attention, variable_length
+from april.learner.attention import (
+    PackedAttentionError,
+    choose_kernel,
+    each_sequence,
+    packed_attention,
+    variable_length,
+)
 from april.learner.model import load, score_tokens
 from april.learner.packing import pack
 
@@ -59,7 +65,7 @@ def test_later_tokens_do_not_reach_earlier_ones(policy, samples):
 
 
 def whole_heads(query, key, value, starts, _, longest, __, *, scale, window_size):
-    """`varlen_attn` of torch 2.11, which wants as many key heads as query heads, on the CPU."""
+    """`varlen_attn` of torch 2.11, which needs as many key heads as query heads, on the CPU."""
     assert query.shape == key.shape == value.shape
     assert (window_size, longest) == ((-1, 0), max(starts.diff()))
     heads_first = (tensor.transpose(0, 1)[None].float() for tensor in (query, key, value))
@@ -67,7 +73,7 @@ def whole_heads(query, key, value, starts, _, longest, __, *, scale, window_size
 
 
 def grouped_heads(query, key, value, *places, enable_gqa=False, **options):
-    """`varlen_attn` of later versions."""
+    """`varlen_attn` of later torch versions, on the CPU."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
     repeats = query.shape[1] // key.shape[1]
     return whole_heads(query, *(part.repeat_interleave(repeats, 1) for part in (key, value)), *places, **options)
@@ -96,8 +102,8 @@ def test_one_variable_length_call_equals_a_call_a_sequence(monkeypatch, varlen_a
         (None, torch.bfloat16, True, "each_sequence"),
     ],
 )
-def test_flash_attention_is_taken_where_it_can_run(capability, dtype, importable, name):
-    assert choice(capability, dtype, importable) == name
+def test_flash_attention_is_used_where_supported(capability, dtype, importable, name):
+    assert choose_kernel(capability, dtype, importable) == name
 
 
 def test_padding_rows_and_caches_are_refused(policy):

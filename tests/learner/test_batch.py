@@ -8,19 +8,19 @@ import torch.distributed as dist
 from learner_setup import make_sample
 
 from april.data.support import Support
-from april.learner.batch import Batch, TrainSample, decode, encode, share_batch
-from april.wire.training import Stay
+from april.learner.batch import TrainingBatch, TrainSample, decode, encode, share_batch
+from april.wire.training import SampleSpan
 from april.wire.version import Version
 
 
-def assert_equal(ours: Batch, theirs: Batch):
+def assert_equal(ours: TrainingBatch, theirs: TrainingBatch):
     assert ours.step == theirs.step
     assert [len(group) for group in ours.groups] == [len(group) for group in theirs.groups]
     for one, other in zip(ours.samples, theirs.samples, strict=True):
         assert one.tokens.dtype == np.int32 and np.array_equal(one.tokens, other.tokens)
         assert one.logprobs.dtype == np.float32 and np.array_equal(one.logprobs, other.logprobs)
         assert (one.prompt_tokens, one.reward, one.segments) == (other.prompt_tokens, other.reward, other.segments)
-        told = "group", "index", "finish_reason", "details", "stays", "opened_at", "delivered_at"
+        told = "group", "index", "finish_reason", "details", "spans", "opened_at", "delivered_at"
         assert [getattr(one, name) for name in told] == [getattr(other, name) for name in told]
         assert (one.support is None) == (other.support is None)
         if one.support:
@@ -37,11 +37,11 @@ def test_a_batch_survives_encoding_with_segments_and_groups_of_any_size():
         1 / 3,
         ((0, 1, Version(0, 4)), (1, 4, Version(1, 6))),
         details={"correct": 1.0},
-        stays=(Stay("generate", "w0", 1.5, 2.5, 0, 4, "stop"),),
+        spans=(SampleSpan("generate", "w0", 1.5, 2.5, 0, 4, "stop"),),
         opened_at=1.0,
         delivered_at=3.0,
     )
-    batch = Batch(7, [[make_sample(rng, 2, 3, 1.0), resumed], [], [make_sample(rng, 1, 1, -0.5)]])
+    batch = TrainingBatch(7, [[make_sample(rng, 2, 3, 1.0), resumed], [], [make_sample(rng, 1, 1, -0.5)]])
     assert_equal(decode(encode(batch)), batch)
     assert b"support" not in encode(batch), "what has no supports has no column for them"
 
@@ -50,15 +50,17 @@ def test_supports_survive_encoding_with_tokens_that_have_none():
     rng = np.random.default_rng(0)
     supports = [Support(np.array([2, 0, 1], "i4"), np.array([3, 4, 5], "i4")), Support.none(0), Support.none(2)]
     samples = [replace(make_sample(rng, 2, len(one.counts), 1.0), support=one) for one in supports]
-    assert_equal(decode(encode(Batch(7, [samples[:2], samples[2:]]))), Batch(7, [samples[:2], samples[2:]]))
+    assert_equal(
+        decode(encode(TrainingBatch(7, [samples[:2], samples[2:]]))), TrainingBatch(7, [samples[:2], samples[2:]])
+    )
     with pytest.raises(ValueError, match="1 of 2 samples have a support"):
-        encode(Batch(7, [[samples[0], make_sample(rng, 2, 3, 1.0)]]))
+        encode(TrainingBatch(7, [[samples[0], make_sample(rng, 2, 3, 1.0)]]))
 
 
 def test_sharing_gives_the_batch_or_none(one_rank):
-    batch = Batch(3, [[make_sample(np.random.default_rng(0), 2, 3, 1.0)]])
+    batch = TrainingBatch(3, [[make_sample(np.random.default_rng(0), 2, 3, 1.0)]])
     assert_equal(share_batch(batch), batch)
-    assert_equal(share_batch(Batch(4, []), dist.group.WORLD), Batch(4, []))
+    assert_equal(share_batch(TrainingBatch(4, []), dist.group.WORLD), TrainingBatch(4, []))
     assert share_batch(None) is None
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that is the best by an evaluation stays beside the newest, and is exported beside the last."""
+"""The best checkpoint by an evaluation is kept with the newest ones, and exported with the last."""
 
 import os
 
@@ -13,11 +13,11 @@ from april.learner.trainer import Trainer
 
 
 class Judge(Diary):
-    """Says what is the best by the checkpoints that it has heard of."""
+    """A source that decides on the best step from the checkpoints reported to it."""
 
     def __init__(self, *arguments, best, **options):
         super().__init__(*arguments, **options)
-        self.best_of, self.last, self.kept = best, 0, []
+        self.best_step, self.last, self.kept = best, 0, []
 
     def durable(self, step, oldest):
         super().durable(step, oldest)
@@ -25,10 +25,10 @@ class Judge(Diary):
         self.kept.append(checkpoint.steps(self.directory))
 
     def best(self):
-        return self.best_of(self.last)
+        return self.best_step(self.last)
 
 
-def best_of(last):
+def best_step(last):
     """(best so far, undecided) by the last checkpoint: 2, until 4 turns out to be better at the end."""
     if last >= 6:
         return 4, []
@@ -40,7 +40,7 @@ def live(one_rank, policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", checkpoint_every=100, keep_checkpoints=1)
     config = config.model_copy(update={"evaluation": EvaluationSection(every=1, best="heldout")})
 
-    def run(last_step, best=best_of):
+    def run(last_step, best=best_step):
         diary = Judge(policy_folder, last_step, best=best)
         diary.directory = config.run_dir / "checkpoints"
         trainer = Trainer(config, torch.device("cpu"))
@@ -50,7 +50,7 @@ def live(one_rank, policy_folder, tmp_path):
     return run
 
 
-def test_what_is_or_may_be_the_best_stays_and_is_exported_beside_the_last(live):
+def test_the_best_and_undecided_checkpoints_are_kept_and_the_best_is_exported(live):
     diary, _ = live(6)
     assert diary.kept == [[1], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 6]]
     assert checkpoint.steps(diary.directory) == [4, 6]

@@ -1,4 +1,4 @@
-"""What the learner says of the canary is what its published weights say of it."""
+"""The published canary log-probabilities are those of the published weights."""
 
 import torch
 from learner_setup import VOCAB, Diary, job, make_config, uneven_batch
@@ -12,7 +12,7 @@ from april.wire.version import Version
 
 
 def assert_said_by(weights, canary, folder):
-    """At temperature 1, whatever the run samples at, by a plain forward pass."""
+    """The canary equals a plain forward pass at temperature 1, whatever the run's temperature."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     with torch.no_grad():
@@ -21,7 +21,7 @@ def assert_said_by(weights, canary, folder):
     torch.testing.assert_close(torch.tensor(canary.logprobs), expected, atol=2e-5, rtol=0)
 
 
-def test_every_version_is_published_with_what_its_weights_say_of_the_canary(one_rank, policy_folder, tmp_path):
+def test_every_version_is_published_with_the_canary_s_logprobs_under_its_weights(one_rank, policy_folder, tmp_path):
     diary = Diary(policy_folder, 2)
     config = make_config(policy_folder, tmp_path / "run")
     loop.run(config, Trainer(config, torch.device("cpu")), diary, diary)
@@ -33,7 +33,7 @@ def test_every_version_is_published_with_what_its_weights_say_of_the_canary(one_
     assert {"canary_s"} <= diary.metrics[1].keys()
 
 
-def test_where_it_is_switched_off_nothing_is_scored(one_rank, policy_folder, tmp_path):
+def test_no_canary_is_scored_when_it_is_switched_off(one_rank, policy_folder, tmp_path):
     diary = Diary(policy_folder, 1)
     config = make_config(policy_folder, tmp_path / "run")
     off = config.weights.model_copy(update={"canary": False})
@@ -42,14 +42,14 @@ def test_where_it_is_switched_off_nothing_is_scored(one_rank, policy_folder, tmp
     assert set(diary.canaries.values()) == {None}
 
 
-def test_all_ranks_score_it_and_each_keeps_its_shard_alone(policy_folder, tmp_path):
+def test_all_ranks_score_the_canary_and_keep_only_their_shards(policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run")
     (result,) = run_ranks(2, [job(config, [uneven_batch(0, policy_folder)])], tmp_path / "ranks")
     assert_said_by(result["weights"], Canary(**result["canary"]), policy_folder)
     assert result["whole_policy"] == []
 
 
-def test_the_text_is_the_same_everywhere_and_made_of_frequent_tokens():
+def test_the_canary_text_is_deterministic_and_made_of_frequent_tokens():
     text = canary_tokens(151_936)
     assert len(text) == TOKENS and text.tolist() == canary_tokens(151_936).tolist()
     assert text[:4].tolist() == FIRST and text.min() >= 0 and text.max() < 151_936

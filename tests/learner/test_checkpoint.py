@@ -1,4 +1,4 @@
-"""A checkpoint continues bitwise, is whole or absent, and the exported policy is an ordinary model."""
+"""A checkpoint resumes bitwise, is complete or absent, and the exported policy is an ordinary model."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from transformers import AutoModelForCausalLM
 
 from april.learner import checkpoint
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_is_written_during_later_steps_holds_the_weights_it_wa
     ],
     ids=["a flipped bit", "half a file", "a file gone", "empty progress", "empty checksums"],
 )
-def test_a_damaged_checkpoint_is_found_and_the_one_before_it_taken(trainer, policy_folder, caplog, file, damage):
+def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(trainer, policy_folder, caplog, file, damage):
     weights = []
     for step in range(2):
         trainer.step(uneven_batch(step, policy_folder))
@@ -128,7 +128,7 @@ def test_without_a_complete_checkpoint_there_is_nothing_to_restore(trainer):
 
 
 def test_a_checkpoint_from_before_the_first_update_restores(trainer):
-    trainer.step(Batch(0, []))
+    trainer.step(TrainingBatch(0, []))
     trainer.save()
     assert (trainer.restore(), trainer.optimizer_steps) == (1, 0)
 

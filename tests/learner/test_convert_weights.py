@@ -1,4 +1,4 @@
-"""A checkpoint becomes the folder that the learner itself would have left."""
+"""A checkpoint is converted into the folder that the learner itself would export."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.conftest import full
 
 
 def run_of(config):
-    """What a run leaves of it."""
+    """The folder of a run with checkpoints."""
     short = config.sampling.model_copy(update={"max_response_tokens": 100})
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "config.toml").write_text(config.model_copy(update={"sampling": short}).to_toml())
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(one_rank, policy_f
     assert "is damaged (__0_0.distcp, progress.json)" in capsys.readouterr().err
 
 
-def test_what_is_at_the_place_of_the_model_stays(tmp_path, capsys):
+def test_an_existing_output_folder_stays_as_it_is(tmp_path, capsys):
     (tmp_path / "notes").write_text("of mine")
     assert cli.main(["convert-weights", str(tmp_path), "--out", str(tmp_path)]) == cli.REFUSED
     assert "is there already; give a folder that is not" in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""PPO with a critic: GAE, the clipped value loss, and a value model that is trained, kept and continued as the policy
-is."""
+"""PPO with a critic: GAE, the clipped value loss, and a value model trained, saved and resumed like the policy."""
 
 import math
 import random
@@ -17,7 +16,7 @@ from april import config as configuration
 from april.config import ConfigError
 from april.config.checks import check_critic
 from april.config.critic import CriticSection
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.losses.columns import Spans
 from april.learner.losses.gae import gae, value_losses
 from april.learner.minibatches import minibatches
@@ -69,7 +68,7 @@ def same(found: dict, wanted: dict, tolerance: float) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_policy_and_critic_are_those_of_the_reference(policy_folder, tmp_path, ranks):
-    """With stale tokens, answers of an environment in between, KL in the reward, and values that leave their clip."""
+    """Batches with stale tokens, observations, KL in the reward, and values outside their clip."""
     batch, budget = batch_in_turns(policy_folder), {"microbatch_tokens": 64, "grad_clip": 1e9}
     once = make_config(policy_folder, tmp_path / "once", algorithm=PPO, critic=CRITIC | {"grad_clip": 1e9}, **budget)
     harder = {"kl_coef": 0.5, "value_clip": 0.02}
@@ -144,14 +143,14 @@ def test_a_batch_that_is_not_finite_changes_neither_policy_nor_critic(trainer, p
     elif broken == "reward":
         first = replace(first, reward=math.nan)
     else:
-        monkeypatch.setattr(trainer.critic, "reduced", lambda: {"value_loss": math.inf})
-    metrics = trainer.step(Batch(1, [[first, *rest], *good.groups[1:]]))
+        monkeypatch.setattr(trainer.critic, "finish_step", lambda: {"value_loss": math.inf})
+    metrics = trainer.step(TrainingBatch(1, [[first, *rest], *good.groups[1:]]))
     assert (metrics["nonfinite"], metrics["update_skipped"]) == (1, 1)
     assert (trainer.optimizer_steps, trainer.critic.part.steps, trainer.step_count) == (1, 1, 2)
     assert_bitwise(trainer.weights() | whole_critic(trainer), before)
 
 
-def test_at_first_the_critic_learns_alone(one_rank, policy_folder, tmp_path):
+def test_warmup_batches_train_the_critic_alone(one_rank, policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", algorithm=PPO, critic=CRITIC | {"warmup_batches": 1})
     trainer = Trainer(config, CPU)
     policy, critic = trainer.weights(), whole_critic(trainer)
@@ -197,7 +196,7 @@ def test_keys_that_make_no_sense_are_refused(keys, refusal):
         check_critic(config)
 
 
-def test_a_critic_needs_no_group_to_compare_with_and_one_of_ones_own_is_asked_when_it_is_imported():
+def test_a_critic_allows_groups_of_one_and_a_custom_estimator_is_checked_on_import():
     tree = {"model": {"path": "x"}, "data": {"path": "y"}, "schedule": {"n_samples_per_prompt": 1}}
     check_critic(configuration.Config.model_validate(tree | {"algorithm": {"advantage": "gae"}}))
     own = configuration.Config.model_validate(tree | {"algorithm": {"advantage": "tests.learner.test_critic:own"}})
@@ -207,5 +206,5 @@ def test_a_critic_needs_no_group_to_compare_with_and_one_of_ones_own_is_asked_wh
 
 
 def own(rewards, lengths):
-    """An advantage that needs no critic."""
+    """An advantage estimator that needs no critic."""
     return rewards

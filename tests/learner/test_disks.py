@@ -1,4 +1,4 @@
-"""Ranks with disks of their own: any one disk may be lost, any file damaged, and ranks may be on other disks."""
+"""Ranks with disks of their own: any single disk may be lost, any file damaged, and ranks may change machines."""
 
 import pytest
 import torch
@@ -8,7 +8,14 @@ from learner_setup import job, make_config, uneven_batch
 from ranks import run_ranks
 
 from april.learner.disks import Disks
-from april.learner.holdings import Held, Move, found_in, in_rounds, lacking, nowhere
+from april.learner.holdings import (
+    FileTransfer,
+    RankInventory,
+    find_checkpoint,
+    missing_files,
+    order_transfers,
+    plan_transfers,
+)
 
 SUMS = {"a": "1", "b": "2", "c": "3", "d": "4"}
 disks_of_ranks = st.lists(st.integers(0, 3), min_size=1, max_size=8).map(
@@ -18,19 +25,19 @@ disks_of_ranks = st.lists(st.integers(0, 3), min_size=1, max_size=8).map(
 
 @st.composite
 def holdings(draw):
-    """(what each rank holds, its disk): of one list or another, or nothing."""
+    """(inventory of each rank, its disk): under one of two checksum lists, or None."""
     of_rank = draw(disks_of_ranks)
     lists = [draw(st.sampled_from([SUMS, SUMS | {"d": "5"}, {}])) for _ in set(of_rank)]
     names = st.sets(st.sampled_from(sorted(SUMS)))
-    held = [draw(st.none() | st.builds(Held, st.just(lists[disk]), names)) for disk in of_rank]
+    held = [draw(st.none() | st.builds(RankInventory, st.just(lists[disk]), names)) for disk in of_rank]
     return held, of_rank
 
 
 @given(holdings())
-def test_a_checkpoint_is_found_where_the_disks_hold_all_of_one_list_and_each_file_where_it_lies(given_):
+def test_a_checkpoint_is_found_if_the_disks_hold_every_file_of_one_checksum_list(given_):
     held, of_rank = given_
-    found = found_in(7, held, of_rank)
-    wholes = [sums for sums in (SUMS, SUMS | {"d": "5"}) if not nowhere(sums, held)]
+    found = find_checkpoint(7, held, of_rank)
+    wholes = [sums for sums in (SUMS, SUMS | {"d": "5"}) if not missing_files(sums, held)]
     if found is None:
         assert wholes == []
         return
@@ -41,11 +48,11 @@ def test_a_checkpoint_is_found_where_the_disks_hold_all_of_one_list_and_each_fil
 
 
 @given(st.data(), st.integers(1, 5))
-def test_after_the_moves_each_disk_has_what_it_needs_and_two_have_each_file(data, count):
+def test_after_the_transfers_each_disk_has_what_it_needs_and_two_have_each_file(data, count):
     some_disks = st.sets(st.integers(0, count - 1), min_size=1)
     disks = {name: sorted(data.draw(some_disks)) for name in SUMS}
     needed = [data.draw(st.sets(st.sampled_from(sorted(SUMS)))) for _ in range(count)]
-    moves = lacking(disks, needed)
+    moves = plan_transfers(disks, needed)
     after = {name: list(holders) for name, holders in disks.items()}
     for move in moves:
         assert move.source in disks[move.name] and move.target not in after[move.name], "nothing comes twice"
@@ -56,26 +63,30 @@ def test_after_the_moves_each_disk_has_what_it_needs_and_two_have_each_file(data
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda pair: pair[0] != pair[1])))
-def test_ranks_that_take_moves_in_rounds_lose_none_and_a_ring_takes_no_longer_than_three(pairs):
-    moves = [Move(str(place), source, target) for place, (source, target) in enumerate(pairs)]
-    assert sorted(in_rounds(moves), key=lambda move: int(move.name)) == moves
-    ring = in_rounds([Move("", rank, (rank + 1) % 7) for rank in range(7)])
+def test_ordering_keeps_every_transfer_and_a_ring_takes_at_most_three_rounds(pairs):
+    moves = [FileTransfer(str(place), source, target) for place, (source, target) in enumerate(pairs)]
+    assert sorted(order_transfers(moves), key=lambda move: int(move.name)) == moves
+    ring = order_transfers([FileTransfer("", rank, (rank + 1) % 7) for rank in range(7)])
     free = [0] * 7
     for move in ring:
         free[move.source] = free[move.target] = 1 + max(free[move.source], free[move.target])
     assert max(free) <= 3
 
 
-def test_what_ranks_write_goes_to_the_disk_after_their_own_if_there_is_one():
+def test_written_files_are_copied_to_the_next_disk_if_there_is_one():
     disks = object.__new__(Disks)
-    disks.leaders, disks.of_rank = [0, 2], [0, 0, 1]
-    assert disks.copies([["a"], ["b"], ["c"]]) == [Move("a", 0, 2), Move("b", 1, 2), Move("c", 2, 0)]
-    disks.leaders, disks.of_rank = [0], [0, 0, 0]
-    assert disks.copies([["a"], ["b"], ["c"]]) == []
+    disks.leaders, disks.disk_of_rank = [0, 2], [0, 0, 1]
+    assert disks.neighbour_copies([["a"], ["b"], ["c"]]) == [
+        FileTransfer("a", 0, 2),
+        FileTransfer("b", 1, 2),
+        FileTransfer("c", 2, 0),
+    ]
+    disks.leaders, disks.disk_of_rank = [0], [0, 0, 0]
+    assert disks.neighbour_copies([["a"], ["b"], ["c"]]) == []
 
 
 @pytest.mark.full
-def test_ranks_go_on_bitwise_though_disks_are_lost_a_file_is_damaged_and_each_is_on_another(policy_folder, tmp_path):
+def test_ranks_resume_bitwise_after_lost_disks_a_damaged_file_and_a_change_of_machines(policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run")
     batches = [uneven_batch(step, policy_folder) for step in range(3)]
     again = {"batches": batches[2:], "restore": True}

@@ -1,4 +1,4 @@
-"""How far each engine was from the learner, on the youngest tokens of its own that were trained."""
+"""Gaps between learner and engine on each worker's youngest trained tokens."""
 
 from dataclasses import replace
 
@@ -9,17 +9,17 @@ import torch
 from learner_setup import job, make_config, stale_batch
 from ranks import run_ranks
 
-from april.learner.batch import Batch
-from april.learner.engine_gaps import makers, places_of
+from april.learner.batch import TrainingBatch
+from april.learner.engine_gaps import sampling_workers, worker_indices
 from april.learner.objective import token_ages
 from april.learner.trainer import Trainer
-from april.wire.training import Stay
+from april.wire.training import SampleSpan
 from april.wire.version import Version
 
 
 @pytest.fixture(scope="module")
 def batch(policy_folder):
-    """Two workers took turns at responses of several ages; a third has sampled nothing young, a fourth one response."""
+    """Two workers sampled alternating spans of several ages, a third only old tokens, a fourth one response."""
     names = (("a",), ("b",), ("a", "b"), ("b", "a", "b"))
     groups = []
     for number, group in enumerate(stale_batch(policy_folder).groups):
@@ -28,28 +28,30 @@ def batch(policy_folder):
     one = groups[0][2]
     aged = tuple((start, end, Version(0, 3)) for start, end, _ in one.segments)
     groups[0][2:] = [
-        replace(one, stays=(generated(0, "d"),)),
-        replace(one, stays=(generated(0, "old"),), segments=aged, reward=0.0),
+        replace(one, spans=(generated(0, "d"),)),
+        replace(one, spans=(generated(0, "old"),), segments=aged, reward=0.0),
     ]
-    return Batch(6, groups)
+    return TrainingBatch(6, groups)
 
 
 def shared_out(sample, names):
     cuts = [place * sample.response_tokens // len(names) for place in range(len(names))]
-    return replace(sample, stays=tuple(generated(start, name) for start, name in zip(cuts, names, strict=True)))
+    return replace(sample, spans=tuple(generated(start, name) for start, name in zip(cuts, names, strict=True)))
 
 
 def generated(start, worker):
-    return Stay("generate", worker, 0.0, 0.0, start, start, "abort")
+    return SampleSpan("generate", worker, 0.0, 0.0, start, start, "abort")
 
 
 def expected(batch, trainer):
-    """By hand: {worker: (tokens, mean, largest, age)}."""
+    """Expected gaps, computed by hand: {worker: (tokens, mean, largest, age)}."""
     gaps = {}
-    for sample, (logprobs, _) in zip(trainer.prepare(batch).prepared.samples, trainer.seen.of_samples(), strict=True):
+    for sample, (logprobs, _) in zip(
+        trainer.prepare(batch).prepared.samples, trainer.token_stats.per_sample(), strict=True
+    ):
         ages = token_ages(sample, batch.step)
-        for token, place in enumerate(sample.sampled):
-            worker = [name for start, name in makers(sample) if start <= place][-1]
+        for token, place in enumerate(sample.sampled_positions):
+            worker = [name for start, name in sampling_workers(sample) if start <= place][-1]
             apart = abs(float(logprobs[token]) - float(sample.logprobs[place]))
             gaps.setdefault(worker, {}).setdefault(int(ages[token]), []).append(apart)
     youngest = {worker: (min(of_worker), of_worker[min(of_worker)]) for worker, of_worker in gaps.items()}
@@ -62,7 +64,7 @@ def said(metrics):
     return {worker: tuple(metrics[f"engine_gap_{figure}_{worker}"] for figure in figures) for worker in workers}
 
 
-def test_each_worker_has_the_figures_of_its_youngest_tokens_on_any_number_of_ranks(
+def test_each_worker_is_measured_on_its_youngest_tokens_on_any_number_of_ranks(
     one_rank, policy_folder, tmp_path, batch
 ):
     config = make_config(policy_folder, tmp_path, microbatch_tokens=64)
@@ -77,14 +79,21 @@ def test_each_worker_has_the_figures_of_its_youngest_tokens_on_any_number_of_ran
         assert said(two["metrics"][0])[worker] == pytest.approx(figures, rel=1e-4)
 
 
-def test_what_was_cut_off_and_what_was_only_scored_is_nobodys(batch):
+def test_truncated_spans_and_scoring_spans_sample_no_tokens(batch):
     stays = [generated(start, worker) for start, worker in ((0, "a"), (5, "b"), (8, "a"), (5, "c"), (5, "b"))]
     scored = generated(9, "s")
-    sample = replace(batch.samples[0], stays=(*stays, Stay("score", *msgspec.structs.astuple(scored)[1:])))
-    assert makers(sample) == [(0, "a"), (5, "b")]
+    sample = replace(batch.samples[0], spans=(*stays, SampleSpan("score", *msgspec.structs.astuple(scored)[1:])))
+    assert sampling_workers(sample) == [(0, "a"), (5, "b")]
 
 
-def test_tokens_that_nobody_has_claimed_are_in_no_figure(one_rank, policy_folder, tmp_path, batch):
-    assert places_of([(3, "b"), (5, "a")], ["a", "b"], np.array([0, 2, 3, 4, 5, 9])).tolist() == [-1, -1, 1, 1, 0, 0]
-    nobody = Batch(6, [[replace(sample, stays=()) for sample in group] for group in batch.groups])
+def test_tokens_without_a_known_worker_are_not_measured(one_rank, policy_folder, tmp_path, batch):
+    assert worker_indices([(3, "b"), (5, "a")], ["a", "b"], np.array([0, 2, 3, 4, 5, 9])).tolist() == [
+        -1,
+        -1,
+        1,
+        1,
+        0,
+        0,
+    ]
+    nobody = TrainingBatch(6, [[replace(sample, spans=()) for sample in group] for group in batch.groups])
     assert said(Trainer(make_config(policy_folder, tmp_path), torch.device("cpu")).step(nobody)) == {}

@@ -1,4 +1,4 @@
-"""Operations as the cost model counts them, against those that PyTorch counts; what a step reports of its time."""
+"""The cost model's operations equal those that PyTorch counts; a step reports times and speed."""
 
 import time
 
@@ -16,7 +16,7 @@ from april.learner.trainer import Trainer
 
 @ARCHITECTURES
 def test_a_forward_pass_costs_what_its_products_do(config):
-    """PyTorch counts the products alone, and attention as a full square; vectors are the rest of the weights."""
+    """PyTorch counts matrix products only, and attention as a full square; the other weights are vectors."""
     lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     cost = flops.cost(lm)
     vectors = 2 * sum(weight.numel() for weight in lm.base_model.layers.parameters() if weight.dim() == 1)
@@ -38,7 +38,7 @@ def test_a_forward_pass_costs_what_its_products_do(config):
         ("Tesla T4", None),
     ],
 )
-def test_a_form_of_an_accelerator_has_a_peak_of_its_own(name, peak):
+def test_variants_of_an_accelerator_have_their_own_peak(name, peak):
     assert flops.peak_of(name) == peak
 
 

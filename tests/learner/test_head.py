@@ -1,4 +1,4 @@
-"""The chunked head gives the log-probabilities, entropies and gradients of logits that were written out whole."""
+"""The chunked head gives the log-probabilities, entropies and gradients of unchunked logits."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def written_out(hidden, weight, targets, drawable):
 
 
 def supports(targets):
-    """From 1 to 9 ids for each target, and for one in the midst all of them."""
+    """Supports of 1 to 9 ids for each target, and of all ids for one of them."""
     chance = np.random.default_rng(0)
     others = [np.delete(np.arange(50), target) for target in targets]
     rows = [

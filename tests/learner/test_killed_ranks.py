@@ -1,4 +1,4 @@
-"""Real kills of ranks under torchrun: the others follow at once, and all go on from the last checkpoint."""
+"""Real kills of ranks under torchrun: the others end at once, and all resume from the last checkpoint."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ from tests.warm import Popen
 
 PATIENCE_S = 120
 FOLLOWED_S = 20
-"""in which the others of a killed rank are gone, on a loaded machine; torchrun looks for the dead ten times a second"""
+"""Seconds within which the other ranks end, on a loaded machine; torchrun polls ten times a second."""
 
 
 KILLS = [(1, 3), (0, 5)]
-"""rank, and the step that its start has no batch for: what is killed in the middle cannot be over"""
+"""(rank to kill, step whose batch is held back so that the run cannot finish first)."""
 
 
 class Ranks:
@@ -70,12 +70,12 @@ class Ranks:
         return (self.folder / "stderr").read_text()[-4000:]
 
     def checkpoints(self, rank: int, start: int) -> Path:
-        """Where that rank sees them after so many starts."""
+        """Reports seen by that rank after the given number of starts."""
         disk = f"disk_{rank + self.next_disk * start}" if self.next_disk else ""
         return self.folder / disk / "run" / "checkpoints"
 
     def weights(self, start: int = 0) -> dict:
-        """After so many starts."""
+        """Reports after the given number of starts."""
         return AutoModelForCausalLM.from_pretrained(self.checkpoints(0, start) / "policy").state_dict()
 
 

@@ -1,4 +1,4 @@
-"""The learner's life against a source and a publisher in memory: order of reports, replay, restart, the end."""
+"""The learner's main loop against an in-memory source and publisher: order of reports, replay, restart, end."""
 
 import shutil
 import threading
@@ -10,14 +10,14 @@ from learner_setup import Diary, job, make_config
 from ranks import run_ranks
 
 from april.learner import checkpoint, loop
-from april.learner.batch import Batch, TrainSample, decode
+from april.learner.batch import TrainingBatch, TrainSample, decode
 from april.learner.trainer import Trainer
 from april.wire.version import Version
 
 
 @pytest.fixture
 def live(one_rank, policy_folder, tmp_path):
-    """Run a learner's life in the same run folder, up to `last_step`; its diary."""
+    """Run the learner in the same run folder up to `last_step`; returns its diary."""
 
     def run(last_step, **answers):
         config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2, keep_checkpoints=9)
@@ -67,7 +67,7 @@ def test_replay_publishes_nothing_below_the_frontier_and_gives_the_same_weights(
     before = live(5)
     for newer in (4, 5):
         shutil.rmtree(checkpoint.folder(live.directory, newer))
-    live_again = live(6, branch=1, frontier=5)
+    live_again = live(6, incarnation=1, frontier=5)
     assert live_again.in_order == [
         ("start", 2),
         ("consumed", 2),
@@ -84,12 +84,12 @@ def test_replay_publishes_nothing_below_the_frontier_and_gives_the_same_weights(
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_a_restart_at_the_frontier_publishes_under_its_new_branch_at_once(live):
+def test_a_restart_at_the_frontier_publishes_under_its_new_incarnation_at_once(live):
     live(2)
-    assert live(2, branch=1, frontier=2).events == [("start", 2), ("publish", Version(1, 2))]
+    assert live(2, incarnation=1, frontier=2).events == [("start", 2), ("publish", Version(1, 2))]
 
 
-def test_the_next_batch_is_fetched_and_made_ready_while_one_is_trained(live, monkeypatch):
+def test_the_next_batch_is_fetched_and_prepared_while_one_is_trained(live, monkeypatch):
     made_ready, prepare, step = [], Trainer.prepare, Trainer.step
     second_ready = threading.Event()
 
@@ -128,16 +128,16 @@ def test_weights_are_sent_while_the_next_batch_is_trained(live, monkeypatch):
 
 
 def without_finite_loss(batch):
-    """The same batch with behaviour log-probabilities that are not numbers."""
+    """The same batch with NaN as behaviour log-probabilities."""
     first, *rest = batch.groups[0]
     lost = np.full_like(first.logprobs, np.nan)
     broken = TrainSample(first.tokens, first.prompt_tokens, lost, first.reward, first.segments)
-    return Batch(batch.step, [[broken, *rest], *batch.groups[1:]])
+    return TrainingBatch(batch.step, [[broken, *rest], *batch.groups[1:]])
 
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Let the batches of these steps have no finite loss."""
+    """Give the batches of these steps a loss that is not finite."""
 
     def these(*steps):
         fetch = Diary.fetch
@@ -151,7 +151,7 @@ def poison(monkeypatch):
     return these
 
 
-def test_a_batch_without_finite_loss_is_passed_kept_and_published_over(live, poison):
+def test_a_batch_without_finite_loss_is_stored_and_skipped_and_the_weights_published_again(live, poison):
     poison(2)
     diary = live(4)
     assert ("consumed", 2, "nonfinite") in diary.events
@@ -163,23 +163,25 @@ def test_a_batch_without_finite_loss_is_passed_kept_and_published_over(live, poi
     assert np.isnan(kept.groups[0][0].logprobs).all()
 
 
-def test_too_many_of_them_in_a_row_end_the_run_with_a_sentence(live, poison):
+def test_too_many_nonfinite_batches_in_a_row_end_the_run(live, poison):
     poison(0, 2, 3, 4)
     with pytest.raises(loop.Diverged, match=r"3 batches in a row .*step_000004.msgpack; lower learner.lr"):
         live(9)
 
 
 def test_a_batch_out_of_step_is_refused(live, monkeypatch):
-    monkeypatch.setattr(Diary, "fetch", lambda self, step: Batch(step + 1, []))
+    monkeypatch.setattr(Diary, "fetch", lambda self, step: TrainingBatch(step + 1, []))
     with pytest.raises(ValueError, match="batch 1 arrived where batch 0 was due"):
         live(3)
 
 
-def test_two_ranks_live_through_a_run_and_a_replay(policy_folder, tmp_path):
+def test_two_ranks_complete_a_run_and_a_replay(policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2, keep_checkpoints=9)
     (first,) = run_ranks(2, [job(config, [], live={"last_step": 3})], tmp_path / "first")
     shutil.rmtree(config.run_dir / "checkpoints" / "step_000003")
-    (again,) = run_ranks(2, [job(config, [], live={"last_step": 3, "branch": 1, "frontier": 3})], tmp_path / "again")
+    (again,) = run_ranks(
+        2, [job(config, [], live={"last_step": 3, "incarnation": 1, "frontier": 3})], tmp_path / "again"
+    )
     assert again["events"] == [("start", 2), ("consumed", 2), ("publish", (1, 3)), ("durable", 3, 0)]
     assert again["losses"] == first["losses"][2:]
     assert all(torch.equal(value, again["weights"][name]) for name, value in first["weights"].items())

@@ -1,4 +1,4 @@
-"""Ranks read their own rows of a model's files, and have together what the files hold, bit by bit."""
+"""Each rank reads its own rows of a model's files, and together the ranks hold the files' values bit by bit."""
 
 import json
 
@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config, Qwen3
 
 from april.learner import loading
 from april.learner.loading import ModelError
-from april.learner.model import load, load_sharded, outline
+from april.learner.model import empty_policy, load, load_sharded
 
 CPU = torch.device("cpu")
 RANKS = 3
-"""of which the last has no expert of four, and no row of a tensor of four"""
+"""Ranks of which the last gets no row of a tensor with four rows, and no expert of four."""
 
 
 @pytest.fixture
 def rank():
-    """Makes this process rank r of several that are not there: loading needs nothing from them."""
+    """Make this process rank r of several that do not exist; loading does not communicate."""
 
     def become(rank):
         if dist.is_initialized():
@@ -34,7 +34,7 @@ def rank():
 
 @pytest.fixture
 def read(monkeypatch):
-    """Counts the elements that are read."""
+    """Slice of a file that counts the elements read."""
     counted = []
 
     class Counting:
@@ -46,9 +46,9 @@ def read(monkeypatch):
             counted.append(found.numel())
             return found
 
-    slices = loading.Files.slices
+    slices = loading.WeightFiles.slices
     monkeypatch.setattr(
-        loading.Files, "slices", lambda *found: {key: Counting(tensor) for key, tensor in slices(*found).items()}
+        loading.WeightFiles, "slices", lambda *found: {key: Counting(tensor) for key, tensor in slices(*found).items()}
     )
     return counted
 
@@ -63,8 +63,8 @@ def read(monkeypatch):
     ],
     ids=["tied", "untied", "qwen3_moe", "glm4_moe"],
 )
-def test_the_ranks_have_together_what_the_files_hold_and_each_reads_its_rows_alone(config, rank, read, tmp_path):
-    """The files are several."""
+def test_each_rank_reads_only_its_rows_and_together_they_hold_the_files(config, rank, read, tmp_path):
+    """Split the weights into several files."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -73,7 +73,7 @@ def test_the_ranks_have_together_what_the_files_hold_and_each_reads_its_rows_alo
     for number in range(RANKS):
         rank(number)
         read.clear()
-        policy = load_sharded(outline(tmp_path, 1.0), tmp_path, CPU)
+        policy = load_sharded(empty_policy(tmp_path, 1.0), tmp_path, CPU)
         kept = {name: parameter.to_local() for name, parameter in policy.lm.named_parameters()}
         assert sum(read) == sum(value.numel() for value in kept.values()) + buffers
         parts.append(kept)
@@ -128,14 +128,14 @@ def quantised(folder):
     ],
     ids=["a tensor less", "another shape", "a head that is not tied", "quantised", "no file"],
 )
-def test_a_folder_that_is_not_whole_is_refused(tmp_path, spoil, sentence):
+def test_an_incomplete_folder_is_refused(tmp_path, spoil, sentence):
     folder = random_model(Qwen3Config(**SHAPE, tie_word_embeddings=True), tmp_path)
     spoil(folder)
     with pytest.raises(ModelError, match=sentence):
         load(folder, 1.0)
 
 
-def test_what_the_model_does_not_know_is_left_out_and_a_head_that_is_there_twice_read_once(tmp_path, caplog):
+def test_unknown_tensors_are_skipped_and_a_tied_head_is_read_once(tmp_path, caplog):
     folder = random_model(Qwen3Config(**SHAPE, tie_word_embeddings=True), tmp_path)
     expected = load(folder, 1.0).lm.state_dict()
     more = {"lm_head.weight": expected["lm_head.weight"].clone(), "model.layers.9.extra": torch.ones(2)}

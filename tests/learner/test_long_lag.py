@@ -1,4 +1,4 @@
-"""What is done with tokens that are many steps old: by hand, as others compute it, and the same for any split."""
+"""Corrections for a long lag: by hand, as other implementations compute them, and for any split."""
 
 import math
 from dataclasses import replace
@@ -12,10 +12,10 @@ from test_losses import logs, spans
 from test_other_implementations import MASK, column, our_loss, trl_loss
 
 from april.config.algorithm import AlgorithmSection
-from april.learner.losses.bapo import balanced
+from april.learner.losses.bapo import balanced_clip
 from april.learner.losses.corrections import StaleTokens
 from april.learner.losses.dppo_tv import dppo_tv
-from april.learner.losses.m2po import largest_kept, m2po
+from april.learner.losses.m2po import largest_kept_moment, m2po
 from april.learner.losses.policy import Clip
 from april.learner.losses.root_ess import root_ess
 from april.learner.losses.vespo import vespo
@@ -25,7 +25,7 @@ VECTORS = orjson.loads(Path(__file__).with_name("long_lag_vectors.json").read_by
 
 
 class Alone:
-    """The only rank."""
+    """`Ranks` of a single rank, without a process group."""
 
     def total(self, values):
         return values
@@ -35,7 +35,7 @@ class Alone:
 
 
 def tokens(ratios, advantages, behaviour=0.0, lengths=None):
-    """Of the policy at hand, by their ratios to what sampled them; the ratio of the loss is around the former."""
+    """Stale tokens with the given ratios pi / mu, the proximal policy being pi."""
     mu = torch.full((len(ratios),), behaviour)
     now = mu + logs(*ratios)
     ages = torch.ones(len(ratios), dtype=torch.int64)
@@ -52,34 +52,34 @@ def test_vespo_weighs_a_response_by_its_whole_ratio_and_the_sign_of_its_advantag
     assert vespo(seen, section).tolist() == pytest.approx([1.0, half, half, quarter, quarter, 0.0, 0.0])
 
 
-def test_m2po_masks_what_has_moved_most_until_the_mean_of_the_rest_is_below_its_threshold():
+def test_m2po_masks_the_largest_log_ratios_until_the_mean_of_the_rest_is_below_its_threshold():
     squares = torch.tensor([0.09, 0.0, 0.01, 0.04, 0.01, 0.81])
-    assert largest_kept(squares, 0.04) == pytest.approx(0.09), "(0.09 + 0.04 + 2 * 0.01) / 5 = 0.03"
-    assert largest_kept(squares, 0.03) == pytest.approx(0.04), "a mean of 0.03 is not below 0.03"
-    assert largest_kept(squares, 0.006) == 0.0, "two that have moved equally far go or stay together"
-    assert largest_kept(squares, 1.0) == pytest.approx(0.81) and largest_kept(squares[:0], 1.0) == -1.0
+    assert largest_kept_moment(squares, 0.04) == pytest.approx(0.09), "(0.09 + 0.04 + 2 * 0.01) / 5 = 0.03"
+    assert largest_kept_moment(squares, 0.03) == pytest.approx(0.04), "a mean of 0.03 is not below 0.03"
+    assert largest_kept_moment(squares, 0.006) == 0.0, "two that have moved equally far go or stay together"
+    assert largest_kept_moment(squares, 1.0) == pytest.approx(0.81) and largest_kept_moment(squares[:0], 1.0) == -1.0
     ratios = [math.exp(0.3), 1.0, math.exp(-0.9), math.exp(5.0)]
     mask = m2po(tokens(ratios, [1.0, -1.0, 1.0, 0.0]), AlgorithmSection(m2po_threshold=0.1))
     assert mask.tolist() == [1, 1, 0, 1], "a token without an advantage has no part in it"
 
 
-def test_dppo_masks_a_probability_that_has_moved_too_far_the_way_that_the_step_would_go():
+def test_dppo_masks_tokens_that_the_step_would_move_further_out_of_the_trust_region():
     seen = tokens([1.2, 1.2, 0.8, 0.8, 1.04], [1.0, -1.0, 1.0, -1.0, 1.0], behaviour=math.log(0.5))
     assert dppo_tv(seen, AlgorithmSection(dppo_rise=0.05, dppo_fall=0.05)).tolist() == [0, 1, 1, 0, 1]
     rare = tokens([3.0, 0.01], [1.0, -1.0], behaviour=math.log(0.001))
     assert dppo_tv(rare, AlgorithmSection()).tolist() == [1, 1], "however far the ratio of a rare token has gone"
 
 
-def test_bapo_moves_the_lower_bound_first_and_stops_as_soon_as_the_good_counts_enough():
+def test_bapo_raises_the_lower_bound_first_and_stops_once_positive_advantages_reach_their_target():
     seen = replace(tokens([2.0, 0.9], [1.0, -2.0]), proximal_logprobs=torch.zeros(2))
     section = AlgorithmSection(bapo_lower=0.8, bapo_lower_step=0.15, bapo_upper=3.0, bapo_upper_step=0.25)
-    found = balanced(seen, Clip(0.4, 0.2), section)
+    found = balanced_clip(seen, Clip(0.4, 0.2), section)
     assert (1 - found.low, 1 + found.high) == pytest.approx((0.8, 1.95)), "1.8 are wanted, and 1.7 is a step too few"
-    enough = balanced(seen, Clip(0.4, 0.2, dual=3.0), section.model_copy(update={"bapo_target": 0.5}))
+    enough = balanced_clip(seen, Clip(0.4, 0.2, dual=3.0), section.model_copy(update={"bapo_target": 0.5}))
     assert (enough.low, enough.high, enough.dual) == pytest.approx((0.4, 0.2, 3.0)), "1.2 are enough of 0.9"
 
 
-def test_the_step_shrinks_with_the_root_of_the_responses_that_count():
+def test_the_learning_rate_scales_with_the_root_of_the_effective_sample_size():
     assert root_ess({"sequence_ess": 0.25}) == 0.5
     assert root_ess({}) == 1.0, "nothing was trained"
 
@@ -147,8 +147,8 @@ def test_a_batch_that_trains_nothing_or_is_not_finite_changes_no_weight(one_rank
     assert trainer.step(uneven_batch(0, policy_folder))["update_skipped"] == 0
 
 
-def test_what_goes_by_the_batch_does_not_go_by_its_passes(one_rank, policy_folder, tmp_path):
-    """In one pass or in many, bounds and mask are the batch's; and the same steps again give the same weights."""
+def test_batch_wide_corrections_do_not_depend_on_the_split_into_micro_batches(one_rank, policy_folder, tmp_path):
+    """Bounds and mask are those of the batch in one micro-batch or many, and repeated steps give the same weights."""
     batch, outcomes = stale_batch(policy_folder), []
     for place, budget in enumerate((16, 100_000, 16)):
         config = make_config(policy_folder, tmp_path / str(place), algorithm=WHOLE, microbatch_tokens=budget)

@@ -1,4 +1,4 @@
-"""An adapter is trained as a plain reference trains it; the model stands still; workers and files get both merged."""
+"""An adapter is trained as by a plain reference; base weights stay frozen; workers and files get both merged."""
 
 import numpy as np
 import pytest
@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM
 from april.config import ConfigError
 from april.config.lora import LoraSection, check_lora
 from april.launch.adapter import adapter_parameters
-from april.learner.batch import Batch
-from april.learner.lora import adapted_layers, names_in_files, switched_off
+from april.learner.batch import TrainingBatch
+from april.learner.lora import adapted_layers, adapters_disabled, names_in_folder
 from april.learner.trainer import Trainer
-from april.weights.base import Adapted
+from april.weights.base import AdapterWeights
 from april.weights.snapshot import pack
 from april.wire.version import Version
 
@@ -55,7 +55,7 @@ class LowRank(nn.Module):
 
 
 class LowRankReference(ReferenceLearner):
-    """The one-page reference whose linear layers have their product with the adapter computed as one weight."""
+    """The one-page reference with linear layers whose weight is the merged one."""
 
     def __init__(self, folder, config):
         super().__init__(folder, settings(config))
@@ -134,7 +134,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("rank", [3, 1, "embedding"])
-def test_a_worker_makes_of_the_adapter_and_its_own_model_what_the_learner_has_bit_by_bit(outcome, rank):
+def test_a_worker_merges_the_adapter_into_exactly_the_learner_s_weights(outcome, rank):
     _, trained, untouched = outcome
     _, result = trained[rank]
     assert equal(result["at_a_worker"], result["weights"])
@@ -153,14 +153,14 @@ def whole(trainer) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def beside(request, one_rank, tmp_path):
-    """An adapter with the embedding beside it."""
+    """An adapter with a trained embedding."""
     folder = make_policy(tmp_path / "source", tied=request.param)
     config = make_config(folder, tmp_path / "run", lora=LORA | {"embedding": True}, weight_decay=0.1, lr=1e-2)
     return Trainer(config, CPU)
 
 
-def test_what_is_published_is_what_is_trained_and_no_byte_else(trainer):
-    published = trainer.published()
+def test_only_trained_tensors_are_published(trainer):
+    published = trainer.weights_to_publish()
     assert {name: value.shape for name, value in published.tensors.items()} == {
         name: value.shape for name, value in trainer.policy.trained
     }
@@ -168,18 +168,18 @@ def test_what_is_published_is_what_is_trained_and_no_byte_else(trainer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_embedding_comes_with_it_and_a_head_that_is_tied_to_it_does_not_stay_behind(beside, dtype):
-    """Files may have a tied head, too. What is made is rounded once, at the end."""
+def test_a_trained_embedding_is_published_and_a_tied_head_follows_it(beside, dtype):
+    """Files may contain a tied head. Merged weights are rounded once, at the end."""
     set_adapter(beside)
     file = beside.config.model.path / "model.safetensors"
     if beside.policy.lm.config.tie_word_embeddings:
         started = load_file(file)
         file.unlink()
         save_file(started | {"lm_head.weight": started["model.embed_tokens.weight"].clone()}, file)
-    assert equal(at_a_worker(beside.backend.published(dtype)), beside.backend.weights(dtype))
+    assert equal(at_a_worker(beside.backend.weights_to_publish(dtype)), beside.backend.weights(dtype))
 
 
-def test_steps_move_the_adapter_alone(trainer, policy_folder):
+def test_steps_change_only_the_adapter(trainer, policy_folder):
     before, published = whole(trainer), trainer.weights()
     for step in range(2):
         trainer.step(uneven_batch(step, policy_folder))
@@ -187,12 +187,12 @@ def test_steps_move_the_adapter_alone(trainer, policy_folder):
     assert {name for name in before if not torch.equal(before[name], after[name])} == trained
     moved = {name for name, value in trainer.weights().items() if not torch.equal(value, published[name])}
     assert moved == {f"{name}.weight" for name in adapted_layers(trainer.policy.lm)}
-    with switched_off(trainer.policy):
+    with adapters_disabled(trainer.policy):
         off = trainer.canary()
     assert off.logprobs != trainer.canary().logprobs
 
 
-def test_what_is_published_and_exported_is_the_model_with_its_adapter(trainer, policy_folder):
+def test_published_and_exported_weights_have_the_adapter_merged(trainer, policy_folder):
     set_adapter(trainer)
     trainer.step(uneven_batch(0, policy_folder))
     published = trainer.weights()
@@ -211,12 +211,12 @@ def test_what_is_published_and_exported_is_the_model_with_its_adapter(trainer, p
 
 
 @pytest.mark.full
-def test_the_adapter_beside_it_is_one_that_peft_loads_and_merges_to_the_same(trainer):
+def test_peft_loads_the_exported_adapter_and_merges_to_the_same_weights(trainer):
     merges_to_what_is_exported(trainer)
 
 
 @pytest.mark.full
-def test_so_it_is_with_the_embedding(beside):
+def test_peft_loads_an_exported_adapter_with_its_embedding(beside):
     merges_to_what_is_exported(beside)
 
 
@@ -234,8 +234,8 @@ def merges_to_what_is_exported(trainer):
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == base.config.tie_word_embeddings
 
 
-def test_an_embedding_beside_it_moves_with_a_head_of_its_own_and_goes_on_bit_by_bit(beside):
-    """A checkpoint of one without it is another's."""
+def test_a_trained_embedding_and_an_untied_head_change_and_resume_bitwise(beside):
+    """A checkpoint of an adapter without the embedding is refused."""
     before, batches = beside.weights(), [uneven_batch(step, beside.config.model.path) for step in range(3)]
     untied = not beside.policy.lm.config.tie_word_embeddings
     for batch in batches[:2]:
@@ -250,11 +250,11 @@ def test_an_embedding_beside_it_moves_with_a_head_of_its_own_and_goes_on_bit_by_
     assert beside.step(batches[2])["loss"] == again.step(batches[2])["loss"]
     assert all(torch.equal(value, again.weights()[name]) for name, value in beside.weights().items())
     alone = make_config(beside.config.model.path, beside.config.run_dir, lora=LORA)
-    with pytest.raises(ConfigError, match=r"key 'lora.embedding' = False is not the True of"):
+    with pytest.raises(ConfigError, match=r"key 'lora.embedding' = false is not the true of"):
         Trainer(alone, CPU).restore()
 
 
-def test_a_checkpoint_holds_what_is_trained_and_goes_on_bit_by_bit(trainer, policy_folder):
+def test_a_checkpoint_holds_only_trained_tensors_and_resumes_bitwise(trainer, policy_folder):
     for step in range(2):
         trainer.step(uneven_batch(step, policy_folder))
     trainer.save()
@@ -272,8 +272,8 @@ def test_a_checkpoint_holds_what_is_trained_and_goes_on_bit_by_bit(trainer, poli
 
 
 @pytest.mark.full
-def test_what_two_ranks_have_trained_another_number_goes_on_with(one_rank, policy_folder, tmp_path):
-    """The rows of the embedding, 23, are no multiple of the ranks."""
+def test_another_number_of_ranks_resumes_an_adapter(one_rank, policy_folder, tmp_path):
+    """The 23 rows of the embedding do not divide among the ranks."""
     config = make_config(policy_folder, tmp_path / "run", lora=LORA | {"embedding": True}, lr=1e-2)
     batches = [uneven_batch(step, policy_folder) for step in range(2)]
     (trained,) = run_ranks(2, [job(config, batches, save_after=[2])], tmp_path)
@@ -291,14 +291,14 @@ def test_what_two_ranks_have_trained_another_number_goes_on_with(one_rank, polic
         ({"rank": 0}, "key 'lora.rank' = 0 is not the 3 of"),
     ],
 )
-def test_another_adapter_does_not_go_on_with_a_checkpoint(trainer, policy_folder, other, sentence):
+def test_a_checkpoint_of_another_adapter_is_refused(trainer, policy_folder, other, sentence):
     trainer.save()
     changed = make_config(policy_folder, trainer.config.run_dir, lora=LORA | other)
     with pytest.raises(ConfigError, match=sentence):
         Trainer(changed, CPU).restore()
 
 
-def test_neither_does_an_adapter_with_one_of_the_whole_model(one_rank, policy_folder, tmp_path):
+def test_an_adapter_does_not_resume_a_checkpoint_of_the_whole_model(one_rank, policy_folder, tmp_path):
     Trainer(make_config(policy_folder, tmp_path / "run"), CPU).save()
     with pytest.raises(ConfigError, match=r"key 'lora.rank' = 3 is not the 0 of"):
         Trainer(make_config(policy_folder, tmp_path / "run", lora=LORA), CPU).restore()
@@ -321,7 +321,7 @@ def test_chosen_targets_alone_are_trained(one_rank, policy_folder, tmp_path):
 
 
 @ARCHITECTURES
-def test_what_a_dry_run_counts_is_what_is_trained(config, one_rank, tmp_path):
+def test_a_dry_run_counts_the_trained_parameters(config, one_rank, tmp_path):
     folder = random_model(config, tmp_path / "source")
     run = make_config(folder, tmp_path / "run", lora={"rank": 2})
     trained = Trainer(run, CPU).policy.trained
@@ -329,15 +329,15 @@ def test_what_a_dry_run_counts_is_what_is_trained(config, one_rank, tmp_path):
 
 
 @ARCHITECTURES
-def test_workers_know_the_layers_of_every_architecture_by_the_names_of_its_files(config, one_rank, tmp_path):
+def test_adapted_layers_of_every_architecture_are_named_as_in_its_files(config, one_rank, tmp_path):
     trainer = Trainer(make_config(random_model(config, tmp_path / "source"), tmp_path / "run", lora={"rank": 2}), CPU)
     set_adapter(trainer)
-    assert isinstance(trainer.published(), Adapted)
-    assert equal(at_a_worker(trainer.published()), trainer.weights())
+    assert isinstance(trainer.weights_to_publish(), AdapterWeights)
+    assert equal(at_a_worker(trainer.weights_to_publish()), trainer.weights())
 
 
-def test_a_model_whose_layers_lie_in_files_in_another_form_is_published_whole(trainer, monkeypatch):
-    """Here as if queries and keys were one tensor there."""
+def test_a_model_whose_layers_have_another_form_in_files_is_published_whole(trainer, monkeypatch):
+    """Conversion as if files had queries and keys in one tensor."""
     names = [name for name, _ in trainer.policy.trained]
 
     def fused(lm, state):
@@ -345,11 +345,11 @@ def test_a_model_whose_layers_lie_in_files_in_another_form_is_published_whole(tr
         both = torch.cat([state.pop(f"{own}.{part}_proj.weight") for part in "qk"])
         return state | {f"{own}.qk_proj.weight": both}
 
-    assert len(names_in_files(trainer.policy.lm, names)) == len(names) // 2
+    assert len(names_in_folder(trainer.policy.lm, names)) == len(names) // 2
     monkeypatch.setattr("april.learner.lora.revert_weight_conversion", fused)
-    assert names_in_files(trainer.policy.lm, names) is None
+    assert names_in_folder(trainer.policy.lm, names) is None
     trainer.backend.files = None
-    assert equal(trainer.published(), trainer.weights())
+    assert equal(trainer.weights_to_publish(), trainer.weights())
 
 
 @pytest.mark.full
@@ -360,7 +360,7 @@ def test_steps_of_an_adapter_in_bf16_lower_the_loss_and_move_fp32_weights(config
     trainer = Trainer(make_config(folder, tmp_path / "run", lora=LORA, **learner), CPU)
     rng = np.random.default_rng(0)
     samples = [make_sample(rng, 3, length, reward) for length, reward in [(5, 1.0), (30, 0.0), (9, 1.0), (2, 0.0)]]
-    batch = near_policy(Batch(0, [samples]), folder, rng)
+    batch = near_policy(TrainingBatch(0, [samples]), folder, rng)
     before = trainer.weights()
     losses = [trainer.step(batch)["loss"] for _ in range(4)]
     assert losses[-1] < losses[0]

@@ -1,4 +1,4 @@
-"""Every loss function against numbers worked out by hand."""
+"""Every loss function equals numbers computed by hand."""
 
 import math
 
@@ -189,7 +189,7 @@ def test_only_tokens_of_the_newest_version_are_left():
     assert corrections.on_policy_only(torch.tensor([0, 1, 0, 7])).tolist() == [1, 0, 1, 0]
 
 
-def test_the_interpolated_proximal_policy_is_one_version_back_on_the_way_from_behaviour():
+def test_the_interpolated_proximal_policy_is_one_version_back_towards_behaviour():
     now, behaviour = torch.full((4,), -1.0, requires_grad=True), torch.full((4,), -3.0)
     found = corrections.interpolated_proximal(now, behaviour, torch.tensor([0, 1, 2, 4]))
     assert found.tolist() == [-3.0, -3.0, -2.0, -1.5]

@@ -1,4 +1,4 @@
-"""Several optimizer steps a batch: those of the reference, around a policy that is fixed at delivery."""
+"""Several optimizer steps a batch equal the reference's, around a proximal policy fixed at delivery."""
 
 import random
 from dataclasses import replace
@@ -11,7 +11,7 @@ from learner_setup import SHIPPED, job, make_config, settings, stale_batch, unev
 from ranks import run_ranks
 from reference import ReferenceLearner
 
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.minibatches import minibatches
 from april.learner.trainer import Trainer
 
@@ -25,13 +25,13 @@ def test_each_group_is_in_one_minibatch_and_they_are_of_one_size(groups, count):
     assert of_group == minibatches(groups, count, random.Random(0))
 
 
-def test_which_groups_meet_differs_from_batch_to_batch():
+def test_minibatches_are_shuffled_anew_for_each_batch():
     assert len({tuple(minibatches(8, 4, random.Random(seed))) for seed in range(20)}) > 10
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_are_those_of_the_reference_s_steps(policy_folder, tmp_path, ranks):
-    """With stale tokens, a group without spread in a minibatch of its own, and a ratio that leaves its bounds."""
+    """Batches with stale tokens, a group without spread in its own minibatch, and a ratio that is clipped."""
     config = make_config(
         policy_folder, tmp_path / "run", algorithm=SHIPPED, lr=3e-3, minibatches=4, epochs=3, microbatch_tokens=64
     )
@@ -49,29 +49,27 @@ def test_weights_are_those_of_the_reference_s_steps(policy_folder, tmp_path, ran
         assert torch.equal(result["weights"][name], again["weights"][name]), "the same batch gives the same weights"
 
 
-def test_what_is_told_of_the_tokens_is_of_the_weights_that_the_batch_was_delivered_under(
-    one_rank, policy_folder, tmp_path
-):
+def test_token_metrics_are_under_the_weights_at_delivery(one_rank, policy_folder, tmp_path):
     batch, found = uneven_batch(0, policy_folder), []
     for steps in ({}, {"minibatches": 2, "epochs": 2}):
         trainer = Trainer(make_config(policy_folder, tmp_path / "run", algorithm=SHIPPED, **steps), torch.device("cpu"))
         metrics = trainer.step(batch)
         figures = ("trained_tokens", "tokens", "off_policy_share", "weight_mean", "truncated_fraction")
-        found.append(({name: metrics[name] for name in figures}, trainer.seen.of_samples()))
+        found.append(({name: metrics[name] for name in figures}, trainer.token_stats.per_sample()))
     (once, seen), (often, seen_often) = found
     assert often == pytest.approx(once, rel=1e-6)
     for one, other in zip(seen, seen_often, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_minibatch_that_is_not_finite_costs_itself_alone(one_rank, policy_folder, tmp_path):
+def test_a_nonfinite_minibatch_skips_only_its_own_step(one_rank, policy_folder, tmp_path):
     batch = uneven_batch(0, policy_folder)
     first, *others = batch.groups
     broken = [replace(sample, logprobs=np.full_like(sample.logprobs, np.nan)) for sample in first]
     steps = {"minibatches": 2, "epochs": 2}
     trainer = Trainer(make_config(policy_folder, tmp_path / "run", algorithm=SHIPPED, **steps), torch.device("cpu"))
-    metrics = trainer.step(Batch(0, [broken, *others]))
+    metrics = trainer.step(TrainingBatch(0, [broken, *others]))
     assert (metrics["update_skipped"], metrics["nonfinite"], trainer.optimizer_steps) == (0.5, 0, 2)
-    metrics = trainer.step(Batch(1, [broken]))
+    metrics = trainer.step(TrainingBatch(1, [broken]))
     assert (metrics["update_skipped"], metrics["nonfinite"], trainer.step_count) == (1, 1, 2)
     assert all(value.isfinite().all() for value in trainer.weights().values())

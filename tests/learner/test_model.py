@@ -26,10 +26,10 @@ from transformers import (
 
 from april.learner import checkpoint
 from april.learner.attention import PackedAttentionError
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.loading import ModelError
 from april.learner.lora import merged_weights
-from april.learner.model import full_state, load, load_sharded, outline
+from april.learner.model import empty_policy, gather_state, load, load_sharded
 from april.learner.packing import pack
 from april.learner.trainer import Trainer
 
@@ -83,7 +83,7 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     rng = np.random.default_rng(0)
     samples = [make_sample(rng, 3, 5, 1.0), make_sample(rng, 1, 60, 1.0)]
     reference = ReferenceLearner(folder, settings(make_config(folder, tmp_path / "run")))
-    policy = load_sharded(outline(folder, temperature=0.7), folder, CPU)
+    policy = load_sharded(empty_policy(folder, temperature=0.7), folder, CPU)
     logprobs, _ = policy(pack(samples, CPU))
     expected = torch.cat([reference.sample_logprobs(sample) for sample in samples])
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
@@ -93,7 +93,7 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
     for name, parameter in policy.lm.named_parameters():
         scale = theirs[name].grad.abs().max().item()
         assert (parameter.grad.full_tensor() - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-9, name
-    state = full_state(policy.lm, merged_weights(policy.lm))
+    state = gather_state(policy.lm, merged_weights(policy.lm))
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert state.keys() == set(weights.keys())
     checkpoint.export(policy.lm, state, folder, tmp_path / "policy")
@@ -111,11 +111,9 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
         (12, True, "eager"),
     ],
 )
-def test_experts_are_computed_one_after_the_other_where_one_product_does_not_take_their_size(
-    one_rank, tmp_path, width, bf16, product
-):
+def test_experts_with_unaligned_sizes_are_computed_one_by_one(one_rank, tmp_path, width, bf16, product):
     folder = random_model(Qwen3MoeConfig(**SHAPE, **EXPERTS | {"moe_intermediate_size": width}), tmp_path / "source")
-    policy = load_sharded(outline(folder, temperature=0.7), folder, CPU, bf16)
+    policy = load_sharded(empty_policy(folder, temperature=0.7), folder, CPU, bf16)
     assert policy.lm.config._experts_implementation == product
     logprobs, _ = policy(pack([make_sample(np.random.default_rng(0), 3, 5, 1.0)], CPU))
     logprobs.sum().backward()
@@ -128,7 +126,7 @@ def test_steps_on_a_batch_lower_its_loss_and_move_fp32_weights(config, learner, 
     trainer = Trainer(make_config(folder, tmp_path / "run", lr=3e-3, grad_clip=1.0, **learner), CPU)
     rng = np.random.default_rng(0)
     samples = [make_sample(rng, 3, length, reward) for length, reward in [(5, 1.0), (30, 0.0), (9, 1.0), (2, 0.0)]]
-    batch = near_policy(Batch(0, [samples]), folder, rng)
+    batch = near_policy(TrainingBatch(0, [samples]), folder, rng)
     before = trainer.weights()
     losses = [trainer.step(batch)["loss"] for _ in range(4)]
     assert losses[-1] < losses[0]
@@ -137,11 +135,11 @@ def test_steps_on_a_batch_lower_its_loss_and_move_fp32_weights(config, learner, 
     assert not all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_two_ranks_that_compute_experts_again_agree_with_one_that_keeps_them(one_rank, tmp_path):
+def test_two_ranks_that_recompute_experts_agree_with_one_that_keeps_them(one_rank, tmp_path):
     folder = random_model(Qwen3MoeConfig(**SHAPE, **EXPERTS), tmp_path / "source")
     rng = np.random.default_rng(0)
     samples = [make_sample(rng, 3, length, reward) for length, reward in [(5, 1.0), (30, 0.0), (9, 1.0), (2, 0.0)]]
-    batch = near_policy(Batch(0, [samples]), folder, rng)
+    batch = near_policy(TrainingBatch(0, [samples]), folder, rng)
     alone = Trainer(make_config(folder, tmp_path / "alone"), CPU)
     expected = alone.step(batch)
     sharded = {"activation_checkpointing": True, "microbatch_tokens": 40}

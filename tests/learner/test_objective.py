@@ -1,4 +1,4 @@
-"""What an objective reads from a batch, and the figures that it keeps by the age of tokens."""
+"""What the objective prepares from a batch, and its token metrics by age."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from learner_setup import SHIPPED, flat_batch, make_config, make_sample, stale_batch
 
-from april.learner.batch import Batch, TrainSample
-from april.learner.diagnostics import BY_AGE, TokenTotals
+from april.learner.batch import TrainingBatch, TrainSample
+from april.learner.diagnostics import BY_AGE, StepTotals
 from april.learner.losses.ranks import Ranks
 from april.learner.objective import MAX_VERSIONS, Objective, token_ages, version_shares
 from april.learner.trainer import Trainer
@@ -51,32 +51,32 @@ def test_samples_without_an_advantage_are_trained_only_where_a_penalty_needs_the
 
 def test_a_response_without_tokens_counts_in_its_group_and_trains_nothing(tmp_path):
     rng = np.random.default_rng(0)
-    batch = Batch(0, [[make_sample(rng, 2, 0, 0.0), make_sample(rng, 2, 3, 1.0)]])
+    batch = TrainingBatch(0, [[make_sample(rng, 2, 0, 0.0), make_sample(rng, 2, 3, 1.0)]])
     prepared = objective(tmp_path, advantage="dr_grpo", normalisation="sequence_mean").prepare(batch)
     assert prepared.samples == batch.groups[0][1:]
     assert (prepared.advantages.tolist(), prepared.weights.tolist()) == ([0.5], [pytest.approx(1 / 3)])
 
 
 def session(rng, index, reward, *branches):
-    """Rows of one session: (prompt tokens, response tokens) of each of its branches."""
+    """Rows of one sample: (prompt tokens, response tokens) of each of its forks."""
     rows = [make_sample(rng, prompt, response, reward) for prompt, response in branches]
-    return [replace(row, index=index, branch=branch) for branch, row in enumerate(rows)]
+    return [replace(row, index=index, fork=fork) for fork, row in enumerate(rows)]
 
 
-def test_a_session_of_several_branches_is_one_among_its_group_and_one_sequence(tmp_path):
+def test_a_sample_of_several_forks_counts_once_in_its_group_and_as_one_sequence(tmp_path):
     rng = np.random.default_rng(0)
     rows = [*session(rng, 0, 0.0, (2, 3), (4, 2), (6, 5)), *session(rng, 1, 0.5, (2, 4)), *session(rng, 2, 1.0, (2, 8))]
-    prepared = objective(tmp_path, advantage="dr_grpo", normalisation="sequence_mean").prepare(Batch(0, [rows]))
-    assert prepared.of_batch.tolist() == [-0.5, -0.5, -0.5, 0.0, 0.5]
+    prepared = objective(tmp_path, advantage="dr_grpo", normalisation="sequence_mean").prepare(TrainingBatch(0, [rows]))
+    assert prepared.batch_advantages.tolist() == [-0.5, -0.5, -0.5, 0.0, 0.5]
     assert prepared.weights.tolist() == pytest.approx([1 / 30] * 3 + [1 / 24]), "3 sequences, of 10 and of 8 tokens"
     assert (prepared.metrics["reward"], prepared.metrics["samples"], prepared.metrics["tokens"]) == (0.5, 3, 22)
 
 
-def test_the_sequence_of_a_sequence_loss_is_a_branch_s_own_tokens(tmp_path):
+def test_a_sequence_loss_sees_each_fork_as_one_sequence_of_its_own_tokens(tmp_path):
     rng = np.random.default_rng(0)
     rows = [*session(rng, 0, 0.0, (2, 3), (4, 2)), *session(rng, 1, 1.0, (2, 4))]
     told = objective(tmp_path, loss="gspo")
-    tokens = told.tokens(told.prepare(Batch(0, [rows])), [0, 1, 2], torch.device("cpu"))
+    tokens = told.tokens(told.prepare(TrainingBatch(0, [rows])), [0, 1, 2], torch.device("cpu"))
     assert tokens.spans.lengths.tolist() == [3, 2, 4]
 
 
@@ -94,7 +94,7 @@ def test_figures_by_age_add_up_to_the_whole(one_rank, policy_folder, tmp_path):
     assert sum(value for name, value in metrics.items() if name.startswith("version_share")) == pytest.approx(1)
 
 
-def test_the_shipped_correction_says_what_it_has_weighed_and_capped(one_rank, policy_folder, tmp_path):
+def test_the_default_correction_reports_its_weights_and_caps(one_rank, policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path, algorithm=SHIPPED)
     metrics = Trainer(config, torch.device("cpu")).step(stale_batch(policy_folder))
     assert metrics["clip_fraction"] == metrics["mask_fraction"] == 0
@@ -104,10 +104,10 @@ def test_the_shipped_correction_says_what_it_has_weighed_and_capped(one_rank, po
 
 
 def test_the_effective_sample_shares_by_hand_and_the_last_bucket(one_rank):
-    totals = TokenTotals(torch.device("cpu"))
+    totals = StepTotals(torch.device("cpu"))
     ages, ratio, weight = torch.tensor([0, 8, 30]), torch.tensor([1.0, 1.0, 3.0]), torch.tensor([1.0, 1.0, 2.0])
     totals.add(torch.tensor(0.5), ages, ratio, weight)
-    found = totals.reduced(Ranks()).figures()
+    found = totals.reduced(Ranks()).metrics()
     assert found["ess"] == pytest.approx(25 / (3 * 11))
     assert (found["weight_ess"], found["weight_ess_age_0"]) == (pytest.approx(16 / (3 * 6)), 1)
     assert (found["trained_tokens_age_8_up"], found["ess_age_8_up"]) == (2, pytest.approx(16 / (2 * 10)))

@@ -23,20 +23,20 @@ PENALTIES = {
 }
 CHOICES = (LOSSES, WITH_SHIPPED, NORMALISATIONS, ADVANTAGES, PENALTIES)
 BUDGETS = (8, 64, 150, 1000)
-"""as many as have no divisor in common with the choices, so that each meets every budget"""
+"""As many budgets as have no divisor in common with the choices, so that each choice meets every budget."""
 
 
 CASES = [
     (*case, list(ADVANTAGES)[place % len(ADVANTAGES)], list(PENALTIES)[place // 2 % len(PENALTIES)])
     for place, case in enumerate(product(LOSSES, WITH_SHIPPED, NORMALISATIONS))
 ]
-"""every loss with every correction and normalisation; advantages and penalties take turns"""
+"""Every loss with every correction and normalisation; advantages and penalties alternate."""
 LATIN = [
     case
     for case in CASES
     if sum(list(choices).index(choice) for choices, choice in zip(CHOICES[:3], case, strict=False)) % 3 == 0
 ]
-"""a third of them: any two of loss, correction and normalisation together"""
+"""A third of the cases, with any two of loss, correction and normalisation together."""
 REST = [case for case in CASES if case not in LATIN]
 SHARES = [
     pytest.param((2, LATIN), id="2"),
@@ -51,10 +51,10 @@ STEPS = {
     "shipped": ("ppo", "shipped", {}),
     "by the batch": ("bapo", "m2po", {"step_scale": "root_ess"}),
 }
-"""two steps each: the second one starts from weights that differ from those of the start"""
+"""Cases with two steps each: the second starts from weights that differ from the initial ones."""
 
 
-def test_any_two_choices_meet_in_a_case():
+def test_any_two_choices_occur_together_in_a_case():
     for one, other in combinations(range(len(CHOICES)), 2):
         assert {(case[one], case[other]) for case in CASES} == set(product(CHOICES[one], CHOICES[other]))
     for one, other in combinations(range(3), 2):
@@ -114,12 +114,12 @@ def test_ranks_add_up_to_the_reference(outcome, expected, correction):
         assert_equals(*outcome[case], expected(case))
 
 
-def test_the_reference_policy_is_in_shards_again_behind_a_step(outcome):
+def test_the_reference_policy_is_resharded_after_a_step(outcome):
     assert outcome["plain"]["whole"] == []
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_their_steps_are_those_of_the_reference(outcome, policy_folder, steps, name):
+def test_steps_on_several_ranks_equal_the_reference(outcome, policy_folder, steps, name):
     batch = stale_batch(policy_folder)
     reference = ReferenceLearner(policy_folder, settings(steps[name]), padded=True)
     for place, tolerance in enumerate((1e-5, 1e-3)):

@@ -1,4 +1,4 @@
-"""Loss, gradients and figures of every algorithm x correction x normalisation equal the single-file reference."""
+"""Loss, gradients and metrics of every algorithm x correction x normalisation equal the one-page reference."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ from learner_setup import batch_in_turns, cut_batch, far_batch, make_config, set
 from reference import ReferenceLearner
 
 from april.config.checks import check_algorithm
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.objective import Objective
 from tests.conftest import full
 
@@ -67,11 +67,11 @@ CORRECTIONS = {
 NORMALISATIONS = ("token_mean", "sequence_mean", "constant")
 KINDS = list(product(ADVANTAGES, NORMALISATIONS))
 BUDGETS = (16, 60, 100_000)
-"""tokens in a forward pass: below the longest sample, a few passes, all in one"""
+"""Token budgets of a micro-batch: below the longest sample, a few micro-batches, all in one."""
 
 
 class Pair:
-    """The pipeline on one rank and the reference, on the same weights, which neither ever changes."""
+    """The pipeline on one rank and the reference, on the same frozen weights."""
 
     def __init__(self, policy, folder, batch):
         self.policy, self.folder, self.batch = policy, folder, short(batch)
@@ -116,7 +116,7 @@ def pair_far(lone_rank, policy_folder, tmp_path_factory):
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "ppo dual"])
 def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, correction, part):
-    """Each part is a third of them, in which any two choices meet."""
+    """Each part is a third of the combinations, in which any two choices occur together."""
     seen = set()
     shift = list(LOSSES).index(loss)
     for i, advantage in enumerate(ADVANTAGES):
@@ -134,7 +134,7 @@ def test_every_algorithm_with_every_correction_and_normalisation(pair, loss, cor
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_observations_count_in_nothing(pair_in_turns, loss):
-    """Every length, mean and sum of every algorithm is over what the policy has sampled."""
+    """All lengths, means and sums of an algorithm are over sampled tokens only."""
     regularised = {"kl_coef": 0.1, "entropy_coef": 0.05, "behaviour_coef": 0.3}
     for i, correction in enumerate(CORRECTIONS):
         advantage, normalisation = KINDS[i % len(KINDS)]
@@ -146,7 +146,7 @@ def test_observations_count_in_nothing(pair_in_turns, loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_ratios_count_within_a_bound_those_of_a_token_and_of_a_whole_response(pair_far, loss):
+def test_ratios_of_tokens_and_of_whole_responses_are_clamped(pair_far, loss):
     pulled = {"behaviour_coef": 0.3}
     for i, correction in enumerate(CORRECTIONS):
         advantage, normalisation = KINDS[i % len(KINDS)]
@@ -156,7 +156,7 @@ def test_ratios_count_within_a_bound_those_of_a_token_and_of_a_whole_response(pa
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
-def test_tokens_of_a_cut_distribution_are_scored_within_what_was_left_of_it(pair_cut, loss):
+def test_tokens_of_a_cut_distribution_are_scored_within_their_support(pair_cut, loss):
     """Log-probability, entropy and divergence are renormalised over each token's support; observations have none."""
     regularised = {"kl_coef": 0.1, "entropy_coef": 0.05, "behaviour_coef": 0.3}
     for budget, correction in zip(BUDGETS, ("clip", "truncated_sequence", "decoupled"), strict=True):
@@ -164,9 +164,9 @@ def test_tokens_of_a_cut_distribution_are_scored_within_what_was_left_of_it(pair
 
 
 def test_no_gradient_comes_from_the_prediction_of_an_observation(pair_in_turns):
-    """What the last layer says behind a token reaches the loss where the next token was sampled, and nowhere else."""
+    """A hidden state has a gradient exactly where the next token was sampled."""
     sample = max(pair_in_turns.batch.samples, key=lambda sample: len(sample.segments))
-    batch, seen = Batch(6, [[sample, replace(sample, reward=sample.reward + 1)]]), []
+    batch, seen = TrainingBatch(6, [[sample, replace(sample, reward=sample.reward + 1)]]), []
     config = make_config(pair_in_turns.policy, pair_in_turns.folder, algorithm={"entropy_coef": 0.1})
     trainer = pair_in_turns.trainer
     trainer.config, trainer.objective = config, Objective(config)

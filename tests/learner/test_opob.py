@@ -1,4 +1,4 @@
-"""VCPO's baseline: as its authors compute it, and as the reference does, whatever the passes, ranks and rows."""
+"""VCPO's baseline equals its authors' and the reference's, for any micro-batches, ranks and forks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from ranks import run_ranks
 from reference import ReferenceLearner
 
 from april.config import ConfigError
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.losses.opob import opob
 from april.learner.trainer import Trainer
 from april.rollouts.run import check_needs_no_critic
@@ -44,8 +44,8 @@ def test_the_baseline_is_that_of_its_authors_and_leaves_the_least_variance():
 
 
 @pytest.mark.parametrize("ranks", [1, full(2)])
-def test_its_steps_are_those_of_the_reference(policy_folder, tmp_path, ranks):
-    """With stale tokens, answers of an environment in between, and a rank that has no row of a response."""
+def test_steps_with_opob_equal_the_reference(policy_folder, tmp_path, ranks):
+    """Batches with stale tokens, observations, and a rank without a row of a response."""
     batch = batch_in_turns(policy_folder)
     several = {"algorithm": VCPO | {"corrections": ["m2po"], "m2po_threshold": 0.05}, "minibatches": 2, "epochs": 2}
     configs = [
@@ -60,15 +60,15 @@ def test_its_steps_are_those_of_the_reference(policy_folder, tmp_path, ranks):
     assert often["metrics"][1]["update_skipped"] == 0 < often["metrics"][1]["mask_fraction"] < 1
 
 
-def test_the_rows_of_a_session_are_one_response(one_rank, policy_folder, tmp_path):
-    """Beside groups that say nothing."""
+def test_all_forks_of_a_sample_count_as_one_response(one_rank, policy_folder, tmp_path):
+    """A group with forks, next to groups without spread."""
     (first, second, *_), *_ = uneven_batch(0, policy_folder).groups
-    branch = replace(second, index=0, branch=1, reward=first.reward)
-    group = [replace(first, index=0), branch, replace(second, index=1)]
+    fork = replace(second, index=0, fork=1, reward=first.reward)
+    group = [replace(first, index=0), fork, replace(second, index=1)]
     config = make_config(policy_folder, tmp_path / "run", algorithm=VCPO)
     trainer, model = Trainer(config, torch.device("cpu")), ReferenceLearner(policy_folder, settings(config))
-    ready = trainer.prepare(Batch(0, [*flat_batch(0).groups, group]))
-    trainer.step(Batch(0, []), ready)
+    ready = trainer.prepare(TrainingBatch(0, [*flat_batch(0).groups, group]))
+    trainer.step(TrainingBatch(0, []), ready)
     counts = []
     for rows in ([first, second], [second]):
         logprobs = [model.sample_logprobs(row) for row in rows]
@@ -78,10 +78,10 @@ def test_the_rows_of_a_session_are_one_response(one_rank, policy_folder, tmp_pat
     rewards = torch.tensor([first.reward, second.reward], dtype=torch.float64)
     baseline = ((torch.stack(counts) * rewards).sum() / sum(counts)).item()
     wanted = [first.reward - baseline, first.reward - baseline, second.reward - baseline]
-    assert ready.prepared.of_batch.tolist() == pytest.approx([0.0] * 6 + wanted, rel=1e-5)
+    assert ready.prepared.batch_advantages.tolist() == pytest.approx([0.0] * 6 + wanted, rel=1e-5)
 
 
-def test_it_is_refused_where_april_has_no_gradient(policy_folder, tmp_path):
+def test_opob_is_refused_where_april_computes_no_gradient(policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", algorithm={"advantage": "opob"})
     with pytest.raises(ConfigError, match=r"'algorithm.advantage' = 'opob' asks for the gradient .* leave it out"):
         check_needs_no_critic(config)

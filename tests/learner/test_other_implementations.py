@@ -19,7 +19,7 @@ import torch
 from learner_setup import BY_GROUPS, make_config
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from april.learner.diagnostics import TokenTotals
+from april.learner.diagnostics import StepTotals
 from april.learner.losses import ADVANTAGES, corrections
 from april.learner.losses.columns import Spans, log_ratio
 from april.learner.losses.divergence import KL_ESTIMATORS
@@ -64,9 +64,11 @@ def our_loss(algorithm, entropies=None):
     )
     leaf = column("logprobs").requires_grad_()
     entropies = torch.zeros(tokens) if entropies is None else entropies
-    totals = TokenTotals(torch.device("cpu"))
+    totals = StepTotals(torch.device("cpu"))
     objective = Objective(config)
-    of_batch = objective.of_batch([(known, leaf.detach())], leaf.device)[0] if objective.needs_batch else None
+    of_batch = (
+        objective.batch_contexts([(known, leaf.detach())], leaf.device)[0] if objective.needs_batch_pass else None
+    )
     loss = objective.loss(leaf, entropies, known, totals, column("reference"), of_batch)
     loss.backward()
     return loss.item(), leaf.grad
@@ -189,7 +191,7 @@ def test_losses_and_gradients_of_trl(case):
 
 
 def test_truncated_weights_of_trl():
-    """TRL's loss around the policy at hand, weighed by min(pi / sampler, 1.2)."""
+    """TRL's loss around the current policy, weighted by min(pi / sampler, 1.2)."""
     weights = (padded(column("logprobs")) - padded(column("behaviour"))).exp().clamp(max=1.2)
     loss, gradient = our_loss({"proximal": "recomputed", "corrections": ["truncated"], "truncation": 1.2})
     expected_loss, expected_gradient = trl_loss("dapo", weights=weights)

@@ -1,4 +1,4 @@
-"""The plan's promises for any lengths, and what a packed micro-batch holds."""
+"""Properties of the plan for any lengths, and the contents of a packed micro-batch."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)
 
 @example([3, 3, 2], 1, 4)
 @given(lengths_of_samples, st.integers(1, 5), st.integers(1, 400))
-def test_every_sample_once_same_count_on_every_rank_budget_kept(lengths, ranks, budget):
+def test_a_plan_has_every_sample_once_and_equal_counts_per_rank_within_the_budget(lengths, ranks, budget):
     planned = plan(lengths, ranks, budget)
     assert all(len(side_by_side) == ranks for side_by_side in planned)
     bins = [indices for side_by_side in planned for indices in side_by_side]
@@ -27,13 +27,13 @@ def test_every_sample_once_same_count_on_every_rank_budget_kept(lengths, ranks, 
 
 
 @given(lengths_of_samples, st.integers(1, 5), st.integers(1, 400))
-def test_the_plan_is_a_pure_function_and_no_pass_is_without_work(lengths, ranks, budget):
+def test_the_plan_is_a_pure_function_and_no_row_of_it_is_empty(lengths, ranks, budget):
     planned = plan(lengths, ranks, budget)
     assert planned == plan(list(lengths), ranks, budget)
     assert all(any(side_by_side) for side_by_side in planned)
 
 
-def test_long_tailed_lengths_reach_the_fewest_passes_with_balanced_ranks():
+def test_long_tailed_lengths_need_the_fewest_micro_batches_with_balanced_ranks():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(128), 1, 1024), 1, 2048).astype(int).tolist()
     costs = [length + length**2 / 3000 for length in lengths]
@@ -44,7 +44,7 @@ def test_long_tailed_lengths_reach_the_fewest_passes_with_balanced_ranks():
         assert max(of_ranks) / np.mean(of_ranks) < 1.02
 
 
-def test_of_like_cost_those_of_like_mix_run_side_by_side():
+def test_micro_batches_of_equal_cost_and_similar_mix_run_at_the_same_time():
     lengths, costs = [100, 100, 50, 50, 50, 50], [100.0, 99.0, 50.0, 50.0, 49.4, 49.4]
     assert plan(lengths, 2, 100, costs) == [[[0], [1]], [[2, 4], [3, 5]]]
 
@@ -61,14 +61,14 @@ def test_a_micro_batch_points_each_response_token_at_the_input_it_follows():
     assert micro.targets.tolist() == [*samples[0].tokens[3:], samples[1].tokens[1]]
 
 
-def test_without_samples_a_rank_runs_a_dummy_that_weighs_nothing():
+def test_a_rank_without_samples_runs_a_dummy_with_zero_loss():
     micro = pack([], torch.device("cpu"))
     assert micro.is_dummy
     assert len(micro.targets) == 1
     assert micro.ids.shape == (1, 2)
 
 
-def test_supports_are_those_of_the_sampled_tokens_and_hold_them():
+def test_packed_supports_belong_to_the_sampled_tokens_and_contain_them():
     rng, cpu = np.random.default_rng(3), torch.device("cpu")
     one, other = make_sample(rng, 2, 1, 1.0), make_sample(rng, 3, 2, 1.0)
     first, (second, third) = one.tokens[2], other.tokens[3:]
@@ -77,7 +77,7 @@ def test_supports_are_those_of_the_sampled_tokens_and_hold_them():
     support = pack([one, other], cpu).support
     assert support.ids.tolist() == [99, first, second, third, 98, 99]
     assert (support.counts.tolist(), support.ends.tolist()) == ([2, 1, 3], [0, 2, 3, 6])
-    assert support.places.tolist() == [1, 0, 0] and pack([], cpu).support is None
+    assert support.positions.tolist() == [1, 0, 0] and pack([], cpu).support is None
     for amiss in (None, Support.none(2), Support(np.array([1, 1], "i4"), np.array([second, 98], "i4"))):
         with pytest.raises(ValueError, match="support that they are not in, or none where others have one"):
             pack([one, replace(other, support=amiss)], cpu)

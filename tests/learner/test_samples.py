@@ -1,4 +1,4 @@
-"""Samples that are kept to be read: what a file has, who reads it, and what is thinned out."""
+"""Samples stored for reading: contents of a file, its readers, and thinning."""
 
 import re
 from dataclasses import replace
@@ -17,7 +17,7 @@ from april.config import ConfigError
 from april.formats.samples import chosen_groups
 from april.formats.versions import RUN_FOLDER
 from april.learner import loop, samples
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
 from april.report.samples import read_step
 
@@ -34,24 +34,27 @@ class Letters:
         return "".join(chr(ord("a") + i) for i in ids)
 
 
-STAYS = (wire.Stay("generate", "w0", 12.0, 13.0, 0, 2, "abort"), wire.Stay("score", "w1", 15.0, 16.5, 6, 6, "scored"))
+SPANS = (
+    wire.SampleSpan("generate", "w0", 12.0, 13.0, 0, 2, "abort"),
+    wire.SampleSpan("score", "w1", 15.0, 16.5, 6, 6, "scored"),
+)
 
 
 CHUNKS = ((1, 12.25), (2, 12.75))
 
 
-class Told(Diary):
-    """Whose batches say what a broker's do of their samples; beside each, one group was discarded."""
+class Value(Diary):
+    """A source whose batches have a broker's sample metadata, and one discarded group each."""
 
     def fetch(self, step):
         if batch := super().fetch(step):
-            told = {"details": {"correct": 1.0}, "stays": STAYS, "opened_at": 11.0, "delivered_at": 20.0}
+            told = {"details": {"correct": 1.0}, "spans": SPANS, "opened_at": 11.0, "delivered_at": 20.0}
             groups = [[replace(sample, chunks=CHUNKS, **told) for sample in group] for group in batch.groups]
-            return Batch(step, groups, discards=[discarded(groups[0][:2])])
+            return TrainingBatch(step, groups, discards=[discarded(groups[0][:2])])
 
 
 def discarded(group):
-    """One of two that died, before it had a reward, and its sibling."""
+    """A discarded group: a sample that failed before it was scored, and its sibling."""
     heads = [
         wire.SampleHead(index, sample.response_tokens, reward, "", [], attempts=attempts, error=error)
         for index, (sample, reward, attempts, error) in enumerate(
@@ -65,17 +68,17 @@ def discarded(group):
 
 @pytest.fixture
 def lived(one_rank, policy_folder, tmp_path, monkeypatch):
-    """A learner's life of three steps, in a run folder that can be read; what the source has handed out."""
+    """A learner's run of three steps, in a readable run folder; returns the batches of the source."""
     monkeypatch.setattr(samples, "Tokenizer", Letters)
     config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2)
-    diary = Told(policy_folder, 3)
+    diary = Value(policy_folder, 3)
     loop.run(config, Trainer(config, torch.device("cpu")), diary, diary)
     (config.run_dir / "config.toml").write_text(config.to_toml())
     RUN_FOLDER.claim(config.run_dir, new=True)
     return SimpleNamespace(config=config, diary=diary)
 
 
-def test_what_a_step_has_trained_can_be_read_as_the_learner_saw_it(lived):
+def test_trained_samples_are_stored_with_the_learner_s_scores(lived):
     run = runs.load(lived.config.run_dir)
     assert run.sample_steps == [1, 2, 3]
     assert len(run.samples(3)) == len(lived.diary.fetch(2).samples) + 2 and len(run.samples()) > len(run.samples(3))
@@ -92,7 +95,7 @@ def test_what_a_step_has_trained_can_be_read_as_the_learner_saw_it(lived):
         assert row["response"] == Letters(None).decode(row["response_ids"])
         assert row["reward_details"] == [{"name": "correct", "value": 1.0}]
         assert (row["opened_at"], row["generated_at"], row["scored_at"], row["delivered_at"]) == (11, 13, 16.5, 20)
-        assert [tuple(stay.values()) for stay in row["stays"]] == list(map(astuple, STAYS))
+        assert [tuple(span.values()) for span in row["stays"]] == list(map(astuple, SPANS))
         assert [tuple(chunk.values()) for chunk in row["chunks"]] == list(CHUNKS)
     assert any(row["trained"] for row in rows)
 
@@ -103,7 +106,7 @@ def test_the_page_says_what_each_column_is():
     assert sorted(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|([^|]+)\|", table, re.M)))) == sorted(COLUMNS)
 
 
-def test_what_was_discarded_is_kept_beside_it_with_its_reason_and_without_a_reward_that_nobody_gave(lived, capsys):
+def test_discarded_samples_are_stored_with_their_reason_and_without_an_invented_reward(lived, capsys):
     dead, sibling = [row for row in read_step(lived.config.run_dir, 3) if row["discarded"]]
     assert (dead["discarded"], dead["attempts"], dead["error"]) == ("dead_sample", 5, "engine fell over")
     assert dead["reward"] is None and (sibling["reward"], sibling["error"]) == (0.5, "")
@@ -114,18 +117,18 @@ def test_what_was_discarded_is_kept_beside_it_with_its_reason_and_without_a_rewa
     assert "reward –  advantage – (no gradient)" in capsys.readouterr().out
 
 
-def test_turns_are_the_policys_and_those_of_whoever_answers(policy_folder):
+def test_turns_are_split_between_the_policy_and_others(policy_folder):
     for sample in batch_in_turns(policy_folder).samples:
         said = samples.turns(sample)
         assert [turn["end"] for turn in said[:-1]] == [turn["start"] for turn in said[1:]], "one behind the other"
         assert (said[0]["start"], said[-1]["end"]) == (0, sample.response_tokens)
         assert all(one["who"] != other["who"] for one, other in pairwise(said))
         places = [place for turn in said if turn["who"] == "policy" for place in range(turn["start"], turn["end"])]
-        assert places == sample.sampled.tolist()
+        assert places == sample.sampled_positions.tolist()
 
 
 @pytest.mark.full
-def test_others_read_the_files_as_they_are(lived, tmp_path):
+def test_other_tools_read_the_files(lived, tmp_path):
     import datasets
     import duckdb
 

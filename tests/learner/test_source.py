@@ -1,4 +1,4 @@
-"""What passes between learner and broker: batches in parts, reports meanwhile, a broker that restarts or is gone."""
+"""The learner's broker client: batches in parts, concurrent reports, a broker that restarts or disappears."""
 
 import contextlib
 import queue
@@ -10,12 +10,12 @@ import pytest
 from april import wire
 from april.connections.broker import BrokerUnreachable
 from april.learner.background import in_background
-from april.learner.batch import Batch, decode, encode, sessions
-from april.learner.source import BrokerSource, is_whole, to_groups
+from april.learner.batch import TrainingBatch, decode, encode, group_forks
+from april.learner.source import BrokerSource, decode_groups, is_complete
 
 
 def part(first, total, tokens):
-    """One group of one sample."""
+    """A message part with one group of one sample."""
     head = wire.GroupHead(first, 1, [wire.SampleHead(0, len(tokens), 1.0, "stop", [(0, len(tokens), (0, 0))])])
     arrays = [np.array([9], "i4"), np.array(tokens, "i4"), np.zeros(len(tokens), "f4")]
     return wire.Received(wire.Batch(4, first, total, [head]), [wire.pack(array) for array in arrays])
@@ -28,7 +28,7 @@ class FakeConnection:
         self.heard, self.inbox, self.hellos = [], queue.Queue(), 0
         self.closed = False
 
-    def hello(self, leases):
+    def hello(self, lease_ids):
         self.hellos += 1
 
     def wake_by(self, descriptor):
@@ -39,7 +39,7 @@ class FakeConnection:
         return len(self.heard)
 
     def says(self, message, to, arrays=()):
-        """In answer to the latest message that equals `to`."""
+        """Answer the latest message that equals `to`."""
         deadline = time.monotonic() + 30
         while to not in self.heard:
             assert time.monotonic() < deadline, f"{to} never came; heard {self.heard}"
@@ -78,34 +78,34 @@ def source(monkeypatch):
 CONSUMED = wire.Consumed(3, {"loss": 0.5})
 
 
-def test_a_batch_is_whole_when_every_group_of_it_is_there():
-    assert not is_whole([part(0, 2, [5])])
-    assert is_whole([part(0, 2, [5]), part(1, 2, [6, 7])])
-    assert is_whole([wire.Received(wire.Finished("all steps are done"), [])])
+def test_a_batch_is_complete_once_every_group_has_arrived():
+    assert not is_complete([part(0, 2, [5])])
+    assert is_complete([part(0, 2, [5]), part(1, 2, [6, 7])])
+    assert is_complete([wire.Received(wire.Finished("all steps are done"), [])])
 
 
-def test_four_arrays_to_a_sample_are_its_tokens_and_their_supports():
+def test_four_arrays_per_sample_include_its_supports():
     one = part(0, 1, [5, 6])
-    [(_, [whole])] = to_groups(one.message.groups, one.arrays)
-    [(_, [cut])] = to_groups(one.message.groups, [*one.arrays, np.array([2, 1], "i4"), np.array([5, 7, 6], "i4")])
+    [(_, [whole])] = decode_groups(one.message.groups, one.arrays)
+    [(_, [cut])] = decode_groups(one.message.groups, [*one.arrays, np.array([2, 1], "i4"), np.array([5, 7, 6], "i4")])
     assert whole.support is None and whole.tokens.tolist() == cut.tokens.tolist() == [9, 5, 6]
     assert (cut.support.counts.tolist(), cut.support.ids.tolist()) == ([2, 1], [5, 7, 6])
 
 
-def test_what_a_branch_shares_is_read_before_its_own_tokens_and_has_no_loss():
+def test_the_prefix_of_a_fork_is_its_prompt_and_has_no_loss():
     heads = [
         wire.SampleHead(0, 5, 1.0, "stop", [(2, 5, (0, 0))]),
-        wire.SampleHead(0, 8, 1.0, "stop", [(6, 8, (0, 1))], branch=1),
+        wire.SampleHead(0, 8, 1.0, "stop", [(6, 8, (0, 1))], fork=1),
     ]
     arrays = [np.array(ids, "i4") for ids in ([], range(5), range(8))]
     logprobs = [np.array([0, 0, -1, -1, -1], "f4"), np.array([0] * 6 + [-2, -2], "f4")]
     message = wire.Batch(0, 0, 1, [wire.GroupHead(7, 0, heads)])
-    [(_, group)] = to_groups(message.groups, [arrays[0], arrays[1], logprobs[0], arrays[2], logprobs[1]])
-    assert [(row.index, row.branch, row.prompt_tokens, row.sampled_tokens) for row in group] == [
+    [(_, group)] = decode_groups(message.groups, [arrays[0], arrays[1], logprobs[0], arrays[2], logprobs[1]])
+    assert [(row.index, row.fork, row.prompt_tokens, row.sampled_tokens) for row in group] == [
         (0, 0, 2, 3),
         (0, 1, 6, 2),
     ]
-    assert sessions(group) == [group] and decode(encode(Batch(0, [group]))).groups[0][1].branch == 1
+    assert group_forks(group) == [group] and decode(encode(TrainingBatch(0, [group]))).groups[0][1].fork == 1
 
 
 def says_batch(broker):
@@ -117,7 +117,7 @@ def tokens(batch):
     return [sample.tokens.tolist() for group in batch.groups for sample in group]
 
 
-def test_a_part_that_comes_twice_is_taken_once(source):
+def test_a_part_that_arrives_twice_counts_once(source):
     fetched = in_background(source.fetch, 4)
     says_batch(source.connection)
     assert tokens(fetched.result(30)) == [[9, 5], [9, 6, 7]]
@@ -131,7 +131,7 @@ def test_a_batch_is_reported_while_the_next_is_waited_for(source):
     assert len(fetched.result(30).groups) == 2
 
 
-def test_a_restarted_broker_is_asked_everything_again(source):
+def test_all_pending_requests_are_resent_to_a_restarted_broker(source):
     fetched, reported = in_background(source.fetch, 4), in_background(source.consumed, 3, {"loss": 0.5})
     broker = source.connection
     broker.says(part(0, 2, [5]).message, wire.Fetch(4), part(0, 2, [5]).arrays)
@@ -144,7 +144,7 @@ def test_a_restarted_broker_is_asked_everything_again(source):
     assert broker.hellos == 2
 
 
-def test_a_broker_that_is_gone_ends_whoever_waits_and_whoever_asks_later(source):
+def test_an_unreachable_broker_fails_pending_and_later_requests(source):
     fetched = in_background(source.fetch, 4)
     source.connection.inbox.put(BrokerUnreachable("silent"))
     with pytest.raises(BrokerUnreachable, match="silent"):

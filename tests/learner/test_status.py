@@ -1,4 +1,4 @@
-"""With which status a learner ends: what starting it again would not help is told from what it may."""
+"""Exit status of a learner: errors that a restart cannot fix are distinguished from others."""
 
 import sys
 from subprocess import PIPE
@@ -27,7 +27,7 @@ from tests.warm import Popen
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_get_better_ends_the_run_and_all_else_is_tried_again(error, status, monkeypatch):
+def test_errors_that_a_restart_cannot_fix_end_the_run_and_others_are_retried(error, status, monkeypatch):
     def train(config, address):
         raise error
 
@@ -35,7 +35,7 @@ def test_what_cannot_get_better_ends_the_run_and_all_else_is_tried_again(error, 
     assert learner.status_of_training(None, "tcp://127.0.0.1:1") == status
 
 
-def test_torchrun_does_not_try_again_what_a_restart_cannot_mend(tmp_path):
+def test_torchrun_does_not_retry_a_refusal(tmp_path):
     (tmp_path / "run.toml").write_text('[model]\npath = "nowhere"\n[data]\npath = "unused.jsonl"\n')
     launch = ["-m", "april.learner.launch", "--nproc-per-node=1", "--max-restarts=1"]
     part = ["-m", "april.learner", str(tmp_path / "run.toml"), "--connect", "tcp://127.0.0.1:1"]

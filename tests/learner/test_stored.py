@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: whole before anybody hears of them, found by whoever has lost all disks."""
+"""Checkpoints in an object store: complete before they are reported, and found after all disks are lost."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import torch
 from learner_setup import flip_a_bit, job, make_config, uneven_batch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_best import Judge, best_of
+from test_best import Judge, best_step
 from test_convert_weights import run_of
 
 from april import cli
@@ -19,12 +19,12 @@ from april.config import ConfigError
 from april.config.evaluation import EvaluationSection
 from april.formats.stored import CHECKSUMS_FILE, StoredCheckpoints, digest_of, folder_of, stored_checkpoints
 from april.learner import checkpoint, loop
-from april.learner.copies import InStore, OnNextDisk
+from april.learner.copies import NeighbourDiskCopies, ObjectStoreCopies
 from april.learner.trainer import Trainer
 from tests.stores import KINDS
 
 GRACE_S = 3
-"""for what must not happen while a file is on its way"""
+"""Seconds to wait for something that must not happen while a file is being uploaded."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def equal(ours, theirs):
     return all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_all_disks_may_be_lost_and_training_goes_on_bit_by_bit(config, trainer):
+def test_training_resumes_bitwise_after_all_disks_are_lost(config, trainer):
     weights, losses = trained(trainer, 4)
     stored = stored_checkpoints(config)
     assert stored.steps() == {3, 4} == set(checkpoint.steps(trainer.directory))
@@ -67,7 +67,7 @@ def test_all_disks_may_be_lost_and_training_goes_on_bit_by_bit(config, trainer):
     assert stored.steps() == {3, 4}
 
 
-def test_nothing_is_a_checkpoint_or_said_to_be_one_before_its_last_file_is_there(trainer, monkeypatch):
+def test_a_checkpoint_is_not_durable_before_its_last_file_is_stored(trainer, monkeypatch):
     copies, came, may = trainer.checkpoints.copies, [], threading.Event()
     stored, put = copies.stored, copies.stored.objects.put
 
@@ -87,15 +87,17 @@ def test_nothing_is_a_checkpoint_or_said_to_be_one_before_its_last_file_is_there
     assert trainer.saved(wait=True) == 1 and stored.steps() == {1}
 
 
-def test_it_is_none_before_the_last_of_several_ranks_has_put_its_files(objects, tmp_path):
+def test_a_checkpoint_is_not_complete_before_every_rank_has_uploaded_its_files(objects, tmp_path):
     stored, meeting, put = StoredCheckpoints(objects), threading.Barrier(2), threading.Event()
     names = [["__0_0.distcp"], ["__1_0.distcp"]]
     for (name,) in names:
         (tmp_path / name).write_text(name)
     sums = {name: digest_of(tmp_path / name) for (name,) in names}
 
-    meet = partial(meeting.wait, 60)
-    copies = [InStore(stored, SimpleNamespace(rank=number, leads=True, meet=meet)) for number in range(2)]
+    barrier = partial(meeting.wait, 60)
+    copies = [
+        ObjectStoreCopies(stored, SimpleNamespace(rank=number, is_leader=True, barrier=barrier)) for number in range(2)
+    ]
 
     def rank(number):
         if number == 1:
@@ -111,10 +113,10 @@ def test_it_is_none_before_the_last_of_several_ranks_has_put_its_files(objects, 
     put.set()
     for one in ranks:
         one.join(60)
-    assert stored.steps() == {7} and stored.writings(7) == [sums]
+    assert stored.steps() == {7} and stored.checkpoint_sums(7) == [sums]
 
 
-def test_an_upload_that_was_cut_short_is_no_checkpoint_and_is_removed_with_the_next(trainer, monkeypatch):
+def test_an_interrupted_upload_is_no_checkpoint_and_is_removed_with_the_next(trainer, monkeypatch):
     trained(trainer, 1)
     stored = trainer.checkpoints.copies.stored
     with monkeypatch.context() as broken:
@@ -132,7 +134,7 @@ def test_an_upload_that_was_cut_short_is_no_checkpoint_and_is_removed_with_the_n
 
 
 @pytest.mark.parametrize("what", ["__0_0.distcp", "progress.json", CHECKSUMS_FILE])
-def test_a_damaged_file_of_the_store_is_found_and_the_checkpoint_before_it_taken(trainer, tmp_path, caplog, what):
+def test_a_damaged_file_in_the_store_is_detected_and_the_previous_checkpoint_used(trainer, tmp_path, caplog, what):
     weights, _ = trained(trainer, 2)
     stored = trainer.checkpoints.copies.stored
     (name,) = (name for name in stored.objects.names() if name.startswith("step_000002") and name.endswith(what))
@@ -149,7 +151,7 @@ def test_a_damaged_file_of_the_store_is_found_and_the_checkpoint_before_it_taken
     assert f"{name.partition('/')[0]}/{CHECKSUMS_FILE}.damaged" in stored.objects.names(), "to be looked at"
 
 
-def test_what_a_disk_holds_is_not_fetched_and_a_file_that_it_holds_damaged_is(trainer, monkeypatch, caplog):
+def test_only_files_missing_or_damaged_on_disk_are_fetched(trainer, monkeypatch, caplog):
     weights, _ = trained(trainer, 2)
     fetched, stored = [], trainer.checkpoints.copies.stored
     fetch = stored.objects.fetch
@@ -162,9 +164,7 @@ def test_what_a_disk_holds_is_not_fetched_and_a_file_that_it_holds_damaged_is(tr
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "memory"])
-def test_ranks_go_on_bitwise_with_what_disks_still_hold_and_the_rest_from_the_store(
-    policy_folder, tmp_path, request, kind
-):
+def test_ranks_resume_bitwise_with_files_from_disks_and_the_rest_from_the_store(policy_folder, tmp_path, request, kind):
     url = request.getfixturevalue("s3") if kind == "s3" else f"file://{tmp_path}/store"
     config = make_config(policy_folder, tmp_path / "run", checkpoint_store=url)
     batches = [uneven_batch(step, policy_folder) for step in range(3)]
@@ -186,10 +186,10 @@ def test_ranks_go_on_bitwise_with_what_disks_still_hold_and_the_rest_from_the_st
     assert stored_checkpoints(config).steps() == {2, 3}
 
 
-def test_checkpoints_of_a_run_that_began_without_a_store_are_brought_there(config, policy_folder):
+def test_checkpoints_of_a_run_begun_without_a_store_are_uploaded(config, policy_folder):
     plain = make_config(policy_folder, config.run_dir, keep_checkpoints=2)
     before = Trainer(plain, torch.device("cpu"))
-    assert isinstance(before.checkpoints.copies, OnNextDisk)
+    assert isinstance(before.checkpoints.copies, NeighbourDiskCopies)
     weights, _ = trained(before, 2)
     trainer, stored = Trainer(config, torch.device("cpu")), stored_checkpoints(config)
     assert stored.steps() == set() and trainer.restore() == 2
@@ -198,13 +198,13 @@ def test_checkpoints_of_a_run_that_began_without_a_store_are_brought_there(confi
     assert trainer.restore() == 2 and equal(trainer.weights(), weights[1])
 
 
-def test_a_learner_whose_machine_cannot_use_the_store_refuses_to_begin(one_rank, policy_folder, tmp_path):
+def test_a_learner_whose_machine_cannot_use_the_store_refuses_to_start(one_rank, policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", checkpoint_store="none-such://bucket")
     with pytest.raises(ConfigError, match=r"key 'learner.checkpoint_store': none-such://bucket/run/\S+ cannot be"):
         Trainer(config, torch.device("cpu"))
 
 
-def test_the_best_stays_in_the_store_and_what_is_exported_is_there_whole(config, policy_folder):
+def test_the_store_keeps_the_best_checkpoint_and_complete_exports(config, policy_folder):
     evaluation = {"evaluation": EvaluationSection(every=1, best="heldout")}
     learner = config.learner.model_copy(update={"checkpoint_every": 100, "keep_checkpoints": 1})
     config = config.model_copy(update=evaluation | {"learner": learner})
@@ -217,7 +217,7 @@ def test_the_best_stays_in_the_store_and_what_is_exported_is_there_whole(config,
             if step == 5:
                 shutil.rmtree(checkpoint.folder(self.directory, 4))
 
-    diary = Keeper(policy_folder, 6, best=best_of)
+    diary = Keeper(policy_folder, 6, best=best_step)
     diary.directory = config.run_dir / "checkpoints"
     stored.objects.write("policy/of-a-run-before", b"")
     trainer = Trainer(config, torch.device("cpu"))
@@ -235,7 +235,7 @@ def test_the_best_stays_in_the_store_and_what_is_exported_is_there_whole(config,
         assert f"{digest_of(folder / 'model.safetensors')}  model.safetensors\n" in listed
 
 
-def test_convert_weights_takes_from_the_store_what_the_folder_lacks(config, tmp_path, capsys):
+def test_convert_weights_fetches_checkpoints_that_only_the_store_has(config, tmp_path, capsys):
     if config.learner.checkpoint_store.startswith("memory"):
         config = config.model_copy(
             update={"learner": config.learner.model_copy(update={"checkpoint_store": f"file://{tmp_path}/another"})}

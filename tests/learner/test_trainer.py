@@ -1,4 +1,4 @@
-"""What a trainer does with a batch that it cannot learn from."""
+"""A trainer skips batches that it cannot learn from."""
 
 import math
 
@@ -8,16 +8,16 @@ import torch
 from learner_setup import flat_batch, job, make_config, uneven_batch
 from ranks import run_ranks
 
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.trainer import Trainer
 
 
-def poisoned(batch: Batch) -> Batch:
+def poisoned(batch: TrainingBatch) -> TrainingBatch:
     first, *rest = batch.groups[0]
     broken = TrainSample(
         first.tokens, first.prompt_tokens, np.full_like(first.logprobs, np.nan), first.reward, first.segments
     )
-    return Batch(batch.step, [[broken, *rest], *batch.groups[1:]])
+    return TrainingBatch(batch.step, [[broken, *rest], *batch.groups[1:]])
 
 
 def test_a_step_that_is_not_finite_never_reaches_the_optimizer(one_rank, policy_folder, tmp_path):
@@ -33,7 +33,9 @@ def test_a_step_that_is_not_finite_never_reaches_the_optimizer(one_rank, policy_
     assert all(value.isfinite().all() for value in trainer.weights().values())
 
 
-def test_nor_does_one_whose_loss_is_finite_and_whose_gradient_is_not(one_rank, policy_folder, tmp_path, monkeypatch):
+def test_a_step_with_a_finite_loss_and_a_nonfinite_gradient_never_reaches_the_optimizer(
+    one_rank, policy_folder, tmp_path, monkeypatch
+):
     trainer = Trainer(make_config(policy_folder, tmp_path), torch.device("cpu"))
     before, micro_loss = trainer.weights(), trainer.micro_loss
     monkeypatch.setattr(trainer, "micro_loss", lambda *arguments: math.inf * micro_loss(*arguments))
@@ -43,8 +45,8 @@ def test_nor_does_one_whose_loss_is_finite_and_whose_gradient_is_not(one_rank, p
     assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
 
 
-def test_all_ranks_pass_over_the_step_in_which_one_of_them_has_no_finite_loss(policy_folder, tmp_path):
-    """Weights that one of them had updated would be seen in the steps around it, which equal those without it."""
+def test_all_ranks_skip_a_step_if_one_of_them_has_no_finite_loss(policy_folder, tmp_path):
+    """The steps around the skipped one equal those of a run without it."""
     config, good = make_config(policy_folder, tmp_path / "run"), uneven_batch(0, policy_folder)
     jobs = [job(config, batches) for batches in ([good, poisoned(good), good], [good, good])]
     among, without = run_ranks(2, jobs, tmp_path / "ranks")
@@ -53,7 +55,7 @@ def test_all_ranks_pass_over_the_step_in_which_one_of_them_has_no_finite_loss(po
     assert all(torch.equal(value, without["weights"][name]) for name, value in among["weights"].items())
 
 
-@pytest.mark.parametrize("batch", [flat_batch(0), Batch(0, [])], ids=["flat", "empty"])
+@pytest.mark.parametrize("batch", [flat_batch(0), TrainingBatch(0, [])], ids=["flat", "empty"])
 def test_without_anything_to_train_token_means_are_absent_not_zero(one_rank, policy_folder, tmp_path, batch):
     metrics = Trainer(make_config(policy_folder, tmp_path), torch.device("cpu")).step(batch)
     assert not {"entropy", "k3", "clip_fraction", "ratio_mean", "ratio_max"} & metrics.keys()

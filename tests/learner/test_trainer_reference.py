@@ -7,11 +7,11 @@ from learner_setup import flat_batch, job, make_config, make_sample, near_policy
 from ranks import run_ranks
 from reference import ReferenceLearner
 
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 
 pytestmark = pytest.mark.xdist_group("trainer_reference")
 BUDGETS = (8, 64, 150, 100_000)
-"""8 is below most samples, 64 below the longest, 100,000 holds all in one pass"""
+"""Token budgets: 8 is below most samples, 64 below the longest, 100,000 holds all in one micro-batch."""
 
 
 def same(ours, theirs, tolerance=1e-5):
@@ -23,10 +23,10 @@ def same(ours, theirs, tolerance=1e-5):
 
 
 def three_samples(policy):
-    """As many as leave one of two ranks without work in the last pass."""
+    """A budget that leaves one of two ranks without samples in the last micro-batch."""
     rng = np.random.default_rng(9)
     group = [make_sample(rng, 4, tokens, reward) for tokens, reward in [(5, 1.0), (11, 0.0), (1, 0.0)]]
-    return near_policy(Batch(0, [group]), policy, rng)
+    return near_policy(TrainingBatch(0, [group]), policy, rng)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -121,7 +121,7 @@ def test_a_tied_head_is_left_out_of_the_weights_and_an_untied_one_is_not(outcome
     assert "lm_head.weight" in outcome["untied"][0]["weights"]
 
 
-def test_every_rank_runs_as_many_passes_and_idle_ones_change_nothing(outcome, request):
+def test_every_rank_runs_equally_many_micro_batches_and_dummies_change_nothing(outcome, request):
     result, *_ = outcome["idle rank"]
     assert result["metrics"][0]["micro_batches"] == (2 if "2" in request.node.name else 3)
     assert result["metrics"][0]["trained_tokens"] == 17

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from april.config import ConfigError
-from april.data.arithmetic import Task, demonstration, split_of
+from april.data.arithmetic import ArithmeticTask, demonstration, split_of
 from april.policy import make_policy as module
 from april.policy.make_policy import make_policy
 from april.policy.model import PAD, VOCABULARY, build_model, build_tokenizer
@@ -120,7 +120,7 @@ def test_the_warm_start_takes_exactly_its_steps_and_never_sees_a_held_out_prompt
 
 
 def test_only_the_response_is_a_target():
-    task = Task(1, 3, 6)
+    task = ArithmeticTask(1, 3, 6)
     tokens, targets = padded([(task.prompt, demonstration(task)), (task.prompt, "#12")])
     pad = VOCABULARY[PAD]
     assert targets[0].tolist() == [pad] * 7 + [VOCABULARY[c] for c in "00*3+90=#90"] + [1]

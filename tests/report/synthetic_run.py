@@ -58,7 +58,7 @@ def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
         trained = [length for length in created if length < 900] + [response_length(rng, step) for _ in range(4)]
         tokens, generated = sum(trained), sum(created) + rng.randrange(200, 900)
         rollout_s = generated / rng.uniform(14_000, 18_000)
-        lanes, end_s = make_lanes(step, workers, now_s, rollout_s, rng)
+        lanes, end_s = worker_tracks(step, workers, now_s, rollout_s, rng)
         ledger["generated"] += generated
         ledger["trained"] = min(ledger["trained"] + tokens, ledger["generated"] - 300)
         ledger["aborted"] += rng.randrange(0, 9)
@@ -120,7 +120,7 @@ def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
     return records
 
 
-def make_lanes(step: int, workers: int, start_s: float, rollout_s: float, rng: random.Random) -> tuple[list, float]:
+def worker_tracks(step: int, workers: int, start_s: float, rollout_s: float, rng: random.Random) -> tuple[list, float]:
     """One round: every worker generates, is aborted and loads weights; worker-1 is away for steps 7 and 8."""
     lanes, stop_s = [], start_s + rollout_s
     if step == 1:

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from april.report.corrections import corrections_picture, version_dots
 from april.report.drawing import new_figure, to_svg
 from april.report.facts import accuracy, facts
-from april.report.lanes import busy_share, intersect, make_lanes, merge_spans, subtract, thin
+from april.report.lanes import busy_share, intersect, merge_spans, subtract, thin_out, worker_tracks
 from april.report.learning import learner_picture
 from april.report.pictures import length_density, reward_picture
-from april.report.run_folder import Run
-from april.report.timeline import PAUSE_S, add_waits, timeline_of, waiting
+from april.report.run_folder import RunFolder
+from april.report.timeline import PAUSE_S, add_idle_spans, timeline_of, waiting
 
 TIMES = st.floats(0, 100, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=30)
 
 
-def run_with(histogram: dict) -> Run:
-    return Run(Path("demo"), "", {}, [{"step": 1, "lengths": {"trained_histogram": histogram}}], {})
+def run_with(histogram: dict) -> RunFolder:
+    return RunFolder(Path("demo"), "", {}, [{"step": 1, "lengths": {"trained_histogram": histogram}}], {})
 
 
 @given(SPANS, st.floats(0, 20))
@@ -45,14 +45,14 @@ def test_busy_shares_add_up_to_the_time_in_spans(spans, intervals):
 
 
 def test_thinned_instants_keep_the_first_and_the_distance():
-    assert thin([3.0, 0.0, 0.4, 1.0, 1.2], 1.0) == [0.0, 1.0, 3.0]
+    assert thin_out([3.0, 0.0, 0.4, 1.0, 1.2], 1.0) == [0.0, 1.0, 3.0]
 
 
 def test_a_worker_outside_the_window_keeps_its_row_in_natural_order():
     entries = [{"worker": f"worker-{k}", "kind": "generate", "start": k, "end": k + 1} for k in (10, 2, 1)]
-    lanes = make_lanes(entries, 9.5, 20.0, 100)
-    assert [lane.worker for lane in lanes] == ["worker-1", "worker-2", "worker-10"]
-    assert [lane.spans for lane in lanes] == [{}, {}, {"generate": [(10, 11)]}]
+    tracks = worker_tracks(entries, 9.5, 20.0, 100)
+    assert [track.worker for track in tracks] == ["worker-1", "worker-2", "worker-10"]
+    assert [track.spans for track in tracks] == [{}, {}, {"generate": [(10, 11)]}]
 
 
 def test_coordinates_are_shortened_and_what_is_read_is_not():
@@ -91,11 +91,11 @@ def test_equally_likely_lengths_are_drawn_without_steps_from_rounding():
 def test_a_dot_for_every_version_that_has_sampled_a_part_of_a_batch():
     shares = {"version_share_3": 0.75, "version_share_1": 0.25, "version_share_older": 0.0, "ess": 0.9}
     records = [{"step": 3, "learner": shares}, {"step": 4, "learner": {"loss": 0.1}}, {"step": 5}]
-    run = Run(Path("demo"), "", {}, records, {})
+    run = RunFolder(Path("demo"), "", {}, records, {})
     assert version_dots(run).tolist() == [[3, 3, 0.75], [3, 1, 0.25]]
     picture = corrections_picture(run)
     assert "effective: ratios" in picture and "effective: weights" not in picture
-    assert corrections_picture(Run(Path("demo"), "", {}, records[1:], {})) is None
+    assert corrections_picture(RunFolder(Path("demo"), "", {}, records[1:], {})) is None
 
 
 @given(SPANS, SPANS)
@@ -121,8 +121,8 @@ def test_an_idle_worker_waits_for_others_then_for_the_learner_then_for_weights()
         span("b", "weights", 9, 9.5), span("b", "joined", 0, 0), span("a", "generate", 11, 12),
         span("b", "lost", 9.5, 9.5),
     ]  # fmt: skip
-    a, b = lanes = make_lanes(entries, 0, 12, math.inf)
-    add_waits(lanes, [(6.5, 8)], 0, 12)
+    a, b = tracks = worker_tracks(entries, 0, 12, math.inf)
+    add_idle_spans(tracks, [(6.5, 8)], 0, 12)
     assert a.spans["wait-others"] == [(4, 6)] and b.spans["wait-others"] == [], "one that is lost waits for nothing"
     assert a.spans["wait-learner"] == b.spans["wait-learner"] == [(6.5, 8)]
     assert a.spans["wait-weights"] == [(8, 9)]
@@ -140,7 +140,7 @@ def test_hours_between_two_starts_are_not_on_the_axis_and_the_change_is_said(tmp
         {"step": 1, "time": 5.0, "lanes": [span("a", "generate", 0, 4)]},
         {"step": 2, "time": 7208.0, "lanes": [span("a", "generate", 7201, 7207)]},
     ]
-    run = Run(tmp_path, "", {}, records, {})
+    run = RunFolder(tmp_path, "", {}, records, {})
     timeline = timeline_of(run)
     assert timeline.pauses == [(5.0, 7196.0)]
     assert timeline.steps == [(1, 5.0), (2, pytest.approx(12.0 + PAUSE_S))]
@@ -150,17 +150,19 @@ def test_hours_between_two_starts_are_not_on_the_axis_and_the_change_is_said(tmp
 
 def test_accuracies_on_other_prompts_are_neither_joined_nor_compared(tmp_path):
     points = [{"step": step, "accuracy": step / 10, "prompts": 8 if step < 3 else 4} for step in range(5)]
-    run = Run(tmp_path, "", {}, [{"step": step, "reward": 0.5} for step in (1, 2)], {"evaluation": points})
+    run = RunFolder(tmp_path, "", {}, [{"step": step, "reward": 0.5} for step in (1, 2)], {"evaluation": points})
     assert [[point["step"] for point in points] for points in run.evaluation_sets] == [[0, 1, 2], [3, 4]]
     assert accuracy(run) == "0.300 → 0.400 (steps 3 → 4, 4 prompts)"
     assert "held-out accuracy, set 2" in reward_picture(run)
-    resumed = Run(write_resume(tmp_path, time=0.0, step=1, changed=["data.eval_path: a -> b"]), "", {}, [], run.summary)
+    resumed = RunFolder(
+        write_resume(tmp_path, time=0.0, step=1, changed=["data.eval_path: a -> b"]), "", {}, [], run.summary
+    )
     assert [len(points) for points in resumed.evaluation_sets] == [2, 1, 2]
 
 
 def test_a_curve_has_one_name_however_many_steps_it_has(tmp_path):
     for steps in (30, 90, 900):
         learner = [{"loss": 0.1, "ess": 1.0, f"version_share_{step}": 1.0} for step in range(steps)]
-        run = Run(tmp_path, "", {}, [{"step": k + 1, "learner": one} for k, one in enumerate(learner)], {})
+        run = RunFolder(tmp_path, "", {}, [{"step": k + 1, "learner": one} for k, one in enumerate(learner)], {})
         assert corrections_picture(run).count("effective: ratios") == 1
         assert "loss" in learner_picture(run)

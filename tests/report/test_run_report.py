@@ -11,7 +11,7 @@ from synthetic_run import write_run
 
 from april.config import ConfigError
 from april.launch.preflight import mark_ended
-from april.report.facts import facts, ledger_of
+from april.report.facts import facts, token_totals
 from april.report.html import write_report
 from april.report.run_folder import read_run, records_from
 from april.report.table import render_status
@@ -71,12 +71,12 @@ def test_a_replayed_step_counts_once_and_keeps_both_lanes(tmp_path):
         metrics.write(orjson.dumps(once.steps[-1]) + b"\n")
     again = read_run(run_dir)
     assert len(again.steps) == 3
-    assert len(again.lanes) == len(once.lanes) + len(once.steps[-1]["lanes"])
+    assert len(again.worker_events) == len(once.worker_events) + len(once.steps[-1]["lanes"])
 
 
 def test_table_states_the_closed_ledger_in_numbers(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=30)
-    ledger = ledger_of(read_run(run_dir))
+    ledger = token_totals(read_run(run_dir))
     text = rendered(run_dir)
     assert ledger.closed and f"{ledger.generated:,} generated = {ledger.trained:,} trained" in text
     assert "discarded (aborted)" in text

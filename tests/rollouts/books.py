@@ -1,8 +1,8 @@
-"""A broker and its workers in memory, and the batches that it hands out."""
+"""An in-memory broker for trainers: fixed batches, and a record of all calls."""
 
 import numpy as np
 
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import TrainingBatch, TrainSample
 from april.wire.version import Version
 
 
@@ -13,26 +13,26 @@ def sample(tokens, prompt_tokens, reward, segments):
 
 
 def batch_of(step):
-    """A response that an environment has interrupted between two versions, and a shorter one."""
+    """A batch of one group: a response of two versions with an observation between them, and a shorter one."""
     first = sample([5, 6, 7, 8, 9], 2, 1.0, ((0, 1, Version(0, 3)), (2, 3, Version(0, 4))))
-    return Batch(step, [[first, sample([5, 6, 7], 2, 0.0, ((0, 1, Version(0, 4)),))]], [(step, b"\xa4mine")])
+    return TrainingBatch(step, [[first, sample([5, 6, 7], 2, 0.0, ((0, 1, Version(0, 4)),))]], [(step, b"\xa4mine")])
 
 
-class Books:
-    """Writes down what it is told."""
+class RecordingBroker:
+    """A batch source and weight publisher that records its calls."""
 
     def __init__(self, steps, frontier=0):
-        self.steps, self.frontier, self.said, self.weights, self.prompts = steps, frontier, [], {}, 0
+        self.steps, self.frontier, self.calls, self.weights, self.prompts = steps, frontier, [], {}, 0
 
     def start(self, checkpoint_step):
-        self.said.append(("start", checkpoint_step))
+        self.calls.append(("start", checkpoint_step))
         return 1, self.frontier
 
     def fetch(self, step):
         return batch_of(step) if step < self.steps else None
 
     def submit(self, first, prompts, ids):
-        self.said.append(("submit", first, [one.tokens for one in prompts], ids.tolist()))
+        self.calls.append(("submit", first, [prompt.prompt_tokens for prompt in prompts], ids.tolist()))
         self.prompts = max(self.prompts, first + len(prompts))
         return self.prompts
 
@@ -40,20 +40,20 @@ class Books:
         pass
 
     def consumed(self, step, metrics, discarded=""):
-        self.said.append(("consumed", step))
+        self.calls.append(("consumed", step))
 
     def durable(self, step, oldest):
-        self.said.append(("durable", step, oldest))
+        self.calls.append(("durable", step, oldest))
 
     def publish(self, version, tensors, canary):
-        self.said.append(("publish", version.step))
+        self.calls.append(("publish", version.step))
         self.weights[version.step] = tensors
         return {}
 
     def announce(self, version, canary):
-        self.said.append(("announce", version.step))
+        self.calls.append(("announce", version.step))
         self.canary = canary
 
-    def brought(self):
-        self.said.append(("brought",))
+    def externally_loaded(self):
+        self.calls.append(("externally_loaded",))
         return {}

@@ -1,4 +1,4 @@
-"""A broker that dies under the trainer of somebody else."""
+"""Kill the broker of a local run."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from tests.run.processes import wait_until
 
 
 def kill_broker(run):
-    """Of a run that was started with its connection; it is started again."""
+    """Kill the broker of a run that `connect` has started; its supervisor restarts it."""
     found = []
     wait_until(lambda: found.extend(brokers_of(run._broker.local.process.pid)) or found)
     [broker] = found
@@ -22,7 +22,7 @@ def brokers_of(pid):
 
 
 def content(file):
-    """Nothing of a process or a thread that has ended."""
+    """Content of a /proc file; b"" if the process or thread has ended."""
     try:
         return file.read_bytes()
     except (FileNotFoundError, ProcessLookupError):

@@ -10,28 +10,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from april.config import load
-from april.learner.process_group import handover_group
+from april.learner.process_group import long_wait_group
 from april.processes.lifetime import end
 from april.rollouts.run import Rollouts
-from tests.rollouts.books import Books
+from tests.rollouts.books import RecordingBroker
 
 
 def main(config_file: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = fully_shard(torch.nn.Linear(3, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    books = Books(2, frontier=1) if dist.get_rank() == 0 else None
+    broker = RecordingBroker(2, frontier=1) if dist.get_rank() == 0 else None
     seen = []
-    with Rollouts(load(config_file), 0, books, books, handover_group()) as run:
+    with Rollouts(load(config_file), 0, broker, broker, long_wait_group()) as run:
         for batch in run.batches():
             seen.append([batch.step, *batch.input_ids.tolist()])
             run.consumed(batch)
             run.publish(model)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, seen)
-    if books:
-        shapes = {name: list(tensor.shape) for name, tensor in books.weights[2].items()}
-        (folder / "seen.json").write_bytes(orjson.dumps({"ranks": of_ranks, "said": books.said, "shapes": shapes}))
+    if broker:
+        shapes = {name: list(tensor.shape) for name, tensor in broker.weights[2].items()}
+        (folder / "seen.json").write_bytes(orjson.dumps({"ranks": of_ranks, "said": broker.calls, "shapes": shapes}))
     dist.barrier()
     end(0)
 

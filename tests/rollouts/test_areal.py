@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError, load
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.rollouts.run import Rollouts
 from tests.rollouts import areal_types
-from tests.rollouts.books import Books, batch_of
+from tests.rollouts.books import RecordingBroker, batch_of
 from tests.rollouts.kill import kill_broker
 from tests.run.processes import assert_closed
 
@@ -52,20 +52,20 @@ def options(config, folder, **more):
 def trainer_on(areal, monkeypatch, config_file, tmp_path):
     """AReaL's trainer on books; `words`: the run's keys."""
 
-    def make(books, *words, **keys):
+    def make(broker, *words, **keys):
         config = load(config_file, [*SMALL, *words])
-        books.start(0)
-        monkeypatch.setattr(areal.rollouts, "connect", lambda path, step, *_: Rollouts(config, step, books, books))
-        return areal.Trainer(config_file, options(config, tmp_path), **keys)
+        broker.start(0)
+        monkeypatch.setattr(areal.rollouts, "connect", lambda path, step, *_: Rollouts(config, step, broker, broker))
+        return areal.ArealTrainer(config_file, options(config, tmp_path), **keys)
 
     return make
 
 
 def test_a_step_of_areal_s_is_a_batch_and_its_weights_are_the_next_version(trainer_on, config_file, tmp_path):
-    books = Books(2)
+    broker = RecordingBroker(2)
     group = batch_of(0).groups[0]
-    books.fetch = lambda step: Batch(step, [group[:1], group], []) if step < 2 else None
-    with trainer_on(books) as trainer:
+    broker.fetch = lambda step: TrainingBatch(step, [group[:1], group], []) if step < 2 else None
+    with trainer_on(broker) as trainer:
         trainer.train()
         lost, whole = trainer.actor.seen[0]
     assert whole["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]]
@@ -76,31 +76,31 @@ def test_a_step_of_areal_s_is_a_batch_and_its_weights_are_the_next_version(train
     assert mask.tolist() == [[0, 1, 0, 1, 0], [0, 1, 0, 0, 0]]
     assert logprobs[0].tolist() == [0, -1, 0, -3, 0]
     assert lost["rewards"].tolist() == [1.0, 1.0], "a group that has lost a sample has another one twice"
-    said = [said for said in books.said if said[0] != "start"]
+    calls = [calls for calls in broker.calls if calls[0] != "start"]
     order = ["publish 0", "consumed 0", "publish 1", "durable 1 1", "consumed 1", "publish 2"]
-    assert [" ".join(map(str, one)) for one in said] == order
-    assert books.weights[2].keys() == WEIGHTS.keys() and not list(tmp_path.glob("weight_update*"))
+    assert [" ".join(map(str, one)) for one in calls] == order
+    assert broker.weights[2].keys() == WEIGHTS.keys() and not list(tmp_path.glob("weight_update*"))
 
 
 def test_areal_s_rows_are_prompts_and_its_checkpoint_knows_which_were_drawn(trainer_on, areal, tmp_path):
     rows = [{"messages": [number + 5, 6], "answer": str(number)} for number in range(8)]
     submitted = ["--data.source", "submitted", "--schedule.over_sampling_batch_size", "6"]
-    books = Books(2)
-    books.fetch = lambda step: Batch(step, batch_of(0).groups * 4, [(place, b"") for place in range(4)])
-    trainer = trainer_on(books, *submitted, train_dataset=rows)
+    broker = RecordingBroker(2)
+    broker.fetch = lambda step: TrainingBatch(step, batch_of(0).groups * 4, [(place, b"") for place in range(4)])
+    trainer = trainer_on(broker, *submitted, train_dataset=rows)
     trainer.actor.prepare_batch(trainer.train_dataloader, None)
-    brought = [said for said in books.said if said[0] == "submit" and said[2]]
-    assert brought[:2] == [
+    submitted_run = [calls for calls in broker.calls if calls[0] == "submit" and calls[2]]
+    assert submitted_run[:2] == [
         ("submit", 0, [2] * 4, [5, 6, 6, 6, 7, 6, 8, 6]),
         ("submit", 4, [2] * 4, [9, 6, 10, 6, 11, 6, 12, 6]),
     ]
     state = trainer.train_dataloader.state_dict()
-    again = areal.Rows(areal_types.Loader(rows, 4))
+    again = areal.CountingLoader(areal_types.Loader(rows, 4))
     again.load_state_dict(state)
     assert again.draw() == (8, rows[:4]), "the second pass over the rows"
     trainer.close()
     with pytest.raises(ConfigError, match="give train_dataset"):
-        trainer_on(Books(2), *submitted)
+        trainer_on(RecordingBroker(2), *submitted)
 
 
 def test_options_that_do_not_fit_the_run_are_refused_by_areal_s_own_names(areal, config_file, tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_options_that_do_not_fit_the_run_are_refused_by_areal_s_own_names(areal,
 
 
 def test_another_number_of_steps_and_a_run_at_another_step_are_refused(trainer_on, monkeypatch):
-    trainer = trainer_on(Books(2))
+    trainer = trainer_on(RecordingBroker(2))
     trainer.config.total_train_steps = 1
     with pytest.raises(ConfigError, match="AReaL trains 1 steps and the run 2"):
         trainer.train()
@@ -141,7 +141,7 @@ def test_areal_s_rows_are_generated_for_and_batches_come_again_though_it_and_its
     config = load(config_file, [word for key, value in keys.items() for word in (f"--{key}", str(value))])
     rows = [{"messages": f"{number:02d}*3+60=", "answer": str(number % 2)} for number in range(12)]
 
-    def said(version):
+    def calls(version):
         """The broker dies before it has heard of the first step, AReaL before the second is in its weights."""
         if version == 2:
             raise KeyboardInterrupt
@@ -157,12 +157,12 @@ def test_areal_s_rows_are_generated_for_and_batches_come_again_though_it_and_its
     seen = []
     with (
         pytest.raises(KeyboardInterrupt),
-        areal.Trainer(config_file, options(config, tmp_path), rows, overrides=keys) as trainer,
+        areal.ArealTrainer(config_file, options(config, tmp_path), rows, overrides=keys) as trainer,
     ):
         seen, set_version = trainer.actor.seen, trainer.rollout.set_version
-        trainer.rollout.set_version = said
+        trainer.rollout.set_version = calls
         trainer.train()
-    with areal.Trainer(config_file, options(config, tmp_path), rows, overrides=keys) as again:
+    with areal.ArealTrainer(config_file, options(config, tmp_path), rows, overrides=keys) as again:
         prepare_batch, again.rollout.prepare_batch = again.rollout.prepare_batch, taken
         again.train()
         assert again.start == 1 and len(again.actor.seen) == 2

@@ -164,9 +164,9 @@ def test_log_probabilities_by_length_are_those_that_trl_computes_of_all_rows_at_
     mask = torch.cat([prompt, (torch.arange(longest) < lengths[:, None]).long()], dim=1)
     ids = torch.randint(3, 9, mask.shape, generator=torch.manual_seed(0)) * mask
     sampled, given = mask[:, 3:].bool(), (model, ids, mask, longest)
-    assert adapter.by_length(score, *given, batch_size=batch_size, num_images=None)[1] is None
+    assert adapter.score_by_length(score, *given, batch_size=batch_size, num_images=None)[1] is None
     computed.clear()
-    by_length = adapter.by_length(score, *given, batch_size=batch_size, compute_entropy=True)
+    by_length = adapter.score_by_length(score, *given, batch_size=batch_size, compute_entropy=True)
     cost = sum(computed)
     for found, expected in zip(by_length[:2], score(*given, compute_entropy=True), strict=False):
         assert torch.allclose(found[sampled], expected[sampled], atol=1e-5)
@@ -204,7 +204,7 @@ def test_rows_of_like_length_share_a_micro_batch_of_trl_where_a_step_is_their_su
 
     found = []
     for trainer._step in range(3):
-        inputs = adapter.of_like_length(trainer, prepare, None)
+        inputs = adapter.group_by_length(trainer, prepare, None)
         assert inputs["num_items_in_batch"] == 21 and inputs["old"] is None
         assert inputs["completion_mask"].sum(1).tolist() == inputs["advantages"].tolist()
         found += inputs["advantages"].tolist()

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from april.adapters import openrlhf as adapter
 from april.adapters.openrlhf_options import check, their_options
 from april.config import ConfigError, load
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.rollouts import aio
 from april.rollouts.run import Rollouts
-from tests.rollouts.books import Books, batch_of
+from tests.rollouts.books import RecordingBroker, batch_of
 from tests.rollouts.openrlhf_types import broadcast, experience, generate
 from tests.run.processes import assert_closed
 
@@ -46,8 +46,8 @@ def tokenizer(policy_folder):
     return AutoTokenizer.from_pretrained(policy_folder)
 
 
-def engine_on(config, books, folder):
-    return adapter.Engine(lambda: aio.AsyncRollouts(lambda: Rollouts(config, 0, books, books)), str(folder))
+def engine_on(config, broker, folder):
+    return adapter.OpenRlhfEngine(lambda: aio.AsyncRollouts(lambda: Rollouts(config, 0, broker, broker)), str(folder))
 
 
 async def meet(engine):
@@ -55,11 +55,13 @@ async def meet(engine):
     await engine.init_process_group("127.0.0.1", 1, 1, 2, "openrlhf", backend="gloo", use_ray=True)
 
 
-def test_each_prompt_gets_its_own_group_as_openrlhf_reads_it(config_file, tokenizer, sent, tmp_path):
-    books = Books(3)
+def test_each_prompt_gets_its_own_group_in_openrlhf_s_format(config_file, tokenizer, sent, tmp_path):
+    broker = RecordingBroker(3)
     group = batch_of(0).groups[0]
-    books.fetch = lambda step: Batch(step, [group[:1], group, group, group], [(place, b"") for place in (3, 0, 2, 1)])
-    engine = engine_on(load(config_file, SUBMITTED), books, tmp_path)
+    broker.fetch = lambda step: TrainingBatch(
+        step, [group[:1], group, group, group], [(place, b"") for place in (3, 0, 2, 1)]
+    )
+    engine = engine_on(load(config_file, SUBMITTED), broker, tmp_path)
 
     async def steps():
         await meet(engine)
@@ -73,15 +75,15 @@ def test_each_prompt_gets_its_own_group_as_openrlhf_reads_it(config_file, tokeni
     assert found["rollout_log_probs"].tolist() == [0, -1, -2, -3] and found["rewards"].tolist() == [1.0]
     assert answers[3][0] == answers[3][1], "a group that has lost a sample has another one twice"
     ids = [token for prompt, _ in PROMPTS for token in tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    assert ("submit", 0, [8] * 4, ids) in books.said
+    assert ("submit", 0, [8] * 4, ids) in broker.calls
 
 
 def test_weights_that_were_broadcast_are_published_once_they_are_whole(config_file, tokenizer, sent, tmp_path):
-    books = Books(1)
+    broker = RecordingBroker(1)
     group = batch_of(0).groups[0]
-    books.fetch = lambda step: Batch(step, [group] * 4, []) if step < 1 else None
+    broker.fetch = lambda step: TrainingBatch(step, [group] * 4, []) if step < 1 else None
     config = load(config_file, ["--schedule.max_steps", "1"])
-    engine = engine_on(config, books, tmp_path / "none")
+    engine = engine_on(config, broker, tmp_path / "none")
 
     async def steps():
         await meet(engine)
@@ -92,13 +94,20 @@ def test_weights_that_were_broadcast_are_published_once_they_are_whole(config_fi
             await generate(engine, PROMPTS, tokenizer, 2)
 
     asyncio.run(steps())
-    assert [said for said in books.said if said[0] != "submit"][1:] == [("publish", 0), ("consumed", 0), ("publish", 1)]
-    assert all(map(torch.equal, books.weights[1].values(), WEIGHTS.values())) and books.weights[1].keys() == {"a", "b"}
+    assert [calls for calls in broker.calls if calls[0] != "submit"][1:] == [
+        ("publish", 0),
+        ("consumed", 0),
+        ("publish", 1),
+    ]
+    assert all(map(torch.equal, broker.weights[1].values(), WEIGHTS.values())) and broker.weights[1].keys() == {
+        "a",
+        "b",
+    }
 
 
-def test_too_few_prompts_are_an_error_and_no_wait(config_file, tokenizer, sent, tmp_path, monkeypatch):
-    monkeypatch.setattr(adapter, "GATHER_S", 0.01)
-    engine = engine_on(load(config_file, SUBMITTED), Books(3), tmp_path)
+def test_too_few_prompts_are_an_error(config_file, tokenizer, sent, tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter, "GATHER_TIMEOUT_S", 0.01)
+    engine = engine_on(load(config_file, SUBMITTED), RecordingBroker(3), tmp_path)
 
     async def steps():
         await meet(engine)
@@ -112,9 +121,9 @@ def test_options_that_do_not_fit_the_run_are_refused_by_openrlhf_s_own_names(con
     config = load(config_file)
     fitting = [*FITTING, "--actor.model_name_or_path", str(config.model.path)]
     check(config, their_options(fitting))
-    for name, said in (("rollout.batch_size", "17"), ("vllm.num_engines", "2"), ("eval.dataset", "held-out")):
-        with pytest.raises(ConfigError, match=f"OpenRLHF's '--{name}' = {said} does not fit the run; "):
-            check(config, their_options([*fitting, f"--{name}", said]))
+    for name, value in (("rollout.batch_size", "17"), ("vllm.num_engines", "2"), ("eval.dataset", "held-out")):
+        with pytest.raises(ConfigError, match=f"OpenRLHF's '--{name}' = {value} does not fit the run; "):
+            check(config, their_options([*fitting, f"--{name}", value]))
     with pytest.raises(ConfigError, match=r"'--train\.async_enable' = True does not fit the run; leave it out"):
         check(config, their_options([*fitting, "--train.async_enable"]))
     with pytest.raises(ConfigError, match="or let April draw the prompts"):
@@ -150,7 +159,7 @@ def test_the_launcher_runs_openrlhf_s_own_command_with_april_for_an_engine(confi
     words, engines = sys.said
     assert words[: len(theirs)] == theirs and words[-2] == "--train.agent_func_path" and engines == [made]
     [(engine, of, (connect, checkpoints))] = actors
-    assert engine is adapter.Engine and of["num_gpus"] == 1 and of["max_concurrency"] > 4
+    assert engine is adapter.OpenRlhfEngine and of["num_gpus"] == 1 and of["max_concurrency"] > 4
     assert connect.args == (str(config_file), 2, "local") and checkpoints == str(tmp_path / "_actor")
 
 
@@ -164,7 +173,9 @@ def test_openrlhf_s_prompts_are_generated_for_and_come_again_from_its_checkpoint
     overrides = {"data.source": "submitted", "schedule.over_sampling_batch_size": 4, "evaluation.prompts": 1}
 
     async def train(checkpoint, steps):
-        engine = adapter.Engine(partial(aio.connect, config_file, checkpoint, overrides=overrides), str(tmp_path / "o"))
+        engine = adapter.OpenRlhfEngine(
+            partial(aio.connect, config_file, checkpoint, overrides=overrides), str(tmp_path / "o")
+        )
         await meet(engine)
         if checkpoint:
             await broadcast(engine, weights, sent)

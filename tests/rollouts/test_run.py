@@ -1,4 +1,4 @@
-"""A trainer of one's own: what it is given, in which order, and what it may forget to say."""
+"""`april.connect` for external trainers: batches, their order, and defaults of omitted calls."""
 
 import subprocess
 import sys
@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 import april
 from april.config import ConfigError, load
-from april.learner.batch import Batch
+from april.learner.batch import TrainingBatch
 from april.rollouts import Prompt, PromptsWanted
 from april.rollouts.batch import to_tensors
 from april.rollouts.run import Rollouts
-from april.rollouts.weights import canary_of, collect
-from tests.rollouts.books import Books, batch_of
+from april.rollouts.weights import canary_from_model, collect
+from tests.rollouts.books import RecordingBroker, batch_of
 from tests.rollouts.kill import kill_broker
 from tests.run.processes import assert_closed
 
@@ -29,7 +29,7 @@ def config(config_file):
     return load(config_file)
 
 
-def test_a_batch_says_of_each_token_who_sampled_it_and_how_likely_that_was(config):
+def test_a_batch_has_the_version_and_log_probability_of_each_token(config):
     batch = to_tensors(batch_of(7), "grpo")
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]]
     assert batch.attention_mask.sum(1).tolist() == [5, 3]
@@ -43,40 +43,40 @@ def test_a_batch_says_of_each_token_who_sampled_it_and_how_likely_that_was(confi
 
 
 def test_each_batch_is_consumed_before_its_weights_are_published_and_durable_counts_the_checkpoint(config):
-    books = Books(2)
-    with Rollouts(config, 0, books, books) as run:
+    broker = RecordingBroker(2)
+    with Rollouts(config, 0, broker, broker) as run:
         run.publish(WEIGHTS)
         for batch in run.batches():
             run.consumed(batch, {"loss": 1.0})
             run.publish(WEIGHTS)
             run.durable(batch, oldest=batch.step)
-    in_order = [said for said in books.said if said[0] != "durable"]
+    in_order = [calls for calls in broker.calls if calls[0] != "durable"]
     assert in_order == [
         ("start", 0), ("publish", 0), ("consumed", 0), ("publish", 1), ("consumed", 1), ("publish", 2)
     ]  # fmt: skip
-    assert [said for said in books.said if said[0] == "durable"] == [("durable", 1, 0), ("durable", 2, 1)]
+    assert [calls for calls in broker.calls if calls[0] == "durable"] == [("durable", 1, 0), ("durable", 2, 1)]
 
 
-def test_the_next_batch_means_that_the_last_one_is_consumed(config):
-    books = Books(2)
-    with Rollouts(config, 0, books, books) as run:
+def test_taking_the_next_batch_reports_the_last_one_as_consumed(config):
+    broker = RecordingBroker(2)
+    with Rollouts(config, 0, broker, broker) as run:
         run.publish(WEIGHTS)
         for _ in run.batches():
             run.publish(WEIGHTS)
-    assert [said for said in books.said if said[0] == "consumed"] == [("consumed", 0), ("consumed", 1)]
+    assert [calls for calls in broker.calls if calls[0] == "consumed"] == [("consumed", 0), ("consumed", 1)]
 
 
-def test_weights_of_batches_that_come_again_are_not_sent(config):
-    books = Books(4, frontier=3)
-    with Rollouts(config, 1, books, books) as run:
+def test_weights_of_repeated_batches_are_not_sent(config):
+    broker = RecordingBroker(4, frontier=3)
+    with Rollouts(config, 1, broker, broker) as run:
         for _ in run.batches():
             run.publish(WEIGHTS)
-    assert [said[1] for said in books.said if said[0] == "publish"] == [3, 4]
+    assert [calls[1] for calls in broker.calls if calls[0] == "publish"] == [3, 4]
 
 
-def test_who_waits_for_workers_that_wait_for_weights_is_told(config):
-    books = Books(2)
-    with Rollouts(config, 0, books, books) as run:
+def test_taking_a_batch_without_publishing_weights_is_an_error(config):
+    broker = RecordingBroker(2)
+    with Rollouts(config, 0, broker, broker) as run:
         with pytest.raises(RuntimeError, match=r"weights 0 have not been published.*call run.publish"):
             next(run.batches())
         run.publish(WEIGHTS)
@@ -87,17 +87,17 @@ def test_who_waits_for_workers_that_wait_for_weights_is_told(config):
 
 
 @pytest.fixture
-def brought(config_file):
-    """What a trainer that brings its prompts says, and what it holds."""
-    books = Books(2)
-    return books, Rollouts(load(config_file, ["--data.source", "submitted"]), 0, books, books)
+def submitted_run(config_file):
+    """A run with submitted prompts, and the broker that records its calls."""
+    broker = RecordingBroker(2)
+    return broker, Rollouts(load(config_file, ["--data.source", "submitted"]), 0, broker, broker)
 
 
-def test_prompts_are_texts_messages_or_ids_and_what_was_brought_before_is_passed_over(brought):
-    books, run = brought
+def test_prompts_are_texts_messages_or_ids_and_submitted_ones_are_skipped(submitted_run):
+    broker, run = submitted_run
     assert run.submit(["05*3", [4, 5], Prompt([6], label="1", extra={"uid": np.int64(3)})]) == 3
     assert run.submit([[4], [5], [6], [7]], first=1) == 5
-    submits = [said[1:] for said in books.said if said[0] == "submit"]
+    submits = [calls[1:] for calls in broker.calls if calls[0] == "submit"]
     assert submits[0] == (0, [], []), "how many there are is asked at the start"
     assert submits[1][:2] == (0, [4, 2, 1]) and submits[1][2][4:] == [4, 5, 6]
     assert submits[2] == (3, [1, 1], [6, 7])
@@ -108,25 +108,25 @@ def test_prompts_are_texts_messages_or_ids_and_what_was_brought_before_is_passed
             run.submit([wrong])
 
 
-def test_many_prompts_go_in_as_many_messages_as_hold_them(brought, monkeypatch):
-    books, run = brought
-    monkeypatch.setattr("april.rollouts.prompts.MESSAGE_TOKENS", 3)
+def test_many_prompts_go_in_as_many_messages_as_hold_them(submitted_run, monkeypatch):
+    broker, run = submitted_run
+    monkeypatch.setattr("april.rollouts.prompts.MAX_MESSAGE_TOKENS", 3)
     assert run.submit([[1, 2], [3, 4], [5]]) == 3
-    assert [said[1:] for said in books.said[-2:]] == [(0, [2], [1, 2]), (1, [2, 1], [3, 4, 5])]
+    assert [calls[1:] for calls in broker.calls[-2:]] == [(0, [2], [1, 2]), (1, [2, 1], [3, 4, 5])]
 
 
-def test_who_takes_a_batch_that_no_prompt_is_left_for_is_told(brought):
-    books, run = brought
+def test_taking_a_batch_without_enough_prompts_raises_prompts_wanted(submitted_run):
+    broker, run = submitted_run
     run.publish(WEIGHTS)
-    books.fetch = lambda step: Batch(step, [])
+    broker.fetch = lambda step: TrainingBatch(step, [])
     with pytest.raises(PromptsWanted, match=r"submit more with run\.submit"):
         run.take()
-    books.fetch = batch_of
+    broker.fetch = batch_of
     assert run.take().prompts == [0]
 
 
 @pytest.mark.full
-def test_a_trainer_brings_prompts_and_takes_their_groups_though_the_broker_is_killed(config_file, policy_folder):
+def test_submitted_prompts_become_groups_though_the_broker_is_killed(config_file, policy_folder):
     model = AutoModelForCausalLM.from_pretrained(policy_folder)
     keys = {"data.source": "submitted", "evaluation.prompts": 1, "worker.slots": 16}
     taken = []
@@ -163,10 +163,10 @@ def test_a_model_its_state_and_its_tensors_are_the_same_weights_and_tied_ones_co
     with torch.no_grad():
         next(model.parameters()).add_(1)
     assert not torch.equal(collected[next(iter(expected))], next(model.parameters())), "what is sent stays as it was"
-    assert canary_of(model, config).dtype == "float32" and canary_of(model.state_dict(), config) is None
+    assert canary_from_model(model, config).dtype == "float32" and canary_from_model(model.state_dict(), config) is None
 
 
-def test_what_the_run_refuses_is_said_by_connect(config_file, tmp_path):
+def test_connect_raises_what_the_run_refuses(config_file, tmp_path):
     (tmp_path / "bad.jsonl").write_text("not json\n")
     with pytest.raises(ConfigError, match="line 1"):
         april.connect(config_file, overrides={"data.path": str(tmp_path / "bad.jsonl")})

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError, load
 from april.data.support import Support
-from april.learner.batch import Batch, TrainSample
+from april.learner.batch import TrainingBatch, TrainSample
 from april.rollouts import LOCAL, connect
 from april.rollouts.run import Rollouts
 from april.wire.version import Version
 from tests.rollouts import slime_types
-from tests.rollouts.books import Books
+from tests.rollouts.books import RecordingBroker
 from tests.rollouts.slime_types import Sample, Source, train_data
 from tests.run.processes import assert_closed
 
@@ -57,8 +57,8 @@ def flat(groups):
 
 def test_a_sample_of_slime_s_gets_tokens_masks_versions_and_the_support_of_each_token(slime, args, config_file):
     config = load(config_file, ["--data.source", "submitted"])
-    books = Books(3)
-    run = Rollouts(config, 0, books, books)
+    broker = RecordingBroker(3)
+    run = Rollouts(config, 0, broker, broker)
     owner = slime.SlimeRollouts(args, run)
     write_weights(args, 1, {"weight": torch.ones(2)})
     source = Source(2)
@@ -68,7 +68,7 @@ def test_a_sample_of_slime_s_gets_tokens_masks_versions_and_the_support_of_each_
     tokens = np.array([5, 6, 7, 4, 8], np.int32)
     segments = ((0, 1, Version(0, 3)), (2, 3, Version(0, 4)))
     sampled = TrainSample(tokens, 2, np.array([-1, 0, -2], np.float32), 1.0, segments, support, finish_reason="length")
-    books.fetch = lambda step: Batch(step, [[sampled, sampled]], [(0, extra)])
+    broker.fetch = lambda step: TrainingBatch(step, [[sampled, sampled]], [(0, extra)])
     output = owner.generate(0, source)
     [[first, second]] = output.samples
     assert (first.tokens, first.response_length, first.loss_mask) == ([5, 6, 7, 4, 8], 3, [1, 0, 1])
@@ -77,7 +77,7 @@ def test_a_sample_of_slime_s_gets_tokens_masks_versions_and_the_support_of_each_
     assert (first.group_index, first.index, second.index, first.label) == (0, 0, 1, "0")
     assert (first.rollout_top_p_token_ids, first.rollout_top_p_token_offsets) == ([7, 9, 8], [0, 2, 2, 3])
     assert train_data([first, second], top_p=0.9)["truncated"] == [1, 1]
-    assert books.said.count(("publish", 0)) == 1 and books.prompts >= 6, "N' groups are on the way"
+    assert broker.calls.count(("publish", 0)) == 1 and broker.prompts >= 6, "N' groups are on the way"
 
 
 def test_options_that_do_not_fit_the_run_are_refused_by_slime_s_own_names(slime, args, config_file):
@@ -111,7 +111,7 @@ def test_slime_takes_its_own_prompts_and_goes_on_from_its_checkpoint(slime, args
             seen.append(owner.generate(rollout_id, source).samples)
             if rollout_id == 0:
                 (tmp_path / "saved").mkdir()
-                (tmp_path / "saved" / slime.NEWEST).write_text("0")
+                (tmp_path / "saved" / slime.LATEST_FILE).write_text("0")
                 at_checkpoint = source.groups
     again = slime.SlimeRollouts(args, connect(config_file, 1, LOCAL, overrides))
     source = Source(2, at_checkpoint)

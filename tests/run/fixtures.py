@@ -8,13 +8,13 @@ from tests.run.processes import APRIL, Job, assert_closed, wait_until
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Of the small configuration."""
+    """Run folder of the small configuration."""
     return tmp_path / "runs" / "small"
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(name, command, **of the job) -> Job"""
+    """start(name, command, **options of Job): a started Job."""
     jobs = []
 
     def begin(name, command, **options):
@@ -28,7 +28,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def start_run(start, config_file):
-    """start_run(*overrides) -> Job of `april run` on the small configuration"""
+    """start_run(*overrides): Job of `april run` on the small configuration."""
     return lambda *overrides: start("output", [*APRIL, "run", str(config_file), *overrides])
 
 
@@ -50,13 +50,13 @@ def start_broker(start, config_file, run_dir):
 
 @pytest.fixture
 def gate(run_dir, tmp_path, monkeypatch):
-    """start_run(*gate.hold(2)) waits behind its second step, or its third, until gate.open()"""
+    """start_run(*gate.hold(2)): the run waits after its second or third step until gate.open()."""
     return Gate(tmp_path / "gate", run_dir, monkeypatch)
 
 
 @pytest.fixture
 def finish_run(start_run, run_dir):
-    """finish_run(*overrides) -> (Job, summary) of one that has come to its end"""
+    """finish_run(*overrides): (Job, summary) of a finished run."""
 
     def finish(*overrides):
         job = start_run(*overrides)

@@ -1,4 +1,4 @@
-"""What the journal of a run says, when its broker has ended."""
+"""Reads the journal of a run whose broker has ended."""
 
 from contextlib import closing
 

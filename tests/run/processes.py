@@ -59,7 +59,7 @@ class Job:
             os.kill(pid, signal.SIGKILL)
 
     def end(self):
-        """With what is started meanwhile; who dies with his parent may be gone before his turn comes."""
+        """Kill the process and its children, also those started meanwhile; some may die with their parent first."""
         wait_until(lambda: not self._kill_all())
         self.process.wait()
 
@@ -84,7 +84,7 @@ def wait_until(condition, job=None, timeout_s=PATIENCE_S):
 
 
 def both_workers_are_there(job) -> bool:
-    """With the first weights, as `april run` says it before its first step is over."""
+    """Wait until a worker has the first weights, by the output of `april run`."""
     return all(f"worker-{index} has the weights 0.0" in job.output for index in (0, 1))
 
 
@@ -97,7 +97,7 @@ def summary(run_dir: Path) -> dict:
 
 
 def assert_closed(run_dir: Path) -> dict:
-    """generated = trained + delivered + ready + open + discarded; returns the summary."""
+    """Check that generated = trained + delivered + ready + open + discarded; returns the summary."""
     found = summary(run_dir)
     tokens = found["tokens"]
     parts = sum(tokens[name] for name in ("trained", "delivered", "ready", "open")) + sum(tokens["discarded"].values())

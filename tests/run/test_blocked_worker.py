@@ -16,7 +16,7 @@ SILENCE_S = 3.0
 
 
 class SlowEngine:
-    """Has three tokens of all its requests after a step that takes long."""
+    """Engine with three tokens per request, after one step that takes long."""
 
     version, capacity, queued = Version(0, 0), 4, 0
 
@@ -61,11 +61,11 @@ def test_a_long_decode_step_costs_no_leases(start_broker, config_file):
     )
     try:
         learner.hello()
-        learner.ask("LearnerStarted", "LearnerStart", 0, "tcp://127.0.0.1:9")
+        learner.ask("LearnerAdmitted", "StartLearner", 0, "tcp://127.0.0.1:9")
         worker._say_hello()
         deadline = time.monotonic() + 60
         while worker.acknowledged_tokens < 6:
-            worker.turn()
+            worker.run_once()
             assert time.monotonic() < deadline, broker.output
         assert "is lost" not in broker.output and "refused" not in broker.output
     finally:

@@ -109,7 +109,7 @@ def test_a_role_is_that_of_the_key_whatever_a_message_says(broker, connect, keys
         wire.Fetch(0),
         wire.Consumed(0, {}),
         wire.Durable(0, 0),
-        wire.LearnerStart(0, "x"),
+        wire.StartLearner(0, "x"),
         wire.StopRun(""),
     ):
         connection.send(message)

@@ -1,4 +1,4 @@
-"""What `april run` says at its end is how the run ended, whether or not a report can be made of it."""
+"""`april run` ends with the run's status, whether or not its report can be written."""
 
 import errno
 
@@ -16,7 +16,7 @@ def no_space(*arguments):
 
 @pytest.fixture(params=["damaged", "disk full", "report full"])
 def obstacle(request, monkeypatch):
-    """Something that keeps the report from being written; what is said of it."""
+    """Prevents the report from being written; returns the expected message."""
     if request.param == "damaged":
         return "metrics.jsonl line 1 is not a JSON object with a step"
     monkeypatch.setattr(
@@ -26,7 +26,7 @@ def obstacle(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("state", "status"), [("finished", 0), ("stopped", cli.INTERRUPTED), ("failed", 1)])
-def test_a_report_that_cannot_be_written_is_one_line_and_the_status_is_the_run_s(
+def test_a_report_that_cannot_be_written_is_one_line_and_keeps_the_run_s_status(
     obstacle, state, status, config_file, capsys, monkeypatch
 ):
     def run(supervisor):

@@ -6,7 +6,7 @@ import pytest
 
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.tokenizer import Tokenizer
-from april.launch.operate import Target
+from april.launch.operate import RunAddress
 from april.wire.rows import OBSERVATION
 from tests.run.journal import events_and_arrays, with_payloads
 from tests.run.processes import assert_closed, wait_until
@@ -44,7 +44,7 @@ def test_killed_in_the_midst_of_a_tool_call(start_run, run_dir, policy_folder, t
     one_each = ["--worker.count", "1", "--learner.ranks", "1"]
     job = start_run(*IN_TURNS, *one_each)
     wait_until(asked, job)
-    first, target = asked(), Target(run_dir, None, None)
+    first, target = asked(), RunAddress(run_dir, None, None)
 
     def is_said():
         """Of the worker, of the samples that are waited for, and of who holds them up."""

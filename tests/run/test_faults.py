@@ -27,7 +27,7 @@ def run(start_run):
     return lambda *overrides: start_run(*longer, *overrides)
 
 
-def test_a_killed_worker_is_restarted_and_the_run_comes_to_its_end(run, run_dir, gate):
+def test_a_killed_worker_is_restarted_and_the_run_finishes(run, run_dir, gate):
     job = run("--schedule.max_steps", "6", *gate.hold(4))
     for step in (1, 3):
         wait_until(lambda step=step: steps_recorded(run_dir) >= step, job)
@@ -45,8 +45,8 @@ def workers_of_last_step(run_dir):
 
 
 @pytest.mark.full
-def test_a_worker_that_slept_too_long_comes_back_by_itself(run, run_dir):
-    """Its session and its lane have ended meanwhile; it says hello again and goes on, without a restart."""
+def test_a_worker_that_slept_too_long_reconnects_by_itself(run, run_dir):
+    """Its session and weight channel have ended meanwhile; it connects again without a restart."""
     job = run("--broker.session_timeout_s", "2")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     wait_until(lambda: "worker-0" in workers_of_last_step(run_dir), job)
@@ -76,8 +76,8 @@ def test_a_worker_that_keeps_dying_ends_the_run(run, run_dir):
 
 
 @pytest.mark.parametrize("victim", ["april.cli broker", full(LAUNCHER), "-u -m april.learner"])
-def test_a_dead_broker_or_learner_is_restarted_and_the_others_go_on(run, run_dir, gate, victim):
-    """Workers keep their process and their tokens; a learner outlives the broker, and goes on from its checkpoint."""
+def test_a_dead_broker_or_learner_is_restarted_and_the_others_continue(run, run_dir, gate, victim):
+    """Workers keep their process and their tokens; a learner survives the broker, or continues from its checkpoint."""
     ranks = [] if "broker" in victim else TWO_RANKS
     job = run("--learner.checkpoint_every", "3", "--schedule.max_steps", "9", *ranks, *gate.hold(6))
     wait_until(lambda: steps_recorded(run_dir) >= 2, job)
@@ -119,7 +119,7 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
 )
 @pytest.mark.timeout(900)
 def test_hung_processes_are_killed_and_restarted(run, run_dir, tmp_path, monkeypatch, victims):
-    """Whether they are stopped or run in circles."""
+    """Processes that hang are stopped ones, or busy loops."""
 
     def log_of(name):
         return (run_dir / f"logs/{name}.log").read_text()
@@ -149,7 +149,7 @@ def test_hung_processes_are_killed_and_restarted(run, run_dir, tmp_path, monkeyp
     wait_until(lambda: job.descendants() == [])
 
 
-def test_ctrl_c_stops_everything_and_keeps_what_is_acknowledged(run, run_dir):
+def test_ctrl_c_stops_everything_and_keeps_acknowledged_tokens(run, run_dir):
     job = run()
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     job.process.send_signal(signal.SIGINT)
@@ -170,7 +170,7 @@ def test_ctrl_c_during_the_start_ends_at_once(run, run_dir, after_s):
     wait_until(lambda: job.descendants() == [])
 
 
-def test_nobody_outlives_a_killed_supervisor(run, run_dir):
+def test_no_process_survives_a_killed_supervisor(run, run_dir):
     job = run()
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     job.process.kill()

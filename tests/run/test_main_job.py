@@ -20,7 +20,7 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.broker.ledger.ledger import Ledger, Rules
 from april.cli import main
-from april.report.facts import ledger_of
+from april.report.facts import token_totals
 from april.report.run_folder import read_records, read_run
 from tests.conftest import write_config
 from tests.run.checkpoints import assert_exported, model_of_checkpoint
@@ -37,7 +37,7 @@ OF_THE_MACHINE = {"slow_part", "starved_engines", "saturated_engines", "disk_fil
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory):
-    """Of the run that the tests look at: its first step is not over before both workers are there."""
+    """Settings of the run under test: its first step does not end before both workers are connected."""
     folder = tmp_path_factory.mktemp("main_job")
     with pytest.MonkeyPatch.context() as environment:
         yield Gate(folder / "gate", folder / "runs" / "small", environment)
@@ -64,7 +64,7 @@ def finished(gate, settings, policy_folder, data_folder):
     return gate.run_dir, job.output
 
 
-def test_the_run_folder_holds_what_it_promises(finished):
+def test_the_run_folder_has_all_documented_files(finished):
     run_dir, output = finished
     summary = assert_closed(run_dir)
     assert (summary["state"], summary["steps"]) == ("finished", 3)
@@ -85,7 +85,7 @@ def test_the_run_folder_holds_what_it_promises(finished):
     assert "report.html" in output and (run_dir / "report.html").stat().st_size > 10_000
 
 
-def test_the_run_can_be_traced_from_its_lanes_to_the_life_of_a_sample(finished, tmp_path, capsys):
+def test_the_trace_has_the_run_s_timelines_and_each_sample_s_history(finished, tmp_path, capsys):
     run_dir, _ = finished
     assert main(["trace", "export", str(run_dir), "--out", str(tmp_path / "trace")]) == 0
     assert "tracks; open it at" in capsys.readouterr().out
@@ -129,14 +129,14 @@ def test_the_notebook_reads_the_run(finished):
     assert printed[0].text == "finished 3 steps\n"
     assert any("image/png" in output.get("data", {}) for output in printed), "its curves are drawn"
     assert "True" in printed[-1].data["text/plain"], "the ledger is shown, and closes"
-    ledger, written = runs.load(run_dir).ledger, ledger_of(read_run(run_dir))
+    ledger, written = runs.load(run_dir).ledger, token_totals(read_run(run_dir))
     assert ledger["step"].tolist() == [1, 2, 3] and ledger["closes"].all()
     assert dict(ledger.iloc[-1][["generated", "trained", "open"]]) == {
         "generated": written.generated, "trained": written.trained, "open": written.open,
     }  # fmt: skip
 
 
-def test_the_ledger_agrees_with_what_the_engines_say_they_generated(finished):
+def test_the_ledger_agrees_with_the_engines_token_counts(finished):
     run_dir, _ = finished
     said = 0
     for log in run_dir.glob("logs/worker-*.log"):
@@ -154,7 +154,7 @@ def test_the_journal_alone_rebuilds_the_ledger(finished):
     assert ledger.account() == {key: account[key] for key in ledger.account()}
 
 
-def test_every_token_s_logprob_is_that_of_the_version_it_is_labelled_with(finished, policy_folder):
+def test_every_token_s_logprob_comes_from_its_recorded_version(finished, policy_folder):
     """A worker's reported version is really the weights it samples from."""
     run_dir, _ = finished
     models = {0: AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)}
@@ -204,12 +204,12 @@ def test_status_prints_the_table(finished, capfd):
     assert "closed" in printed and "3 of 3" in printed
 
 
-def test_a_finished_run_is_not_resumed_for_nothing(finished, capsys):
+def test_resuming_a_finished_run_is_refused(finished, capsys):
     assert main(["run", str(finished[0] / "config.toml"), "--resume"]) == 2
     assert "finished at 3 steps" in capsys.readouterr().err
 
 
-def test_a_resume_of_a_journal_with_its_end_cut_off_is_a_sentence(
+def test_resuming_with_a_truncated_journal_is_refused_with_a_sentence(
     finished, settings, policy_folder, data_folder, tmp_path, capsys
 ):
     """It ends with a whole record, and looks whole; nothing of the folder is another afterwards."""
@@ -227,7 +227,9 @@ def test_a_resume_of_a_journal_with_its_end_cut_off_is_a_sentence(
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-def test_resume_goes_on_from_journal_and_checkpoints(finished, settings, start, policy_folder, data_folder, tmp_path):
+def test_a_resume_continues_from_journal_and_checkpoints(
+    finished, settings, start, policy_folder, data_folder, tmp_path
+):
     """The finished run is copied, then trained for one more step from its journal and checkpoints."""
     run_dir, _ = finished
     shutil.copytree(run_dir, tmp_path / "runs" / "small")

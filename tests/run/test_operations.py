@@ -7,7 +7,7 @@ from april.broker.ledger import events
 from april.cli import main
 from april.config import load
 from april.formats.versions import FILE
-from april.launch.operate import Target
+from april.launch.operate import RunAddress
 from april.processes.lifetime import STEPPED_ASIDE
 from tests.broker.conversation import Conversation, FakeWorker, make_batch
 from tests.page_client import Client, Worker
@@ -22,15 +22,15 @@ def start_broker(start_broker):
     return lambda *more: start_broker(*OVERRIDES, *TIMES, *more)
 
 
-def test_damage_in_an_old_journal_file_is_found_behind_the_start_and_costs_a_group(start_broker, config_file, run_dir):
-    """A file below the snapshot, which a start does not read."""
+def test_damage_in_an_old_journal_file_is_found_after_the_start_and_costs_a_group(start_broker, config_file, run_dir):
+    """The file lies before the snapshot, so a start does not read it."""
     small = ["--broker.journal_file_records", "100", "--broker.attempts", "1", "--evaluation.prompts", "1"]
     talk = Conversation(load(config_file, small))
     worker = FakeWorker(talk)
     worker.join()
     make_batch(worker)
     bad = talk.ledger.deliveries[0][0]
-    place = next(iter(bad.samples[0].places))
+    place = next(iter(bad.samples[0].chunk_refs))
     while not talk.service.snapshots.store.positions():
         talk.ledger.commit(events.DrainEnded())
         talk.take_snapshot()
@@ -40,7 +40,7 @@ def test_damage_in_an_old_journal_file_is_found_behind_the_start_and_costs_a_gro
         file.write(b"\xff")
     broker = start_broker(*small)
     wait_until(lambda: f"group {bad.id} cannot be read back" in broker.output, broker)
-    status = Target(run_dir, None, None).status()
+    status = RunAddress(run_dir, None, None).status()
     assert not status["read_only"] and status["tokens"]["discarded"]["unreadable"] == bad.tokens
     assert status["ledger_closed"]
     broker.process.terminate()
@@ -48,14 +48,14 @@ def test_damage_in_an_old_journal_file_is_found_behind_the_start_and_costs_a_gro
 
 
 class Peers:
-    """A learner and a worker, kept alive while somebody waits."""
+    """A learner and a worker that keep their sessions alive while the test waits."""
 
     def __init__(self, address):
         self.learner, self.worker = Client(address, "learner", "raw-learner"), Worker(address)
         self.learner.hello()
-        self.learner.ask("LearnerStarted", "LearnerStart", 0, "tcp://127.0.0.1:9")
+        self.learner.ask("LearnerAdmitted", "StartLearner", 0, "tcp://127.0.0.1:9")
         self.worker.hello()
-        self.worker.send("Holding", [0, 0], 6, 0.0)
+        self.worker.send("WorkerCapacity", [0, 0], 6, 0.0)
 
     def beat(self):
         self.learner.receive()
@@ -67,7 +67,7 @@ class Peers:
 
 
 def said(capsys, *arguments):
-    """What the command prints; it must succeed."""
+    """Output of a command, which must succeed."""
     assert main(list(arguments)) == 0, capsys.readouterr().err
     return " ".join(capsys.readouterr().out.split())
 
@@ -144,14 +144,14 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
         (["dead-letters", "runs", "--requeue", "some"], "'--requeue' = 'some'"),
     ],
 )
-def test_what_names_no_run_is_refused_with_a_sentence(arguments, named, capsys):
+def test_arguments_that_name_no_run_are_refused_with_a_sentence(arguments, named, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
 
 
-def test_a_run_s_stale_address_does_not_lead_to_the_broker_of_another(start_broker, run_dir, capsys):
-    """A killed broker leaves its address, and another run's may get its port."""
+def test_a_stale_address_does_not_lead_to_another_run_s_broker(start_broker, run_dir, capsys):
+    """A killed broker leaves its address behind, and another run's broker may get its port."""
     broker = start_broker()
     other = run_dir.with_name("other")
     other.mkdir()

@@ -5,14 +5,12 @@ import sys
 import pytest
 
 from april import config as configuration
-from april.launch.preflight import held, make_run_folder
+from april.launch.preflight import lock_run_folder, make_run_folder
 from tests.listeners import listeners
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
 
-def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(
-    start, start_broker, config_file, run_dir
-):
+def test_workers_join_a_run_and_a_killed_one_loses_only_its_last_chunk(start, start_broker, config_file, run_dir):
     longer = ["--sampling.max_response_tokens", "400", "--schedule.max_steps", "100000"]
     longer += ["--broker.session_timeout_s", "2"]
     broker = start_broker(*longer)
@@ -38,7 +36,7 @@ def test_workers_join_a_running_run_and_a_killed_one_costs_only_its_last_chunk(
     "command",
     [["run"], ["broker"], ["worker"], ["scorer"], ["status"], ["report"], ["drain"], ["dead-letters"], ["make-policy"]],
 )
-def test_every_command_explains_itself(command, capsys):
+def test_every_command_prints_its_help(command, capsys):
     from april.cli import main
 
     with pytest.raises(SystemExit) as end:
@@ -94,10 +92,10 @@ def test_a_run_that_does_not_exist_cannot_be_resumed(config_file, capsys):
     assert "names no run" in refusal(capsys, "run", str(config_file), "--resume")
 
 
-def test_a_run_that_is_under_way_is_not_resumed_beside_itself(config_file, capsys):
+def test_a_running_run_cannot_be_resumed(config_file, capsys):
     config = make_run_folder(configuration.load(config_file))
     before = {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")}
-    with held(config):
+    with lock_run_folder(config):
         assert "another `april run` has under way" in refusal(capsys, "run", str(config_file), "--resume")
     assert {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")} == before
     assert "another" not in refusal(capsys, "run", str(config_file), "--resume"), "it has ended by now"
@@ -108,12 +106,12 @@ def test_an_address_that_is_none_is_refused(config_file, capsys, address):
     assert address in refusal(capsys, "worker", str(config_file), "--connect", address)
 
 
-def test_a_scorer_that_would_have_nothing_to_do_is_refused(config_file, capsys):
+def test_a_scorer_without_rewards_to_compute_is_refused(config_file, capsys):
     error = refusal(capsys, "scorer", str(config_file), "--connect", "tcp://127.0.0.1:5")
     assert "key 'reward.where' = 'worker'" in error and "'scorer'" in error
 
 
-def test_a_port_in_use_is_said_so(config_file, capsys, tmp_path):
+def test_a_port_in_use_is_refused_with_a_sentence(config_file, capsys, tmp_path):
     import socket
 
     from april.cli import main

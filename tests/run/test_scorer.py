@@ -72,7 +72,7 @@ class ScoringHistory:
 
     def read(self, event):
         match event:
-            case GroupOpened(together=True):
+            case GroupOpened(group_scored=True):
                 self.together.add(event.group)
             case Leased():
                 self._samples[event.lease_id] = sample = (event.group, event.index)
@@ -82,7 +82,7 @@ class ScoringHistory:
             case RowsAccepted():
                 for row in event.rows:
                     assert self._samples[row.lease_id] not in self.complete
-                    assert row.over == bool(row.finish)
+                    assert row.ends_lease == bool(row.finish)
                     if row.finish:
                         self.complete.add(self._samples[row.lease_id])
             case SampleScored():

@@ -9,7 +9,7 @@ from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.support import Support
 from april.data.tokenizer import Tokenizer
 from april.report.run_folder import read_records
-from april.report.samples import files, read_step
+from april.report.samples import read_step, sample_files
 from april.wire.rows import CHUNK
 from tests.agents.program import TURNS
 from tests.agents.read import executions
@@ -112,7 +112,7 @@ def test_agents_speak_with_it_through_openai_s_sdk_whole_and_streamed(run, run_d
     found = assert_closed(run_dir)
     assert (found["steps"], found["state"]) == (4, "finished")
     assert not {"agent_failed", "superseded"} & found["tokens"]["discarded"].keys()
-    heard, steps = dict(executions(read)), files(run_dir)
+    heard, steps = dict(executions(read)), sample_files(run_dir)
     trained = [sample for step in steps for sample in read_step(run_dir, step)]
     for sample in trained:
         [said] = heard[f"{sample['group']}-{sample['index']}"]

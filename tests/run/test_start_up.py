@@ -25,30 +25,30 @@ def status(step=0, version="loading", phase="waiting for weights", learner=None)
     }  # fmt: skip
 
 
-def test_each_thing_that_comes_about_before_the_first_step_is_said_once():
+def test_each_milestone_before_the_first_step_is_noted_once():
     said = []
     start_up = StartUp(said.append)
-    start_up.began(["broker", "learner", "worker-0"], Path("runs/mine/logs"))
+    start_up.parts_started(["broker", "learner", "worker-0"], Path("runs/mine/logs"))
     for seen in (
         status(4),
         status(4, learner=0.1),
         status(4, "0.4", "generating", 0.2),
         status(5, "0.5", "generating"),
     ):
-        start_up.look(seen)
-        start_up.look(seen)
+        start_up.observe(seen)
+        start_up.observe(seen)
     assert [line.partition("s  ")[2] for line in said] == [
         "starting broker, learner, worker-0; each has a log in runs/mine/logs, what rewards print is in rewards.log "
         "there",
-        "worker-0 is there, with its engine",
-        "the learner is there",
+        "worker-0 is connected, with its engine loaded",
+        "the learner is connected",
         "worker-0 has the weights 0.4",
         "generating: the first step is under way",
     ]
-    assert start_up.over
+    assert start_up.is_over
 
 
-def test_a_part_that_starts_beside_its_broker_finds_it_in_the_run_folder(tmp_path):
+def test_a_part_started_with_its_broker_finds_it_in_the_run_folder(tmp_path):
     late = threading.Timer(0.2, replace_file, [tmp_path / ADDRESS_FILE, b"tcp://127.0.0.1:5"])
     late.start()
     assert address_at(str(tmp_path), 30.0) == "tcp://127.0.0.1:5"
@@ -59,7 +59,7 @@ def test_a_part_that_starts_beside_its_broker_finds_it_in_the_run_folder(tmp_pat
         configuration.check_address(str(tmp_path))
 
 
-def test_who_only_tokenises_imports_no_torch(policy_folder):
+def test_a_process_that_only_tokenises_imports_no_torch(policy_folder):
     code = (
         "import sys; from april.data.tokenizer import Tokenizer, import_without_torch; import_without_torch(); "
         f"ids = Tokenizer({str(policy_folder)!r}).encode_prompt('1+2'); assert len(ids) and 'torch' not in sys.modules"
@@ -67,7 +67,7 @@ def test_who_only_tokenises_imports_no_torch(policy_folder):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_prompts_that_have_failed_for_good_are_a_share_and_too_many_are_no_success(tmp_path, config_file):
+def test_too_many_failed_prompts_make_a_finished_run_a_failure(tmp_path, config_file):
     ledger = Has(counts={"dead_sample": 2, "trained": 6}, evaluated={})
     assert failed_share(ledger) == {"training": 0.25, "evaluation": 0.0}
     result = {"step": 4, "accuracy": 0.5, "prompts": 9, "failed": 1}

@@ -1,4 +1,4 @@
-"""Keys are made in one go, kept from others, and a file that cannot serve is refused with a sentence."""
+"""Keys are made with one command and kept private; an unusable key file is refused with a sentence."""
 
 import os
 
@@ -51,7 +51,7 @@ def test_keys_are_never_replaced(keys, capsys):
 
 
 @pytest.mark.parametrize("options", [["--role", "worker"], ["--name", "w7"], ["--role", "worker", "--name", "a/b"]])
-def test_half_a_peer_is_refused(keys, capsys, options):
+def test_a_peer_without_role_or_valid_name_is_refused(keys, capsys, options):
     assert "--name" in refusal(capsys, "keygen", str(keys), *options)
 
 
@@ -71,7 +71,7 @@ def test_a_secret_is_never_printed(keys):
         (lambda path: path.write_text(path.read_text().replace('"worker"', '"learner"')), "of a learner"),
     ],
 )
-def test_a_key_file_that_cannot_serve_is_refused(keys, damage, named):
+def test_an_unusable_key_file_is_refused(keys, damage, named):
     damage(keys / "worker.key")
     with pytest.raises(ConfigError, match=named) as error:
         load_keys(keys, "worker")
@@ -82,20 +82,20 @@ def test_a_key_file_that_cannot_serve_is_refused(keys, damage, named):
     ("mode", "owner", "reader", "refused"),
     [(0o600, 7, 7, False), (0o640, 7, 7, True), (0o440, 0, 7, False), (0o444, 0, 7, True), (0o440, 0, 0, True)],
 )
-def test_a_key_is_lent_to_a_group_by_root_alone(monkeypatch, mode, owner, reader, refused):
+def test_a_group_may_read_only_a_key_file_of_root(monkeypatch, mode, owner, reader, refused):
     monkeypatch.setattr(os, "geteuid", lambda: reader)
     assert is_open_to_others(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))) is refused
 
 
 @pytest.mark.parametrize("line", ["short worker w", "{key} worker", "{key} boss w", "{key} worker w more", "{key}"])
-def test_a_line_that_names_nobody_is_refused_at_the_start(tmp_path, line):
+def test_an_invalid_line_of_the_allow_list_is_refused_at_the_start(tmp_path, line):
     path = tmp_path / ALLOW_LIST
     path.write_text("# comment\n\n" + line.format(key="k" * 40))
     with pytest.raises(ConfigError, match="line 3"):
         AllowList(path)
 
 
-def test_the_list_follows_its_file_and_stays_as_it_was_when_the_file_is_broken(keys):
+def test_the_allow_list_follows_its_file_and_is_kept_when_the_file_is_broken(keys):
     listed, worker = AllowList(keys / ALLOW_LIST), load_keys(keys, "worker")
     path = listed.path
     full = path.read_text()

@@ -10,7 +10,7 @@ from april.wire.version import Version
 
 @contextmanager
 def recorded(ledger, run_dir):
-    """What the ledger does meanwhile is in the run's journal, which comes back."""
+    """Write the ledger's events into the run's journal; yields the journal."""
     journal, rules = Journal(run_dir / "journal"), ledger.rules
     ledger.write = journal.append
     ledger.commit(

@@ -7,7 +7,7 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
 from april.cli import main
 from april.config import ConfigError
-from april.simulate.automatic import PLAIN_COST, planned, resolve, resolve_as_recorded
+from april.simulate.automatic import PLAIN_COST, resolve, resolve_as_recorded, tuning_scenario
 from april.simulate.lengths import LengthsSection
 from april.simulate.scenario import Scenario
 from april.simulate.trace import TracedGroup, read_trace
@@ -54,13 +54,13 @@ def write_journal(config, lengths):
 @pytest.mark.parametrize(
     ("kind", "staleness", "value"), [("april", 5, 8), ("april", 0, 4), ("continuous", 5, 16), ("continuous", 0, 8)]
 )
-def test_without_any_lengths_it_is_twice_the_batch_as_far_as_the_bound_admits(load, kind, staleness, value):
+def test_without_lengths_auto_is_twice_the_batch_within_the_staleness_bound(load, kind, staleness, value):
     config, why = resolve(load(kind, "--schedule.max_staleness", str(staleness)))
     assert getattr(config.schedule, AUTO[kind]) == value
     assert "too few lengths are known" in why and f"schedule.{AUTO[kind]} = {value}" in why
 
 
-def test_a_scenario_gives_lengths_and_costs(load, tmp_path):
+def test_auto_takes_lengths_and_costs_from_the_scenario(load, tmp_path):
     path = tmp_path / "scenario.toml"
     path.write_text(SCENARIO)
     config, why = resolve(load("continuous", "--schedule.scenario", str(path)))
@@ -71,7 +71,7 @@ def test_a_scenario_gives_lengths_and_costs(load, tmp_path):
         resolve(load("continuous", "--schedule.scenario", str(path)))
 
 
-def test_a_scenario_that_is_not_there_is_missed_where_it_is_read(load):
+def test_a_missing_scenario_is_refused_when_auto_needs_it(load):
     config = load("april", "--schedule.scenario", "/nowhere")
     with pytest.raises(ConfigError, match=r"'schedule.scenario' = '/nowhere' does not exist; .*/published\.toml"):
         resolve(config)
@@ -102,7 +102,7 @@ def test_a_resumed_run_chooses_by_the_lengths_in_its_journal(load):
     ],
     ids=["no staleness", "none beside overlap", "slots for an eighth of a batch"],
 )
-def test_a_run_that_has_started_can_be_resumed_however_little_there_is_to_choose(load, kind, overrides, value):
+def test_a_run_with_few_lengths_can_be_resumed(load, kind, overrides, value):
     config = load(kind, *overrides)
     resolve(config)
     write_journal(config, [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1))
@@ -110,9 +110,9 @@ def test_a_run_that_has_started_can_be_resumed_however_little_there_is_to_choose
     assert getattr(chosen.schedule, AUTO[kind]) == value and "of the run so far" in why
 
 
-def test_what_the_engines_keep_is_what_the_run_s_own_keep(load):
+def test_the_simulated_cache_behaves_as_the_run_s_engine_does(load):
     def kept(*overrides):
-        scenario = planned(load("continuous", *overrides), Scenario(cost=PLAIN_COST), LengthsSection())
+        scenario = tuning_scenario(load("continuous", *overrides), Scenario(cost=PLAIN_COST), LengthsSection())
         return scenario.weights.keep_kv, scenario.engines.prefix_cache
 
     assert kept() == (False, False)
@@ -125,20 +125,20 @@ def test_what_the_engines_keep_is_what_the_run_s_own_keep(load):
     [["--engine.servers", "2"], ["--engine.url", "http://a:1,http://b:1"]],
     ids=["started", "kept by others"],
 )
-def test_every_server_of_a_worker_has_its_slots(load, servers):
+def test_every_server_of_a_worker_is_an_engine_with_its_slots(load, servers):
     config = load("continuous", "--engine", "sglang", *servers)
-    engines = planned(config, Scenario(cost=PLAIN_COST), LengthsSection()).engines
+    engines = tuning_scenario(config, Scenario(cost=PLAIN_COST), LengthsSection()).engines
     assert (engines.count, engines.slots) == (2 * 2, 8)
 
 
-def test_lengths_of_fewer_groups_than_may_wait_for_a_straggler_are_not_enough(load):
+def test_lengths_of_fewer_groups_than_can_wait_for_a_straggler_are_not_used(load):
     """S + 1 batches of 4: the first to be complete are short, even where none is missing between them."""
     config = load()
     write_journal(config, [(3, 3)] * 23 + [(3, None)] + [(3, 3)] * 9)
     assert "too few lengths" in resolve(config, resumed=True)[1]
 
 
-def test_a_broker_that_comes_back_goes_on_with_what_was_chosen(load):
+def test_a_restarted_broker_keeps_the_value_of_auto(load):
     config = load()
     first, _ = resolve_as_recorded(config)
     first = first.model_copy(update={"schedule": first.schedule.model_copy(update={"over_sampling_batch_size": 7})})
@@ -148,13 +148,13 @@ def test_a_broker_that_comes_back_goes_on_with_what_was_chosen(load):
     assert again.schedule.over_sampling_batch_size == 7 and "when the run was started" in why
 
 
-def test_the_choice_stands_beside_the_plan(load, config_file, capsys):
+def test_the_value_of_auto_is_printed_with_the_plan(load, config_file, capsys):
     main(["run", str(config_file), "--dry-run", "--over-sampling-batch-size", "auto"])
     out = capsys.readouterr().out
     assert "16 samples in flight" in out and "auto       schedule.over_sampling_batch_size = 8: 2 times" in out
 
 
-def test_a_dry_run_tells_what_the_resumed_run_would_choose_and_leaves_nothing(load, config_file, capsys):
+def test_a_dry_run_prints_the_value_that_a_resume_would_choose_and_writes_nothing(load, config_file, capsys):
     config = load()
     write_journal(config, [(3, 24), (5, 6), (4, 4), (20, 9)] * (5 + 1))
     main(["run", str(config_file), "--dry-run", "--resume", "--over-sampling-batch-size", "auto"])
@@ -162,6 +162,6 @@ def test_a_dry_run_tells_what_the_resumed_run_would_choose_and_leaves_nothing(lo
     assert not (config.run_dir / "lengths.jsonl").exists()
 
 
-def test_what_is_no_choice_is_left_alone(config_file):
+def test_a_configuration_without_auto_is_unchanged(config_file):
     config = configuration.load(config_file)
     assert resolve(config) == (config, "") == resolve_as_recorded(config)

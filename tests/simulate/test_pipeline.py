@@ -13,7 +13,7 @@ from april.config import ConfigError
 from april.config.costs import EngineCost
 from april.simulate.engine import SimulatedEngine
 from april.simulate.limit import no_barrier_limit
-from april.simulate.measures import LENGTHS_KEPT, representatives
+from april.simulate.measures import LENGTHS_KEPT, quantiles
 from april.simulate.pipeline import Pipeline, simulate
 from april.simulate.scenario import Scenario
 from april.simulate.variants import variants
@@ -75,7 +75,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_same_seed_gives_the_same_figures_however_fast_it_is_computed(schedule):
+def test_the_figures_of_a_seed_do_not_change(schedule):
     measures = simulate(scenario(cost=GROWING, **SCHEDULES[schedule], **HARD, seed=3))
     found = measures.measured
     figures = (measures.steps[-1].time_s, found.generated, found.consumed, found.prefilled)
@@ -84,7 +84,7 @@ def test_the_same_seed_gives_the_same_figures_however_fast_it_is_computed(schedu
 
 @pytest.mark.parametrize("circumstances", [{}, HARD], ids=["calm", "hard"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_ledger_closes_the_bound_holds_and_no_token_is_made_up(schedule, circumstances):
+def test_the_ledger_closes_the_bound_holds_and_every_token_is_accounted_for(schedule, circumstances):
     pipeline = Pipeline(scenario(cost=GROWING, **SCHEDULES[schedule] | circumstances))
     ledger = pipeline.ledger
     accepted = 0
@@ -117,10 +117,10 @@ def test_the_ledger_closes_the_bound_holds_and_no_token_is_made_up(schedule, cir
 
 
 @pytest.mark.parametrize("schedule", ["april", "moving"])
-def test_every_response_that_is_trained_has_the_length_it_was_given(schedule):
+def test_every_trained_response_has_its_drawn_length(schedule):
     pipeline = Pipeline(scenario(cost=GROWING, engines__speed_spread=0.5, **SCHEDULES[schedule]))
     lengths, trained = pipeline.lengths, []
-    note = pipeline.measures.trained
+    note = pipeline.measures.record_step
 
     def compare(step, groups):
         for group in groups:
@@ -128,20 +128,20 @@ def test_every_response_that_is_trained_has_the_length_it_was_given(schedule):
             assert [sample.length for sample in group.samples] == lengths.of(group.id)
         note(step, groups)
 
-    pipeline.measures.trained = compare
+    pipeline.measures.record_step = compare
     pipeline.run()
     assert len(set(trained)) == len(trained) == 4 * pipeline.ledger.consumed
 
 
-def test_stragglers_of_slow_engines_end_sooner_elsewhere_and_their_contexts_are_computed_there():
+def test_migrated_stragglers_end_sooner_and_are_prefilled_on_their_new_engine():
     uneven = scenario(cost=GROWING, **SCHEDULES["sync"], engines__speed_spread=0.5)
     moving = Pipeline(uneven.with_keys(schedule__migrate=True))
     stayed, moved = simulate(uneven).measured, moving.run().measured
     assert moved.consumed == stayed.consumed and moved.time_s < 0.9 * stayed.time_s
-    assert moving.state.moved > 0 and moved.recomputed > 0 == stayed.recomputed
+    assert moving.state.migrated > 0 and moved.recomputed > 0 == stayed.recomputed
 
 
-def test_sync_takes_as_long_as_its_longest_response_and_what_follows_it():
+def test_a_sync_step_lasts_its_longest_response_training_transfer_pause_and_latency():
     """Equal engines, 10 ms a step: a batch is the longest of its responses, then training, transfer, pause and
     the way of its grants."""
     one = scenario(
@@ -159,7 +159,7 @@ def test_sync_takes_as_long_as_its_longest_response_and_what_follows_it():
     assert measures.staleness_max == 0 and measures.wasted_share == 0
 
 
-def test_continuous_at_equal_lengths_is_as_fast_as_the_engines():
+def test_continuous_with_equal_lengths_reaches_the_no_barrier_limit():
     one = scenario(
         **SCHEDULES["continuous"], lengths__family="equal", lengths__median_tokens=100, engines__latency_s=0.0
     )
@@ -179,7 +179,7 @@ def test_a_slot_is_occupied_when_it_generates_and_not_while_its_sample_waits_for
     assert simulate(scenario(**SCHEDULES[schedule])).idle_share["kv"] == 0
 
 
-def test_a_slot_is_leased_while_weights_are_taken_in_and_not_occupied():
+def test_a_slot_is_leased_but_not_occupied_while_weights_are_loaded():
     """All responses 100 tokens of 10 ms. A round's are leased from when the engines hold its weights; of `continuous`
     each slot has a lease at every moment, and waits for weights once a batch."""
     keys = {
@@ -194,7 +194,7 @@ def test_a_slot_is_leased_while_weights_are_taken_in_and_not_occupied():
 
 
 @pytest.mark.parametrize("schedule", ["april", "continuous"])
-def test_a_run_that_ends_trains_the_same_and_begins_nothing_that_no_batch_needs(schedule):
+def test_a_run_that_ends_trains_the_same_and_starts_no_group_that_no_batch_needs(schedule):
     keys = SCHEDULES[schedule] | {"warmup_steps": 0, "learner__step_s": 1.0}
     goes_on, ends = (Pipeline(scenario(ends=ends, **keys)) for ends in (False, True))
     going, ended = goes_on.run(), ends.run()
@@ -218,7 +218,7 @@ def test_recomputing_the_cache_costs_throughput():
     assert again.consumed_per_s < kept.consumed_per_s
 
 
-def test_a_round_that_starts_under_the_same_weights_finds_its_partials_in_the_caches():
+def test_a_round_under_the_same_weights_finds_its_partial_responses_in_the_caches():
     overlap, waiting = (
         simulate(scenario(cost=GROWING, learner__step_s=1.0, **SCHEDULES[name])) for name in ("overlap", "april")
     )
@@ -232,7 +232,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     assert found[0].steps != found[2].steps
 
 
-def test_complete_groups_do_not_pile_up_behind_a_straggler():
+def test_ready_groups_do_not_pile_up_behind_a_straggler():
     """1 % of the responses a hundred times as long as the others: what is ready stays near a backlog."""
     pipeline = Pipeline(
         scenario(
@@ -251,7 +251,7 @@ def test_complete_groups_do_not_pile_up_behind_a_straggler():
     assert 2 * 4 <= most_ready <= 2 * 4 + 48 / 2
 
 
-def test_a_learner_that_cannot_keep_up_slows_many_batches_in_flight_down_and_does_not_stop_them():
+def test_a_slow_learner_slows_many_batches_in_flight_but_does_not_stop_them():
     """12 batches in flight, and a learner that makes 0.8 of what engines can: it always trains, and they go on."""
     pipeline = Pipeline(
         scenario(
@@ -302,14 +302,14 @@ def test_many_engines_need_no_more_memory_after_more_steps():
             warmup_steps=4,
         )
     )  # fmt: skip
-    held, note = {}, pipeline.measures.trained
+    held, note = {}, pipeline.measures.record_step
 
     def weigh(step, groups):
         note(step, groups)
         if step in (9, 21):
             held[step] = entries(pipeline)
 
-    pipeline.measures.trained = weigh
+    pipeline.measures.record_step = weigh
     measures = pipeline.run()
     ledger = pipeline.ledger
     assert measures.occupancy > 0.9
@@ -319,18 +319,18 @@ def test_many_engines_need_no_more_memory_after_more_steps():
     assert len(ledger.cohorts.waiting) < 12
 
 
-def test_of_a_large_batch_lengths_are_kept_that_stand_for_all():
+def test_quantiles_stand_for_the_lengths_of_a_large_batch():
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(6, 0.7, 10_000).astype(int).tolist()
-    kept = representatives(lengths)
+    kept = quantiles(lengths)
     assert len(kept) == LENGTHS_KEPT and set(kept) <= set(lengths)
     assert np.mean(kept) == pytest.approx(np.mean(lengths), rel=0.01)
     assert np.percentile(kept, 95) == pytest.approx(np.percentile(lengths, 95), rel=0.02)
-    assert representatives(lengths[:LENGTHS_KEPT]).tolist() == lengths[:LENGTHS_KEPT]
+    assert quantiles(lengths[:LENGTHS_KEPT]).tolist() == lengths[:LENGTHS_KEPT]
 
 
 @pytest.mark.parametrize("schedule", ["sync", "april", "overlap", "dropped", "continuous"])
-def test_the_largest_buffer_is_of_open_and_ready_groups_over_the_whole_run(schedule):
+def test_the_buffer_peak_counts_open_and_ready_groups_over_the_whole_run(schedule):
     """Against the ledger's own count and what is in the engines, looked at after every event of the run."""
     pipeline = Pipeline(scenario(**SCHEDULES[schedule], engines__latency_s=0.0, learner__token_s=1e-4))
     ledger, state, most = pipeline.ledger, pipeline.state, 0
@@ -345,7 +345,7 @@ def test_the_largest_buffer_is_of_open_and_ready_groups_over_the_whole_run(sched
     assert pipeline.run().buffer_peak_tokens == pytest.approx(most, rel=0.02)
 
 
-def test_a_sample_that_dies_with_its_engines_takes_its_group_along():
+def test_a_sample_that_uses_up_its_attempts_discards_its_group():
     """Engines fail so often that long responses use up their attempts; their siblings go, and the run goes on."""
     pipeline = Pipeline(
         scenario(**SCHEDULES["april"] | HARD | {"engines__failure_every_s": 3.0, "engines__chunk_tokens": 2000})
@@ -357,13 +357,13 @@ def test_a_sample_that_dies_with_its_engines_takes_its_group_along():
     assert all(engine.load == len(ledger.held.get(engine.name, ())) for engine in pipeline.engines)
 
 
-def test_engines_that_let_nothing_live_end_the_simulation_with_a_sentence():
+def test_engines_that_fail_too_often_end_the_simulation_with_a_sentence():
     doomed = HARD | {"engines__failure_every_s": 0.5, "engines__chunk_tokens": 2000}
-    with pytest.raises(ConfigError, match=r"'engines.failure_every_s' = 0.5: .* groups in a row"):
+    with pytest.raises(ConfigError, match=r"'engines.failure_every_s' = 0.5 .* groups in a row"):
         simulate(scenario(**SCHEDULES["april"] | doomed))
 
 
-def test_a_slot_of_an_engine_that_is_down_is_idle_for_that():
+def test_slots_of_a_failed_engine_count_as_idle_by_failure():
     """Engines are away for 10 of 30 s."""
     often = {"engines__failure_every_s": 20.0, "engines__restart_s": 10.0, "engines__latency_s": 0.0}
     every_slot = scenario(schedule__kind="continuous", schedule__in_flight=32, steps=100, **often)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from april.cli import main
+from april.cli.simulate import read_scenario
 from april.config import ConfigError
 from april.config.costs import EngineCost, shipped_costs
 from april.simulate.calibrate import Timing, fit, measure
-from april.simulate.command import read
 from april.simulate.experiments import buffers
 from april.simulate.lengths import Lengths, LengthsSection
 from april.simulate.pipeline import Pipeline
@@ -78,7 +78,7 @@ def test_lognormal_lengths_have_the_median_and_the_spreads_they_were_given():
     assert logs.mean(axis=1).var() == pytest.approx(0.6**2 + 0.35**2 / 8, rel=0.1)
 
 
-def test_the_other_families():
+def test_the_other_distributions_have_their_parameters():
     assert (drawn(10, family="equal", median_tokens=77) == 77).all()
     bimodal = drawn(family="bimodal", longest_tokens=50_000)
     assert set(np.unique(bimodal)) == {100, 50_000} and (bimodal == 50_000).mean() == pytest.approx(0.01, rel=0.15)
@@ -86,7 +86,7 @@ def test_the_other_families():
     assert pareto.min() == 100 and (pareto > 1000).mean() == pytest.approx(10**-1.2, rel=0.1)
 
 
-def test_responses_are_cut_and_a_group_has_the_same_lengths_whoever_asks():
+def test_responses_are_cut_at_the_budget_and_a_group_always_has_the_same_lengths():
     assert drawn(longest_tokens=3000).max() == 3000
     one, other = (Lengths(LengthsSection(), 8, seed=5) for _ in range(2))
     assert [one.of(group) for group in (5000, 3)] == [other.of(group) for group in (3, 5000)][::-1]
@@ -96,7 +96,7 @@ def test_responses_are_cut_and_a_group_has_the_same_lengths_whoever_asks():
 # --- traces -------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_comes_back_as_it_was_written_and_gives_its_groups(tmp_path):
+def test_a_trace_is_read_as_it_was_written_and_its_groups_are_drawn(tmp_path):
     groups = [TracedGroup(7, [10, 20]), TracedGroup(9, [300, 400])]
     path = tmp_path / "deep" / "trace.jsonl"
     write_trace(path, groups)
@@ -106,7 +106,7 @@ def test_a_trace_comes_back_as_it_was_written_and_gives_its_groups(tmp_path):
     assert found == {(7, 10, 20), (9, 300, 400)}
 
 
-def test_a_trace_in_order_gives_its_groups_one_after_the_other_and_begins_again(tmp_path):
+def test_a_trace_in_order_is_replayed_again_and_again(tmp_path):
     path = tmp_path / "trace.jsonl"
     write_trace(path, [TracedGroup(7, [20, 10]), TracedGroup(9, [300, 400]), TracedGroup(8, [5, 5])])
     section = LengthsSection(family="trace", path=path, in_order=True)
@@ -114,7 +114,7 @@ def test_a_trace_in_order_gives_its_groups_one_after_the_other_and_begins_again(
         lengths = Lengths(section, 2, seed)
         assert [lengths.of(group) for group in range(4)] == [[20, 10], [300, 400], [5, 5], [20, 10]]
         assert lengths.of(1025) == lengths.of(1025 % 3) and lengths.prompt_of(1025) == lengths.prompt_of(1025 % 3)
-    with pytest.raises(ConfigError, match=r"lengths\.in_order' = True says nothing"):
+    with pytest.raises(ConfigError, match=r"lengths\.in_order' = true says nothing"):
         Lengths(LengthsSection(in_order=True), 2, seed=0)
 
 
@@ -144,7 +144,7 @@ def test_a_trace_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
 # --- scenarios ----------------------------------------------------------------------------------------------
 
 
-def test_the_published_setting_is_what_it_says():
+def test_the_published_scenario_has_the_published_setting():
     scenario = load_scenario(PUBLISHED)
     schedule = scenario.schedule
     assert (schedule.rollout_batch_size, schedule.groups_per_round, schedule.n_samples_per_prompt) == (32, 64, 8)
@@ -186,13 +186,13 @@ def test_a_cost_model_beside_named_ones_is_refused(small):
 
 
 @pytest.mark.parametrize("costs", ["costs = 3", "costs = { decode_base_s = 0.02 }"])
-def test_cost_models_that_are_no_tables_are_refused(tmp_path, costs):
+def test_cost_models_that_are_not_tables_are_refused(tmp_path, costs):
     (tmp_path / "flat.toml").write_text(costs)
     with pytest.raises(ConfigError, match=r"key 'costs' of .* write each as \[costs.NAME\]"):
         load_scenario(tmp_path / "flat.toml")
 
 
-def test_a_cost_model_that_is_not_there_is_refused(small):
+def test_an_unknown_cost_model_is_refused(small):
     with pytest.raises(ConfigError, match="h100, mi300x, cpu, plain"):
         load_scenario(PUBLISHED, cost="h200")
     with pytest.raises(ConfigError, match="h200"):
@@ -202,7 +202,7 @@ def test_a_cost_model_that_is_not_there_is_refused(small):
 # --- tuning and calibration ---------------------------------------------------------------------------------
 
 
-def test_tuning_takes_the_smallest_that_is_nearly_best_within_the_staleness(small):
+def test_tuning_takes_the_smallest_value_close_to_the_best_within_the_mean_staleness(small):
     free = tune(load_scenario(small))
     bounded = tune(load_scenario(small), most_staleness=0.8)
     assert free.key == "schedule.over_sampling_batch_size" and bounded.value < free.value
@@ -218,7 +218,7 @@ def test_tuning_continuous_chooses_the_samples_in_flight(small):
     assert "\n20 " in tune(scenario.with_keys(engines__slots=10)).table, "all slots are tried, too"
 
 
-def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
+def test_a_fit_recovers_the_costs_behind_the_timings(tmp_path):
     class Exact:
         slots, longest_response = 32, 4096
 
@@ -238,7 +238,7 @@ def test_a_fit_finds_the_costs_that_made_the_timings(tmp_path):
     assert "KV cache: 90,000 tokens" in found.describe()
 
 
-def test_a_cache_whose_size_is_unknown_is_left_out_and_said_to_be():
+def test_an_unknown_cache_size_is_left_out_and_reported():
     found = fit([exact_timing(COST, running, 100, running, running) for running in (1, 8)], "")
     assert "kv_tokens" not in found.to_toml() and "does not say" in found.describe()
 
@@ -251,14 +251,14 @@ def test_a_fit_has_no_negative_costs():
     assert cost.decode_kv_s == 0 and cost.decode_running_s >= 0 and cost.decode_base_s > 0
 
 
-def test_a_prefill_too_short_to_be_timed_has_no_say():
+def test_a_prefill_of_zero_seconds_is_ignored_by_the_fit():
     timings = [exact_timing(COST, running, kv, running, 2 * running) for running in (1, 2, 8) for kv in (100, 1000)]
     timings[0] = replace(timings[0], prefill_s=0.0)
     assert np.abs(fit(timings, "").errors).max() < 1e-6
 
 
 def exact_timing(cost, running, kv, admissions, admitted):
-    """As an engine would have it that follows the model to the letter."""
+    """The timing of an engine that follows the cost model exactly."""
     step_s = cost.decode_base_s + cost.decode_running_s * running + cost.decode_kv_s * kv
     admit_s = cost.admit_s * admissions + cost.request_s * admitted + cost.prefill_s * 8 * admitted
     return Timing(
@@ -289,7 +289,9 @@ def test_calibrating_times_the_engine_of_a_run(policy_folder, tmp_path, capsys):
         (["--out", "."], "option '--out' = '.' cannot be written"),
     ],
 )
-def test_calibrating_what_cannot_be_ends_with_a_sentence(policy_folder, tmp_path, capsys, monkeypatch, words, said):
+def test_a_calibration_that_cannot_work_is_refused_with_a_sentence(
+    policy_folder, tmp_path, capsys, monkeypatch, words, said
+):
     """Before anything is measured."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     shutil.copytree(policy_folder, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -328,7 +330,7 @@ def test_calibrating_does_not_wait_for_an_engine_that_is_lost(version, failures,
 # --- commands -----------------------------------------------------------------------------------------------
 
 
-def test_the_commands_print_and_draw(small, tmp_path, capsys):
+def test_the_commands_print_tables_and_draw_pictures(small, tmp_path, capsys):
     assert main(["simulate", str(small), "--steps", "3"]) == 0
     out = capsys.readouterr().out
     assert "consumed/s" in out and "continuous, 16 in flight" in out
@@ -343,7 +345,7 @@ def test_the_commands_print_and_draw(small, tmp_path, capsys):
     assert "schedule.over_sampling_batch_size = " in capsys.readouterr().out
 
 
-def test_a_schedule_that_the_bound_refuses_is_left_out_and_said_to_be(small, capsys):
+def test_a_schedule_that_the_bound_refuses_is_left_out_and_reported(small, capsys):
     """Overlap with N' = 2 N needs S = 2."""
     assert main(["simulate", str(small), "--schedule.max_staleness", "1"]) == 0
     out = capsys.readouterr().out
@@ -352,7 +354,7 @@ def test_a_schedule_that_the_bound_refuses_is_left_out_and_said_to_be(small, cap
 
 
 @pytest.mark.full
-def test_what_a_scenario_says_of_its_schedule_is_kept_where_something_else_is_compared(small):
+def test_sweeps_keep_the_scenario_s_schedule_keys(small):
     dropped = load_scenario(small, [("schedule.partial_rollout", False), ("schedule.overlap", True), ("steps", 4)])
     found = [outcome for _, outcome in [*sweeps(dropped)[0].points, *buffers(dropped)[1]]]
     assert all(one.scenario.schedule.overlap and not one.scenario.schedule.partial_rollout for one in found)
@@ -363,7 +365,7 @@ def test_what_a_scenario_says_of_its_schedule_is_kept_where_something_else_is_co
     assert {one.scenario.schedule.in_flight for sweep in (bounds, engines) for _, one in sweep.points} == {11}
 
 
-def test_without_matplotlib_there_are_tables_and_the_way_to_pictures(small, tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_tables_are_printed_with_a_hint(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["simulate", str(small), "--sweep", "--out", str(tmp_path), "--steps", "3"]) == 0
     out = capsys.readouterr().out
@@ -388,19 +390,19 @@ def test_tuning_takes_lengths_from_a_trace(small, tmp_path, capsys):
     ],
     ids=["of the run", "unknown", "another is asked for"],
 )
-def test_a_trace_brings_the_budget_of_its_run(small, tmp_path, group, words, budget):
+def test_a_trace_sets_the_budget_of_its_run(small, tmp_path, group, words, budget):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, [group])
-    scenario = read(small, None, words, trace)
+    scenario = read_scenario(small, None, words, trace)
     assert scenario.lengths.longest_tokens == Pipeline(scenario).ledger.rules.max_response_tokens == budget
 
 
-def test_a_traced_prompt_has_to_fit_into_the_cache_with_its_own_responses(small, tmp_path):
+def test_a_traced_prompt_must_fit_into_the_cache_with_its_responses(small, tmp_path):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, [TracedGroup(900, [10], 500), TracedGroup(5, [500], 500)])
-    assert read(small, None, ["--cost.kv_tokens", "910"], trace).cost.kv_tokens == 910
+    assert read_scenario(small, None, ["--cost.kv_tokens", "910"], trace).cost.kv_tokens == 910
     with pytest.raises(ConfigError, match=r"'cost.kv_tokens' = 909 is less .* 910 tokens"):
-        read(small, None, ["--cost.kv_tokens", "909"], trace)
+        read_scenario(small, None, ["--cost.kv_tokens", "909"], trace)
 
 
 @pytest.mark.parametrize(
@@ -411,12 +413,12 @@ def test_a_traced_prompt_has_to_fit_into_the_cache_with_its_own_responses(small,
         (["--schedule.kind", "continuous", "--schedule.in_flight", "auto"], "'schedule.in_flight' = 'auto' is for"),
         (["--experiment", "buffers", *ONLY_FRESH], "'schedule.max_staleness' = 0 admits no N' above N"),
         (["--sweep", *ONLY_FRESH], "'schedule.max_staleness' = 0 admits no N' above N"),
-        (["--sweep", *SYNC], "'schedule.kind' = 'sync' has nothing to turn here; use 'april' or 'continuous'"),
-        (["--experiment", "buffers", "--schedule.kind", "continuous"], "nothing to turn here; use 'april', or"),
+        (["--sweep", *SYNC], "'schedule.kind' = 'sync' has no dial to set here; use 'april' or 'continuous'"),
+        (["--experiment", "buffers", "--schedule.kind", "continuous"], "no dial to set here; use 'april', or"),
         (["--schedule.kind", "tests.simulate.test_planning:no_such"], "tests.simulate.test_planning has no 'no_such'"),
     ],
 )
-def test_what_cannot_work_ends_with_a_sentence(small, tmp_path, capsys, words, said):
+def test_a_command_that_cannot_work_is_refused_with_a_sentence(small, tmp_path, capsys, words, said):
     assert main(["simulate", str(small), *words, "--out", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 

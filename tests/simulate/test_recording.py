@@ -28,7 +28,7 @@ def record_simulated(run_dir, schedule, **keys):
 
 
 @pytest.mark.parametrize("schedule", ["sync", "april", "overlap", "continuous"])
-def test_what_is_recorded_of_a_run_is_what_was_created(schedule, tmp_path):
+def test_a_recording_has_the_lengths_of_the_created_groups(schedule, tmp_path):
     """The groups that are complete beside the unfinished ones would make the responses look shorter."""
     pipeline, found, created = record_simulated(tmp_path, schedule)
     assert [group.response_tokens for group in found.groups] == created
@@ -38,7 +38,7 @@ def test_what_is_recorded_of_a_run_is_what_was_created(schedule, tmp_path):
 
 
 @pytest.mark.parametrize("circumstances", [{}, HARD], ids=["aborted", "dead"])
-def test_what_discards_have_cut_short_is_counted_and_said(circumstances, tmp_path):
+def test_groups_cut_short_by_discards_are_counted_and_reported(circumstances, tmp_path):
     schedule = "april" if circumstances else "dropped"
     keys = circumstances and circumstances | {"engines__failure_every_s": 3.0, "engines__chunk_tokens": 2000}
     pipeline, found, created = record_simulated(tmp_path, schedule, **keys)
@@ -54,7 +54,7 @@ def small_ledger():
     return ledger
 
 
-def test_a_group_behind_an_unfinished_one_is_left_out_and_a_torn_tail_is_passed_over(tmp_path):
+def test_groups_after_an_unfinished_one_are_left_out_and_a_torn_tail_is_ignored(tmp_path):
     """Group 0 has a sample that was resumed; 1 is evaluation; 2 lacks a response; 3 is complete."""
     ledger = small_ledger()
     with recorded(ledger, tmp_path):
@@ -73,8 +73,8 @@ def test_a_group_behind_an_unfinished_one_is_left_out_and_a_torn_tail_is_passed_
         record_trace(tmp_path / "journal")
 
 
-def test_of_a_long_run_it_is_the_groups_since_the_older_snapshot(tmp_path):
-    """Of those before it some segments have been reclaimed, which held what had ended first."""
+def test_a_long_run_s_recording_begins_at_the_oldest_snapshot(tmp_path):
+    """Journal files before the snapshot, with the groups that ended first, have been reclaimed."""
     ledger = small_ledger()
     with recorded(ledger, tmp_path) as journal:
         store = SnapshotStore(journal.folder)
@@ -89,7 +89,7 @@ def test_of_a_long_run_it_is_the_groups_since_the_older_snapshot(tmp_path):
     assert record_trace(tmp_path).groups == [TracedGroup(9, [n, n], BUDGET) for n in (*range(20, 26), *range(30, 36))]
 
 
-def test_the_command_says_what_it_has_written_and_what_is_missing(tmp_path, capsys):
+def test_the_command_prints_what_it_wrote_and_what_is_missing(tmp_path, capsys):
     ledger = small_ledger()
     with recorded(ledger, tmp_path):
         add_group(ledger, [7, 8])

@@ -4,11 +4,11 @@ import pytest
 
 from april.config import ConfigError
 from april.simulate.pipeline import simulate
-from april.simulate.shards import Shards, parts_of, simulate_shards
+from april.simulate.shards import ShardedSimulation, parts_of, simulate_shards
 from tests.simulate.test_pipeline import GROWING, HARD, SCHEDULES, scenario
 
 
-def test_one_broker_is_what_it_is_without_shards():
+def test_one_broker_gives_the_same_run_as_without_shards():
     alone = scenario(cost=GROWING, **SCHEDULES["continuous"], **HARD)
     plain, sharded = simulate(alone), simulate_shards(alone, 1)
     assert sharded.shards[0].steps == plain.steps and sharded.waited_s == 0.0
@@ -16,9 +16,9 @@ def test_one_broker_is_what_it_is_without_shards():
 
 
 @pytest.mark.parametrize("schedule", ["sync", "april", "overlap", "bounded"])
-def test_each_broker_keeps_the_bound_and_closes_its_books(schedule):
+def test_each_broker_keeps_the_bound_and_closes_its_ledger(schedule):
     whole = scenario(cost=GROWING, **SCHEDULES[schedule], **HARD, engines__count=4)
-    shards = Shards(whole, 2)
+    shards = ShardedSimulation(whole, 2)
     ledgers = [pipeline.ledger for pipeline in shards.pipelines]
     found = shards.run()
     for ledger, measures in zip(ledgers, found.shards, strict=True):
@@ -30,6 +30,6 @@ def test_each_broker_keeps_the_bound_and_closes_its_books(schedule):
     assert found.waited_s > 0
 
 
-def test_what_cannot_be_divided_is_refused_with_its_key():
+def test_a_key_that_is_no_multiple_of_the_brokers_is_refused():
     with pytest.raises(ConfigError, match=r"'engines.count' = 2 is no multiple of 4 brokers"):
         parts_of(scenario(**SCHEDULES["continuous"]), 4)

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from april.config import WeightsSection
-from april.weights.base import Base
+from april.weights.base import BaseWeights
 from april.weights.receiver import WeightReceiver
 
 address, name, *model = sys.argv[1:]
-base = Base(Path(model[0])) if model else None
+base = BaseWeights(Path(model[0])) if model else None
 receiver = WeightReceiver(WeightsSection(), uid=f"{name}-{time.monotonic_ns()}", name=name, device="cpu", base=base)
 receiver.connect(address)
 print("started", flush=True)

@@ -1,4 +1,4 @@
-"""Weights that others bring: engines stop before, and go on under the new name only after it was said."""
+"""Externally loaded weights: engines stop first, and resume under the new version once the trainer confirms."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ from april.weights.canary import Canary
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.wire.version import Version
-from tests.rollouts.books import Books
+from tests.rollouts.books import RecordingBroker
 
 V0, V1 = Version(0, 0), Version(0, 1)
 CANARY = Canary([1, 2, 3], [-1.0, -2.0], "float32")
@@ -26,24 +26,24 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def make():
-    """(publisher, make(name) -> receiver)"""
-    made = []
+    """make(**keys) -> (publisher, function name -> receiver)"""
+    opened = []
 
     def publisher(**keys):
         section = WeightsSection(transport="external", **keys)
-        one = WeightPublisher(section, "test", "cpu")
-        made.append(one)
+        weight_publisher = WeightPublisher(section, "test", "cpu")
+        opened.append(weight_publisher)
 
         def receiver(name):
-            made.append(WeightReceiver(section, f"uid-{name}", name, "cpu"))
-            made[-1].connect(one.address)
-            return made[-1]
+            opened.append(WeightReceiver(section, f"uid-{name}", name, "cpu"))
+            opened[-1].connect(weight_publisher.address)
+            return opened[-1]
 
-        return one, receiver
+        return weight_publisher, receiver
 
     yield publisher
-    for one in reversed(made):
-        one.close()
+    for each in reversed(opened):
+        each.close()
 
 
 def in_thread(work, *arguments):
@@ -59,19 +59,20 @@ def in_thread(work, *arguments):
     return done
 
 
-def until(what):
+def until(condition):
+    """The first true value of `condition()`."""
     deadline = clock.now() + PATIENCE_S
-    while not (found := what()):
+    while not (found := condition()):
         assert clock.now() < deadline
         time.sleep(0.01)
     return found
 
 
 def joined(publisher, count=1):
-    return until(lambda: sum(lane.state == "ready" for lane in publisher._lanes.values()) == count)
+    return until(lambda: sum(channel.state == "ready" for channel in publisher._channels.values()) == count)
 
 
-def test_a_server_stops_before_others_change_it_and_goes_on_once_they_are_done(make):
+def test_a_server_stops_before_the_trainer_loads_weights_and_resumes_once_they_are_loaded(make):
     publisher, receiver = make()
     worker = receiver("w0")
     joined(publisher)
@@ -81,23 +82,23 @@ def test_a_server_stops_before_others_change_it_and_goes_on_once_they_are_done(m
     assert not announced.done(), "the engine has not stopped yet"
     staged.post()
     announced.result(PATIENCE_S)
-    with pytest.raises(TimeoutError):  # others have not brought them yet
-        staged.brought.result(0.5)
-    figures = in_thread(publisher.brought)
-    staged.brought.result(PATIENCE_S)
-    assert not figures.done(), "the engine does not go on under the name yet"
+    with pytest.raises(TimeoutError):  # the trainer has not loaded them yet
+        staged.externally_loaded.result(0.5)
+    figures = in_thread(publisher.externally_loaded)
+    staged.externally_loaded.result(PATIENCE_S)
+    assert not figures.done(), "the engine has not resumed under the version yet"
     worker.loaded(V1)
-    said = figures.result(PATIENCE_S)
-    assert (said["publish_workers"], said["publish_late"]) == (1, 0)
+    published = figures.result(PATIENCE_S)
+    assert (published["publish_workers"], published["publish_late"]) == (1, 0)
 
 
-def test_who_joins_later_takes_the_name_at_once(make):
+def test_a_worker_that_joins_later_takes_the_version_at_once(make):
     publisher, receiver = make()
     publisher.announce(V0)
-    publisher.brought()
+    publisher.externally_loaded()
     staged = until(receiver("late").take)
     staged.post()
-    staged.brought.result(PATIENCE_S)
+    staged.externally_loaded.result(PATIENCE_S)
 
 
 def test_an_engine_that_does_not_stop_is_named(make):
@@ -108,7 +109,7 @@ def test_an_engine_that_does_not_stop_is_named(make):
         publisher.announce(V1)
 
 
-def test_weights_that_never_come_end_the_lane_and_the_engine_has_none(make):
+def test_weights_that_are_never_loaded_end_the_channel_and_leave_the_engine_without_any(make):
     publisher, receiver = make(transfer_deadline_s=3.0)
     worker = receiver("w0")
     joined(publisher)
@@ -116,7 +117,7 @@ def test_weights_that_never_come_end_the_lane_and_the_engine_has_none(make):
     staged = until(worker.take)
     staged.post()
     with pytest.raises(RuntimeError):
-        staged.brought.result(PATIENCE_S)
+        staged.externally_loaded.result(PATIENCE_S)
 
 
 @pytest.fixture
@@ -124,52 +125,59 @@ def external(config_file):
     return load(config_file, EXTERNAL)
 
 
-def test_a_trainer_says_what_its_framework_loads_before_and_after(external):
-    books = Books(2)
-    with Rollouts(external, 0, books, books) as run:
+def test_a_trainer_announces_each_version_before_loading_and_confirms_it_after(external):
+    broker = RecordingBroker(2)
+    with Rollouts(external, 0, broker, broker) as run:
         with run.updating(lambda tokens: np.zeros(len(tokens) - 1)) as due:
-            assert due and books.said[-1] == ("announce", 0) and set(books.canary.logprobs) == {0.0}
+            assert due and broker.calls[-1] == ("announce", 0) and set(broker.canary.logprobs) == {0.0}
         for batch in run.batches():
             run.consumed(batch)
             run.version(batch.checkpoint)
-    said = [one for one in books.said if one[0] in ("announce", "brought")]
-    assert said == [("announce", 0), ("brought",), ("announce", 1), ("brought",), ("announce", 2), ("brought",)]
-    assert books.canary is None, "no score was given, and nothing is proven"
+    calls = [call for call in broker.calls if call[0] in ("announce", "externally_loaded")]
+    assert calls == [
+        ("announce", 0),
+        ("externally_loaded",),
+        ("announce", 1),
+        ("externally_loaded",),
+        ("announce", 2),
+        ("externally_loaded",),
+    ]
+    assert broker.canary is None, "without a score function there is no canary"
 
 
-def test_an_asyncio_trainer_says_the_same(external):
-    books = Books(1)
+def test_an_asyncio_trainer_announces_and_confirms_versions_alike(external):
+    broker = RecordingBroker(1)
 
     async def train():
-        async with aio.AsyncRollouts(lambda: Rollouts(external, 0, books, books)) as run:
+        async with aio.AsyncRollouts(lambda: Rollouts(external, 0, broker, broker)) as run:
             await run.version(0)
             async for _ in run.batches():
                 async with run.updating() as due:
-                    assert due and books.said[-1] == ("announce", 1)
+                    assert due and broker.calls[-1] == ("announce", 1)
             with pytest.raises(KeyError):
                 async with run.updating():
                     raise KeyError("the framework has failed")
 
     asyncio.run(train())
-    assert [one[0] for one in books.said if one[0] in ("announce", "brought")] == [
-        "announce", "brought", "announce", "brought", "announce"
-    ], "weights that have failed to come are not said to be there"  # fmt: skip
+    assert [call[0] for call in broker.calls if call[0] in ("announce", "externally_loaded")] == [
+        "announce", "externally_loaded", "announce", "externally_loaded", "announce"
+    ], "weights whose loading failed are not confirmed"  # fmt: skip
 
 
 def test_servers_that_hold_newer_weights_keep_them_while_batches_come_again(external):
-    books = Books(3, frontier=2)
-    with Rollouts(external, 1, books, books) as run:
+    broker = RecordingBroker(3, frontier=2)
+    with Rollouts(external, 1, broker, broker) as run:
         with run.updating() as due:
             assert not due
         for _ in run.batches():
             with run.updating() as due:
                 assert due == (run.step >= 2)
-    assert [one[1] for one in books.said if one[0] == "announce"] == [2, 3]
+    assert [call[1] for call in broker.calls if call[0] == "announce"] == [2, 3]
 
 
-def test_what_is_said_out_of_order_is_refused(external):
-    books = Books(1)
-    run = Rollouts(external, 0, books, books)
+def test_versions_out_of_order_are_refused(external):
+    broker = RecordingBroker(1)
+    run = Rollouts(external, 0, broker, broker)
     with pytest.raises(ValueError, match="version 3 was said of weights that hold 0 batches"):
         run.version(3)
     with pytest.raises(RuntimeError, match=r"leaves it to your framework to load weights; call run.updating"):
@@ -190,13 +198,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_where_others_cannot_bring_them_it_is_refused(config_file, case):
+def test_engines_that_a_trainer_cannot_load_are_refused(config_file, case):
     keys, why = REFUSED[case]
     with pytest.raises(ConfigError, match=why):
         load(config_file, keys)
 
 
-def test_april_s_own_learner_does_not_run_on_it(config_file, capsys):
+def test_april_s_own_learner_refuses_externally_loaded_weights(config_file, capsys):
     from april import cli
 
     assert cli.main(["run", str(config_file), *EXTERNAL]) == 2

@@ -1,4 +1,4 @@
-"""Weights reach every worker; a dead, hung or new one costs nobody else anything. Real processes, real gloo."""
+"""Weights reach every worker; a dead, hung or new worker does not affect the others. Real processes, real gloo."""
 
 import queue
 import signal
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from april.config import ConfigError, WeightsSection
 from april.processes import clock
 from april.weights import lane
-from april.weights.base import Adapted, Base
+from april.weights.base import AdapterWeights, BaseWeights
 from april.weights.canary import Canary
 from april.weights.lane_messages import Adapter
 from april.weights.publisher import SILENCE_S, WeightPublisher
@@ -28,7 +28,9 @@ from tests.warm import Popen
 PATIENCE_S = 60.0
 
 
-class LaneWorker:
+class ChannelWorker:
+    """A worker process that prints the versions it loads."""
+
     def __init__(self, address, name, *model):
         script = Path(__file__).with_name("lane_worker.py")
         self.process = Popen([sys.executable, script, address, name, *model], stdout=PIPE, text=True)
@@ -46,7 +48,7 @@ class LaneWorker:
         return self.lines.get(timeout=timeout_s)
 
     def await_version(self, version):
-        """The sum that the worker found in `version`; earlier ones are passed over."""
+        """The sum of the worker's tensors in `version`; earlier versions are skipped."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             found, total = self.next_line().split()
@@ -61,13 +63,13 @@ class LaneWorker:
 
 @pytest.fixture
 def patience(monkeypatch):
-    """Deadlines that no worker misses which only waits for a core."""
+    """Deadlines long enough for workers that wait for a CPU core."""
     monkeypatch.setattr("april.weights.publisher.SILENCE_S", PATIENCE_S)
     return WeightsSection(publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S)
 
 
 IMPATIENCE = WeightsSection(publish_deadline_s=8.0, transfer_deadline_s=6.0)
-"""of a learner whose worker is killed or hangs"""
+"""Deadlines for tests in which a worker is killed or hangs."""
 impatient = pytest.mark.parametrize("patience", [IMPATIENCE], ids=["impatient"])
 
 
@@ -83,7 +85,7 @@ def worker(publisher):
     workers = []
 
     def start(*names, model=()):
-        started = [LaneWorker(publisher.address, name, *model) for name in names]
+        started = [ChannelWorker(publisher.address, name, *model) for name in names]
         workers.extend(started)
         assert all(each.has_started() for each in started)
         return started if len(started) > 1 else started[0]
@@ -106,7 +108,7 @@ def total(step):
     return pytest.approx(sum(float(t.double().sum()) for t in weights(step).values()), abs=1e-4)
 
 
-def test_a_lane_is_reached_at_the_learner_s_host_alone_whatever_interface_its_ranks_use(publisher, worker, monkeypatch):
+def test_a_channel_listens_only_at_the_learner_s_host_whatever_interface_its_ranks_use(publisher, worker, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     first = worker("w0")
     publisher.publish(Version(0, 0), weights(0))
@@ -140,7 +142,7 @@ MODEL = {
 
 @pytest.fixture
 def make_model(tmp_path):
-    """The same in one file or in two, or another one."""
+    """make(name, files, change) -> folder of the model in so many files, with `change` added to all weights."""
 
     def make(name, files=1, change=0.0):
         folder, names = tmp_path / name, sorted(MODEL)
@@ -153,15 +155,15 @@ def make_model(tmp_path):
 
 
 def adapted(folder, step):
-    """Of a model whose head is its table, which is trained whole."""
+    """An adapter version of a model whose head is tied to its embedding table, which is trained whole."""
     generator = torch.Generator().manual_seed(step)
     trained = {
         "layer.lora_A": torch.randn(4, 200, generator=generator),
         "layer.lora_B": torch.randn(3000, 4, generator=generator),
         "table.weight": torch.randn(30, 20, generator=generator),
     }
-    base = Base(folder)
-    return Adapted(trained, Adapter(base.checksum, 0.25, "float32", ["head.weight"]), base)
+    base = BaseWeights(folder)
+    return AdapterWeights(trained, Adapter(base.checksum, 0.25, "float32", ["head.weight"]), base)
 
 
 def total_with_adapter(step):
@@ -171,10 +173,10 @@ def total_with_adapter(step):
     return pytest.approx(sum(float(each.double().sum()) for each in parts), abs=1e-3)
 
 
-def test_of_an_adapter_it_is_sent_alone_to_whoever_has_its_model_and_all_weights_to_others(
+def test_an_adapter_is_sent_alone_to_workers_with_its_base_model_and_all_weights_to_others(
     publisher, worker, make_model, caplog
 ):
-    """However the model lies in files. Late joiners need nothing else, and are told by what they have."""
+    """However the model is divided into files, and for workers that join late, too."""
     caplog.set_level("INFO", logger="april.weights.publisher")
     own = make_model("learner")
     first = worker("w0", model=[make_model("same", files=2)])
@@ -187,13 +189,15 @@ def test_of_an_adapter_it_is_sent_alone_to_whoever_has_its_model_and_all_weights
     figures = publisher.publish(Version(0, 1), adapted(own, 1))
     assert figures["publish_workers"] == 4 and figures["publish_late"] == figures["publish_wrong"] == 0
     assert [each.await_version(Version(0, 1)) for each in [first, *others]] == [total_with_adapter(1)] * 4
-    told = [name for name in ("w0", "w1", "w2", "w3") if f"{name} does not take adapters of this model" in caplog.text]
-    assert told == ["w1", "w2"]
+    not_adapting = [
+        name for name in ("w0", "w1", "w2", "w3") if f"{name} does not take adapters of this model" in caplog.text
+    ]
+    assert not_adapting == ["w1", "w2"]
 
 
 class SlowPeer:
-    """Takes 10 s for each bucket, by the clock that it moves on itself; `waits_s` is how long each was given, and
-    `under_way` how many were begun and not awaited, each time that one was begun."""
+    """A peer that takes 10 s per bucket of a fake clock. `waits_s`: the timeout of each wait; `under_way`: the pending
+    buckets at each start of one."""
 
     def __init__(self, monkeypatch):
         self.time, self.waits_s, self.begun, self.under_way = 1000.0, [], 0, []
@@ -258,28 +262,28 @@ def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
     assert second.await_version(Version(0, 1)) == total(1)
 
 
-def test_a_worker_without_an_engine_has_no_lane_for_which_the_learner_would_wait(publisher):
+def test_a_worker_without_an_engine_has_no_channel_for_which_the_learner_would_wait(publisher):
     up = [True]
     publisher.publish(Version(0, 0), weights(0))
     receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", up=lambda: up[0])
     receiver.connect(publisher.address)
     assert take(receiver).version == Version(0, 0)
     up[0] = False
-    wait_until(lambda: not publisher._lanes)
+    wait_until(lambda: not publisher._channels)
     assert publisher.publish(Version(0, 1), weights(1))["publish_late"] == 0
     up[0] = True
     assert take(receiver).version == Version(0, 1)
     receiver.close()
 
 
-def test_a_worker_that_leaves_in_order_says_so(publisher, caplog):
+def test_a_worker_that_leaves_tells_the_learner(publisher, caplog):
     caplog.set_level("INFO")
     publisher.publish(Version(0, 0), weights(0))
     receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
     receiver.connect(publisher.address)
     assert take(receiver).version == Version(0, 0)
     receiver.close()
-    wait_until(lambda: not publisher._lanes)
+    wait_until(lambda: not publisher._channels)
     assert "is lost: its worker has left" in caplog.text
 
 
@@ -290,7 +294,7 @@ def take(receiver):
 
 
 @impatient
-def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher, worker):
+def test_a_hung_worker_loses_only_its_own_channel_and_comes_back_when_it_wakes(publisher, worker):
     hung, other = worker("w0", "w1")
     publisher.publish(Version(0, 0), weights(0))
     for each in (hung, other):
@@ -304,7 +308,7 @@ def test_a_hung_worker_costs_its_own_lane_and_comes_back_when_it_wakes(publisher
 
 
 @impatient
-def test_a_worker_that_slept_between_two_publishes_gets_a_new_lane(publisher, worker):
+def test_a_worker_that_slept_between_two_publications_gets_a_new_channel(publisher, worker):
     sleeper = worker("w0")
     publisher.publish(Version(0, 0), weights(0))
     sleeper.await_version(Version(0, 0))
@@ -320,7 +324,7 @@ def test_a_publish_without_workers_returns_at_once(publisher):
     assert publisher.publish(Version(0, 0), weights(0))["publish_workers"] == 0
 
 
-def test_the_canary_comes_with_its_version_and_the_learner_counts_who_does_not_hold_it(publisher):
+def test_the_canary_comes_with_its_version_and_the_learner_counts_engines_with_wrong_weights(publisher):
     """To one that comes late, too."""
     canary = Canary([3, 1, 2], [-0.5, -1.5], "float32")
     publisher.publish(Version(0, 0), weights(0), canary)
@@ -329,7 +333,7 @@ def test_the_canary_comes_with_its_version_and_the_learner_counts_who_does_not_h
     staged = take(receiver)
     assert staged.canary == canary and staged.checksum == publisher._snapshot.checksum
     receiver.refuse("these are others", wrong=True)
-    wait_until(lambda: not publisher._lanes)
+    wait_until(lambda: not publisher._channels)
     assert publisher.publish(Version(0, 1), weights(1))["publish_wrong"] == 1
     assert publisher.publish(Version(0, 2), weights(2))["publish_wrong"] == 0
     receiver.close()

@@ -31,14 +31,14 @@ def test_a_packed_version_does_not_change_with_the_weights_it_was_packed_from():
     assert unpack(snapshot.heads, snapshot.data, snapshot.checksum)["w"].sum() == 0
 
 
-def test_damage_is_found():
+def test_damaged_weights_are_refused():
     snapshot = pack(Version(0, 0), TENSORS)
     snapshot.data[5] += 1
     with pytest.raises(SnapshotError, match="differ"):
         unpack(snapshot.heads, snapshot.data, snapshot.checksum)
 
 
-def test_a_type_that_is_not_of_weights_is_refused():
+def test_a_dtype_that_weights_cannot_have_is_refused():
     data = pack(Version(0, 0), TENSORS)
     with pytest.raises(SnapshotError, match="float64"):
         unpack([TensorHead("x", "float64", [1])], data.data, data.checksum)

@@ -10,7 +10,9 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 """the first test on SGLang starts its server"""
 
 
-def test_a_server_is_timed_and_says_how_large_its_cache_is(sglang_server, tiny_model, tmp_path, capsys, monkeypatch):
+def test_calibration_measures_a_server_and_reads_its_cache_size(
+    sglang_server, tiny_model, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(calibrate, "LONGEST", (16,))
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     path = tmp_path / "cost.toml"

@@ -48,7 +48,7 @@ RETRACT = "sglang-retract"
 
 @pytest.fixture
 def bench(request, tiny_model):
-    """Of the engine that is the parameter; engines on servers attach to one that runs already."""
+    """Makes engines of the kind that is the parameter; engines on servers attach to a running one."""
     start = attach_retracting if request.param == RETRACT else STARTS[request.param]
     made = []
 
@@ -76,5 +76,5 @@ PAIRS = [
 @pytest.mark.parametrize(
     ("check", "bench"), PAIRS, ids=lambda part: re.sub(r"[^\w.-]+", "_", str(part)), indirect=["bench"]
 )
-def test_every_engine_keeps_it(check, bench):
+def test_every_engine_passes_the_check(check, bench):
     check.run(bench)

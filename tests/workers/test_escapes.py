@@ -92,7 +92,7 @@ TRIES = [
 
 
 @pytest.mark.parametrize(("name", "text", "label"), TRIES, ids=[name for name, *_ in TRIES])
-def test_no_program_gets_a_verdict_that_it_has_not_earned(name, text, label):
+def test_no_attack_turns_a_wrong_program_into_a_right_one(name, text, label):
     assert reward(text, label) == 0.0
 
 
@@ -116,11 +116,11 @@ PASSED = {
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_assertions_mean_what_they_mean_in_one_process(name):
+def test_assertions_give_the_same_verdict_as_in_one_process(name):
     assert reward(*PASSED[name]) == 1.0
 
 
-def test_assertions_that_are_no_python_are_the_label_s_fault():
+def test_assertions_with_a_syntax_error_are_an_error_of_the_label():
     with pytest.raises(SyntaxError):
         reward(FIBONACCI, "assert secret(1 ==")
 
@@ -184,7 +184,7 @@ for name, text in {attempts!r}.items():
 
 
 def got(tmp_path, attempts):
-    """What a program got of the attempts."""
+    """Results of the attempts that a program made."""
     key, door = tmp_path / "broker.key", tmp_path / "door"
     key.write_text("secret")
     key.chmod(0o600)
@@ -193,14 +193,14 @@ def got(tmp_path, attempts):
         open_to_all.listen()
         door.chmod(0o777)
         given = (str(key), str(Path(sandbox.__file__).resolve()), server.getsockname()[1], str(door))
-        outcome = sandbox.run(ATTEMPT.format(given=given, attempts=attempts), b"", sandbox.Limits(wall_s=30.0))
+        outcome = sandbox.run(ATTEMPT.format(given=given, attempts=attempts), b"", sandbox.SandboxLimits(wall_s=30.0))
     lines = outcome.output.decode().splitlines()
     assert [line.partition(":")[0] for line in lines] == list(attempts), outcome.errors.decode()
     assert key.read_text() == "secret"
     return [line for line in lines if "GOT IT" in line]
 
 
-def test_no_program_opens_a_socket_a_namespace_or_memory_that_no_limit_sees(tmp_path):
+def test_no_program_opens_a_socket_a_namespace_or_unlimited_memory(tmp_path):
     assert got(tmp_path, FILTERED) == []
 
 
@@ -243,8 +243,8 @@ TOGETHER = {
 }  # fmt: skip
 
 
-def test_memory_of_all_processes_is_bounded_by_the_kernel_where_that_is_permitted(monkeypatch):
-    monkeypatch.setattr(sandbox.Watch, "exceeded", lambda watch: "")
+def test_a_control_group_limits_the_memory_of_all_processes(monkeypatch):
+    monkeypatch.setattr(sandbox.UsageWatch, "exceeded", lambda watch: "")
     text = (  # the first has its memory until the second is over
         "import os\n(full, says), (over, ends) = os.pipe(), os.pipe()\n"
         "if os.fork() == 0:\n    x = bytearray(700 << 20)\n"
@@ -253,30 +253,30 @@ def test_memory_of_all_processes_is_bounded_by_the_kernel_where_that_is_permitte
         "if os.fork() == 0:\n    x = bytearray(700 << 20); os._exit(0)\n"
         "os.wait(); os.close(ends); os.wait()"
     )
-    parent, _ = control_group.place()
-    assert sandbox.run(text, b"", sandbox.Limits(wall_s=60.0)).exceeded == ("memory" if parent else "")
+    parent, _ = control_group.find_parent_group()
+    assert sandbox.run(text, b"", sandbox.SandboxLimits(wall_s=60.0)).exceeded == ("memory" if parent else "")
     assert parent is None or not list(parent.glob(f"april-{os.getpid()}-*")), "a group is left"
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_limits_are_of_all_that_a_program_has_started(name, monkeypatch):
-    """Where the kernel lets nobody make a control group, too."""
-    monkeypatch.setattr(control_group, "place", lambda: (None, ""))
+def test_limits_hold_for_all_processes_of_a_program_together(name, monkeypatch):
+    """Also on hosts where no control group can be created."""
+    monkeypatch.setattr(control_group, "find_parent_group", lambda: (None, ""))
     text, limit = TOGETHER[name]
-    assert sandbox.run(text, b"", sandbox.Limits(wall_s=30.0)).exceeded == limit
+    assert sandbox.run(text, b"", sandbox.SandboxLimits(wall_s=30.0)).exceeded == limit
 
 
-def test_what_processes_share_counts_once():
+def test_shared_memory_counts_once():
     share = (
         "import os\nx = bytearray(400 << 20)\n"
         "for _ in range(4):\n    if os.fork() == 0:\n        import time; time.sleep(1); os._exit(0)\n"
         "for _ in range(4): os.wait()\nprint('well')"
     )
-    outcome = sandbox.run(share, b"", sandbox.Limits(wall_s=30.0))
+    outcome = sandbox.run(share, b"", sandbox.SandboxLimits(wall_s=30.0))
     assert (outcome.output, outcome.exceeded) == (b"well\n", "")
 
 
-def test_strict_isolation_is_refused_with_a_sentence_where_the_host_permits_less(monkeypatch):
+def test_strict_isolation_is_refused_on_a_host_that_lacks_a_layer(monkeypatch):
     monkeypatch.setattr(sandbox, "isolation", lambda: [])
     sandbox.check_isolation("best")
     with pytest.raises(
@@ -285,7 +285,7 @@ def test_strict_isolation_is_refused_with_a_sentence_where_the_host_permits_less
         sandbox.check_isolation("strict")
 
 
-def test_threads_and_children_work_behind_all_bars():
+def test_threads_and_child_processes_work_under_full_isolation():
     text = (
         "import asyncio, subprocess, threading, concurrent.futures as c\n"
         "async def one(): await asyncio.sleep(0); return 1\n"
@@ -295,5 +295,5 @@ def test_threads_and_children_work_behind_all_bars():
         "    print(asyncio.run(one()), subprocess.run(['/bin/echo', 'e'], capture_output=True).stdout)\n"
         "    print(list(c.ThreadPoolExecutor(2).map(f, [1, 2])))\n"
     )
-    outcome = sandbox.run(text, b"", sandbox.Limits(wall_s=30.0))
+    outcome = sandbox.run(text, b"", sandbox.SandboxLimits(wall_s=30.0))
     assert outcome.output == b"t\n1 b'e\\n'\n[2, 3]\n", outcome.errors

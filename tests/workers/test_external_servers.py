@@ -20,9 +20,9 @@ from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import Request
 from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
-from april.workers.engines.proof import Proof
+from april.workers.engines.proof import WeightCheck
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.intake import ServerIntake
+from april.workers.engines.sglang.intake import ServerWeightLoader
 from april.workers.engines.sglang.server import ServerSettings
 from april.workers.engines.vllm.engine import VLLMEngine
 from tests.workers.conftest import SGLANG_PYTHON, serve
@@ -38,17 +38,17 @@ TEXT = list(range(1, 40))
 
 
 class Framework:
-    """Somebody's trainer: it loads weights into the server by the server's own API, and tells April."""
+    """An external trainer: it loads weights into the server by the server's own API, and reports to April."""
 
     def __init__(self, server, folder, publisher):
         self.server, self.folder, self.publisher = server, folder, publisher
 
     def updates(self, version, of_trainer, loaded=None):
-        """`loaded`: what reaches the server, where that is not what the trainer holds."""
+        """`loaded`: weights that reach the server, if they differ from the trainer's."""
         logprobs = of_trainer.logprobs(TEXT, 1).tolist()
         self.publisher.announce(version, Canary(TEXT, logprobs, "float32"))
         asyncio.run(self.load(loaded or of_trainer))
-        self.publisher.brought()
+        self.publisher.externally_loaded()
 
     async def load(self, model):
         shutil.copy(model.folder / "config.json", self.folder)
@@ -61,7 +61,7 @@ class Framework:
 
 @pytest.fixture(params=SERVERS)
 def parts(request, tiny_model, tmp_path):
-    """(engine, intake, framework)"""
+    """(engine, loader, framework)"""
     engine_class, server = request.param
     section = WeightsSection(transport="external", publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S)
     options = {"slots": 8, "chunk_tokens": 50, "stream_tokens": 5, "report_s": 1e9}
@@ -70,16 +70,16 @@ def parts(request, tiny_model, tmp_path):
     publisher = WeightPublisher(section, "test", "cpu")
     receiver = WeightReceiver(section, "uid", "w0", "cpu", up=lambda: engine.ready)
     receiver.connect(publisher.address)
-    yield engine, ServerIntake(engine, receiver, Proof()), Framework(engine, tmp_path, publisher)
+    yield engine, ServerWeightLoader(engine, receiver, WeightCheck()), Framework(engine, tmp_path, publisher)
     engine.cancel_all(range(100))
     receiver.close()
     publisher.close()
     engine.close()
 
 
-def stepped(engine, intake, work, version, *arguments):
-    """Whatever the engine hands over while `work` is done, and until it holds `version` or has been refused it."""
-    failed, refused_before = [], intake.proof.failures
+def stepped(engine, loader, work, version, *arguments):
+    """Chunks of the engine while `work` runs, and until it has loaded or refused `version`."""
+    failed, refused_before = [], loader.weight_check.failures
 
     def guarded():
         try:
@@ -90,22 +90,24 @@ def stepped(engine, intake, work, version, *arguments):
     thread = threading.Thread(target=guarded)
     thread.start()
     chunks = []
-    while thread.is_alive() or (not failed and engine.version != version and intake.proof.failures == refused_before):
-        intake.load()
+    while thread.is_alive() or (
+        not failed and engine.version != version and loader.weight_check.failures == refused_before
+    ):
+        loader.load()
         chunks += engine.step()
     assert not failed, failed
     return chunks
 
 
-def test_every_token_has_the_name_of_the_weights_that_others_had_loaded(parts, tiny_model):
-    engine, intake, framework = parts
+def test_every_token_has_the_version_of_the_externally_loaded_weights(parts, tiny_model):
+    engine, loader, framework = parts
     models = {V0: tiny_model(seed=0), V1: tiny_model(seed=1), V2: tiny_model(seed=2)}
-    stepped(engine, intake, framework.updates, V0, models[V0])
+    stepped(engine, loader, framework.updates, V0, models[V0])
     assert engine.version == V0
     request = Request(1, prompt(), 600, seed=1)
     streams = [drive(engine, [request], tokens=50)[1]]
     for version in (V1, V2):
-        streams.append(Stream(stepped(engine, intake, framework.updates, version, models[version])))
+        streams.append(Stream(stepped(engine, loader, framework.updates, version, models[version])))
         assert engine.version == version
         streams.append(drive(engine, tokens=50)[1])
     stream = join(*streams, drive(engine)[1])
@@ -114,11 +116,11 @@ def test_every_token_has_the_name_of_the_weights_that_others_had_loaded(parts, t
     assert_true(models, request, stream)
 
 
-def test_a_server_that_others_gave_other_weights_is_found_by_the_canary(parts, tiny_model):
-    engine, intake, framework = parts
-    stepped(engine, intake, framework.updates, V0, tiny_model(seed=0))
-    stepped(engine, intake, framework.updates, V1, tiny_model(seed=1), tiny_model(seed=2))
-    assert intake.proof.failures == 1 and engine.ready
+def test_the_weight_check_detects_wrong_externally_loaded_weights(parts, tiny_model):
+    engine, loader, framework = parts
+    stepped(engine, loader, framework.updates, V0, tiny_model(seed=0))
+    stepped(engine, loader, framework.updates, V1, tiny_model(seed=1), tiny_model(seed=2))
+    assert loader.weight_check.failures == 1 and engine.ready
     assert engine.version is None, "it has no name, and gets no lease"
 
 
@@ -139,10 +141,10 @@ def logprobs_under(model, tokens):
 
 
 @pytest.mark.sglang
-def test_a_run_on_such_a_server_says_of_each_token_whose_it_is(
+def test_a_whole_run_with_externally_loaded_weights_labels_every_token(
     server_of_the_policy, config_file, policy_folder, tmp_path
 ):
-    """A trainer whose steps are noise, under a schedule that generates while the weights change."""
+    """A trainer with random steps, under a schedule that generates during weight updates."""
     model = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)
     held, apart, named, generator = {}, [], set(), torch.Generator().manual_seed(0)
 

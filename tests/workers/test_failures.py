@@ -1,4 +1,4 @@
-"""Failures of foreign code are said in full once, and then counted; what it prints has a file."""
+"""Failures of user code are logged in full once, then counted; its output goes to a file."""
 
 import logging
 
@@ -16,7 +16,7 @@ def grade(response, label):
 """
 
 
-def test_a_thousand_failures_of_one_kind_are_a_few_lines_and_the_first_is_whole(caplog):
+def test_a_thousand_equal_failures_log_a_few_lines_and_one_traceback(caplog):
     failures = Failures(logging.getLogger("april.x"))
     with caplog.at_level(logging.WARNING):
         for number in range(1000):
@@ -36,7 +36,7 @@ def own_verifier(tmp_path, monkeypatch):
     return "printing_rewards:grade"
 
 
-def test_what_a_verifier_prints_is_in_its_file_with_one_traceback_of_each_kind(own_verifier, tmp_path):
+def test_a_verifier_s_output_goes_to_its_file_with_one_traceback_per_kind(own_verifier, tmp_path):
     prints = tmp_path / "rewards.log"
     pool = RewardPool(1, RewardRules(), prints)
     for key, label in enumerate("abc"):

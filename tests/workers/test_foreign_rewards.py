@@ -1,4 +1,4 @@
-"""Reward functions in the forms of TRL, verl and verifiers, restated, called by name as April's own verifiers are."""
+"""Reward functions with the signatures of TRL, verl and verifiers, called by name like April's own verifiers."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from april.workers.rewards.verifiers import check_verifier, find_verifier, reads
 
 FUNCTIONS = '''
 def lengths(prompts, completions, **columns):
-    """TRL's, of messages: also how many completions it sees at once, and what a column has."""
+    """A TRL function of messages; it also reports the number of completions per call and a column's value."""
     assert prompts[0] == [{"role": "user", "content": "1+1="}]
     return [len(said[0]["content"]) + 10 * len(completions) for said in completions]
 
@@ -36,7 +36,7 @@ def of_trainer(completions, completion_ids, **columns):
     return [0.0]
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's."""
+    """A verl function."""
     right = solution_str == ground_truth
     score = right - (data_source == "hard") / 2
     return {"score": score, "acc": right, "pred": solution_str, "index": extra_info["index"]}
@@ -45,7 +45,7 @@ def grade(solution_str, ground_truth, method="strict"):
     return solution_str == ground_truth
 
 async def asked(prompt, completion, answer, state, info):
-    """verifiers'."""
+    """A function of the verifiers library."""
     assert state["completion"] == completion and prompt[-1]["role"] == "user"
     return float(completion[-1]["content"] == answer) + info.get("bonus", 0)
 
@@ -113,7 +113,7 @@ WORTH = {
 
 
 @pytest.mark.parametrize("which", WORTH, ids=lambda which: " ".join(which)[:50])
-def test_a_function_of_another_framework_is_called_as_it_wants_to_be(which):
+def test_a_function_of_another_framework_is_called_as_that_framework_calls_it(which):
     name, label = which
     check_verifier(name)
     given = score(name, label=label)
@@ -124,7 +124,7 @@ def test_the_numbers_beside_verl_s_score_are_details():
     assert score("verl:theirs:compute_score", label=VERL).details == {"acc": 1.0, "index": 7.0, "over_limit": 0.0}
 
 
-def test_a_task_of_verifiers_is_worth_what_its_rewards_weigh_and_its_metrics_are_details():
+def test_a_verifiers_task_gives_the_weighted_sum_of_its_rewards_with_metrics_as_details():
     check_verifier("verifiers:tasks:Adds")
     given = score("verifiers:tasks:Adds")
     assert (given.error, given.reward) == (None, 2.0)
@@ -149,7 +149,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("which", ERRORS, ids=lambda which: which[0])
-def test_what_it_cannot_say_is_an_error_and_never_a_zero(which):
+def test_a_missing_result_is_an_error_and_never_zero(which):
     given = score(which[0], label=which[1])
     assert given.reward is None and ERRORS[which] in given.error
 
@@ -164,17 +164,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_called_is_refused_before_a_run_starts(name):
+def test_a_function_that_cannot_be_called_is_refused_before_a_run_starts(name):
     with pytest.raises(ConfigError) as caught:
         check_verifier(name)
     assert REFUSED[name] in str(caught.value)
 
 
-def test_a_state_of_theirs_is_no_environment_s():
+def test_a_parameter_state_of_verifiers_is_not_an_environment_s_state():
     assert not reads_state("verifiers:theirs:asked")
 
 
-def test_a_dry_run_calls_it_on_rows_with_their_columns(config_file, tmp_path, capsys):
+def test_a_dry_run_calls_the_function_on_rows_with_their_columns(config_file, tmp_path, capsys):
     row = {"prompt": "04*3+90=", "solution": "102", "difficulty": 2}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     rows = str(tmp_path / "rows.jsonl")

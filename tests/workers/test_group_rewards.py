@@ -48,7 +48,7 @@ def submit(pool, key, function, **keys):
     pool.submit_group(key, name, items(name, **keys))
 
 
-def test_every_response_gets_its_place_among_all_with_details(make_pool):
+def test_a_group_verifier_ranks_every_response_with_details(make_pool):
     pool = make_pool(over_limit="failed")
     submit(pool, 7, "rank")
     found = collect(pool, 1)[7]
@@ -57,7 +57,7 @@ def test_every_response_gets_its_place_among_all_with_details(make_pool):
     assert [score.details for score in found.scores] == [{"tokens": n, "prompt": 6.0} for n in (2.0, 4.0, 1.0)]
 
 
-def test_one_that_asks_for_states_gets_that_of_each_response_and_none_where_there_is_none():
+def test_a_parameter_states_gets_the_state_of_each_response_or_none():
     name = "group:group_rewards:fewest_calls"
     states = [msgspec.msgpack.encode({"calls": 3}), b"", msgspec.msgpack.encode({"calls": 0})]
     group = [msgspec.structs.replace(item, state=state) for item, state in zip(items(name), states, strict=True)]
@@ -86,21 +86,21 @@ def test_a_group_has_all_of_its_rewards_or_an_error(make_pool, function, reason)
     assert found[2].reward == 1.0
 
 
-def test_a_group_that_nobody_can_compare_in_time_is_wrong_as_a_whole(make_pool):
+def test_a_group_that_exceeds_the_time_limit_is_wrong_as_a_whole(make_pool):
     pool = make_pool(timeout_s=1.0)
     submit(pool, 0, "loop")
     [score] = collect(pool, 1).values()
     assert [(one.reward, one.details) for one in score.scores] == [(0.0, {"over_limit": 1.0})] * 3
 
 
-def test_penalties_come_on_top_of_each_response():
+def test_penalties_are_added_to_each_response_of_a_group():
     rules = RewardRules(over_limit="failed", max_response_tokens=4, overlong_buffer_tokens=2, overlong_penalty=0.5)
     scores = verify(items("group:group_rewards:ended"), rules)
     assert [score.reward for score in scores] == [1.0, 0.5, 1.0]
     assert scores[1].details == {"base": 1.0, "overlong": -0.5}
 
 
-def test_what_sees_one_response_at_a_time_is_no_group_reward():
+def test_a_verifier_of_single_responses_is_refused_as_a_group_reward():
     check_verifier("group:group_rewards:rank")
     check_verifier("group:remote", url="http://localhost:1")
     for name, reason in (

@@ -1,23 +1,23 @@
-"""What has arrived through a lane is loaded, refused, or asked for again."""
+"""Weights received over a weight channel are loaded, refused, or requested again."""
 
 import asyncio
 
 import pytest
 
 from april.weights.lane_messages import Adapter
-from april.weights.receiver import Staged
+from april.weights.receiver import StagedWeights
 from april.workers.engines.base import EngineError
 from april.workers.engines.conformance.driving import V0, V1
-from april.workers.engines.intake import Intake
-from april.workers.engines.sglang.intake import ServerIntake
+from april.workers.engines.intake import WeightLoader
+from april.workers.engines.sglang.intake import ServerWeightLoader
 
 
 class Receiver:
-    """Has staged what it is given, and notes what it is told."""
+    """Fake receiver: stages the given versions, and records refusals and requests."""
 
     def __init__(self, *versions):
-        self.staged = [Staged(version, {}, 0.0) for version in versions]
-        self.held, self.told = None, []
+        self.staged = [StagedWeights(version, {}, 0.0) for version in versions]
+        self.held, self.reported = None, []
 
     @property
     def has_staged(self):
@@ -30,17 +30,17 @@ class Receiver:
         self.held = version
 
     def refuse(self, why, wrong=False):
-        self.told.append(why)
+        self.reported.append(why)
 
     def forget(self):
         self.held = None
-        self.told.append("forget")
+        self.reported.append("forget")
 
 
 class Engine:
-    """Refuses V1; the same beside everything else, in as many turns as it is told."""
+    """Fake engine that refuses V1; as a server engine it loads in `passes` passes of the event loop."""
 
-    ready, version, turns = True, None, 0
+    ready, version, passes = True, None, 0
 
     def load_weights(self, version, tensors):
         if version == V1:
@@ -48,13 +48,13 @@ class Engine:
         self.version = version
 
     def load_adapter(self, version, adapter, tensors):
-        self.version, self.beside = version, (adapter, tensors)
+        self.version, self.adapter_args = version, (adapter, tensors)
 
-    async def take_adapter(self, version, adapter, tensors, prove=None):
+    async def update_adapter(self, version, adapter, tensors, verify=None):
         self.load_adapter(version, adapter, tensors)
 
-    async def take_weights(self, version, tensors, prove=None):
-        for _ in range(self.turns):
+    async def update_weights(self, version, tensors, verify=None):
+        for _ in range(self.passes):
             await asyncio.sleep(0)
         self.load_weights(version, tensors)
 
@@ -66,45 +66,45 @@ def loop():
     loop.close()
 
 
-def test_what_has_arrived_is_loaded_and_what_is_refused_is_told():
+def test_staged_weights_are_loaded_and_a_refusal_is_reported():
     receiver = Receiver(V0, V1)
-    intake = Intake(Engine(), receiver)
-    assert intake.load() > 0 and receiver.held == intake.engine.version == V0
-    assert intake.load() is None and receiver.told == ["not these"] and receiver.held == V0
-    assert intake.load() is None and receiver.told == ["not these"]
+    loader = WeightLoader(Engine(), receiver)
+    assert loader.load() > 0 and receiver.held == loader.engine.version == V0
+    assert loader.load() is None and receiver.reported == ["not these"] and receiver.held == V0
+    assert loader.load() is None and receiver.reported == ["not these"]
 
 
-def test_an_engine_that_is_not_ready_is_left_alone_and_one_that_has_lost_its_weights_gets_them_again():
+def test_an_engine_gets_weights_only_when_ready_and_gets_lost_ones_again():
     receiver = Receiver(V0, V0)
-    intake = Intake(Engine(), receiver)
-    intake.load()
-    intake.engine.ready, intake.engine.version = False, None
-    assert intake.load() is None and receiver.told == []
-    intake.engine.ready = True
-    assert intake.load() > 0 and receiver.told == ["forget"] and intake.engine.version == V0
+    loader = WeightLoader(Engine(), receiver)
+    loader.load()
+    loader.engine.ready, loader.engine.version = False, None
+    assert loader.load() is None and receiver.reported == []
+    loader.engine.ready = True
+    assert loader.load() > 0 and receiver.reported == ["forget"] and loader.engine.version == V0
 
 
-def test_a_server_takes_its_weights_beside_everything_else(loop):
+def test_a_server_loads_weights_in_the_background(loop):
     receiver, engine = Receiver(V0, V1), Engine()
-    engine.begin, engine.turns = loop.create_task, 3
-    intake, turns = ServerIntake(engine, receiver), 0
-    while intake.load() is None:
+    engine.begin, engine.passes = loop.create_task, 3
+    loader, passes = ServerWeightLoader(engine, receiver), 0
+    while loader.load() is None:
         loop.run_until_complete(asyncio.sleep(0))
-        turns += 1
-    assert turns > 0 and receiver.held == V0
-    while not receiver.told:
-        assert intake.load() is None and receiver.held == V0
+        passes += 1
+    assert passes > 0 and receiver.held == V0
+    while not receiver.reported:
+        assert loader.load() is None and receiver.held == V0
         loop.run_until_complete(asyncio.sleep(0))
-    assert receiver.told == ["not these"]
+    assert receiver.reported == ["not these"]
 
 
-def test_an_adapter_that_is_to_be_taken_as_it_comes_is_given_to_the_engine_so(loop):
+def test_an_adapter_is_passed_to_an_engine_that_loads_adapters(loop):
     adapter = Adapter("0badcafe", 2.0, "float32")
-    for kind in (Intake, ServerIntake):
+    for kind in (WeightLoader, ServerWeightLoader):
         receiver, engine = Receiver(), Engine()
         engine.begin = loop.create_task
-        receiver.staged = [Staged(V0, {"layer.lora_A": 1}, 0.0, adapter=adapter)]
-        intake = kind(engine, receiver)
-        while intake.load() is None:
+        receiver.staged = [StagedWeights(V0, {"layer.lora_A": 1}, 0.0, adapter=adapter)]
+        loader = kind(engine, receiver)
+        while loader.load() is None:
             loop.run_until_complete(asyncio.sleep(0))
-        assert receiver.held == engine.version == V0 and engine.beside == (adapter, {"layer.lora_A": 1})
+        assert receiver.held == engine.version == V0 and engine.adapter_args == (adapter, {"layer.lora_A": 1})

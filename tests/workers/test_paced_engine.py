@@ -1,4 +1,4 @@
-"""The paced engine's steps last as its cost model says, by a clock that the test owns."""
+"""The paced engine's steps last as its cost model says; the test controls the clock."""
 
 import pytest
 
@@ -20,7 +20,7 @@ FACTOR = 2.0
 
 
 class Clock:
-    """Stands still but for sleeps and what a test adds."""
+    """A clock that advances only by sleeps and by what a test adds."""
 
     def __init__(self, monkeypatch):
         self.at = 100.0
@@ -44,7 +44,7 @@ def engine(owned, tiny_model, tmp_path):
     engine.close()
 
 
-def test_steps_last_as_the_model_says_and_tokens_are_those_of_the_engine_below(engine, owned, tiny_model):
+def test_steps_last_as_the_cost_model_says_and_tokens_are_the_torch_engine_s(engine, owned, tiny_model):
     requests = [Request(i, prompt(5, seed=i), 10 * (i + 1), seed=i) for i in range(2)]
     began = owned.at
     streams = drive(engine, requests)
@@ -58,7 +58,7 @@ def test_steps_last_as_the_model_says_and_tokens_are_those_of_the_engine_below(e
     assert {i: s.tokens for i, s in drive(plain, requests).items()} == {i: s.tokens for i, s in streams.items()}
 
 
-def test_what_a_worker_does_between_two_steps_takes_no_time_of_the_accelerator(engine, owned):
+def test_the_worker_s_time_between_two_steps_counts_into_the_next_step(engine, owned):
     began = owned.at
     engine.submit(Request(0, prompt(5), 3))
     while engine.live:
@@ -68,7 +68,7 @@ def test_what_a_worker_does_between_two_steps_takes_no_time_of_the_accelerator(e
     assert owned.at - began == pytest.approx(FACTOR * least + 0.5) and engine.pace.late_steps == 0
 
 
-def test_a_step_that_this_machine_cannot_make_in_time_is_counted_and_said(engine, owned, monkeypatch, caplog):
+def test_late_steps_are_counted_and_reported(engine, owned, monkeypatch, caplog):
     decode = TorchEngine._decode
     monkeypatch.setattr(TorchEngine, "_decode", lambda *args: owned.pass_by(5.0) or decode(*args))
     drive(engine, [Request(0, prompt(5), 4)])
@@ -77,7 +77,7 @@ def test_a_step_that_this_machine_cannot_make_in_time_is_counted_and_said(engine
     assert "4 of 4 paced steps were late" in caplog.text and "raise engine.pace_factor" in caplog.text
 
 
-def test_new_weights_take_their_time_and_contexts_are_computed_again(engine, owned, tiny_model):
+def test_a_weight_update_takes_its_time_and_recomputes_contexts(engine, owned, tiny_model):
     drive(engine, [Request(0, prompt(5), 8)], steps=4)
     began = owned.at
     engine.load_weights(V1, tiny_model(seed=1).weights())
@@ -88,7 +88,7 @@ def test_new_weights_take_their_time_and_contexts_are_computed_again(engine, own
     assert owned.at - began == pytest.approx(FACTOR * expected)
 
 
-def test_april_s_own_hardware_and_a_calibration_s_file_are_paces(tmp_path):
+def test_known_hardware_and_a_calibration_file_are_accepted_as_pace(tmp_path):
     assert pacing_of("h100").cost.decode_base_s == 5e-3 and pacing_of("mi300x").update_s == 0.5
     file = tmp_path / "cost.toml"
     cost = "decode_base_s = 1\ndecode_running_s = 0\ndecode_kv_s = 0\nprefill_s = 0"
@@ -105,14 +105,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_pace_is_refused_with_a_sentence(config_file, case):
+def test_an_invalid_pace_is_refused(config_file, case):
     words, why = REFUSED[case]
     with pytest.raises(ConfigError, match=why):
         check_engine(load(config_file, words))
 
 
 @pytest.mark.full
-def test_a_paced_run_says_so_wherever_its_speed_stands(finish_run, run_dir):
+def test_a_paced_run_is_marked_wherever_its_speed_is_shown(finish_run, run_dir):
     words = ["--worker.engine", "paced", "--engine.pace", "h100", "--learner.pace_token_s", "1e-5"]
     finish_run(*words, "--schedule.max_steps", "2")
     run = read_run(run_dir)

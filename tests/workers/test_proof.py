@@ -1,4 +1,4 @@
-"""An engine that samples from other weights than it was sent is found before it has sampled anything."""
+"""The weight check detects an engine with other weights than it was sent before it samples anything."""
 
 import logging
 
@@ -8,17 +8,17 @@ import torch
 
 from april import config as configuration
 from april import wire
-from april.broker.telemetry.engine_gap import EngineGap
+from april.broker.telemetry.engine_gap import EngineGapAlarm
 from april.weights.canary import Canary, canary_tokens
-from april.weights.receiver import Staged
+from april.weights.receiver import StagedWeights
 from april.wire.version import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, drive, join, prompt
 from april.workers.engines.conformance.faults import FAULTS, a_step_further
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.intake import Intake
-from april.workers.engines.proof import BANDS, Proof, WrongWeights
+from april.workers.engines.intake import WeightLoader
+from april.workers.engines.proof import TOLERANCES, WeightCheck, WrongWeights
 from april.workers.worker import Worker
 from tests.workers.test_intake import Receiver
 from tests.workers.test_worker_aborts import Connection
@@ -27,7 +27,7 @@ TEXT = canary_tokens(VOCABULARY)
 
 
 class Learner:
-    """Publishes the versions of a tiny model, each a step further."""
+    """Fake learner that publishes versions of a tiny model, each one training step later."""
 
     def __init__(self, model):
         weights = {name: tensor.clone() for name, tensor in model.weights().items() if name != "lm_head.weight"}
@@ -36,11 +36,11 @@ class Learner:
             self.weights[version] = a_step_further(self.weights[before], seed=version.step)
 
     def sends(self, version, tensors=None):
-        """What arrives of a version, with other tensors than its own where they are given."""
+        """The staged weights of a version; `tensors` replaces its own."""
         published = self.weights[version]
         logprobs = self.model.logprobs_under(published, TEXT.tolist()).tolist()
         canary = Canary(TEXT.tolist(), logprobs, "float32")
-        return Staged(version, tensors or published, 0.0, canary=canary, checksum=version.step)
+        return StagedWeights(version, tensors or published, 0.0, canary=canary, checksum=version.step)
 
 
 @pytest.fixture
@@ -49,31 +49,31 @@ def learner(tiny_model):
 
 
 @pytest.fixture
-def intake(tiny_model):
+def loader(tiny_model):
     receiver = Receiver()
-    return Intake(TorchEngine(tiny_model().folder, slots=4, chunk_tokens=5), receiver, Proof())
+    return WeightLoader(TorchEngine(tiny_model().folder, slots=4, chunk_tokens=5), receiver, WeightCheck())
 
 
-def arrive(intake, staged):
-    intake.receiver.staged.append(staged)
-    return intake.load()
+def arrive(loader, staged):
+    loader.receiver.staged.append(staged)
+    return loader.load()
 
 
-def test_nothing_is_sampled_under_wrong_weights_and_what_runs_goes_on_under_the_right_ones(learner, intake):
-    engine, told, request = intake.engine, intake.receiver.told, Request(1, prompt(), 60, seed=1)
-    assert arrive(intake, learner.sends(V0)) > 0
+def test_nothing_is_sampled_under_wrong_weights_and_requests_continue_under_right_ones(learner, loader):
+    engine, told, request = loader.engine, loader.receiver.reported, Request(1, prompt(), 60, seed=1)
+    assert arrive(loader, learner.sends(V0)) > 0
     before = drive(engine, [request], tokens=20)[1]
-    assert arrive(intake, learner.sends(V1, learner.weights[V0])) is None
+    assert arrive(loader, learner.sends(V1, learner.weights[V0])) is None
     assert engine.version is None and f"version {V1}" in told[-1] and "0.001 are rounding" in told[-1]
     drawn = engine.generated_tokens
     assert [engine.step() for _ in range(3)] == [[]] * 3 and engine.generated_tokens == drawn and engine.live == 1
-    assert arrive(intake, learner.sends(V1)) > 0 and told[-1] == "forget"
+    assert arrive(loader, learner.sends(V1)) > 0 and told[-1] == "forget"
     stream = join(before, drive(engine)[1])
     assert stream.versions == [V0] * drawn + [V1] * (60 - drawn)
 
 
-def test_a_tied_embedding_that_is_forgotten_is_found(tiny_model):
-    """An engine with an output projection of its own, to which nobody brings the new embedding."""
+def test_a_tied_embedding_that_was_not_updated_is_detected(tiny_model):
+    """An engine with an untied copy of the output projection, which misses updates of the embedding."""
     model = tiny_model("qwen2")
     tied = {name: tensor.clone() for name, tensor in model.weights().items()}
     tied["lm_head.weight"] = tied["model.embed_tokens.weight"]
@@ -81,17 +81,15 @@ def test_a_tied_embedding_that_is_forgotten_is_found(tiny_model):
     learner.weights[V0] = tied
     learner.weights[V1] = a_step_further(tied)
     learner.weights[V1]["lm_head.weight"] = learner.weights[V1]["model.embed_tokens.weight"]
-    intake = Intake(TorchEngine(model.folder), Receiver(), Proof())
-    assert arrive(intake, learner.sends(V0)) > 0
+    loader = WeightLoader(TorchEngine(model.folder), Receiver(), WeightCheck())
+    assert arrive(loader, learner.sends(V0)) > 0
     forgotten = learner.weights[V1] | {"lm_head.weight": tied["lm_head.weight"]}
-    assert arrive(intake, learner.sends(V1, forgotten)) is None and intake.engine.version is None
+    assert arrive(loader, learner.sends(V1, forgotten)) is None and loader.engine.version is None
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_the_canary_what_such_an_engine_sampled_raises_the_alarm_of_the_trained_tokens(
-    learner, tiny_model, fault
-):
-    engine, alarm = TorchEngine(tiny_model().folder), EngineGap()
+def test_without_the_canary_trained_tokens_of_wrong_weights_raise_the_alarm(learner, tiny_model, fault):
+    engine, alarm = TorchEngine(tiny_model().folder), EngineGapAlarm()
 
     def sampled_under(version, tensors):
         engine.load_weights(version, tensors)
@@ -109,51 +107,51 @@ def test_without_the_canary_what_such_an_engine_sampled_raises_the_alarm_of_the_
     assert "worker-0" in sampled_under(V2, FAULTS[fault](learner.weights[V1], learner.weights[V2]))
 
 
-def test_weights_that_are_wrong_twice_in_a_row_are_the_end_and_right_ones_in_between_are_not(learner, intake):
+def test_two_consecutive_failed_checks_end_the_worker_and_a_passed_one_resets_the_count(learner, loader):
     old = learner.weights[V0]
-    arrive(intake, learner.sends(V0))
-    assert arrive(intake, learner.sends(V1, old)) is None
-    assert arrive(intake, learner.sends(V1)) > 0
-    assert arrive(intake, learner.sends(V2, old)) is None
+    arrive(loader, learner.sends(V0))
+    assert arrive(loader, learner.sends(V1, old)) is None
+    assert arrive(loader, learner.sends(V1)) > 0
+    assert arrive(loader, learner.sends(V2, old)) is None
     with pytest.raises(WrongWeights, match=f"version {V2}"):
-        arrive(intake, learner.sends(V2, old))
+        arrive(loader, learner.sends(V2, old))
 
 
-def test_an_engine_that_says_it_scores_and_does_not_gets_nothing(learner, intake, monkeypatch):
+def test_an_engine_that_fails_to_score_gets_no_samples(learner, loader, monkeypatch):
     def refuse(tokens):
         raise EngineError("not today")
 
-    monkeypatch.setattr(intake.engine, "score", refuse)
-    assert arrive(intake, learner.sends(V0)) is None and intake.engine.version is None
-    assert intake.receiver.told[-1].endswith("it does not score the canary: not today")
+    monkeypatch.setattr(loader.engine, "score", refuse)
+    assert arrive(loader, learner.sends(V0)) is None and loader.engine.version is None
+    assert loader.receiver.reported[-1].endswith("it does not score the canary: not today")
 
 
-def test_a_worker_whose_engine_does_not_come_to_hold_its_weights_leaves_with_a_sentence(config_file, learner, intake):
+def test_a_worker_whose_engine_keeps_failing_the_weight_check_leaves_with_a_sentence(config_file, learner, loader):
     config = configuration.load(config_file, ["--reward.where", "scorer"])
     connection = Connection([wire.Renewed([])] * 9)
-    intake.receiver.staged += [learner.sends(V0, learner.weights[V2])] * 2
-    intake.receiver.connect = lambda address, key: None
+    loader.receiver.staged += [learner.sends(V0, learner.weights[V2])] * 2
+    loader.receiver.connect = lambda address, key: None
     with pytest.raises(WrongWeights, match=r"is not seen to hold version 0\.0"):
-        Worker(config, intake.engine, connection, [intake]).run()
-    assert not any(isinstance(message, wire.Holding) for message in connection.sent)
+        Worker(config, loader.engine, connection, [loader]).run()
+    assert not any(isinstance(message, wire.WorkerCapacity) for message in connection.sent)
     assert isinstance(connection.sent[-1], wire.Goodbye) and len(connection.script) == 8
 
 
-def test_an_engine_that_cannot_score_is_stated(config_file, caplog):
+def test_an_engine_that_cannot_score_is_logged(config_file, caplog):
     config = configuration.load(config_file, ["--worker.engine", "tests.test_registries:OwnEngine"])
     with caplog.at_level(logging.WARNING):
-        assert ENGINES.find(config.worker.engine).make_proof(config) is None
+        assert ENGINES.find(config.worker.engine).make_weight_check(config) is None
     assert "does not score texts: that it samples from the weights it is sent is not proven" in caplog.text
     config = configuration.load(config_file, [])
-    assert isinstance(ENGINES.find(config.worker.engine).make_proof(config), Proof)
+    assert isinstance(ENGINES.find(config.worker.engine).make_weight_check(config), WeightCheck)
     config = configuration.load(config_file, ["--weights.canary", "false"])
-    assert ENGINES.find(config.worker.engine).make_proof(config) is None
+    assert ENGINES.find(config.worker.engine).make_weight_check(config) is None
 
 
-def test_weights_without_a_canary_are_taken_and_that_is_stated(learner, intake, caplog):
+def test_weights_without_a_canary_are_loaded_with_a_warning(learner, loader, caplog):
     staged = learner.sends(V0)
     with caplog.at_level(logging.WARNING):
-        assert arrive(intake, Staged(V0, staged.tensors, 0.0)) > 0
+        assert arrive(loader, StagedWeights(V0, staged.tensors, 0.0)) > 0
     assert "has published no canary with 0.0: nothing is proven" in caplog.text
 
 
@@ -161,10 +159,10 @@ def test_weights_without_a_canary_are_taken_and_that_is_stated(learner, intake, 
 
 
 class Rounding:
-    """A learner and an engine in bfloat16: each rounds the same weights its own way, and the same way every time."""
+    """A learner and an engine in bfloat16; each rounds the same weights in its own way, always the same."""
 
     def __init__(self, noise=0.05, step=0.0):
-        self.noise, self.step, self.proof = noise, step, Proof()
+        self.noise, self.step, self.proof = noise, step, WeightCheck()
 
     def said(self, who, version):
         chance = np.random.default_rng([who, version])
@@ -173,11 +171,11 @@ class Rounding:
 
     def judge(self, version, held):
         canary = Canary(TEXT.tolist(), self.said(0, version).tolist(), "bfloat16")
-        staged = Staged(Version(0, version), None, 0.0, canary=canary, checksum=version)
+        staged = StagedWeights(Version(0, version), None, 0.0, canary=canary, checksum=version)
         self.proof.judge(staged, canary, self.said(1, held), "bfloat16")
 
 
-def test_an_update_that_is_smaller_than_the_rounding_is_missed_by_no_bit():
+def test_a_missed_update_below_the_rounding_is_detected_by_identical_bits():
     run = Rounding()
     for version in range(50):
         run.judge(version, held=version)
@@ -186,15 +184,17 @@ def test_an_update_that_is_smaller_than_the_rounding_is_missed_by_no_bit():
     run.judge(50, held=50)
 
 
-def test_a_version_that_is_published_again_under_another_name_is_no_standstill():
+def test_equal_weights_published_under_another_version_pass():
     run = Rounding()
     run.judge(3, held=3)
     canary = Canary(TEXT.tolist(), run.said(0, 4).tolist(), "bfloat16")
-    run.proof.judge(Staged(Version(0, 4), None, 0.0, canary=canary, checksum=3), canary, run.said(1, 3), "bfloat16")
+    run.proof.judge(
+        StagedWeights(Version(0, 4), None, 0.0, canary=canary, checksum=3), canary, run.said(1, 3), "bfloat16"
+    )
 
 
-def test_an_engine_that_stands_still_is_found_once_the_learner_has_left_the_rounding():
-    """It also says something else each time, so that no bit tells."""
+def test_a_standstill_is_detected_once_the_learner_has_moved_beyond_the_rounding():
+    """The engine's scores also vary each time, so that identical bits cannot reveal it."""
     run = Rounding(noise=0.02, step=0.02)
     run.judge(0, held=0)
     found = []
@@ -202,22 +202,22 @@ def test_an_engine_that_stands_still_is_found_once_the_learner_has_left_the_roun
         canary = Canary(TEXT.tolist(), run.said(0, version).tolist(), "bfloat16")
         standing = run.said(1, version) - run.step * version * np.random.default_rng(7).standard_normal(len(TEXT) - 1)
         try:
-            run.proof.judge(Staged(Version(0, version), None, 0.0, canary=canary), canary, standing, "bfloat16")
+            run.proof.judge(StagedWeights(Version(0, version), None, 0.0, canary=canary), canary, standing, "bfloat16")
         except WrongWeights as error:
             found.append((version, str(error)))
     version, why = found[0]
-    assert "of that" in why and BANDS["bfloat16"].mean > np.abs(run.said(0, version) - run.said(1, 0)).mean()
+    assert "of that" in why and TOLERANCES["bfloat16"].mean > np.abs(run.said(0, version) - run.said(1, 0)).mean()
 
 
 @pytest.mark.parametrize("step", [0.0, 0.003, 0.05, 0.3])
-def test_an_engine_that_moves_along_is_never_accused(step):
+def test_an_engine_that_follows_the_learner_always_passes(step):
     run = Rounding(step=step)
     for version in range(300):
         run.judge(version, held=version)
 
 
-def test_what_is_not_a_number_is_wrong(learner, intake):
+def test_scores_that_are_not_finite_fail_the_check(learner, loader):
     staged = learner.sends(V0)
     scores = torch.full((len(TEXT) - 1,), torch.nan).numpy()
     with pytest.raises(WrongWeights):
-        intake.proof.judge(staged, staged.canary, scores, "float32")
+        loader.weight_check.judge(staged, staged.canary, scores, "float32")

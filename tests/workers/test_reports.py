@@ -1,4 +1,4 @@
-"""What a worker keeps of its reports, and when it sends them."""
+"""Which reports a worker keeps, and when it sends them."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def score(lease_id):
     return wire.Scored(lease_id, [1.0], [{}])
 
 
-def test_a_pass_is_one_report_of_all_samples_and_what_ends_comes_behind(connection, reports):
+def test_a_pass_sends_one_report_with_closings_after_all_rows(connection, reports):
     reports.close(score(1))
     add(reports, 1, 0)
     add(reports, 2, 0)
@@ -53,7 +53,7 @@ def test_a_pass_is_one_report_of_all_samples_and_what_ends_comes_behind(connecti
     assert connection.take() == [], "nothing is new"
 
 
-def test_last_tokens_wait_a_moment_for_their_score(connection, reports, monkeypatch):
+def test_last_rows_wait_briefly_for_their_score(connection, reports, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module.clock, "now", lambda: now[0])
     add(reports, 1, 0, finish_reason="stop", awaits_score=True)
@@ -68,9 +68,9 @@ def test_last_tokens_wait_a_moment_for_their_score(connection, reports, monkeypa
     assert connection.take() == [([(2, 0)], [])], "a slow verifier holds no slot"
 
 
-def test_what_is_too_much_for_a_report_is_split_between_rows(connection, reports, monkeypatch):
-    monkeypatch.setattr(module, "REPORT_ROWS", 3)
-    monkeypatch.setattr(module, "REPORT_CLOSINGS", 2)
+def test_a_report_beyond_its_limits_is_split_between_rows(connection, reports, monkeypatch):
+    monkeypatch.setattr(module, "MAX_REPORT_ROWS", 3)
+    monkeypatch.setattr(module, "MAX_REPORT_CLOSINGS", 2)
     for lease_id in range(1, 6):
         add(reports, lease_id, 0)
         reports.close(score(lease_id))
@@ -78,14 +78,14 @@ def test_what_is_too_much_for_a_report_is_split_between_rows(connection, reports
     assert connection.take() == [
         ([(1, 0), (2, 0), (3, 0)], []), ([(4, 0), (5, 0)], [1, 2]), ([], [3, 4]), ([], [5]),
     ]  # fmt: skip
-    monkeypatch.setattr(module, "REPORT_BYTES", 48 + 16)
+    monkeypatch.setattr(module, "MAX_REPORT_BYTES", 48 + 16)
     add(reports, 6, 0)
     add(reports, 6, 2)
     reports.send()
     assert connection.take() == [([(6, 0)], []), ([(6, 2)], [])]
 
 
-def test_while_the_broker_is_away_what_is_new_waits_with_the_worker(connection, reports):
+def test_reports_wait_while_the_broker_is_silent(connection, reports):
     connection.is_silent = True
     for start in (0, 2, 4):
         add(reports, 1, start)
@@ -96,7 +96,7 @@ def test_while_the_broker_is_away_what_is_new_waits_with_the_worker(connection, 
     assert connection.take() == [([(1, 0), (1, 2), (1, 4)], [])]
 
 
-def test_tokens_are_kept_until_they_are_on_disk_and_sent_again_from_where_the_broker_asks(connection, reports):
+def test_rows_are_kept_until_acknowledged_and_resent_from_the_offset_the_broker_asks_for(connection, reports):
     for start in (0, 2, 4):
         add(reports, 1, start)
     reports.close(score(1))

@@ -19,12 +19,12 @@ from tests.run.processes import wait_until
 from tests.workers.rewards_setup import collect
 
 pytestmark = pytest.mark.xdist_group("programs")
-"""what is left over of one's programs is not another's"""
+"""Programs of one test process must not count as leftovers of another's."""
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})
 ADD = json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]})
 ASSERTIONS = "assert add(1, 2) == 3\nassert add(0, 0) == 0"
 ENDS_BY_ITSELF_S = 25.0
-"""limit of a program that is to come to its end, however long a busy machine takes to start it"""
+"""Time limit of a program that must finish, however slow a busy machine starts it (s)."""
 
 
 def program(text):
@@ -32,14 +32,14 @@ def program(text):
 
 
 def verified(pool, *items):
-    """The scores of (verifier, response, label) in order."""
+    """Scores of (verifier, response, label) items, in order."""
     for key, (verifier, response, label) in enumerate(items):
         pool.submit(key, verifier, response, label, "stop")
     scores = collect(pool, len(items))
     return [scores[key] for key in range(len(items))]
 
 
-def test_programs_are_judged_by_what_they_do(make_pool):
+def test_programs_are_scored_by_their_output(make_pool):
     right, wrong = "print(sum(map(int, input().split())))", "print(3)"
     function = "def add(a, b):\n    print('noise')\n    return a + b"
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"
@@ -76,7 +76,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_program_beyond_its_limits_has_no_reward_but_a_reason(make_pool, name):
+def test_a_program_beyond_its_limits_has_an_exceeded_limit_and_no_verdict(make_pool, name):
     text, limit = ENDLESS[name]
     pool = make_pool(code_test_s=1.5 if limit == "wall clock" else ENDS_BY_ITSELF_S, over_limit="failed")
     endless, after = verified(pool, ("code", program(text), SUMS), ("exact", "a", "a"))
@@ -91,7 +91,7 @@ def test_a_program_beyond_its_limits_has_failed_where_configured(make_pool):
     assert (score.reward, score.error) == (0.0, None) and score.details["over_limit"] == 1.0
 
 
-def test_a_program_that_speaks_of_a_limit_has_not_exceeded_it(make_pool):
+def test_a_program_that_only_prints_a_limit_s_error_has_not_exceeded_it(make_pool):
     text = "import sys\nprint('MemoryError', file=sys.stderr)\nraise ValueError('no')"
     pool = make_pool(code_test_s=ENDS_BY_ITSELF_S, over_limit="failed")
     [score] = verified(pool, ("code", program(text), SUMS))
@@ -99,13 +99,13 @@ def test_a_program_that_speaks_of_a_limit_has_not_exceeded_it(make_pool):
 
 
 def assert_none_is_left():
-    """Of the programs that run now: those of tests beside this one end soon, and begin others."""
+    """Folders of the programs that run now. Programs of concurrent tests come and go."""
     now = programs()
     wait_until(lambda: not now & programs())
 
 
 def programs():
-    """Their process ids."""
+    """Process ids of the running programs."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -147,7 +147,7 @@ def test_a_program_reaches_no_network_and_leaves_nothing_behind(make_pool):
         server.server_close()
 
 
-def test_a_program_with_a_proc_of_its_own_sees_no_other_process():
+def test_a_program_with_its_own_proc_sees_no_other_process():
     look = (
         "import os\n"
         "for each in filter(str.isdigit, os.listdir('/proc')):\n"
@@ -156,7 +156,7 @@ def test_a_program_with_a_proc_of_its_own_sees_no_other_process():
     )
     sleeper = subprocess.Popen(["sleep", "1234567"])
     try:
-        outcome = sandbox.run(look, b"", sandbox.Limits(wall_s=ENDS_BY_ITSELF_S))
+        outcome = sandbox.run(look, b"", sandbox.SandboxLimits(wall_s=ENDS_BY_ITSELF_S))
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -168,7 +168,8 @@ WITHOUT_NAMESPACES = """
 import json, os, sys
 from april.workers.rewards import sandbox
 sandbox.NAMESPACES = ["false"]
-outcomes = [sandbox.run(program, b"", sandbox.Limits(wall_s=wall_s)) for program, wall_s in json.loads(sys.argv[1])]
+programs = json.loads(sys.argv[1])
+outcomes = [sandbox.run(program, b"", sandbox.SandboxLimits(wall_s=wall_s)) for program, wall_s in programs]
 assert sandbox.isolation() == [] and sandbox.children(os.getpid()) == []
 print(json.dumps([[outcome.status, outcome.output.decode(), outcome.exceeded] for outcome in outcomes]))
 """
@@ -209,11 +210,11 @@ def test_a_pathological_expression_is_an_error_or_wrong_and_stalls_nobody(make_p
 
 
 class RewardModel(ThreadingHTTPServer):
-    """Answers with the length of each response; fails as it is told to."""
+    """A reward model that scores by length; it fails as configured."""
 
     def __init__(self):
         self.batches, self.faults = [], []
-        """sizes of what was asked for; statuses to answer with first"""
+        """Sizes of the requested batches, and statuses with which to answer first."""
         super().__init__(("127.0.0.1", 0), Answer)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -269,7 +270,7 @@ def test_a_reward_model_scores_in_batches_with_details(make_pool, reward_model):
 
 
 @pytest.mark.parametrize("fault", [503, 429])
-def test_what_may_work_later_is_tried_again(make_pool, reward_model, fault):
+def test_a_temporary_refusal_is_retried(make_pool, reward_model, fault):
     reward_model.faults = [fault, fault]
     [score] = verified(make_pool(url=reward_model.url), ("remote", "abc", ""))
     assert score.reward == 3 and len(reward_model.batches) == 3
@@ -278,7 +279,7 @@ def test_what_may_work_later_is_tried_again(make_pool, reward_model, fault):
 @pytest.mark.parametrize(
     ("fault", "reason"), [(400, "status 400"), (404, "404"), ("nonsense", "JSON"), ("short", "list of 1 scores")]
 )
-def test_what_would_be_refused_again_is_an_error_at_once(make_pool, reward_model, fault, reason):
+def test_a_permanent_refusal_is_an_error_at_once(make_pool, reward_model, fault, reason):
     reward_model.faults = [fault]
     [score] = verified(make_pool(url=reward_model.url), ("remote", "abc", ""))
     assert score.reward is None and reason in score.error
@@ -294,7 +295,7 @@ def test_a_reward_model_that_hangs_or_is_away_is_an_error(make_pool, reward_mode
     assert away.reward is None and "gave no answer in 4 tries" in away.error
 
 
-def test_an_item_that_the_model_cannot_judge_costs_no_other(make_pool, reward_model):
+def test_an_item_that_the_reward_model_cannot_score_affects_no_other(make_pool, reward_model):
     bad, nan, good = verified(
         make_pool(url=reward_model.url), *[("remote", text, "") for text in ("bad", "nan", "abc")]
     )

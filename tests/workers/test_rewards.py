@@ -1,4 +1,4 @@
-"""The pool of processes that runs verifiers: whatever one of them does costs its own item, and nothing else."""
+"""The pool of verifier processes: whatever a verifier does affects only its own item."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from tests.workers.rewards_setup import PATIENCE_S, collect
 
 @pytest.fixture
 def bad_verifiers(tmp_path, monkeypatch):
-    """A module of the user's own, importable here and in the verifier processes."""
+    """A user's module, importable here and in the verifier processes."""
     (tmp_path / "bad_verifiers.py").write_text(
         "import os, sys, time\n"
         "def loop(response, label, finish_reason):\n"
@@ -71,7 +71,7 @@ def test_every_item_comes_back_once_with_its_own_reward(make_pool):
 
 
 class Between(PoolProcess):
-    """Has answered all it was given when the pool looks at it again; or nothing, while it `hangs`."""
+    """Fake process that has answered everything by the next poll; or nothing, while it `hangs`."""
 
     def __init__(self):
         self.in_flight, self.ahead, self.hangs, self.busy_since_s = deque(), 1, False, 0.0
@@ -101,8 +101,8 @@ class BetweenPool(ProcessPool):
         return Between()
 
 
-def test_a_process_that_is_done_at_every_poll_gets_so_much_that_few_polls_are_enough_and_one_that_hangs_little():
-    """A worker polls once a decode step, with which dozens of responses may end."""
+def test_a_fast_process_gets_many_items_per_poll_and_a_hanging_one_few():
+    """A worker polls once per decode step, in which dozens of responses may end."""
     pool = BetweenPool(1)
     (process,) = pool.processes
     pool.queue.extend(range(1000))
@@ -137,7 +137,7 @@ def test_an_endless_verifier_is_killed_and_only_its_item_has_an_error(make_pool)
 # --- what no verifier can decide ----------------------------------------------------------------------------
 
 
-def test_a_response_that_takes_longer_than_the_limit_is_wrong_and_counted_and_costs_no_other(make_pool, caplog):
+def test_a_response_beyond_the_time_limit_is_wrong_counted_and_affects_no_other(make_pool, caplog):
     pool = make_pool(timeout_s=1.0, overlong_buffer_tokens=2, max_response_tokens=4, overlong_penalty=0.5)
     names = ["bad_verifiers:loop", "exact", "bad_verifiers:strict_loop", "bad_verifiers:patient_loop", "exact"]
     for key, name in enumerate(names):
@@ -150,7 +150,7 @@ def test_a_response_that_takes_longer_than_the_limit_is_wrong_and_counted_and_co
     assert pool.undecided == 2 and "beyond their verifier's limits" in caplog.text
 
 
-def test_a_response_that_the_search_for_the_format_never_ends_with_lacks_the_format(make_pool):
+def test_a_response_on_which_the_format_search_never_ends_lacks_the_format(make_pool):
     pool = make_pool(timeout_s=1.0, format_pattern="^(a|aa)+$", format_penalty=0.25)
     pool.submit(0, "exact", "a" * 60 + "b", "?", "stop")
     pool.submit(1, "exact", "aa", "aa", "stop")
@@ -159,7 +159,7 @@ def test_a_response_that_the_search_for_the_format_never_ends_with_lacks_the_for
 
 
 @pytest.mark.parametrize(("over_limit", "reward"), [("wrong", 0.0), ("failed", None)])
-def test_a_verifier_without_memory_is_replaced_and_what_waits_for_it_is_not_charged(make_pool, over_limit, reward):
+def test_a_verifier_out_of_memory_is_replaced_and_waiting_items_are_not_charged(make_pool, over_limit, reward):
     pool = make_pool(memory_mb=512, over_limit=over_limit)
     for key, text in enumerate(["much", "little", "little", "much", "little"]):
         pool.submit(key, "bad_verifiers:memory", text, "", "stop")
@@ -180,8 +180,8 @@ def test_a_verifier_without_memory_is_replaced_and_what_waits_for_it_is_not_char
         full("[" * 60 + "1" + "]" * 60),
     ],
 )  # fmt: skip
-def test_an_answer_that_is_expensive_to_compare_is_a_wrong_one(make_pool, answer):
-    """Of a cheap one a new process needs up to 0.4 s on busy cores."""
+def test_an_answer_too_expensive_to_compare_is_wrong(make_pool, answer):
+    """A new process needs up to 0.4 s on busy cores, even for a cheap answer."""
     pool = make_pool(timeout_s=2.0, verifiers=("math",))
     pool.submit(0, "math", f"\\boxed{{{answer}}}", "12", "stop")
     pool.submit(1, "math", "\\boxed{12}", "12", "stop")
@@ -193,7 +193,7 @@ def test_an_answer_that_is_expensive_to_compare_is_a_wrong_one(make_pool, answer
     ("verifier", "reason"),
     [("crash", "exit code 3"), ("leave", "exit code 0"), ("segfault", "SIGSEGV")],
 )
-def test_a_process_that_dies_costs_its_item_alone(make_pool, verifier, reason):
+def test_a_process_that_dies_affects_only_its_item(make_pool, verifier, reason):
     pool = make_pool()
     names = ["exact", f"bad_verifiers:{verifier}", "exact", "exact", f"bad_verifiers:{verifier}", "exact"]
     for key, name in enumerate(names):
@@ -215,7 +215,7 @@ def test_a_process_that_dies_costs_its_item_alone(make_pool, verifier, reason):
         ("unheard_of", "unheard_of"),
     ],
 )
-def test_what_is_no_finite_number_is_an_error_and_never_a_reward(make_pool, verifier, reason):
+def test_a_result_that_is_not_a_finite_number_is_an_error(make_pool, verifier, reason):
     pool = make_pool()
     pool.submit(0, verifier, "a", "a", "stop")
     pool.submit(1, "exact", "a", "a", "stop")
@@ -308,7 +308,7 @@ def test_verifier_processes_do_not_outlive_a_killed_parent(bad_verifiers, verifi
 
 
 def is_running(process: Path) -> bool:
-    """A zombie that nobody has reaped yet has ended, too."""
+    """Whether a process has ended; a zombie that is not reaped yet counts as ended."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What a verifier's answer becomes on its way to the broker."""
+"""A verifier's score becomes the message that ends the lease."""
 
 from april import wire
 from april.workers.rewards.messages import Score

@@ -1,4 +1,4 @@
-"""What is refused before a server is started, and what is told of its capacity."""
+"""Configurations refused before a server is started, and the capacity rule."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from april.workers.engines.sglang.client import ServerGone, ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.entry import SGLangEntry
 from april.workers.engines.sglang.factory import make_sglang_engine, server_settings
-from april.workers.engines.sglang.lane import ServerLane
+from april.workers.engines.sglang.lane import ServerWeightChannel
 from april.workers.engines.sglang.requests import ABORT_S, CANCEL_S
 from april.workers.engines.sglang.server import ServerFailed, ServerSettings
 
@@ -54,25 +54,25 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
+def test_an_unsupported_configuration_is_refused(config_file, case):
     overrides, mend = REFUSED[case]
     with pytest.raises(ConfigError, match=mend):
         load(config_file, [*SGLANG, *overrides])
 
 
-def test_servers_are_refused_where_the_embedded_engine_would_run_in_their_place(config_file):
+def test_server_addresses_are_refused_with_the_embedded_engine(config_file):
     with pytest.raises(ConfigError, match=r"'engine.url' = 'http://a:1' names servers, and 'worker.engine' is 'torch'"):
         load(config_file, ["--engine.url", "http://a:1"])
 
 
-def test_a_cut_distribution_is_accepted_where_the_engine_says_what_is_left_of_it(config_file, server_python, capsys):
+def test_a_truncated_distribution_is_accepted_if_the_engine_returns_supports(config_file, server_python, capsys):
     cut = [*SGLANG, "--sampling.top_k", "9", "--sampling.top_p", "0.9"]
     assert load(config_file, cut).sampling.is_cut and not load(config_file, SGLANG).sampling.is_cut
     assert main(["run", str(config_file), "--dry-run", *cut, "--engine.python", server_python]) == 0
     assert "up to 9 KiB a step" in capsys.readouterr().out, "8 samples of 24 tokens, 8 + 4 + 9 * 4 bytes each"
 
 
-def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):
+def test_options_become_the_server_s_command_line_and_override_april_s(config_file, tmp_path):
     words = ["--engine.server.tp-size", "2", "--engine.server.dtype", "bfloat16", "--engine.server.enable_metrics"]
     config = load(config_file, [*SGLANG, *words, "--engine.server.sleep_on_idle", "false"])
     settings = ServerSettings(tmp_path, tmp_path, tmp_path / "log", slots=7, options=config.engine.server)
@@ -82,13 +82,13 @@ def test_options_become_the_server_s_command_line_and_win_over_april_s(config_fi
     assert "float32" not in line and "--sleep-on-idle" not in line and "--skip-tokenizer-init" in line
 
 
-def test_guesses_that_are_not_verified_by_sampling_are_refused_before_a_server_is_started(config_file):
+def test_speculation_without_verification_by_sampling_is_refused(config_file):
     config = load(config_file, [*SGLANG, "--engine.server.speculative_algorithm", "NGRAM"])
     with pytest.raises(ConfigError, match=r"'NGRAM' cannot be: on device 'cpu' .* the likeliest token"):
         make_sglang_engine(config, "cpu", "w")
 
 
-def test_speculation_is_allowed_where_samples_stay_the_policy_s():
+def test_speculation_is_allowed_if_it_samples_from_the_policy():
     ngram = {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 1.0}
     check_server(ngram | {"device": "cuda"})
     check_speculation({"speculative_algorithm": None}, "cpu", rocm=True)
@@ -99,7 +99,7 @@ def test_speculation_is_allowed_where_samples_stay_the_policy_s():
         check_server(ngram | {"speculative_accept_threshold_acc": 0.9})
 
 
-def test_a_dry_run_says_who_is_in_which_group(config_file, server_python, capsys):
+def test_a_dry_run_shows_the_ranks_of_each_weight_channel(config_file, server_python, capsys):
     words = ["--engine.weights", "broadcast", "--engine.server.tp_size", "2", "--worker.count", "2"]
     assert main(["run", str(config_file), "--dry-run", *SGLANG, *words, "--engine.python", server_python]) == 0
     said = capsys.readouterr().out
@@ -107,21 +107,21 @@ def test_a_dry_run_says_who_is_in_which_group(config_file, server_python, capsys
     assert not (config_file.parent / "runs").exists()
 
 
-def test_the_ranks_and_the_device_of_a_lane_are_those_that_the_server_says_it_has():
-    """However its options are spelled, and also where others have started it."""
-    lane = ServerLane(SimpleNamespace(info={"tp_size": 4, "device": "cuda"}))
+def test_a_weight_channel_has_the_ranks_and_device_that_the_server_reports():
+    """Whatever spelling its options have, and also if the server is external."""
+    lane = ServerWeightChannel(SimpleNamespace(info={"tp_size": 4, "device": "cuda"}))
     assert (lane.ranks, lane.device) == (4, "cuda")
-    lane = ServerLane(SimpleNamespace(info={}))
+    lane = ServerWeightChannel(SimpleNamespace(info={}))
     assert (lane.ranks, lane.device) == (1, "cpu")
 
 
-def test_a_server_with_other_ranks_than_were_counted_is_refused():
+def test_a_server_with_unexpected_ranks_is_refused():
     check_ranks({"tp_size": 2}, 2)
     with pytest.raises(ServerFailed, match=r"runs with 2 .* read as 1, .* spell it engine\.server\.tp_size"):
         check_ranks({"tp_size": 2}, 1)
 
 
-def test_a_dry_run_leaves_the_ranks_of_servers_of_others_to_them(config_file, capsys):
+def test_a_dry_run_leaves_the_ranks_of_external_servers_open(config_file, capsys):
     words = ["--engine.url", "http://a:1,http://b:1", "--engine.weights", "broadcast", "--worker.count", "1"]
     assert main(["run", str(config_file), "--dry-run", *SGLANG, *words]) == 0
     said = capsys.readouterr().out
@@ -129,10 +129,10 @@ def test_a_dry_run_leaves_the_ranks_of_servers_of_others_to_them(config_file, ca
     assert "2: learner rank 0 to each server over what its device takes" in said
 
 
-def test_several_servers_of_a_worker_have_lanes_logs_ports_and_devices_of_their_own(config_file, server_python, capsys):
+def test_each_server_of_a_worker_has_its_own_channel_log_port_and_devices(config_file, server_python, capsys):
     words = ["--engine.servers", "2", "--engine.port", "30000", "--engine.server.tp_size", "2", "--worker.count", "1"]
     config = load(config_file, [*SGLANG, *words])
-    assert SGLangEntry.lanes(config, "w") == ["w-server-0", "w-server-1"]
+    assert SGLangEntry.weight_channels(config, "w") == ["w-server-0", "w-server-1"]
     first, second = server_settings(config, "cuda", "w")
     assert (first.port, second.port) == (30000, 30001)
     assert second.log.name == "w-server-1-sglang.log" and second.options["base_gpu_id"] == 2
@@ -154,9 +154,9 @@ def test_several_servers_of_a_worker_have_lanes_logs_ports_and_devices_of_their_
     )
     assert "worker-0-server-1: 3 ranks: 0 the learner, 1-2" in capsys.readouterr().out
     config = load(config_file, [*SGLANG, "--engine.url", "http://a:1, http://b:2"])
-    assert config.engine.url == ["http://a:1", "http://b:2"] and len(SGLangEntry.lanes(config, "w")) == 2
+    assert config.engine.url == ["http://a:1", "http://b:2"] and len(SGLangEntry.weight_channels(config, "w")) == 2
     embedded = load(config_file, ["--engine.servers", "2"])
-    assert TorchEntry.lanes(embedded, "w") == ["w"], "it has no servers"
+    assert TorchEntry.weight_channels(embedded, "w") == ["w"], "it has no servers"
 
 
 def test_the_configuration_with_server_options_reads_back_unchanged(config_file, tmp_path):
@@ -176,8 +176,8 @@ def test_capacity_shrinks_to_what_runs_when_memory_is_full_and_grows_back():
     assert rule.requests == 64
 
 
-def test_capacity_is_never_more_than_the_server_says_it_runs():
-    """A server may run fewer than it was told to, by what its memory holds."""
+def test_capacity_never_exceeds_the_server_s_own_maximum():
+    """A server may run fewer requests than configured, because of its memory."""
     rule = CapacityRule(64)
     assert observed(rule, running=24, waiting=20, usage=0.4, most=24) == 24
     assert observed(rule, running=10, waiting=0, usage=0.2, most=24) == 24
@@ -190,8 +190,8 @@ def observed(rule, running, waiting, usage, most=64):
     return rule.requests
 
 
-def test_a_frozen_server_holds_an_abort_up_for_no_longer_than_the_broker_waits(monkeypatch):
-    """It answers the first request to abort late, and the next never."""
+def test_a_frozen_server_delays_an_abort_no_longer_than_the_broker_waits(monkeypatch):
+    """The server answers the first abort late, and the next one never."""
     now, asked = [0.0], []
     monkeypatch.setattr(clock, "now", lambda: now[0])
 
@@ -205,7 +205,7 @@ def test_a_frozen_server_holds_an_abort_up_for_no_longer_than_the_broker_waits(m
 
     async def abort():
         engine = SGLangEngine.__new__(SGLangEngine)
-        engine._client, engine._alarm, engine._unproven = Client(), asyncio.Event(), None
+        engine._client, engine._alarm, engine._unverified = Client(), asyncio.Event(), None
         run = SimpleNamespace(task=asyncio.create_task(asyncio.sleep(60)), rid="r", interrupted=False)
         engine._streaming = {0: run}
         try:

@@ -22,13 +22,13 @@ from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, Stream, drive, join, prompt
 from april.workers.engines.sglang import server as server_module
-from april.workers.engines.sglang.client import KeyRefused, ServerGone, ServerSilent
-from april.workers.engines.sglang.engine import PROBE_S, SGLangEngine
+from april.workers.engines.sglang.client import ApiKeyRefused, ServerGone, ServerSilent
+from april.workers.engines.sglang.engine import PROBE_TIMEOUT_S, SGLangEngine
 from april.workers.engines.sglang.factory import api_key
 from april.workers.engines.sglang.fleet import SGLangFleet
-from april.workers.engines.sglang.intake import ServerIntake
-from april.workers.engines.sglang.lane import ServerLane
-from april.workers.engines.sglang.news import News
+from april.workers.engines.sglang.intake import ServerWeightLoader
+from april.workers.engines.sglang.lane import ServerWeightChannel
+from april.workers.engines.sglang.news import StepSignal
 from april.workers.engines.sglang.requests import ABORT_S
 from april.workers.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
 from tests.workers.conftest import SGLANG_PYTHON
@@ -59,36 +59,38 @@ def loop():
 
 
 @pytest.fixture(scope="module")
-def news():
-    return News()
+def step_signal():
+    return StepSignal()
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model, tmp_path_factory, loop, news):
-    """On a server of its own, which the tests do harm to."""
+def engine(tiny_model, tmp_path_factory, loop, step_signal):
+    """An engine on its own server, which the tests harm."""
     log = tmp_path_factory.mktemp("sglang") / "server.log"
     settings = ServerSettings(SGLANG_PYTHON, tiny_model().folder, log, slots=16, options=LITTLE_MEMORY)
     server = SGLangServer(settings)
-    engine = SGLangEngine(tiny_model().folder, VOCABULARY, 640, server=server, loop=loop, news=news, **OPTIONS)
+    engine = SGLangEngine(
+        tiny_model().folder, VOCABULARY, 640, server=server, loop=loop, step_signal=step_signal, **OPTIONS
+    )
     yield engine
     engine.close()
 
 
 @pytest.fixture
 def held(engine, tiny_model):
-    """The engine, with weights."""
+    """The engine, with weights loaded."""
     bring_back(engine, tiny_model())
     yield engine
     engine.cancel_all(range(100))
 
 
 @pytest.fixture
-def fleet(held, tiny_model, sglang_server, loop, news):
-    """The engine and another server, which nobody harms."""
+def fleet(held, tiny_model, sglang_server, loop, step_signal):
+    """A fleet of the engine and another server, which stays unharmed."""
     options = OPTIONS | {"url": sglang_server.url}
-    other = SGLangEngine(tiny_model().folder, VOCABULARY, 640, loop=loop, news=news, **options)
+    other = SGLangEngine(tiny_model().folder, VOCABULARY, 640, loop=loop, step_signal=step_signal, **options)
     other.load_weights(V0, tiny_model().weights())
-    yield SGLangFleet([held, other], loop, news)
+    yield SGLangFleet([held, other], loop, step_signal)
     other.cancel_all(range(100))
     other.close()
 
@@ -102,11 +104,11 @@ def stop_scheduler(engine):
 
 
 @pytest.mark.parametrize("harm", [kill_scheduler, stop_scheduler])
-def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(held, tiny_model, harm):
+def test_a_server_that_dies_or_hangs_is_restarted_and_samples_continue(held, tiny_model, harm):
     assert_samples_survive(held, tiny_model(), lambda: harm(held), "SGLang server")
 
 
-def test_a_worker_that_was_away_does_not_take_the_answer_it_missed_for_silence(held, monkeypatch):
+def test_a_stalled_worker_does_not_count_its_own_absence_as_the_server_s_silence(held, monkeypatch):
     now = clock.now()
 
     async def silence(path, deadline_s, until):
@@ -116,13 +118,13 @@ def test_a_worker_that_was_away_does_not_take_the_answer_it_missed_for_silence(h
     for away_s, complaint in ((0.0, "no answer"), (60.0, None)):
         with monkeypatch.context() as changed:
             changed.setattr(clock, "now", lambda: now)
-            changed.setattr(held._client, "call", partial(silence, until=now + PROBE_S + away_s))
+            changed.setattr(held._client, "call", partial(silence, until=now + PROBE_TIMEOUT_S + away_s))
             assert asyncio.run(held._complaint()) == complaint
 
 
-def test_of_two_servers_a_killed_one_costs_its_own_requests_alone(fleet, tiny_model):
-    """They go on elsewhere behind what was handed over; once it is back and has weights, it gets requests again."""
-    first, second = fleet.parts
+def test_of_two_servers_a_killed_one_loses_only_its_own_requests(fleet, tiny_model):
+    """They continue on the other server; once the killed one is back with weights, it gets requests again."""
+    first, second = fleet.engines
     for request in LONG:
         fleet.submit(request)
     assert first.live == second.live == 3, "each goes to the emptier one"
@@ -148,8 +150,8 @@ def test_of_two_servers_a_killed_one_costs_its_own_requests_alone(fleet, tiny_mo
 
 
 def test_of_two_servers_the_one_with_older_weights_gets_no_new_requests(fleet, tiny_model, monkeypatch):
-    """Weights come to one after the other: each token names those of the server that sampled it."""
-    first, second = fleet.parts
+    """Servers are updated one after the other: each token has the version of the server that sampled it."""
+    first, second = fleet.engines
     models = {V0: tiny_model(), V1: tiny_model(seed=1)}
     for request in LONG[:4]:
         fleet.submit(request)
@@ -172,8 +174,8 @@ def test_of_two_servers_the_one_with_older_weights_gets_no_new_requests(fleet, t
     assert len(drive(fleet)[0].tokens) == 600
 
 
-def test_a_server_that_is_slow_to_change_its_weights_holds_nobody_up(fleet, tiny_model, monkeypatch):
-    first, second = fleet.parts
+def test_a_slow_weight_update_of_one_server_delays_no_other(fleet, tiny_model, monkeypatch):
+    first, second = fleet.engines
     before = drive(fleet, LONG[:2], tokens=40)
     hung, call = asyncio.Event(), second._client.call
 
@@ -183,7 +185,7 @@ def test_a_server_that_is_slow_to_change_its_weights_holds_nobody_up(fleet, tiny
         return await call(path, *arguments, **deadline)
 
     monkeypatch.setattr(second._client, "call", hang)
-    change = second.begin(second.take_weights(V1, tiny_model(seed=1).weights()))
+    change = second.begin(second.update_weights(V1, tiny_model(seed=1).weights()))
     meanwhile, _ = run_until(lambda: not first.live, fleet)
     assert not change.done() and 0 in streams_of(meanwhile) and second.live == 1
     hung.set()
@@ -203,7 +205,7 @@ def test_an_abort_reaches_all_servers(fleet):
         fleet.submit(replace(LONG[0], tokens=np.array([VOCABULARY], np.int32)))
 
 
-def test_a_server_without_memory_for_all_lets_some_wait_and_loses_nothing(held, tiny_model):
+def test_requests_beyond_a_server_s_memory_wait_and_lose_no_token(held, tiny_model):
     """Since they might end early, more are let in than its cache holds to their ends: some are retracted, and their
     cache is computed anew. Aborted in the middle of that, as those that wait, they go on later."""
     never, models = frozenset({VOCABULARY}), {V0: tiny_model()}
@@ -234,25 +236,27 @@ def test_a_server_without_memory_for_all_lets_some_wait_and_loses_nothing(held, 
     assert_whole_and_true(models, requests, parts, streams_of(chunks))
 
 
-def test_a_server_killed_between_ready_and_the_first_bucket_costs_its_lane_alone(held, tiny_model, loop):
-    """The learner trains on, and its next lane to that worker brings the weights to the server's successor."""
+def test_a_server_killed_before_the_first_bucket_loses_only_its_weight_channel(held, tiny_model, loop):
+    """The learner trains on, and its next weight channel to that worker sends weights to the restarted server."""
     models = {V0: tiny_model(), V1: tiny_model(seed=1)}
     deadlines = WeightsSection(publish_deadline_s=PATIENCE_S, transfer_deadline_s=5.0)
     publisher = WeightPublisher(deadlines, "test", "cpu")
-    receiver = WeightReceiver(deadlines, "uid", "w0", "cpu", server=ServerLane(held), up=lambda: held.ready)
+    receiver = WeightReceiver(deadlines, "uid", "w0", "cpu", server=ServerWeightChannel(held), up=lambda: held.ready)
     receiver.connect(publisher.address)
-    intake, staged = ServerIntake(held, receiver), []
-    run_until(lambda: [lane.state for lane in publisher._lanes.values()] == ["ready"], held)
+    loader, staged = ServerWeightLoader(held, receiver), []
+    run_until(lambda: [channel.state for channel in publisher._channels.values()] == ["ready"], held)
     before = drive(held, LONG, tokens=240, begun=range(6))
     training = threading.Thread(target=publisher.publish, args=(V1, models[V1].weights()))
     training.start()
     chunks, _ = run_until(lambda: staged, held, lambda: staged.extend(filter(None, [receiver.take()])))
     with pytest.raises(EngineError, match="SGLang server"):
-        loop.run_until_complete(held.take_broadcast(V1, staged[0].manifest, lambda: [kill_all(held), staged[0].post()]))
+        loop.run_until_complete(
+            held.update_from_broadcast(V1, staged[0].manifest, lambda: [kill_all(held), staged[0].post()])
+        )
     receiver.refuse("its server is gone")
     training.join(PATIENCE_S)
     assert not training.is_alive()
-    late, failures = run_until(lambda: held.version == V1, held, intake.load)
+    late, failures = run_until(lambda: held.version == V1, held, loader.load)
     parts = streams_of([chunk for r in LONG for chunk in before[r.id].chunks] + chunks + late)
     lost = {key for key, _ in failures}
     assert lost == {request.id for request in LONG if parts[request.id].finish_reason is None}
@@ -262,9 +266,9 @@ def test_a_server_killed_between_ready_and_the_first_bucket_costs_its_lane_alone
     publisher.close()
 
 
-def test_a_frozen_server_holds_an_abort_up_for_no_longer_than_the_broker_waits(fleet, tiny_model, caplog):
-    """It is taken for lost, and the others' tokens are handed back in time."""
-    first, second = fleet.parts
+def test_a_frozen_server_delays_an_abort_no_longer_than_the_broker_waits(fleet, tiny_model, caplog):
+    """The frozen server counts as lost, and the tokens of the others are returned in time."""
+    first, second = fleet.engines
     sampled = fleet.generated_tokens
     for request in LONG:
         fleet.submit(request)
@@ -278,18 +282,18 @@ def test_a_frozen_server_holds_an_abort_up_for_no_longer_than_the_broker_waits(f
     bring_back(first, tiny_model())
 
 
-def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop, news):
-    """Others go on; where there is none, the worker ends."""
-    first, _ = fleet.parts
+def test_a_server_that_keeps_dying_is_given_up_with_a_sentence(fleet, loop, step_signal):
+    """Other servers continue; if none is left, the worker ends."""
+    first, _ = fleet.engines
     before = drive(fleet, LONG[:2], tokens=20)
     first.max_restarts = first.restarts
     kill_all(first)
-    chunks, failures = run_until(lambda: first not in fleet._going, fleet)
+    chunks, failures = run_until(lambda: first not in fleet._alive, fleet)
     rest, none = run_until(lambda: not fleet.live, fleet)
     assert [key for key, _ in failures] == [0] and none == []
     assert len(join(before[1], streams_of(chunks + rest)[1]).tokens) == 600
     with pytest.raises(EngineError, match="finished nothing in"):
-        SGLangFleet([first], loop, news).step()
+        SGLangFleet([first], loop, step_signal).step()
 
 
 # --- a server that never comes up ---
@@ -316,14 +320,14 @@ def test_a_missing_installation_is_named_with_the_script_that_makes_it(settings,
         start(replace(settings, python=tmp_path / "python"))
 
 
-def test_a_model_that_sglang_cannot_run_is_refused_with_the_server_s_own_words(settings, tmp_path):
+def test_a_model_that_sglang_cannot_run_is_refused_with_the_server_s_log(settings, tmp_path):
     shutil.copytree(settings.model, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text('{"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]}')
     with pytest.raises(ServerFailed, match=r"ended at its start with status (.|\n)*nonsense"):
         start(replace(settings, model=tmp_path))
 
 
-def test_a_start_that_takes_too_long_ends_at_its_deadline_and_leaves_nobody_behind(settings):
+def test_a_slow_start_ends_at_its_deadline_and_leaves_no_process(settings):
     server = SGLangServer(replace(settings, start_s=2.0))
     with pytest.raises(ServerFailed, match=r"does not serve after 2 s; raise engine\.start_s"):
         SGLangEngine(settings.model, VOCABULARY, 640, server=server)
@@ -347,18 +351,18 @@ class LockedSettings(ServerSettings):
         return ["-c", LOCKED]
 
 
-def test_a_wrong_key_ends_the_start_at_once_and_the_server_s_own_is_the_right_one(settings):
+def test_a_wrong_api_key_ends_the_start_at_once(settings):
     options = {"api_key": "K"}
     settings = LockedSettings(Path(sys.executable), settings.model, settings.log, options=options)
     for key, said in (("", "an"), ("L", "another")):
-        with pytest.raises(KeyRefused, match=f"wants {said} API key for /server_info; set APRIL_SGLANG_API_KEY"):
+        with pytest.raises(ApiKeyRefused, match=f"wants {said} API key for /server_info; set APRIL_SGLANG_API_KEY"):
             SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=key)
     engine = SGLangEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), api_key=api_key(options))
     assert engine.ready
     engine.close()
 
 
-def test_a_port_that_is_lost_before_the_server_is_there_costs_another_start(settings, monkeypatch):
+def test_a_port_lost_before_the_server_binds_it_is_replaced(settings, monkeypatch):
     key = {"api_key": "K"}
     settings = LockedSettings(Path(sys.executable), settings.model, settings.log, options=key)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -371,7 +375,7 @@ def test_a_port_that_is_lost_before_the_server_is_there_costs_another_start(sett
         engine.close()
 
 
-def test_a_server_that_is_kept_by_others_must_be_there(tiny_model):
+def test_an_external_server_must_answer_at_the_start(tiny_model):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

@@ -1,16 +1,16 @@
-"""What is kept of the events of one request, in the forms that an SGLang server gives them."""
+"""Tokens taken from the events of one request, in all forms that an SGLang server sends."""
 
 import os
 
 import numpy as np
 import pytest
 
-from april.wire.limits import CUT_CHUNK_TOKENS, FROM_PEER, SUPPORT_IDS
+from april.wire.limits import FROM_PEER, MAX_CUT_CHUNK_TOKENS, MAX_SUPPORT_IDS
 from april.workers.engines.base import Request
 from april.workers.engines.conformance.driving import V0, prompt
 from april.workers.engines.sglang.client import ServerRefuses
-from april.workers.engines.sglang.run import Run
-from april.workers.engines.sglang.weights import claim, remove_if_left
+from april.workers.engines.sglang.run import StreamedRequest
+from april.workers.engines.sglang.weights import lock_folder, remove_stale
 
 WHOLE = list(range(10, 18))
 
@@ -22,7 +22,7 @@ def event(ids, total, logprobs_of=None, finish=None):
 
 
 def event_with_supports(ids, total, cut=None):
-    """Each token drawn from itself and the next, at another log-probability than that of the whole distribution."""
+    """Events whose tokens have a support of two ids, and a log-probability that differs from the unrestricted one."""
     made, cut = event(ids, total), ids if cut is None else cut
     made["meta_info"]["output_token_sampling_mask"] = [[token, token + 1] for token in cut]
     made["meta_info"]["output_token_sampling_logprobs"] = [-0.01 * token for token in cut]
@@ -39,50 +39,50 @@ EVENTS = {
 
 @pytest.mark.parametrize("form", EVENTS)
 def test_every_token_is_taken_once_with_its_own_logprob(form):
-    run = Run(Request(1, prompt(), 20))
-    assert sum(run.take(each, V0) for each in EVENTS[form]) == 8
+    run = StreamedRequest(Request(1, prompt(), 20))
+    assert sum(run.take_event(each, V0) for each in EVENTS[form]) == 8
     assert run.pending == run.generated == WHOLE and run.logprobs == [-0.1 * token for token in WHOLE]
 
 
-def test_tokens_with_logprobs_of_others_are_refused():
-    run = Run(Request(1, prompt(), 20))
+def test_tokens_with_other_tokens_logprobs_are_refused():
+    run = StreamedRequest(Request(1, prompt(), 20))
     for wrong in (event(WHOLE, 8, WHOLE[1:]), event(WHOLE, 8, [*WHOLE[:-1], 99])):
         with pytest.raises(ServerRefuses, match="those of others"):
-            run.take(wrong, V0)
+            run.take_event(wrong, V0)
     assert run.generated == []
 
 
-def test_a_logprob_that_is_no_number_is_refused():
-    run, wrong = Run(Request(1, prompt(), 20)), event(WHOLE, 8)
+def test_a_logprob_that_is_not_finite_is_refused():
+    run, wrong = StreamedRequest(Request(1, prompt(), 20)), event(WHOLE, 8)
     for value in (None, float("-inf")):
         wrong["meta_info"]["output_token_logprobs"][3][0] = value
         with pytest.raises(ServerRefuses, match="not finite"):
-            run.take(wrong, V0)
+            run.take_event(wrong, V0)
     assert run.generated == []
 
 
-def test_what_a_killed_worker_has_left_of_its_weights_is_removed_and_what_lives_stays(tmp_path):
+def test_stale_snapshot_folders_are_removed_and_locked_ones_stay(tmp_path):
     held, left = tmp_path / "held", tmp_path / "left"
     for folder in (held, left):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"weights")
-    lock = claim(held)
+    lock = lock_folder(held)
     for folder in (held, left):
-        remove_if_left(folder)
+        remove_stale(folder)
     assert left.exists(), "it may have been made a moment ago"
     for folder in (held, left):
-        remove_if_left(folder, idle_s=0.0)
+        remove_stale(folder, idle_s=0.0)
     assert (held / "model.safetensors").exists() and not left.exists()
     os.close(lock)
-    remove_if_left(held, idle_s=0.0)
+    remove_stale(held, idle_s=0.0)
     assert not held.exists()
 
 
 @pytest.mark.parametrize("cumulative", [False, True])
 def test_every_token_keeps_its_support_and_its_logprob_within_it(cumulative):
-    run = Run(Request(1, prompt(), 20, top_k=2, with_support=True))
-    run.take(event_with_supports(WHOLE[:3], 3), V0)
-    run.take(event_with_supports(WHOLE if cumulative else WHOLE[3:], 8), V0)
+    run = StreamedRequest(Request(1, prompt(), 20, top_k=2, with_support=True))
+    run.take_event(event_with_supports(WHOLE[:3], 3), V0)
+    run.take_event(event_with_supports(WHOLE if cumulative else WHOLE[3:], 8), V0)
     chunks = run.hand_over(5)
     assert [chunk.tokens.tolist() for chunk in chunks] == [WHOLE[:5], WHOLE[5:]]
     for chunk in chunks:
@@ -93,8 +93,11 @@ def test_every_token_keeps_its_support_and_its_logprob_within_it(cumulative):
 
 
 def test_tokens_without_their_supports_are_refused():
-    run, too_large = Run(Request(1, prompt(), 20, top_k=2, with_support=True)), event_with_supports(WHOLE, 8)
-    too_large["meta_info"]["output_token_sampling_mask"][0] = list(range(SUPPORT_IDS + 1))
+    run, too_large = (
+        StreamedRequest(Request(1, prompt(), 20, top_k=2, with_support=True)),
+        event_with_supports(WHOLE, 8),
+    )
+    too_large["meta_info"]["output_token_sampling_mask"][0] = list(range(MAX_SUPPORT_IDS + 1))
     for wrong, why in (
         (event(WHOLE, 8), "without the supports"),
         (event_with_supports(WHOLE, 8, cut=WHOLE[1:]), "without the supports"),
@@ -102,16 +105,16 @@ def test_tokens_without_their_supports_are_refused():
         (too_large, "lower sampling.top_k"),
     ):
         with pytest.raises(ServerRefuses, match=why):
-            run.take(wrong, V0)
+            run.take_event(wrong, V0)
     assert run.generated == run.supports == []
 
 
 def test_a_chunk_with_the_largest_supports_fits_into_a_frame():
-    run = Run(Request(1, prompt(), 1000, top_k=2, with_support=True))
+    run = StreamedRequest(Request(1, prompt(), 1000, top_k=2, with_support=True))
     run.pending, run.logprobs, run.version = [0] * 300, [0.0] * 300, V0
-    run.supports = [np.arange(SUPPORT_IDS, dtype=np.int32)] * 300
+    run.supports = [np.arange(MAX_SUPPORT_IDS, dtype=np.int32)] * 300
     chunks = run.hand_over(512)
-    assert [len(chunk.tokens) for chunk in chunks] == [CUT_CHUNK_TOKENS, 300 - CUT_CHUNK_TOKENS]
+    assert [len(chunk.tokens) for chunk in chunks] == [MAX_CUT_CHUNK_TOKENS, 300 - MAX_CUT_CHUNK_TOKENS]
     arrays = (chunks[0].tokens, chunks[0].logprobs, chunks[0].support.counts, chunks[0].support.ids)
     assert sum(array.nbytes for array in arrays) <= FROM_PEER.frame_bytes
 
@@ -125,6 +128,6 @@ def test_a_chunk_with_the_largest_supports_fits_into_a_frame():
     ],
 )  # fmt: skip
 def test_an_abort_with_the_last_token_is_the_end_of_the_request(budget, stop, said, reached):
-    run = Run(Request(1, prompt(), budget, stop_token_ids=frozenset(stop)))
-    run.take(event(WHOLE, 8), V0)
+    run = StreamedRequest(Request(1, prompt(), budget, stop_token_ids=frozenset(stop)))
+    run.take_event(event(WHOLE, 8), V0)
     assert run.end_reached(said) == reached

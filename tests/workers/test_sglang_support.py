@@ -33,7 +33,7 @@ CUTS = {
     "nothing cut off": {"top_k": 1000},
 }
 NEAR = 1e-5
-"""two probabilities so close may change their order"""
+"""Probabilities closer than this may be in either order."""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def supports(stream: Stream) -> list[list[int]]:
 
 
 def assert_true_supports(models, request: Request, stream: Stream) -> None:
-    """`models` by version; SGLang applies each bound to the whole distribution, min_p to the likeliest token's mass."""
+    """`models`: by version. SGLang applies each bound to the whole distribution, min_p to the likeliest token."""
     context, start = [*request.tokens.tolist(), *stream.tokens], len(request.tokens)
     logits = {version: model.logits(context)[start - 1 : -1].double() for version, model in models.items()}
     rows = zip(stream.tokens, stream.logprobs, stream.versions, supports(stream), strict=True)
@@ -81,8 +81,8 @@ def assert_true_supports(models, request: Request, stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_each_token_comes_with_what_was_left_to_draw_from(make_engine, tiny_model, cut):
-    """Beside them run requests that ask for no supports, as those for evaluation do."""
+def test_each_token_comes_with_its_support(make_engine, tiny_model, cut):
+    """Requests without supports, as for evaluation, run at the same time."""
     requests = cut_requests(6, 40, **CUTS[cut])
     others = [replace(one, id=10 + one.id, with_support=False, top_k=0, min_p=0.0) for one in requests[:3]]
     streams = drive(make_engine(), [*requests, *others])
@@ -94,7 +94,7 @@ def test_each_token_comes_with_what_was_left_to_draw_from(make_engine, tiny_mode
         assert all(chunk.support is None for chunk in streams[request.id].chunks)
 
 
-def test_supports_follow_their_tokens_over_cancels_resumes_and_changes_of_weights(make_engine, tiny_model):
+def test_supports_follow_their_tokens_over_cancels_resumes_and_weight_updates(make_engine, tiny_model):
     engine, models = make_engine(), {V0: tiny_model(), V1: tiny_model(seed=1)}
     requests = cut_requests(6, 300, **CUTS["all of them"])
     parts = {request.id: [] for request in requests}
@@ -115,7 +115,7 @@ def test_supports_follow_their_tokens_over_cancels_resumes_and_changes_of_weight
         assert_true_supports(models, request, stream)
 
 
-def test_the_embedded_engine_refuses_what_it_cannot_return(tiny_model):
+def test_the_embedded_engine_refuses_requests_for_supports(tiny_model):
     engine = TorchEngine(tiny_model().folder)
     for cut in ({"top_k": 5, "with_support": True}, {"min_p": 0.1}):
         with pytest.raises(EngineError, match="'sglang'"):

@@ -41,7 +41,7 @@ def calls(engine, path):
     return engine._server.settings.log.read_text().count(f"POST {path}")
 
 
-def test_the_server_is_called_once_for_each_turn_and_generates_the_same_after_it(held, tiny_model):
+def test_a_released_and_resumed_server_generates_the_same_tokens(held, tiny_model):
     whole, counts = drive(held, [REQUEST])[1], [calls(held, path) for path in PATHS]
     for turn in range(1, 3):
         held.submit(Request(2, prompt(), 500))
@@ -76,7 +76,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_a_server_that_does_not_do_it_is_ended_and_started_again_in_its_turn(
+def test_a_server_that_fails_to_release_or_resume_is_killed_and_restarted_in_its_time_slice(
     held, tiny_model, monkeypatch, caplog, case
 ):
     fault, path, why = FAULTS[case]
@@ -96,7 +96,7 @@ def test_a_server_that_does_not_do_it_is_ended_and_started_again_in_its_turn(
     assert held.restarts == restarts + 1 and len(drive(held, [REQUEST])[1].tokens) == 40
 
 
-def test_a_server_that_dies_while_it_has_let_go_comes_back_in_its_turn(held, tiny_model):
+def test_a_server_that_dies_after_releasing_is_restarted_in_its_time_slice(held, tiny_model):
     held.release()
     send(held, "scheduler", signal.SIGKILL)
     run_until(lambda: not held.ready, held)

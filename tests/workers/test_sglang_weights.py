@@ -1,4 +1,4 @@
-"""Weights into a running SGLang server: every way, every pause, and a server that holds others than it was sent."""
+"""Weight updates of a running SGLang server: every transfer, every pause mode, and a server with wrong weights."""
 
 import json
 import shutil
@@ -19,8 +19,8 @@ from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
 from april.workers.engines.sglang.client import ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.intake import ServerIntake
-from april.workers.engines.sglang.lane import ServerLane
+from april.workers.engines.sglang.intake import ServerWeightLoader
+from april.workers.engines.sglang.lane import ServerWeightChannel
 from april.workers.engines.sglang.server import ServerFailed
 from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors
 from tests.workers.server_faults import rest_of, run_until, streams_of
@@ -51,18 +51,20 @@ def learner(make_engine):
     engine = make_engine()
     publisher = WeightPublisher(WeightsSection(publish_deadline_s=PATIENCE_S), "test", "cpu")
     publisher.bucket_bytes = 20_000
-    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", server=ServerLane(engine), up=lambda: engine.ready)
+    receiver = WeightReceiver(
+        WeightsSection(), "uid", "w0", "cpu", server=ServerWeightChannel(engine), up=lambda: engine.ready
+    )
     receiver.connect(publisher.address)
 
     def publish(version, tensors, chunks=None):
-        """Whatever the engine hands over until its worker has loaded the version or refused it, behind `chunks`."""
+        """`chunks`, then all chunks of the engine until its worker has loaded or refused the version."""
         thread = threading.Thread(target=publisher.publish, args=(version, tensors))
         thread.start()
         chunks, deadline = [] if chunks is None else chunks, time.monotonic() + PATIENCE_S
         while (staged := receiver.take()) is None and time.monotonic() < deadline:
             chunks += engine.step()
         try:
-            engine._loop.run_until_complete(engine.take_broadcast(staged.version, staged.manifest, staged.post))
+            engine._loop.run_until_complete(engine.update_from_broadcast(staged.version, staged.manifest, staged.post))
             receiver.loaded(staged.version)
         except EngineError as error:
             receiver.refuse(str(error))
@@ -77,7 +79,7 @@ def learner(make_engine):
 
 
 def assert_true(models, request, stream, atol=1e-4):
-    """Every logprob is that of the version that its token names; the largest deviation."""
+    """Largest deviation of a log-probability from that of its token's version."""
     context, start = [*request.tokens.tolist(), *stream.tokens], len(request.tokens)
     by_version = {version: model.logprobs(context, start) for version, model in models.items()}
     expected = torch.stack([by_version[version][i] for i, version in enumerate(stream.versions)])
@@ -88,7 +90,7 @@ def assert_true(models, request, stream, atol=1e-4):
 
 @contextmanager
 def checked_weights(engine):
-    """What the server itself says of its tensors."""
+    """Checksums that the server reports of its tensors."""
     answers = []
 
     async def ask():
@@ -178,8 +180,8 @@ def test_a_broadcast_that_breaks_off_between_two_buckets_is_repeated(learner, ti
     before = join_with(before, handed + engine.step())
     assert engine.version is None and engine.capacity == 0
     assert [key for key, _ in engine.failures()] == [1] and engine.live == 0
-    intake = ServerIntake(engine, receiver)
-    run_until(lambda: engine.version == V1, engine, intake.load)
+    loader = ServerWeightLoader(engine, receiver)
+    run_until(lambda: engine.version == V1, engine, loader.load)
     rest = rest_of(request, before)
     after = drive(engine, [rest])[1]
     assert set(before.versions) == {V0} and set(after.versions) == {V1}
@@ -202,7 +204,7 @@ def test_a_broadcast_of_another_model_is_refused_before_it_begins(learner, tiny_
 
 
 def test_a_server_of_another_model_is_refused_at_once(sglang_server, tiny_model, tmp_path):
-    """By the architecture that it names, and by what it was started with, whatever has been loaded since."""
+    """By the architecture that it reports, and the folder it was started with, whatever was loaded since."""
     with pytest.raises(ServerFailed, match=r"model_type = 'qwen3' where key 'model\.path' has 'llama'"):
         SGLangEngine(tiny_model("llama").folder, VOCABULARY, 640, url=sglang_server.url)
     shutil.copytree(tiny_model().folder, tmp_path, dirs_exist_ok=True)
@@ -212,8 +214,8 @@ def test_a_server_of_another_model_is_refused_at_once(sglang_server, tiny_model,
         SGLangEngine(tmp_path, 64, 640, url=sglang_server.url)
 
 
-def test_weights_other_than_those_sent_are_noticed(make_engine, tiny_model, monkeypatch):
-    """The engine takes its server for lost: nothing is generated with weights that nobody can name."""
+def test_a_checksum_mismatch_with_the_sent_weights_is_detected(make_engine, tiny_model, monkeypatch):
+    """The engine treats its server as lost: nothing is generated with weights of an unknown version."""
     engine = make_engine()
     truth = tiny_model().weights()
     monkeypatch.setattr(
@@ -225,9 +227,7 @@ def test_weights_other_than_those_sent_are_noticed(make_engine, tiny_model, monk
     assert engine.version is None and not engine.ready and engine.capacity == 0
 
 
-def test_the_first_weights_that_a_server_takes_are_compared_also_after_a_refusal_or_a_restart(
-    make_engine, tiny_model, monkeypatch
-):
+def test_the_first_update_is_compared_also_after_a_refusal_or_a_restart(make_engine, tiny_model, monkeypatch):
     engine, weights = make_engine(), tiny_model().weights()
 
     async def refuse(*arguments):
@@ -235,7 +235,7 @@ def test_the_first_weights_that_a_server_takes_are_compared_also_after_a_refusal
 
     for restarted in (False, True):
         if restarted:
-            engine._lose("it is gone")
+            engine._mark_lost("it is gone")
             run_until(lambda: engine.ready, engine)
         calls = calls_of(engine, monkeypatch)
         with monkeypatch.context() as refusing, pytest.raises(EngineError, match="no"):
@@ -246,7 +246,7 @@ def test_the_first_weights_that_a_server_takes_are_compared_also_after_a_refusal
             assert calls.count("/weights_checker") == 1
 
 
-def test_a_snapshot_that_is_gone_leaves_the_old_weights(make_engine, tiny_model, monkeypatch):
+def test_a_missing_snapshot_folder_leaves_the_old_weights(make_engine, tiny_model, monkeypatch):
     engine = make_engine()
     engine.load_weights(V0, tiny_model().weights())
     whole = drive(engine, [Request(1, prompt(), 200, temperature=0.0)])[1]
@@ -258,7 +258,7 @@ def test_a_snapshot_that_is_gone_leaves_the_old_weights(make_engine, tiny_model,
     assert engine.version == V0 and stream.tokens == whole.tokens and set(stream.versions) == {V0}
 
 
-def test_tokens_of_a_version_from_somebody_else_are_refused(make_engine, tiny_model):
+def test_tokens_of_an_unknown_version_are_refused(make_engine, tiny_model):
     mine, other = make_engine(), make_engine()
     mine.load_weights(V0, tiny_model().weights())
     other.load_weights(Version(7, 7), tiny_model(seed=1).weights())
@@ -270,7 +270,7 @@ def test_tokens_of_a_version_from_somebody_else_are_refused(make_engine, tiny_mo
 
 
 def calls_of(engine, monkeypatch, answer=None):
-    """The paths of all calls that the engine makes from now on; `answer` takes the place of the server's."""
+    """Paths of all calls that the engine makes from now on; `answer` replaces the server's answers."""
     paths, call = [], engine._client.call
 
     async def noted(path, *arguments, **options):
@@ -281,7 +281,7 @@ def calls_of(engine, monkeypatch, answer=None):
     return paths
 
 
-def test_weights_that_are_refused_interrupt_nobody(make_engine, tiny_model, monkeypatch):
+def test_refused_weights_interrupt_no_request(make_engine, tiny_model, monkeypatch):
     engine = make_engine()
     engine.load_weights(V0, tiny_model().weights())
     drive(engine, [Request(1, prompt(), 600)], tokens=20)
@@ -292,7 +292,7 @@ def test_weights_that_are_refused_interrupt_nobody(make_engine, tiny_model, monk
 
 
 def test_a_server_that_does_not_answer_an_abort_is_lost(make_engine, tiny_model, monkeypatch):
-    """The abort may come late, and would then hit what is asked of the server by that time."""
+    """The abort may arrive late, and would then hit later requests."""
     engine = make_engine()
     engine.load_weights(V0, tiny_model().weights())
     parts = drive(engine, [Request(i, prompt(), 600, temperature=0.0) for i in (1, 2)], tokens=50)
@@ -310,8 +310,8 @@ def test_a_server_that_does_not_answer_an_abort_is_lost(make_engine, tiny_model,
     assert sum(tokens) == engine.generated_tokens >= sampled
 
 
-def test_a_pause_that_keeps_the_cache_deviates_and_is_no_default(make_engine, tiny_model):
-    """in_place: what was cached under the old weights stays, so that later logprobs are those of neither version."""
+def test_a_pause_that_keeps_the_cache_has_wrong_logprobs_and_is_not_the_default(make_engine, tiny_model):
+    """in_place keeps the cache of the old weights, so that later log-probabilities are of neither version."""
     models = {V0: tiny_model(seed=0), V1: tiny_model(seed=1)}
     engine = make_engine(pause="in_place", stream_tokens=1)
     engine.load_weights(V0, models[V0].weights())

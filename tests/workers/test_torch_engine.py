@@ -1,4 +1,4 @@
-"""The embedded engine alone: what it does at which step, and that a sample depends on nothing but its seed."""
+"""The embedded engine: what it does in which step, and that a sample depends only on its seed and the weights."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ from april.workers.engines.folder_weights import load_folder_weights
 
 @pytest.fixture
 def make_engine(tiny_model):
-    """make_engine(model=qwen3, version=V0, **options) -> an engine that holds the model's weights."""
+    """make_engine(model=qwen3, version=V0, **options) -> engine with the model's weights."""
     made = []
 
     def make(model=None, version: Version | None = V0, **options):
@@ -53,7 +53,7 @@ def test_a_chunk_is_due_after_its_time(make_engine):
 
 
 def test_a_sample_draws_afresh_at_every_position(make_engine):
-    """At a temperature that flattens everything, tokens are uniform and so are steps from one to the next."""
+    """At a very high temperature, tokens are uniform, and so are differences between neighbours."""
     requests = [Request(i, prompt(), 600, seed=i, temperature=1e5) for i in range(8)]
     streams = drive(make_engine(), requests)
     tokens = np.array([streams[request.id].tokens for request in requests])
@@ -64,7 +64,7 @@ def test_a_sample_draws_afresh_at_every_position(make_engine):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 6, 7, 8, 20])
-def test_cancel_hands_over_what_is_left_at_any_step(make_engine, steps):
+def test_cancel_returns_the_remaining_tokens_at_any_step(make_engine, steps):
     request = Request(1, prompt(), 40, seed=2)
     whole = drive(make_engine(), [request])[1]
     engine = make_engine()
@@ -117,7 +117,7 @@ def test_after_a_swap_every_logprob_is_that_of_the_new_weights(make_engine, tiny
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The contexts that engines have computed, each as a list of tokens with its padding."""
+    """Contexts that engines have prefilled, each as a list of tokens with its padding."""
     contexts, real = [], Decoder.prefill
 
     def prefill(self, tokens, *behind):
@@ -129,8 +129,8 @@ def computed(monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_group_s_prompt_is_computed_once_whenever_its_samples_come(make_engine, tiny_model, computed, keep):
-    """Together, or later beside running ones of the same weights; and others' prompts by themselves."""
+def test_a_group_s_prompt_is_prefilled_once_whenever_its_samples_arrive(make_engine, tiny_model, computed, keep):
+    """Whether submitted together or while others run under the same weights; other prompts are prefilled separately."""
     group = [Request(i, prompt(40), 30 + i, seed=i) for i in range(6)]
     alone = {request.id: drive(make_engine(), [request])[request.id] for request in group}
     computed.clear()
@@ -147,9 +147,7 @@ def test_a_group_s_prompt_is_computed_once_whenever_its_samples_come(make_engine
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
-def test_under_new_weights_prompts_and_their_template_are_computed_once_again(
-    make_engine, tiny_model, computed, architecture
-):
+def test_under_new_weights_shared_prefixes_are_prefilled_once_again(make_engine, tiny_model, computed, architecture):
     """Two groups behind one template. Groups of lengths are left, and every log-probability is that of its weights."""
     old, new = tiny_model(architecture, 0), tiny_model(architecture, 1)
     template, questions = prompt(100), [prompt(70, seed=8), prompt(90, seed=9)]
@@ -183,7 +181,7 @@ def test_swaps_without_a_step_between_them_leave_the_last(make_engine, tiny_mode
 
 
 def test_a_kept_cache_is_that_of_the_old_weights(make_engine, tiny_model):
-    """The token behind the swap is sampled by the new weights from a context that the old ones computed."""
+    """The token after the swap is sampled by the new weights from the cache of the old ones."""
     old, new = tiny_model(seed=0), tiny_model(seed=1)
     request, streams = Request(1, prompt(), 40, seed=4), {}
     for keep in (True, False):
@@ -211,7 +209,7 @@ def test_cancel_after_a_swap_returns_one_chunk_a_version(make_engine, tiny_model
 
 
 @pytest.mark.parametrize("shard_size", ["10KB", "1GB"])
-def test_weights_from_a_folder_one_file_or_many(make_engine, tiny_model, tmp_path, shard_size):
+def test_folder_weights_are_loaded_from_one_or_several_files(make_engine, tiny_model, tmp_path, shard_size):
     tiny_model().reference.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "10KB")
     engine = make_engine(version=None)
@@ -246,7 +244,7 @@ def test_a_sample_does_not_depend_on_what_runs_beside_it(make_engine):
      ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
      ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic")],
 )  # fmt: skip
-def test_a_model_that_it_cannot_run_is_refused_with_a_sentence(tiny_model, tmp_path, change, message):
+def test_an_unsupported_model_is_refused(tiny_model, tmp_path, change, message):
     config = json.loads((tiny_model().folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(EngineError, match=message):
@@ -299,13 +297,13 @@ def test_frequencies_agree_with_the_distribution_asked_for(make_engine, tiny_mod
 
 
 def poison(engine: TorchEngine, token: int) -> None:
-    """From now on no context that ends with or holds the token has finite logits."""
+    """From now on, contexts that contain the token have no finite logits."""
     with torch.inference_mode():
         engine._decoder.embedding[token] = torch.nan
 
 
 def test_a_sequence_without_finite_logits_fails_alone(make_engine, tiny_model):
-    """Nor does it leave anything in the cache for those that come after it."""
+    """It also leaves nothing in the cache for later sequences."""
     requests = [Request(i, prompt(seed=i), 20, seed=i) for i in range(3)]
     whole = drive(make_engine(tiny_model("qwen2")), requests)
     met = {token for request in requests for token in [*request.tokens.tolist(), *whole[request.id].tokens]}
@@ -321,8 +319,8 @@ def test_a_sequence_without_finite_logits_fails_alone(make_engine, tiny_model):
         assert {key: stream.tokens for key, stream in went_on.items()} == {r.id: whole[r.id].tokens for r in requests}
 
 
-def test_a_sequence_that_fails_on_the_way_hands_over_what_it_has(make_engine, tiny_model):
-    """Running alone, it says nothing of the weights."""
+def test_a_sequence_that_fails_midway_returns_its_tokens(make_engine, tiny_model):
+    """A single sequence without finite logits does not show that the weights are bad."""
     request = Request(1, prompt(), 20, seed=1)
     tokens = drive(make_engine(tiny_model("qwen2")), [request])[1].tokens
     fatal = max(set(tokens[:-1]) - set(request.tokens.tolist()), key=tokens.index)
@@ -334,7 +332,7 @@ def test_a_sequence_that_fails_on_the_way_hands_over_what_it_has(make_engine, ti
     assert [key for key, _ in engine.failures()] == [1] and engine.live == 0
 
 
-def test_weights_that_give_none_of_several_sequences_finite_logits_end_the_engine(make_engine, tiny_model):
+def test_weights_without_any_finite_logits_end_the_engine(make_engine, tiny_model):
     engine = make_engine(tiny_model("qwen2"))
     poison(engine, 7)
     for key in (1, 2):

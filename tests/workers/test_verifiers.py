@@ -1,4 +1,4 @@
-"""What each verifier makes of a response, and how penalties add up."""
+"""The reward of each verifier, and the penalties."""
 
 import importlib
 
@@ -10,7 +10,7 @@ from april.workers.rewards.answers import after_thinking, last_boxed
 from april.workers.rewards.gsm8k import gsm8k
 from april.workers.rewards.mathematics import dapo, deepscaler, math, normalise
 from april.workers.rewards.messages import Item, RewardRules
-from april.workers.rewards.process import load, verify
+from april.workers.rewards.process import preload, verify
 from april.workers.rewards.text import choice, exact, f1, final_answer, regex
 from april.workers.rewards.verifiers import check_verifier
 
@@ -134,7 +134,7 @@ def test_math_tells_different_meanings_apart(answer, label):
     assert math(f"\\boxed{{{answer}}}", label, "stop")[0] == 0.0
 
 
-def test_math_takes_what_the_reasoning_ends_in_and_not_what_is_in_it():
+def test_math_reads_the_answer_after_the_reasoning_and_not_inside_it():
     assert math(r"\boxed{12}</think>\boxed{13}", "12", "stop")[0] == 0.0
     assert math("The answer is $12$.", "12", "stop") == (1.0, {"boxed": 0.0})
     assert math("I do not know.", "12", "stop")[0] == 0.0
@@ -144,7 +144,7 @@ def test_a_boxed_answer_that_is_too_long_is_not_read_from_its_end():
     assert math(f"\\boxed{{{'1+' * 2000} = 12}}", "12", "stop")[0] == 0.0
 
 
-def test_a_label_that_is_no_mathematics_is_an_error_and_no_reward():
+def test_a_label_that_is_not_mathematics_is_an_error():
     item = Item(0, "math", r"\boxed{1}", "", "stop")
     [score] = verify([item], RewardRules())
     assert score.reward is None and "label ''" in score.error
@@ -161,7 +161,7 @@ def test_a_label_that_is_no_mathematics_is_an_error_and_no_reward():
         (r"so</think> \boxed{0.6}", 0.0),
     ],
 )
-def test_deepscaler_wants_closed_reasoning_and_a_box_behind_it(response, reward):
+def test_deepscaler_needs_closed_reasoning_and_a_box_after_it(response, reward):
     assert deepscaler(response, "1/2", "stop")[0] == reward
 
 
@@ -210,7 +210,7 @@ def test_dapo_gives_plus_or_minus_one_for_the_last_answer_line(response, label, 
 
 
 @pytest.mark.parametrize("label", ["", " ", "$$", r"\$", "\\boxed{}"])
-def test_a_label_of_dapo_that_says_nothing_is_an_error_and_no_reward(label):
+def test_an_empty_label_of_dapo_is_an_error(label):
     [score] = verify([Item(0, "dapo", "Answer: ", label, "stop")], RewardRules())
     assert score.reward is None and "is empty" in score.error
 
@@ -222,7 +222,7 @@ def test_a_label_of_dapo_that_says_nothing_is_an_error_and_no_reward(label):
         (r"\text{east}", "east"), ("10, 200", "10,200"), ("12 \\text{ dollars}", "12"),
     ],
 )  # fmt: skip
-def test_dapo_normalises_what_does_not_change_an_answer(answer, plain):
+def test_dapo_normalises_answers(answer, plain):
     assert normalise(answer) == plain
 
 
@@ -255,7 +255,7 @@ def test_dapo_normalises_what_does_not_change_an_answer(answer, plain):
         ("<think>#### 3</think>#### 18", "18"),
     ],
 )
-def test_gsm8k_takes_the_number_behind_the_last_mark(response, label):
+def test_gsm8k_takes_the_number_after_the_last_mark(response, label):
     assert gsm8k(response, label, "stop")[0] == 1.0
 
 
@@ -281,7 +281,7 @@ def test_gsm8k_takes_the_number_behind_the_last_mark(response, label):
         ("", "0"),
     ],
 )
-def test_gsm8k_gives_nothing_for_another_number_or_none_behind_the_mark(response, label):
+def test_gsm8k_gives_zero_for_a_different_or_missing_number(response, label):
     assert gsm8k(response, label, "stop")[0] == 0.0
 
 
@@ -296,11 +296,11 @@ def test_gsm8k_gives_nothing_for_another_number_or_none_behind_the_mark(response
         ("none", 0.0, 0.0),
     ],
 )
-def test_gsm8k_tells_the_form_from_the_number(response, marked, flexible):
+def test_gsm8k_reports_format_and_number_separately(response, marked, flexible):
     assert gsm8k(response, "18", "stop")[1] == {"marked": marked, "flexible": flexible}
 
 
-def test_a_label_of_gsm8k_that_is_no_number_is_an_error_and_no_reward():
+def test_a_label_of_gsm8k_that_is_not_a_number_is_an_error():
     [score] = verify([Item(0, "gsm8k", "#### 1", "one", "stop")], RewardRules())
     assert score.reward is None and "label 'one' is not a number" in score.error
 
@@ -350,7 +350,7 @@ def test_choice_finds_the_letter_that_was_chosen(response, letter):
 
 
 @pytest.mark.parametrize("label", ["B", " b ", "(B)", "B.", r"\text{B}", "$B$"])
-def test_a_label_of_choice_is_a_letter_however_it_is_dressed(label):
+def test_a_label_of_choice_is_a_letter_in_any_formatting(label):
     assert choice("The answer is B", label, "stop")[0] == 1.0
 
 
@@ -360,7 +360,7 @@ def test_a_label_that_fits_every_response_or_none_is_an_error(verifier, label):
     assert score.reward is None and f"label {label!r}" in score.error
 
 
-def test_f1_is_that_of_the_words_in_common():
+def test_f1_counts_the_common_words():
     assert f1("The Eiffel Tower", "eiffel tower!", "stop")[0] == 1.0
     assert f1("tall tower of Paris", "the tower", "stop")[0] == pytest.approx(0.4)
     assert f1("no", "yes", "stop")[0] == 0.0
@@ -377,13 +377,13 @@ def scored(tokens, response="#1", **rules):
 
 
 @pytest.mark.parametrize(("tokens", "reward"), [(1, 1.0), (60, 1.0), (70, 0.875), (80, 0.75), (100, 0.5), (120, 0.5)])
-def test_length_costs_in_the_buffer_at_the_end_of_the_budget(tokens, reward):
+def test_the_overlong_penalty_grows_in_the_buffer_at_the_end_of_the_budget(tokens, reward):
     shaped = scored(tokens, max_response_tokens=100, overlong_buffer_tokens=40, overlong_penalty=0.5)
     assert shaped.reward == pytest.approx(reward)
     assert shaped.details == {"base": 1.0, "overlong": pytest.approx(reward - 1.0)}
 
 
-def test_penalties_add_up_and_are_told_apart():
+def test_penalties_add_up_and_are_reported_separately():
     rules = {"max_response_tokens": 10, "overlong_buffer_tokens": 10, "format_pattern": "^#", "format_penalty": 0.25}
     assert scored(5, **rules).reward == pytest.approx(0.5)
     assert scored(5, response="?", **rules).details == {"base": 0.0, "overlong": -0.5, "format": -0.25}
@@ -394,7 +394,7 @@ def test_penalties_add_up_and_are_told_apart():
 # --- by name ------------------------------------------------------------------------------------------------
 
 
-def test_every_verifier_that_ships_can_be_found():
+def test_every_built_in_verifier_can_be_found():
     for name in VERIFIERS.shipped:
         check_verifier(name, url="http://127.0.0.1/")
 
@@ -410,7 +410,7 @@ def test_an_unknown_verifier_is_refused_with_the_known_ones():
         check_verifier("remote")
 
 
-def test_a_verifier_of_ones_own_may_ask_for_prompt_and_tokens_and_give_details(tmp_path, monkeypatch):
+def test_a_custom_verifier_can_take_prompt_and_tokens_and_return_details(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def brief(response, label, finish_reason, prompt, tokens):\n"
         "    right = float(label in response)\n"
@@ -422,8 +422,8 @@ def test_a_verifier_of_ones_own_may_ask_for_prompt_and_tokens_and_give_details(t
     assert score.details == {"right": 1.0, "echo": 1.0, "over_limit": 0.0}
 
 
-def test_a_verifier_that_imports_much_is_tried_before_its_process_is_ready(tmp_path, monkeypatch):
-    """What it does the first time is no response's time."""
+def test_a_verifier_with_slow_imports_is_warmed_up_before_its_process_is_ready(tmp_path, monkeypatch):
+    """The time of its first call is not counted against a response."""
     (tmp_path / "first_time.py").write_text(
         "tried = []\n"
         "def plain(response, label, finish_reason): tried.append(response)\n"
@@ -433,7 +433,7 @@ def test_a_verifier_that_imports_much_is_tried_before_its_process_is_ready(tmp_p
     )
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("plain", "heavy", "nothing"):
-        load(f"first_time:{name}", RewardRules())
+        preload(f"first_time:{name}", RewardRules())
     assert importlib.import_module("first_time").tried == [("#1", "1")]
 
 
@@ -448,7 +448,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("code", OWN)
-def test_parameters_of_ones_own_verifier_are_matched_by_name_in_any_order(code, tmp_path, monkeypatch):
+def test_parameters_of_a_custom_verifier_are_matched_by_name_in_any_order(code, tmp_path, monkeypatch):
     module = f"own_{list(OWN).index(code)}"
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -456,7 +456,7 @@ def test_parameters_of_ones_own_verifier_are_matched_by_name_in_any_order(code, 
     assert (score.reward, score.error) == (OWN[code], None)
 
 
-def test_a_parameter_that_nobody_knows_is_refused_before_anything_starts(tmp_path, monkeypatch):
+def test_an_unknown_parameter_is_refused_before_anything_starts(tmp_path, monkeypatch):
     (tmp_path / "own_unknown.py").write_text("def f(response, ground_truth): return 1.0")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="'own_unknown:f' cannot be used: its parameter 'ground_truth' is none of"):

@@ -1,4 +1,4 @@
-"""What vLLM has beside the conformance suite: its server's deaths, refusals of its program, a whole run on it."""
+"""vLLM besides the conformance suite: a dying server, refusals of the program, and a whole run."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from april.report.run_folder import read_records
-from april.weights.base import Base
+from april.weights.base import BaseWeights
 from april.weights.lane_messages import Adapter
 from april.wire.version import Version
 from april.workers.engines.base import EngineError, Request
@@ -45,7 +45,7 @@ def settings(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(settings):
-    """On a server of its own, which the tests do harm to."""
+    """An engine on its own server, which the tests harm."""
     options = {"slots": 16, "chunk_tokens": 16, "stream_tokens": 4}
     engine = VLLMEngine(settings.model, VOCABULARY, 640, server=SGLangServer(settings), **options)
     yield engine
@@ -54,7 +54,7 @@ def engine(settings):
 
 @pytest.fixture
 def held(engine, tiny_model):
-    """The engine, with weights."""
+    """The engine, with weights loaded."""
     bring_back(engine, tiny_model())
     yield engine
     engine.cancel_all(range(100))
@@ -68,12 +68,12 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_server_that_dies_or_hangs_is_started_again_and_samples_go_on(held, tiny_model, harm):
+def test_a_server_that_dies_or_hangs_is_restarted_and_samples_continue(held, tiny_model, harm):
     assert_samples_survive(held, tiny_model(), lambda: HARM[harm](held), "vLLM server")
 
 
-def test_weights_that_break_off_while_they_are_loaded_cost_the_server(held, tiny_model, monkeypatch):
-    """Nothing is generated with weights that nobody can name."""
+def test_a_broken_off_weight_update_ends_the_server(held, tiny_model, monkeypatch):
+    """Nothing is generated with weights of an unknown version."""
     whole = drive(held, [Request(1, prompt(), 30, temperature=0.0)])[1]
     broken = tiny_model(seed=1).weights() | {"model.norm.weight": tiny_model().weights()["model.norm.weight"][:7]}
     del broken["lm_head.weight"]
@@ -119,7 +119,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_the_program_refuses_with_a_sentence_and_goes_on(vllm_server, case):
+def test_the_program_refuses_bad_calls_and_continues(vllm_server, case):
     path, body, why = REFUSED[case]
 
     async def ask():
@@ -149,7 +149,7 @@ def test_weights_do_not_change_under_a_request(vllm_server, tiny_model):
 
 
 def adapter_of(base, seed, rank=4):
-    """Of every linear layer, as the learner publishes it."""
+    """An adapter of every linear layer, as the learner publishes it."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in base.tensors.items():
         if name.endswith("_proj.weight"):
@@ -160,10 +160,10 @@ def adapter_of(base, seed, rank=4):
 
 
 def test_tokens_are_of_the_server_s_own_weights_with_the_newest_adapter(settings, tiny_model):
-    """An adapter that it does not take leaves the one before; whole weights take the place of both."""
+    """A refused adapter leaves the previous one; whole weights replace base weights and adapter."""
     server = SGLangServer(replace(settings, adapter_rank=4))
     engine = VLLMEngine(settings.model, VOCABULARY, 640, server=server, slots=16, chunk_tokens=16, stream_tokens=4)
-    base, text = Base(settings.model), prompt(40)
+    base, text = BaseWeights(settings.model), prompt(40)
     try:
         assert engine.takes_adapters
         for version, seed in ((V0, 1), (V1, 2)):
@@ -192,7 +192,7 @@ def test_tokens_are_of_the_server_s_own_weights_with_the_newest_adapter(settings
         engine.close()
 
 
-def test_a_run_of_an_adapter_goes_on_with_the_newest_on_a_server_that_is_started_again(start_run, run_dir, gate):
+def test_a_restarted_server_continues_with_the_newest_adapter(start_run, run_dir, gate):
     """Beside the model's weights and proven, while the run is held and nothing new is published; what is sampled
     then is of what the learner trains. The entropy term trains every token."""
     words = ["--worker.engine", "vllm", "--engine.python", str(VLLM_PYTHON), "--worker.count", "1"]
@@ -223,13 +223,13 @@ def test_a_run_of_an_adapter_goes_on_with_the_newest_on_a_server_that_is_started
     assert before and after and max(before + after) < 1e-4
 
 
-def test_an_unknown_option_is_refused_with_the_server_s_own_words(settings):
+def test_an_unknown_option_is_refused_with_the_server_s_log(settings):
     with pytest.raises(ServerFailed, match=r"vLLM server ended at its start(.|\n)*unrecognized arguments: --no-such"):
         VLLMEngine(settings.model, VOCABULARY, 640, server=SGLangServer(replace(settings, options={"no_such": 1})))
 
 
 @pytest.mark.timeout(3 * PATIENCE_S)
-def test_a_whole_run_comes_to_its_end_though_its_server_is_killed(start_run, run_dir, gate):
+def test_a_run_finishes_although_its_server_is_killed(start_run, run_dir, gate):
     words = ["--worker.engine", "vllm", "--engine.python", str(VLLM_PYTHON), "--worker.count", "1"]
     budget = ["--sampling.max_response_tokens", "120", "--schedule.max_steps", "5"]
     job = start_run(*words, *budget, *gate.hold(2))

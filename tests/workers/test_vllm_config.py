@@ -1,4 +1,4 @@
-"""What is refused of a run on vLLM before a server is started, and what a server is started with."""
+"""Configurations refused before a vLLM server is started, and the server's options."""
 
 import pytest
 
@@ -26,13 +26,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_with_a_sentence(config_file, case):
+def test_an_unsupported_configuration_is_refused(config_file, case):
     overrides, mend = REFUSED[case]
     with pytest.raises(ConfigError, match=mend):
         load(config_file, [*VLLM, *overrides])
 
 
-def test_options_become_the_server_s_command_line_and_win_over_april_s(config_file, tmp_path):
+def test_options_become_the_server_s_command_line_and_override_april_s(config_file, tmp_path):
     config = load(config_file, [*VLLM, "--engine.server.dtype", "bfloat16", "--engine.server.seed", "3"])
     assert server_python(config, VLLMSettings.name).parts[-3] == ".venv-vllm"
     settings = VLLMSettings(tmp_path, tmp_path, tmp_path / "log", slots=7, options=config.engine.server)
@@ -53,8 +53,8 @@ def test_options_become_the_server_s_command_line_and_win_over_april_s(config_fi
     ],
     ids=str,
 )
-def test_a_server_takes_adapters_where_they_are_all_that_is_trained(config_file, lora, room):
-    """Otherwise its worker makes weights of them."""
+def test_a_server_gets_adapters_if_only_adapters_are_trained(config_file, lora, room):
+    """Otherwise its worker merges them into whole weights."""
     keys = [word for key, value in lora.items() for word in (f"--lora.{key}", str(value).lower())]
     (settings,) = server_settings(load(config_file, [*VLLM, *keys]), "cpu", "worker-0", VLLMSettings)
     words = settings.arguments(1234)

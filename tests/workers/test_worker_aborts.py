@@ -1,4 +1,4 @@
-"""What a worker hands back when a round ends: an engine and a broker that do as they are told."""
+"""Which leases a worker gives back when a round ends, with a fake engine and a scripted broker."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ WATERMARK = 5
 
 
 class Engine:
-    """Generates nothing."""
+    """Fake engine that generates nothing."""
 
     version, live, queued, capacity, generated_tokens = Version(0, 0), 0, 0, 8, 0
 
@@ -35,7 +35,7 @@ class Engine:
 
 
 class Connection:
-    """Hands over the messages of a script, then stops the worker; keeps what the worker sends."""
+    """Fake connection: delivers scripted messages, then stops the worker; records what it sends."""
 
     is_silent = False
 
@@ -43,8 +43,8 @@ class Connection:
         self.script = [*script, wire.Stop("the script is over")]
         self.sent = []
 
-    def hello(self, leases, acknowledged_tokens=0):
-        return SimpleNamespace(renew_s=1.0, watermark=0, lost=[], weights_address="", weights_key="")
+    def hello(self, lease_ids, acknowledged_tokens=0):
+        return SimpleNamespace(renew_s=1.0, watermark=0, lost_lease_ids=[], weights_address="", weights_key="")
 
     def receive(self, timeout_ms):
         message = self.script.pop(0)
@@ -71,15 +71,15 @@ class Connection:
 def grant(lease, evaluation=False):
     task = wire.Task(0, evaluation, label="", reward="exact", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
     grant = wire.Grant(
-        lease, task=0, index=lease, scoring=False, max_new_tokens=9, seed=lease, finish_reason="",
-        hand_over=False, together=[], turns=0, turn_start=0, state=b"", stops=[],
+        lease, task_index=0, index=lease, scoring=False, max_new_tokens=9, seed=lease, finish_reason="",
+        hand_over=False, group_scored=[], turns=0, turn_start=0, state=b"", stop_token_ids=[],
     )  # fmt: skip
     return wire.Grants([task], [grant])
 
 
 @pytest.fixture
 def given_back(config_file):
-    """given_back(script): what the worker hands back for an abort, by lease, in order."""
+    """given_back(*script) -> lease ids that the worker gives back for an abort, in order."""
     config = configuration.load(config_file, ["--reward.where", "scorer"])
 
     def run(*script):
@@ -92,15 +92,15 @@ def given_back(config_file):
     return run
 
 
-def test_an_abort_takes_everything_up_to_its_watermark(given_back):
+def test_an_abort_gives_back_every_lease_up_to_its_watermark(given_back):
     leases = [grant(lease) for lease in (4, WATERMARK, 6)]
     assert given_back(*leases, wire.Abort(0, WATERMARK)) == [4, WATERMARK]
 
 
-def test_a_grant_that_comes_behind_its_abort_goes_back_at_once(given_back):
+def test_a_grant_that_arrives_after_its_abort_is_given_back_at_once(given_back):
     late = [grant(lease) for lease in (4, WATERMARK, 6)]
     assert given_back(wire.Abort(0, WATERMARK), *late) == [4, WATERMARK]
 
 
-def test_evaluation_goes_on(given_back):
+def test_an_abort_does_not_give_back_evaluation_samples(given_back):
     assert given_back(grant(4, evaluation=True), wire.Abort(0, WATERMARK), grant(3, evaluation=True)) == []

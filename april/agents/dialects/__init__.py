@@ -1,4 +1,4 @@
-"""The APIs that agents speak: each is one module, and one entry here."""
+"""The HTTP APIs of the gateway: one module and one entry each."""
 
 from april.agents.dialects.base import Dialect
 from april.agents.dialects.chat import Chat

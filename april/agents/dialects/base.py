@@ -1,7 +1,6 @@
-"""What the gateway asks of an API: what a request wishes, and how an answer is written, whole or in pieces.
+"""The interface of an HTTP API: parsing requests, and rendering answers as one body or as a stream of events.
 
-What would have tokens drawn from another distribution than the run trains on is refused, or ignored and counted:
-`agent.overrides`.
+Parameters that would change the sampling distribution are refused, or ignored and counted, as `agent.overrides` says.
 """
 
 import logging
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from april.agents.rendering import BadMessages
-from april.agents.session import AgentSession, Refusal, Turn, Wish
+from april.agents.session import ConversationTree, PolicyCall, Refusal, Turn
 from april.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -18,72 +17,76 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 
-class Event(NamedTuple):
-    """Of a stream."""
+class StreamEvent(NamedTuple):
+    """A server-sent event: JSON data and the event's name, "" for none."""
 
     data: Body
     name: str = ""
 
 
 class Dialect:
-    path: ClassVar[str]
-    """of the API's requests"""
-    neutral: ClassVar[dict[str, tuple[Any, ...]]]
-    """what may be said of a parameter without a consequence, beside nothing"""
-    numbered: ClassVar[bool] = False
-    """whether the events of a stream have numbers"""
-    farewell: ClassVar[bytes] = b""
-    """behind the last event of a stream"""
+    """One HTTP API; subclasses parse its requests and render its answers."""
 
-    def __init__(self, tokenizer: Tokenizer, model: str, ignores: bool):
-        """`ignores`: what would change the distribution is ignored; otherwise it is refused."""
+    path: ClassVar[str]
+    """URL path of the API's requests."""
+    neutral_values: ClassVar[dict[str, tuple[Any, ...]]]
+    """Values of each parameter that do not change the sampling distribution."""
+    numbers_events: ClassVar[bool] = False
+    """Whether the events of a stream carry sequence numbers."""
+    stream_terminator: ClassVar[bytes] = b""
+    """Bytes after the last event of a stream."""
+
+    def __init__(self, tokenizer: Tokenizer, model: str, ignore_overrides: bool):
+        """`ignore_overrides`: ignore parameters that would change the distribution instead of refusing them."""
         self.tokenizer = tokenizer
         self.model = model
-        self.ignores = ignores
+        self.ignore_overrides = ignore_overrides
         self.ignored: Counter[str] = Counter()
-        """requests that named what was ignored, by its name"""
+        """Requests with an ignored parameter, by its name."""
 
-    # --- of each API ------------------------------------------------------------------------------------------
+    # --- implemented by each API ----------------------------------------------------------------------------
 
     @staticmethod
     def key(headers: Mapping[str, str]) -> str:
-        """That a request shows."""
+        """The session key in a request's headers; "" without one."""
         raise NotImplementedError
 
-    def wish(self, body: Body, session: AgentSession) -> Wish:
-        """Raises Refusal and BadMessages."""
+    def parse(self, body: Body, session: ConversationTree) -> PolicyCall:
+        """The call that a request asks for. Raises Refusal and BadMessages."""
         raise NotImplementedError
 
-    def whole(self, session: AgentSession, turn: Turn) -> Body:
-        """The answer, once its turn is over."""
+    def response_body(self, session: ConversationTree, turn: Turn) -> Body:
+        """The response body of a complete turn."""
         raise NotImplementedError
 
-    def begin(self, session: AgentSession, turn: Turn) -> list[Event]:
-        """Of a stream, before there is any text."""
+    def stream_start(self, session: ConversationTree, turn: Turn) -> list[StreamEvent]:
+        """The events before the first text of a stream."""
         raise NotImplementedError
 
-    def more(self, session: AgentSession, turn: Turn, text: str) -> Event:
-        """Text behind what was sent before."""
+    def stream_delta(self, session: ConversationTree, turn: Turn, text: str) -> StreamEvent:
+        """The event that appends `text` to the stream."""
         raise NotImplementedError
 
-    def end(self, session: AgentSession, turn: Turn, body: Body, streamed: bool) -> list[Event]:
-        """Of the stream for a request; `streamed`: some text was sent."""
+    def stream_end(self, session: ConversationTree, turn: Turn, body: Body, streamed: bool) -> list[StreamEvent]:
+        """The events after the last text. `body`: the request; `streamed`: whether any text was sent."""
         raise NotImplementedError
 
     @staticmethod
     def error(code: str, text: str, status: int) -> Body:
+        """The response body of an error."""
         raise NotImplementedError
 
-    # --- of all -----------------------------------------------------------------------------------------------
+    # --- shared by all APIs ---------------------------------------------------------------------------------
 
-    def check(self, body: Body, session: AgentSession) -> None:
-        """Raises Refusal for what would change the distribution, unless it is ignored; held-out prompts have a
-        temperature of their own, whatever a program asks for."""
-        own = {} if session.told.evaluation else {"temperature": (session.told.temperature,)}
-        for key, values in (self.neutral | own).items():
+    def check(self, body: Body, session: ConversationTree) -> None:
+        """Refuse or ignore parameters that would change the sampling distribution. Raises Refusal.
+
+        On held-out prompts any temperature is accepted and has no effect, since evaluation has its own."""
+        own = {} if session.lease.evaluation else {"temperature": (session.lease.temperature,)}
+        for key, values in (self.neutral_values | own).items():
             if body.get(key) is None or body[key] in values:
                 continue
-            if not self.ignores:
+            if not self.ignore_overrides:
                 raise Refusal(
                     "unsupported_parameter",
                     f"{key!r} = {body[key]!r} would have tokens drawn from another distribution than the run trains "
@@ -102,24 +105,24 @@ class Dialect:
             raise BadMessages("'messages' is a list of at least one message")
         return messages
 
-    def most(self, body: Body, *keys: str) -> int | None:
-        """Tokens of the turn, under the first of the keys that is there."""
+    def max_tokens(self, body: Body, *keys: str) -> int | None:
+        """The token limit of the turn, from the first of the keys that is set; None without one. Raises Refusal."""
         key = next((key for key in keys if body.get(key) is not None), None)
         if key is None:
             return None
-        most = body[key]
-        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-            raise Refusal("invalid_value", f"{key!r} = {most!r} is no number of tokens; give 1 or more")
-        return most
+        max_tokens = body[key]
+        if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+            raise Refusal("invalid_value", f"{key!r} = {max_tokens!r} is no number of tokens; give 1 or more")
+        return max_tokens
 
-    def stops(self, key: str, stop: Any) -> tuple[int, ...]:
-        """Token ids of the texts that end a turn."""
+    def stop_token_ids(self, key: str, stop: Any) -> tuple[int, ...]:
+        """Token ids of the stop texts, each of which has to be one token. Raises Refusal."""
         ids = set[int]()
         for text in [stop] if isinstance(stop, str) else stop or []:
             tokens = self.tokenizer.encode_prompt(text).tolist() if isinstance(text, str) else []
             if len(tokens) == 1:
                 ids.update(tokens)
-            elif self.ignores and len(tokens) > 1:
+            elif self.ignore_overrides and len(tokens) > 1:
                 self._ignore(key, text)
             else:
                 raise Refusal(
@@ -130,14 +133,16 @@ class Dialect:
         return tuple(sorted(ids))
 
 
-def name_of(session: AgentSession, turn: Turn) -> str:
-    """The same whoever answers, and whenever."""
-    return f"{session.told.group}-{session.told.index}-{turn.branch}-{turn.place}"
+def turn_name(session: ConversationTree, turn: Turn) -> str:
+    """Identifier of a turn, the same in every process and execution."""
+    return f"{session.lease.group}-{session.lease.index}-{turn.fork}-{turn.index}"
 
 
-def calls_of(session: AgentSession, turn: Turn) -> list[tuple[str, str, Any]]:
-    """(id, name, arguments) of the tools that the policy has called."""
+def tool_calls_of(session: ConversationTree, turn: Turn) -> list[tuple[str, str, Any]]:
+    """(id, name, arguments) of the tool calls in an answer."""
     calls = session.answer(turn).get("tool_calls", [])
-    name = name_of(session, turn)
+    name = turn_name(session, turn)
     functions = [call["function"] for call in calls]
-    return [(f"call_{name}-{place}", one["name"], one["arguments"]) for place, one in enumerate(functions)]
+    return [
+        (f"call_{name}-{index}", function["name"], function["arguments"]) for index, function in enumerate(functions)
+    ]

@@ -1,1 +1,1 @@
-"""What every schedule keeps to, whichever it is: run by `april check schedule`, and by April's own tests."""
+"""The conformance suite of schedules, run by `april check schedule` and by April's own tests."""

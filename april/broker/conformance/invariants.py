@@ -1,11 +1,11 @@
-"""What holds of a ledger after every event, whatever it was and whatever schedule drives it."""
+"""Invariants of a ledger after every event, under every schedule."""
 
 from collections import Counter
 from typing import Any
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from april.broker.conformance.prompts import BroughtPrompts, NumberedPrompts
+from april.broker.conformance.prompts import NumberedPrompts, SubmittedPromptsStub
 from april.broker.ledger.events import GroupOpened
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
@@ -13,20 +13,22 @@ from april.broker.ledger.samples import ENDED, GroupState, SampleState
 
 
 def trains(lease):
+    """Whether a lease generates a training sample."""
     return lease.generating and not lease.sample.group.evaluation
 
 
 class Invariants(RuleBasedStateMachine):
-    """Looked at between the rules of a machine, as soon as it has a ledger."""
+    """Invariants that hypothesis checks between the rules of a state machine, once it has a ledger."""
 
     ledger: Ledger
     ledger_rules: Rules
     log: list[Any]
-    """of events"""
-    prompts: NumberedPrompts | BroughtPrompts
+    """Events written so far."""
+    prompts: NumberedPrompts | SubmittedPromptsStub
     emitted: int
-    """training tokens that workers have generated"""
+    """Training tokens generated so far."""
     most_consumed: int
+    """Largest number of consumed batches so far."""
 
     @invariant()
     def the_frontier_never_recedes(self):
@@ -44,24 +46,24 @@ class Invariants(RuleBasedStateMachine):
         for state in (GroupState.OPEN, GroupState.READY, GroupState.DELIVERED):
             members = [group for group in training if group.state is state]
             kept = [s for group in members for s in (group.samples if state == "open" else group.live_samples)]
-            assert self.ledger.tokens[state] == sum(sample.sampled for sample in kept)
+            assert self.ledger.tokens[state] == sum(sample.sampled_tokens for sample in kept)
             assert self.ledger.counts[state] == len(members)
 
     @invariant()
-    def the_load_is_what_workers_generate(self):
+    def the_load_counts_the_generating_leases(self):
         if hasattr(self, "ledger"):
             assert self.ledger.generating == sum(trains(lease) for lease in self.ledger.leases.values())
 
     @invariant()
-    def the_counters_say_what_the_samples_are(self):
+    def the_counters_match_the_states_of_the_samples(self):
         if not hasattr(self, "ledger"):
             return
         for evaluation in (False, True):
-            here = [group for group in self.ledger.groups.values() if group.evaluation == evaluation]
-            groups = [group for group in here if group.state is GroupState.OPEN]
+            of_kind = [group for group in self.ledger.groups.values() if group.evaluation == evaluation]
+            groups = [group for group in of_kind if group.state is GroupState.OPEN]
             states = Counter(str(sample.state) for group in groups for sample in group.samples)
             assert self.ledger.open_samples.by_state(evaluation) == states
-            assert all(group.left == sum(s.state not in ENDED for s in group.samples) for group in groups)
+            assert all(group.pending_samples == sum(s.state not in ENDED for s in group.samples) for group in groups)
 
     @invariant()
     def the_bound_holds(self):
@@ -106,26 +108,26 @@ class Invariants(RuleBasedStateMachine):
         assert fresh == [(i // rows, i % rows) for i in range(len(fresh))]
 
     @invariant()
-    def a_brought_prompt_is_kept_until_nobody_asks_for_it_any_more(self):
+    def a_submitted_prompt_is_kept_as_long_as_it_is_needed(self):
         if not hasattr(self, "ledger") or not self.ledger_rules.submitted:
             return
         ledger, dead = self.ledger, {letter.row for letter in self.ledger.dead_letters.letters}
         undrawn = set(range(ledger.cursor[1], ledger.prompts_submitted))
-        wanted = undrawn | {group.row for group in ledger.groups.values() if not group.evaluation}
-        assert wanted <= set(ledger.submitted) <= wanted | dead
-        assert all(epoch == 0 for epoch, _ in ledger.dead_letters.waiting.values())
+        needed = undrawn | {group.row for group in ledger.groups.values() if not group.evaluation}
+        assert needed <= set(ledger.submitted) <= needed | dead
+        assert all(epoch == 0 for epoch, _ in ledger.dead_letters.requeued.values())
 
     @invariant()
     def a_requeued_prompt_is_drawn_once_more_and_ahead_of_fresh_ones(self):
         if not hasattr(self, "ledger"):
             return
-        waiting, place = [], {}
+        waiting, prompts = [], {}
         for event in self.log:
             match type(event).__name__:
                 case "GroupRequeued":
                     waiting.append(event.group)
                 case "GroupOpened" if not event.evaluation:
-                    place[event.group] = (event.epoch, event.row)
+                    prompts[event.group] = (event.epoch, event.row)
                     assert event.replaces == (waiting.pop(0) if waiting else None)
-                    assert event.replaces is None or place[event.replaces] == place[event.group]
-        assert list(self.ledger.dead_letters.waiting) == waiting
+                    assert event.replaces is None or prompts[event.replaces] == prompts[event.group]
+        assert list(self.ledger.dead_letters.requeued) == waiting

@@ -1,7 +1,7 @@
-"""The ledger closes, the staleness bound holds and nothing starves, whatever happens in whatever order.
+"""Hypothesis state machine: the ledger closes, the staleness bound holds and nothing starves, in any order of events.
 
-A state machine of hypothesis: a ledger and a schedule between workers that come, go and lag, and a learner that may
-stall or restart. What may happen is here, what holds all the time in `invariants.py`; both for every schedule.
+A ledger and a schedule serve workers that come, go and lag, and a learner that may stall or restart. The rules are
+here, the invariants in `invariants.py`; both hold for every schedule.
 """
 
 import random
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from april.broker.conformance.invariants import Invariants, trains
-from april.broker.conformance.prompts import BroughtPrompts, NumberedPrompts
+from april.broker.conformance.prompts import NumberedPrompts, SubmittedPromptsStub
 from april.broker.conformance.runs import advance
 from april.broker.conformance.sections import sections
 from april.broker.journal.snapshot import freeze, thaw
@@ -28,11 +28,11 @@ from april.wire.version import Version
 
 RESPONSE_BUDGET = 12
 RECORD_BYTES = 100
-"""of every record of a journal that there is not"""
+"""Pretended length of a journal record."""
 SLOTS = 4
-"""of a worker that does nothing but work"""
+"""Slots of a worker in `everybody_works`."""
 PATIENCE_TURNS = 3000
-"""in which everything that waits must have had its turn, far more than it takes"""
+"""Turns of `everybody_works` within which every waiting sample must be leased; far more than needed."""
 
 
 def has_spread(group):
@@ -40,17 +40,17 @@ def has_spread(group):
     return len(rewards) > 1
 
 
-def brought(row):
+def submitted_prompt(row):
     return PromptSubmitted(row, "", "", b"")
 
 
-class Pipeline(Invariants):
-    """A broker's ledger and schedule between workers that come, go and lag, and a learner that may stall or restart."""
+class ScheduleMachine(Invariants):
+    """The rules: everything that workers, learner, trainer, operators and the broker itself may do."""
 
     kind: str
-    """of the schedule at the beginning"""
+    """Kind of the schedule at the beginning."""
     others: tuple[str, ...] = ()
-    """kinds with which a restarted broker may go on"""
+    """Kinds with which a restarted broker may go on."""
 
     @initialize(
         data=st.data(),
@@ -79,7 +79,7 @@ class Pipeline(Invariants):
         self.log = []
         self.snapshot = None
         self.ledger = Ledger(self.ledger_rules, write=self.journal)
-        self.prompts = BroughtPrompts(self.ledger) if submitted else NumberedPrompts(rows, epochs)
+        self.prompts = SubmittedPromptsStub(self.ledger) if submitted else NumberedPrompts(rows, epochs)
         self.filters = GroupFilters(ScheduleSection(dynamic_sampling=dynamic_sampling))
         self.choose_schedule(data, self.kind)
         self.ledger.start_learner(0)
@@ -106,13 +106,13 @@ class Pipeline(Invariants):
         return len(self.log), RECORD_BYTES
 
     def advance(self):
-        """As the service does it: complete groups are judged before a batch can take them."""
+        """Advance as the service does: complete groups are filtered before a batch can take them."""
         self.ledger.filter_ready(self.filters.reason_against)
         advance(self.schedule, self.ledger)
 
     def a_lease(self, data, generating):
-        tokens = [t for t, lease in self.ledger.leases.items() if lease.generating is generating]
-        return self.ledger.leases[data.draw(st.sampled_from(sorted(tokens)))] if tokens else None
+        lease_ids = [lease_id for lease_id, lease in self.ledger.leases.items() if lease.generating is generating]
+        return self.ledger.leases[data.draw(st.sampled_from(sorted(lease_ids)))] if lease_ids else None
 
     # --- workers ---
 
@@ -131,7 +131,7 @@ class Pipeline(Invariants):
                 assert self.ledger.generating <= kind.samples_in_flight(self.section)
 
     def choose(self, step, share_left):
-        """What a worker at this step is given."""
+        """The next sample for a worker at this step."""
         return choose_sample(self.schedule, self.ledger, step, share_left)
 
     @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())
@@ -184,14 +184,14 @@ class Pipeline(Invariants):
 
     @rule(data=st.data(), worker=st.sampled_from(["w0", "w1"]))
     def recall(self, data, worker):
-        """A straggler is handed back, and goes on with another worker ahead of all that waits, if it may."""
+        """A straggler is handed back and leased to another worker before all waiting samples, if permitted."""
         lease = self.a_lease(data, generating=True)
         if lease is None or not trains(lease):
             return
         sample, step = lease.sample, self.versions[worker].step
         attempts, length = sample.attempts, sample.length
         self.ledger.end_lease(lease.id, "recall")
-        assert (sample.attempts, sample.length) == (attempts, length), "that was nobody's failure"
+        assert (sample.attempts, sample.length) == (attempts, length), "a recall is no failed attempt"
         assert self.ledger.add_chunk(lease.id, length, 1, self.versions[lease.worker]) is Verdict.FENCED
         may = step >= sample.first_step and not self.ledger.draining and self.schedule.hands_out(self.ledger, step)
         if length and may:
@@ -215,7 +215,7 @@ class Pipeline(Invariants):
     @rule(worker=st.sampled_from(["w0", "w1"]))
     def load_weights(self, worker):
         if self.ledger.consumed >= self.ledger.frontier:
-            self.versions[worker] = Version(self.ledger.branch, self.ledger.consumed)
+            self.versions[worker] = Version(self.ledger.incarnation, self.ledger.consumed)
 
     @rule(
         seed=st.integers(0, 2**32),
@@ -224,7 +224,7 @@ class Pipeline(Invariants):
         failures=st.sampled_from([0.0, 0.1, 0.5]),
     )
     def a_busy_while(self, seed, actions, stragglers, failures):
-        """Many small things happen; some groups are hardly ever worked on; dead ones are re-queued now and then."""
+        """Many small actions; some groups are rarely worked on; dead ones are re-queued now and then."""
         chance = random.Random(seed)
         self.end_drain()
         for _ in range(actions):
@@ -263,16 +263,16 @@ class Pipeline(Invariants):
 
     @rule(data=st.data())
     def filter_out(self, data):
-        """A complete group that cannot teach anything is discarded."""
+        """A filter discards a complete group."""
         if self.ledger.ready:
             self.ledger.discard(data.draw(st.sampled_from(list(self.ledger.ready))), "filtered")
             self.advance()
 
     @rule(every=st.integers(1, 9))
     def everybody_works(self, every):
-        """Without further faults every waiting sample gets its turn, and the learner the batch after the last one.
+        """Without further faults every waiting sample is leased, and the learner gets the next batch.
 
-        Evaluation keeps arriving, of which each worker gives half of its slots.
+        Evaluation keeps arriving; each worker gives it half of its slots.
         """
         self.ledger.end_drain()
         ledger, turn, since = self.ledger, 0, len(self.log)
@@ -292,7 +292,7 @@ class Pipeline(Invariants):
             if ledger.consumed < ledger.next_step:
                 self.consume()
             elif self.schedule.wants_prompts(ledger):
-                self.bring_prompts()
+                self.submit_prompts()
             self.the_bound_holds()
 
     def over(self):
@@ -306,14 +306,14 @@ class Pipeline(Invariants):
         return [s for s in waiting if s.group.state is GroupState.OPEN and (s.group.id, s.index) not in leased]
 
     def fill(self, worker):
-        """Lease until the slots are full or nothing is there."""
+        """Lease until the slots are full or no sample waits."""
         for _ in range(SLOTS):
             held = [lease for lease in self.ledger.leases.values() if lease.worker == worker and lease.generating]
             if len(held) < SLOTS:
                 self.lease(worker, 1, share_left=sum(not trains(lease) for lease in held) < SLOTS // 2)
 
     def go_on(self, lease, count, ends):
-        """Generate so many tokens more, or score what is complete."""
+        """Generate `count` more tokens, or score a complete response."""
         if not lease.generating:
             group = lease.sample.group.id
             reward = 1.0 if group % 4 == 3 else float(lease.sample.index % 2)
@@ -352,7 +352,7 @@ class Pipeline(Invariants):
     @rule()
     def drain(self):
         self.ledger.start_drain()
-        training = [t for t, lease in self.ledger.leases.items() if lease.generating and trains(lease)]
+        training = [lease_id for lease_id, lease in self.ledger.leases.items() if lease.generating and trains(lease)]
         assert all(self.ledger.is_aborted(lease_id) for lease_id in training)
 
     @rule()
@@ -385,13 +385,13 @@ class Pipeline(Invariants):
 
     @precondition(lambda self: self.ledger_rules.submitted)
     @rule(count=st.integers(0, 9), again=st.integers(0, 3))
-    def bring_prompts(self, count=1, again=0):
-        """A trainer may say again what it has brought; what lies between is not left out."""
+    def submit_prompts(self, count=1, again=0):
+        """A trainer may repeat submitted prompts; it must not leave one out."""
         first = max(0, self.ledger.prompts_submitted - again)
         for row in range(first, first + count):
             known = row < self.ledger.prompts_submitted
-            assert self.ledger.submit(brought(row), b"") is (Verdict.DUPLICATE if known else Verdict.OK)
-        assert self.ledger.submit(brought(self.ledger.prompts_submitted + 1), b"") is Verdict.GAP
+            assert self.ledger.submit(submitted_prompt(row), b"") is (Verdict.DUPLICATE if known else Verdict.OK)
+        assert self.ledger.submit(submitted_prompt(self.ledger.prompts_submitted + 1), b"") is Verdict.GAP
         self.advance()
 
     # --- broker ---
@@ -402,7 +402,7 @@ class Pipeline(Invariants):
 
     @rule(data=st.data(), from_snapshot=st.booleans(), same=st.booleans())
     def restart_broker(self, data, from_snapshot, same):
-        """What snapshot and journal rebuild is what was there; the schedule that goes on with it may be another."""
+        """Snapshot and journal rebuild the same ledger, and another schedule may go on with it."""
         again = Ledger(self.ledger_rules, write=self.journal)
         first = 0
         if from_snapshot and self.snapshot:
@@ -417,7 +417,7 @@ class Pipeline(Invariants):
         assert sorted(again.leases) == sorted(self.ledger.leases)
         self.ledger = again
         if self.ledger_rules.submitted:
-            self.prompts = BroughtPrompts(again)
+            self.prompts = SubmittedPromptsStub(again)
         if same:
             self.schedule = make_schedule(self.section, self.prompts)
         else:

@@ -1,10 +1,10 @@
-"""Prompts that are numbers."""
+"""Prompt sources without text, for tests of schedules."""
 
 from april.broker.ledger.ledger import Ledger
 
 
 class NumberedPrompts:
-    """`rows` prompts, `epochs` times."""
+    """A dataset of `rows` empty prompts, drawn for `epochs` epochs."""
 
     def __init__(self, rows: int, epochs: int):
         self.rows, self.epochs = rows, epochs
@@ -16,11 +16,11 @@ class NumberedPrompts:
         return None if epoch >= self.epochs else (epoch, row, b"")
 
 
-class BroughtPrompts:
-    """Those that the trainer has brought."""
+class SubmittedPromptsStub:
+    """The prompts that were submitted to a ledger."""
 
     rows = 1 << 30
-    """never all of them"""
+    """More than are ever submitted."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger

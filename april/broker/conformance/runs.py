@@ -1,4 +1,4 @@
-"""A run without faults, from its first group to its last batch."""
+"""A run of a schedule without faults, from its first group to its last batch."""
 
 from april.broker.conformance.prompts import NumberedPrompts
 from april.broker.ledger.admission import Verdict
@@ -11,13 +11,16 @@ from april.wire.version import Version
 
 STEPS, SLOTS, MANY_PROMPTS = 10, 6, 1000
 PASSES = 20_000
-"""far more than it takes"""
+"""Loop passes before a run counts as stuck; far more than any needs."""
 ROUNDS = 50
-"""that may end at once, without anybody having done anything meanwhile"""
+"""Rounds that may end in a row without any work in between."""
 
 
 def advance(schedule: Schedule, ledger: Ledger) -> bool:
-    """As the service does it; whether a round ended. Raises AssertionError where that has no end."""
+    """Advance the schedule as the service does; returns whether a round ended.
+
+    Raises AssertionError if rounds end without end.
+    """
     for ended in range(ROUNDS):
         if not schedule.advance(ledger):
             return ended > 0
@@ -25,9 +28,9 @@ def advance(schedule: Schedule, ledger: Ledger) -> bool:
 
 
 def run_to_the_end(section: ScheduleSection, staleness: int = 5, prompts: int = MANY_PROMPTS) -> Ledger:
-    """One worker and a learner simply do their work until the schedule says that it is finished; the ledger then.
+    """Run one worker and a learner until the schedule is finished; returns the ledger.
 
-    Raises AssertionError where that never is, or where prompts are left and batches missing.
+    Raises AssertionError if the schedule never finishes, or finishes early with prompts left.
     """
     section = section.model_copy(update={"max_steps": STEPS, "max_staleness": staleness})
     schedule = make_schedule(section, NumberedPrompts(prompts, 1))
@@ -54,7 +57,7 @@ def run_to_the_end(section: ScheduleSection, staleness: int = 5, prompts: int = 
 
 
 def work(schedule: Schedule, ledger: Ledger, lengths: dict[int, int]) -> None:
-    """Fill the worker's slots, and go on with everything by a token. `lengths`: responses' to be, by lease."""
+    """Fill the worker's slots and generate one token of each response. `lengths`: final length of each, by lease id."""
     version = Version(0, ledger.consumed)
     while len(lengths) < SLOTS and (sample := choose_sample(schedule, ledger, version.step)):
         lease = ledger.lease(sample, "w", version.step, 0.0)

@@ -1,4 +1,4 @@
-"""Configurations of a schedule for the property tests: keys that it reads, at values that it does not refuse."""
+"""Random configurations of a schedule for property tests: keys that it reads, with values it accepts."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from april.config import ConfigError, ScheduleSection
 
 @st.composite
 def sections(draw, rules: Rules, name: str) -> ScheduleSection:
-    """A schedule of the kind `name` for a ledger with these rules."""
+    """A [schedule] section of the kind `name` for a ledger with these rules."""
     batch, n, staleness = rules.batch_groups, rules.group_size, rules.max_staleness
     common = {
         "kind": name,

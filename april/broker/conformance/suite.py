@@ -1,4 +1,4 @@
-"""All checks of a schedule, and running them against the one of a name: `april check schedule`."""
+"""The checks of a schedule, and `april check schedule`, which runs them."""
 
 import traceback
 from collections.abc import Callable
@@ -7,22 +7,23 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from april.broker.conformance.machine import Pipeline
+from april.broker.conformance.machine import ScheduleMachine
 from april.broker.conformance.runs import run_to_the_end
 from april.broker.plan import describe_plan
 from april.broker.schedules import SCHEDULES
-from april.config import ConfigError, ScheduleSection
+from april.config import ScheduleSection
 from april.config.checks import check_schedule
+from april.errors import refuse
 
 EXAMPLES, STEPS = 60, 40
-"""runs of the state machine, and what happens in each at most"""
+"""Runs of the state machine, and most rules applied in each."""
 BATCH = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
 
 
-def machine_of(name: str, base: type[Pipeline] = Pipeline) -> type[Pipeline]:
-    """Of a schedule whose broker may go on with another kind, and come back to it."""
+def machine_of(name: str, base: type[ScheduleMachine] = ScheduleMachine) -> type[ScheduleMachine]:
+    """The state machine of a schedule whose broker may restart with another kind, and back."""
     others = tuple(other for other in SCHEDULES.shipped if other != name)
-    return type("Pipeline", (base,), {"kind": name, "others": others})
+    return type("ScheduleMachine", (base,), {"kind": name, "others": others})
 
 
 def the_plan_says_what_it_comes_to(name: str) -> None:
@@ -74,12 +75,12 @@ CHECKS = (
 
 
 def check_schedule_named(name: str, overrides: list[str], say: Callable[[str], None]) -> int:
-    """Run every check of the schedule of that name, and say what fell short; how many did.
+    """Run every check on the schedule of that name and print the results; returns the number of failed checks.
 
     Raises ConfigError for a schedule that cannot be found.
     """
     if overrides:
-        raise ConfigError(f"option {overrides[0]!r} means nothing to `april check schedule`; leave it out")
+        refuse(overrides[0], None, "means nothing to `april check schedule`", "leave it out")
     SCHEDULES.find(name)
     fell_short = 0
     for check in CHECKS:
@@ -95,8 +96,8 @@ def check_schedule_named(name: str, overrides: list[str], say: Callable[[str], N
 
 
 def where(error: Exception) -> str:
-    """What happened, step by step if many did, and at which lines it went wrong."""
+    """The error, with hypothesis' notes on the steps, and the lines at which it was raised."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hypothesis" not in frame.filename]
     lines = [f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[1:]]
-    said = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])]
-    return "\n".join(f"    {line}" for part in (*said, *lines) for line in part.splitlines())
+    messages = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])]
+    return "\n".join(f"    {line}" for part in (*messages, *lines) for line in part.splitlines())

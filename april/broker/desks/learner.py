@@ -1,21 +1,21 @@
-"""The broker's side of the conversation with the learner: batches out, what became of them in."""
+"""Handles messages of the learner: batches out, trained steps and checkpoints in."""
 
 import logging
 
 from msgspec.structs import replace
 
 from april import wire
-from april.broker.books import Books
+from april.broker.books import BrokerContext
 from april.broker.desks.evaluations import Evaluations
 from april.broker.journal.files import Damaged
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import LedgerError
-from april.broker.ledger.places import places_in
+from april.broker.ledger.places import chunk_refs_in
 from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.payloads import pack
-from april.broker.sessions import Session
-from april.broker.telemetry.discards import Discard
-from april.broker.telemetry.lives import Lives
+from april.broker.sessions import Peer
+from april.broker.telemetry.discards import DiscardedGroup
+from april.broker.telemetry.lives import SampleHistory
 from april.data.rows import BadRow
 from april.formats.samples import chosen_groups
 from april.wire import limits
@@ -24,236 +24,252 @@ log = logging.getLogger(__name__)
 
 NONE_YET = -1
 PART_BYTES = 1 << 19
-"""arrays in one message of a batch, rounded up to whole groups"""
+"""Bytes of arrays in one message of a batch, rounded up to whole groups."""
 PASS_BYTES = 1 << 19
-"""arrays sent to the learner in one pass, so that nobody else waits long"""
+"""Bytes of arrays sent to the learner in one pass, so that no other peer waits long."""
 
 
-Told = tuple[wire.GroupHead, list[wire.Packed]]
-"""of a group, what goes into a batch"""
+GroupPayload = tuple[wire.GroupHead, list[wire.PackedArray]]
+"""A group as it is sent in a batch: its description and its arrays."""
 
 
-class LearnerDesk:
-    def __init__(self, books: Books, evaluations: Evaluations):
-        self.books, self.evaluations = books, evaluations
-        self.ledger = books.ledger
-        self.sessions = books.sessions
-        self.came = False
-        """a learner has, since the broker started"""
-        self.waiting: tuple[Session, wire.Received] | None = None
-        """a fetch whose batch does not exist yet, or is not sent to its end"""
+class LearnerHandler:
+    def __init__(self, context: BrokerContext, evaluations: Evaluations):
+        self.context, self.evaluations = context, evaluations
+        self.ledger = context.ledger
+        self.peers = context.peers
+        self.has_connected = False
+        """Whether a learner has connected since the broker started."""
+        self.pending_fetch: tuple[Peer, wire.Received] | None = None
+        """A fetch whose batch does not exist yet, or is not sent completely."""
         self.sent_groups = 0
-        """of the batch that is being sent, and of what was discarded before it"""
-        self.chosen: set[int] = set()
-        """places of its groups that are kept to be read"""
+        """Groups sent of that batch, and of the discarded groups that follow them."""
+        self.logged: set[int] = set()
+        """Indices of that batch's groups that the learner writes to the sample logs."""
         self.sendable_from: int | None = None
-        """that batch's delivery is on disk once the journal is, up to here"""
+        """Journal position that has to be on disk before that batch is sent: the end of its delivery."""
 
-    def hello(self, session: Session) -> None:
-        self.came = True
-        for other in list(self.sessions.by_id.values()):
-            if other.role == "learner" and other is not session:
-                self.sessions.close(other)
-        self.waiting = None
-        session.started = self._has_started(session)
+    def hello(self, peer: Peer) -> None:
+        self.has_connected = True
+        for other in list(self.peers.by_id.values()):
+            if other.role == "learner" and other is not peer:
+                self.peers.close(other)
+        self.pending_fetch = None
+        peer.started = self._has_started(peer)
 
-    def _has_started(self, session: Session) -> bool:
-        """Whether this process is the learner of the current branch, though the broker may have restarted since."""
-        return session.uid == self.ledger.learner_uid
+    def _has_started(self, peer: Peer) -> bool:
+        """Whether this process is the learner of the current incarnation, though the broker may have restarted
+        since."""
+        return peer.uid == self.ledger.learner_uid
 
-    def on_LearnerStart(self, session: Session, received: wire.Received, now: float) -> None:
+    def on_StartLearner(self, peer: Peer, received: wire.Received, now: float) -> None:
         message = received.message
-        repeated = self._has_started(session) and message.step == self.ledger.consumed
+        repeated = self._has_started(peer) and message.step == self.ledger.consumed
         if not repeated:
             consumed_before = self.ledger.consumed
             try:
-                self.ledger.start_learner(message.step, session.uid, message.weights_address, session.key)
+                self.ledger.start_learner(message.step, peer.uid, message.weights_address, peer.key)
             except LedgerError as error:
-                return self._refuse(session, received, str(error))
+                return self._refuse(peer, received, str(error))
             for step in range(consumed_before, message.step):
                 self._step_trained(step, {}, now)
-        session.started = True
-        self.sessions.broadcast(wire.WeightsAt(message.weights_address, session.key))
-        answer = wire.LearnerStarted(self.ledger.branch, self.ledger.frontier)
-        self.sessions.send(session, answer, sequence=received.sequence)
+        peer.started = True
+        self.peers.broadcast(wire.WeightsAddress(message.weights_address, peer.key))
+        answer = wire.LearnerAdmitted(self.ledger.incarnation, self.ledger.frontier)
+        self.peers.send(peer, answer, sequence=received.sequence)
 
-    def on_Submit(self, session: Session, received: wire.Received, now: float) -> None:
-        if self._refuses_unstarted(session, received):
+    def on_Submit(self, peer: Peer, received: wire.Received, now: float) -> None:
+        if self._refuses_unstarted(peer, received):
             return
         try:
-            prompts = self.books.prompts.brought(received.message, received.packed)
+            prompts = self.context.prompts.decode_submission(received.message, received.packed)
         except BadRow as error:
-            return self._refuse(session, received, str(error))
+            return self._refuse(peer, received, str(error))
         for prompt, tokens in prompts:
             if self.ledger.submit(prompt, tokens) is Verdict.GAP:
                 brought = self.ledger.prompts_submitted
-                return self._refuse(session, received, f"prompt {prompt.row} does not follow {brought} brought ones")
-        self.sessions.send(session, wire.Submitted(self.ledger.prompts_submitted), sequence=received.sequence)
+                return self._refuse(peer, received, f"prompt {prompt.row} does not follow {brought} brought ones")
+        self.peers.send(peer, wire.Submitted(self.ledger.prompts_submitted), sequence=received.sequence)
 
-    def on_Fetch(self, session: Session, received: wire.Received, now: float) -> None:
+    def on_Fetch(self, peer: Peer, received: wire.Received, now: float) -> None:
         step = received.message.step
-        if self._refuses_unstarted(session, received):
+        if self._refuses_unstarted(peer, received):
             return
         if step not in (self.ledger.consumed, min(self.ledger.consumed + 1, self.ledger.next_step)):
-            return self._refuse(session, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
-        self.waiting, self.sent_groups, self.sendable_from = (session, received), 0, None
+            return self._refuse(peer, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
+        self.pending_fetch, self.sent_groups, self.sendable_from = (peer, received), 0, None
         self.answer_fetch()
 
     def answer_fetch(self) -> None:
-        """Send of the batch that the learner waits for as much as goes into a pass, or that there is none."""
-        if self.waiting is None:
+        """Send the next part of the batch that the learner waits for, or tell it that there will be none."""
+        if self.pending_fetch is None:
             return
-        session, received = self.waiting
+        peer, received = self.pending_fetch
         step = received.message.step
         replayed = step < self.ledger.frontier
-        if self.books.run.over and not (replayed and self.ledger.deliveries.get(step)):
-            self._finish(session, received)
+        if self.context.run.over and not (replayed and self.ledger.deliveries.get(step)):
+            self._finish(peer, received)
         elif step in self.ledger.deliveries:
             if self.sendable_from is None:
-                self.sendable_from = self.books.journal.end
-                self.chosen = self._choose(step) if received.message.samples else set()
-            bytes_before = session.sent_bytes
-            while session.sent_bytes - bytes_before < PASS_BYTES and self.can_send:
-                self._send_part(session, received)
-        elif self.books.schedule.wants_prompts(self.ledger):
-            self.sessions.send(session, wire.Batch(step, 0, 0, []), sequence=received.sequence)
-            self.waiting = None
+                self.sendable_from = self.context.journal.end
+                self.logged = self._logged_groups(step) if received.message.samples else set()
+            bytes_before = peer.sent_bytes
+            while peer.sent_bytes - bytes_before < PASS_BYTES and self.can_send:
+                self._send_part(peer, received)
+        elif self.context.schedule.wants_prompts(self.ledger):
+            self.peers.send(peer, wire.Batch(step, 0, 0, []), sequence=received.sequence)
+            self.pending_fetch = None
 
-    def _finish(self, session: Session, received: wire.Received) -> None:
-        """What was discarded last says why a run has failed."""
-        wanted = received.message.samples and self.books.run.state == "failed"
-        told = [self._discard(discard) for discard in self.books.lives.discards.waiting] if wanted else []
-        finished = wire.Finished(self.books.run.over, [head for head, _ in told])
-        self.sessions.send(session, finished, [one for _, arrays in told for one in arrays], received.sequence)
-        self.waiting = None
+    def _finish(self, peer: Peer, received: wire.Received) -> None:
+        """Answer a fetch after the end of the run; if it has failed, the groups discarded last show why."""
+        wanted = received.message.samples and self.context.run.state == "failed"
+        discards = self.context.history.discards.waiting if wanted else []
+        payloads = [self._discard_payload(discard) for discard in discards]
+        finished = wire.Finished(self.context.run.over, [head for head, _ in payloads])
+        self.peers.send(peer, finished, [array for _, arrays in payloads for array in arrays], received.sequence)
+        self.pending_fetch = None
 
-    def begin_again(self, step: int) -> None:
-        """A batch is another than before. Who has a part of it already says hello and asks again."""
-        if self.waiting is None or self.waiting[1].message.step != step:
+    def restart_fetch(self, step: int) -> None:
+        """Send a batch from its beginning, since it has changed. A learner that has a part of it has to say hello and
+        fetch it again."""
+        if self.pending_fetch is None or self.pending_fetch[1].message.step != step:
             return
-        session, received = self.waiting
+        peer, received = self.pending_fetch
         if self.sent_groups:
-            self.sessions.close(session)
+            self.peers.close(peer)
             reason = "unknown session: the batch has changed; say hello"
-            self.sessions.refuse("unknown session", reason, session.data_route, session.id, received.sequence)
-            self.waiting = None
+            self.peers.refuse("unknown session", reason, peer.data_route, peer.id, received.sequence)
+            self.pending_fetch = None
         self.sent_groups, self.sendable_from = 0, None
 
     @property
     def can_send(self) -> bool:
-        """Whether there is more of a batch that the learner waits for, and takes now."""
-        if self.waiting is None or self.sendable_from is None or self.books.journal.synced < self.sendable_from:
+        """Whether a part of a batch can be sent: the learner waits for it and has credit, and its delivery is on
+        disk."""
+        if self.pending_fetch is None or self.sendable_from is None or self.context.journal.synced < self.sendable_from:
             return False
-        return self.sessions.has_credit(self.waiting[0], self.books.credit_bytes)
+        return self.peers.has_credit(self.pending_fetch[0], self.context.credit_bytes)
 
-    def _choose(self, step: int) -> set[int]:
-        sessions = [[line.session for line in trained_lines(group)] for group in self.ledger.deliveries[step]]
-        rewards = [[one.reward for one in of_group if one.reward is not None] for of_group in sessions]
-        return set(chosen_groups(rewards, self.books.config.samples.groups, f"{self.books.config.seed} {step}"))
+    def _logged_groups(self, step: int) -> set[int]:
+        """Indices of the groups of a batch that are chosen for the sample logs."""
+        groups = [trained_samples(group) for group in self.ledger.deliveries[step]]
+        rewards = [
+            [sample.session_sample.reward for sample in samples if sample.session_sample.reward is not None]
+            for samples in groups
+        ]
+        return set(chosen_groups(rewards, self.context.config.samples.groups, f"{self.context.config.seed} {step}"))
 
-    def _send_part(self, session: Session, received: wire.Received) -> None:
-        """The next groups of the batch, PART_BYTES or one group."""
+    def _send_part(self, peer: Peer, received: wire.Received) -> None:
+        """Send the next groups of the batch: `PART_BYTES` of arrays, but at least one group."""
         step, heads, arrays, size = received.message.step, [], [], 0
-        groups: list[Group | Discard] = [*self.ledger.deliveries[step]]
-        groups += self.books.lives.discards.of(step) if received.message.samples else []
+        groups: list[Group | DiscardedGroup] = [*self.ledger.deliveries[step]]
+        groups += self.context.history.discards.of_step(step) if received.message.samples else []
         first = sent = self.sent_groups
         while sent < len(groups) and size < PART_BYTES:
             group = groups[sent]
-            told = self._discard(group) if isinstance(group, Discard) else self._group(group, sent in self.chosen)
-            heads.append(told[0])
-            arrays += told[1]
-            size += sum(len(array.data) for array in told[1])
+            if isinstance(group, DiscardedGroup):
+                head, group_arrays = self._discard_payload(group)
+            else:
+                head, group_arrays = self._group_payload(group, sent in self.logged)
+            heads.append(head)
+            arrays += group_arrays
+            size += sum(len(array.data) for array in group_arrays)
             sent += 1
         self.sent_groups = sent
-        self.sessions.send_at_once(session, wire.Batch(step, first, len(groups), heads), arrays, received.sequence)
+        self.peers.send_now(peer, wire.Batch(step, first, len(groups), heads), arrays, received.sequence)
         if self.sent_groups == len(groups):
-            self.waiting = None
+            self.pending_fetch = None
 
-    def _group(self, group: Group, is_kept: bool) -> Told:
-        payloads, lines = self.books.payloads, trained_lines(group)
+    def _group_payload(self, group: Group, is_logged: bool) -> GroupPayload:
+        payloads, samples = self.context.payloads, trained_samples(group)
         arrays = [payloads.prompt(group.prompt)]
-        for line in lines:
-            arrays += payloads.response(line.places)
-        head = group_head(group, self.books)
-        if is_kept:
+        for sample in samples:
+            arrays += payloads.response(sample.chunk_refs)
+        head = group_head(group, self.context)
+        if is_logged:
             heads = [
-                replace(one, chunks=payloads.times(line.places)) for one, line in zip(head.samples, lines, strict=True)
+                replace(sample_head, chunks=payloads.chunk_times(sample.chunk_refs))
+                for sample_head, sample in zip(head.samples, samples, strict=True)
             ]
             head = replace(head, samples=heads)
         return head, arrays
 
-    def _discard(self, discard: Discard) -> Told:
-        """Without samples if the journal cannot give them back."""
-        payloads, head = self.books.payloads, discard.head
+    def _discard_payload(self, discard: DiscardedGroup) -> GroupPayload:
+        """A discarded group, without samples if the journal cannot read them back."""
+        payloads, head = self.context.payloads, discard.head
         try:
             arrays, heads = [payloads.prompt(discard.prompt)], []
-            for one, chunks in zip(head.samples, discard.chunks, strict=True):
-                places = list(places_in(chunks))
-                arrays += payloads.response(places)
-                heads.append(replace(one, chunks=payloads.times(places)))
+            for sample_head, chunks in zip(head.samples, discard.chunks, strict=True):
+                refs = list(chunk_refs_in(chunks))
+                arrays += payloads.response(refs)
+                heads.append(replace(sample_head, chunks=payloads.chunk_times(refs)))
         except Damaged:
             return replace(head, samples=[]), [pack("i4", [])]
         return replace(head, samples=heads), arrays
 
-    def on_Consumed(self, session: Session, received: wire.Received, now: float) -> None:
+    def on_Consumed(self, peer: Peer, received: wire.Received, now: float) -> None:
         step = received.message.step
-        if len(received.message.metrics) > limits.METRICS:
+        if len(received.message.metrics) > limits.MAX_STEP_METRICS:
             raise wire.WireError("more metrics than are kept of a step")
-        if self._refuses_unstarted(session, received):
+        if self._refuses_unstarted(peer, received):
             return
         verdict = self.ledger.consume(step, received.message.discarded)
         if verdict is Verdict.INVALID:
-            return self._refuse(session, received, f"batch {step} is not the next one, {self.ledger.consumed}")
+            return self._refuse(peer, received, f"batch {step} is not the next one, {self.ledger.consumed}")
         if verdict is Verdict.OK:
             self._step_trained(step, received.message.metrics, now)
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+        self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
 
     def _step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
-        record = self.books.recorder.consumed(step, self.ledger, metrics, now)
-        self.books.run.summary_is_old = True
+        record = self.context.recorder.record_step(step, self.ledger, metrics, now)
+        self.context.run.summary_is_old = True
         step, reward, tokens = record["step"], record["reward"], record["tokens"]
         log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
-    def on_BestWanted(self, session: Session, received: wire.Received, now: float) -> None:
+    def on_BestRequest(self, peer: Peer, received: wire.Received, now: float) -> None:
         best = self.evaluations.best()
-        answer = wire.Best(NONE_YET if best is None else best, self.evaluations.undecided())
-        self.sessions.send(session, answer, sequence=received.sequence)
+        answer = wire.BestCheckpoint(NONE_YET if best is None else best, self.evaluations.undecided())
+        self.peers.send(peer, answer, sequence=received.sequence)
 
-    def on_Durable(self, session: Session, received: wire.Received, now: float) -> None:
+    def on_Durable(self, peer: Peer, received: wire.Received, now: float) -> None:
         step = received.message.step
-        if self._refuses_unstarted(session, received):
+        if self._refuses_unstarted(peer, received):
             return
         if self.ledger.checkpoint(step, received.message.oldest) is Verdict.INVALID:
-            return self._refuse(session, received, f"checkpoint {step} is beyond the {self.ledger.consumed} batches")
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+            return self._refuse(peer, received, f"checkpoint {step} is beyond the {self.ledger.consumed} batches")
+        self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
 
-    def _refuses_unstarted(self, session: Session, received: wire.Received) -> bool:
-        """Whether the learner has not said which checkpoint it holds: the batches may be another one's by now."""
-        if not session.started:
-            self._refuse(session, received, "say first which checkpoint you hold")
-        return not session.started
+    def _refuses_unstarted(self, peer: Peer, received: wire.Received) -> bool:
+        """Refuse a learner that has not said which checkpoint it holds, as the batches may be another learner's by now;
+        returns whether it did."""
+        if not peer.started:
+            self._refuse(peer, received, "say first which checkpoint you hold")
+        return not peer.started
 
-    def _refuse(self, session: Session, received: wire.Received, reason: str) -> None:
+    def _refuse(self, peer: Peer, received: wire.Received, reason: str) -> None:
         log.warning("learner refused: %s", reason, extra={"role": "learner"})
         cause = f"{type(received.message).__name__} out of order"
-        self.sessions.refuse(cause, reason, session.data_route, session.id, received.sequence)
+        self.peers.refuse(cause, reason, peer.data_route, peer.id, received.sequence)
 
 
-def trained_lines(group: Group) -> list[Sample]:
-    """What becomes a row of its batch: the samples that have a score, and of those that are sessions each branch in
-    which the policy has spoken."""
-    done = (line for line in group.lines if line.session.state is SampleState.DONE)
-    return [line for line in done if line.own or not line.session.branches]
+def trained_samples(group: Group) -> list[Sample]:
+    """Samples of a group that become rows of its batch: those with a score, and of a session with forks each fork in
+    which the policy has sampled tokens."""
+    done = (sample for sample in group.samples_with_forks if sample.session_sample.state is SampleState.DONE)
+    return [sample for sample in done if sample.own_sampled_tokens or not sample.session_sample.forks]
 
 
-def group_head(group: Group, books: Books) -> wire.GroupHead:
-    samples, life = [sample_head(line, books.lives) for line in trained_lines(group)], books.lives.of(group)
-    number, extra = books.prompts.origin(group.row)
-    return wire.GroupHead(group.id, group.prompt_tokens, samples, life.opened_at, life.delivered_at, number, extra)
+def group_head(group: Group, context: BrokerContext) -> wire.GroupHead:
+    samples = [sample_head(sample, context.history) for sample in trained_samples(group)]
+    history = context.history.of_group(group)
+    number, extra = context.prompts.submission(group.row)
+    return wire.GroupHead(
+        group.id, group.prompt_tokens, samples, history.opened_at, history.delivered_at, number, extra
+    )
 
 
-def sample_head(line: Sample, lives: Lives) -> wire.SampleHead:
-    reward = line.session.reward
+def sample_head(sample: Sample, history: SampleHistory) -> wire.SampleHead:
+    reward = sample.session_sample.reward
     if reward is None:
-        raise ValueError(f"sample {line.group.id}.{line.index} has no reward, and is not done")
-    return lives.head_of(line, reward)
+        raise ValueError(f"sample {sample.group.id}.{sample.index} has no reward, and is not done")
+    return history.sample_head(sample, reward)

@@ -1,4 +1,4 @@
-"""The broker's side of the conversation with monitors: what they may know, and what an operator may ask for."""
+"""Handles messages of monitors: status, and an operator's commands (stop, drain, requeue)."""
 
 import logging
 from collections.abc import Callable
@@ -8,10 +8,10 @@ import numpy as np
 import orjson
 
 from april import wire
-from april.broker.books import Books
+from april.broker.books import BrokerContext
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.dead_letters import DeadLetter
-from april.broker.sessions import Session
+from april.broker.sessions import Peer
 from april.broker.views.status import status
 from april.files.replace import replace_file
 from april.processes.failures import Failures
@@ -20,65 +20,65 @@ from april.wire import limits
 log = logging.getLogger(__name__)
 
 DEAD_LETTERS_FILE = "dead_letters.json"
-"""in the run folder"""
+"""Name of the file in the run folder."""
 
 
-class MonitorDesk:
-    def __init__(self, books: Books, stop: Callable[[str, str, float], None], abort: Callable[[float], None]):
-        """`stop(reason, state, now)` ends the run; `abort(now)` calls back what is generated for training."""
-        self.books = books
-        self.ledger = books.ledger
-        self.sessions = books.sessions
+class MonitorHandler:
+    def __init__(self, context: BrokerContext, stop: Callable[[str, str, float], None], abort: Callable[[float], None]):
+        """`stop(reason, state, now)` ends the run; `abort(now)` has all training samples in generation handed back."""
+        self.context = context
+        self.ledger = context.ledger
+        self.peers = context.peers
         self._stop = stop
         self._abort = abort
         self._written = b""
         self._deaths = Failures(log)
-        self._logged = books.ledger.dead_letters.total
+        self._logged_deaths = context.ledger.dead_letters.total
 
-    def on_StatusRequest(self, session: Session, received: wire.Received, now: float) -> None:
-        self._answer_json(session, received, wire.Status(), status(self.books, now))
+    def on_StatusRequest(self, peer: Peer, received: wire.Received, now: float) -> None:
+        self._answer_json(peer, received, wire.Status(), status(self.context, now))
 
-    def on_StopRun(self, session: Session, received: wire.Received, now: float) -> None:
+    def on_StopRun(self, peer: Peer, received: wire.Received, now: float) -> None:
         self._stop(limits.clip(received.message.reason), received.message.state, now)
-        self.sessions.send_at_once(session, wire.Accepted(), [], received.sequence)
+        self.peers.send_now(peer, wire.Accepted(), [], received.sequence)
 
-    def on_Drain(self, session: Session, received: wire.Received, now: float) -> None:
-        if self._refuses(session, received):
+    def on_Drain(self, peer: Peer, received: wire.Received, now: float) -> None:
+        if self._refuses(peer, received):
             return
         if received.message.on and not self.ledger.draining:
             self.ledger.start_drain()
             self._abort(now)
-            log.info("drained for maintenance by %s: nothing is handed out", session.name)
+            log.info("drained for maintenance by %s: nothing is handed out", peer.name)
         elif not received.message.on and self.ledger.draining:
             self.ledger.end_drain()
-            log.info("the drain is ended by %s", session.name)
-        self.sessions.send(session, wire.Accepted(), sequence=received.sequence)
+            log.info("the drain is ended by %s", peer.name)
+        self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
 
     # --- dead letters ---------------------------------------------------------------------------------------
 
-    def on_DeadLettersRequest(self, session: Session, received: wire.Received, now: float) -> None:
-        self._answer_json(session, received, wire.DeadLetters(), self.dead_letters())
+    def on_DeadLettersRequest(self, peer: Peer, received: wire.Received, now: float) -> None:
+        self._answer_json(peer, received, wire.DeadLetters(), self.dead_letters())
 
-    def on_Requeue(self, session: Session, received: wire.Received, now: float) -> None:
-        if self._refuses(session, received):
+    def on_Requeue(self, peer: Peer, received: wire.Received, now: float) -> None:
+        if self._refuses(peer, received):
             return
-        asked = received.message.groups or self.ledger.dead_letters.discarded_groups()
-        requeued = [group for group in asked if self.ledger.requeue(group) is Verdict.OK]
+        groups = received.message.groups or self.ledger.dead_letters.discarded_groups()
+        requeued = [group for group in groups if self.ledger.requeue(group) is Verdict.OK]
         if requeued:
-            log.info("re-queued by %s: groups %s", session.name, ", ".join(map(str, requeued)))
-        self.sessions.send(session, wire.Requeued(requeued), sequence=received.sequence)
+            log.info("re-queued by %s: groups %s", peer.name, ", ".join(map(str, requeued)))
+        self.peers.send(peer, wire.Requeued(requeued), sequence=received.sequence)
 
     def dead_letters(self) -> dict[str, Any]:
-        """What `april dead-letters` shows."""
+        """The content of dead_letters.json, which `april dead-letters` shows."""
         letters = self.ledger.dead_letters
         return {
-            "run": self.books.config.run.name,
+            "run": self.context.config.run.name,
             "total": letters.total,
             "letters": [self._describe(letter) for letter in letters.letters],
         }
 
     def _describe(self, letter: DeadLetter) -> dict[str, Any]:
-        prompts = self.books.prompts
+        prompts = self.context.prompts
         return {
             "group": letter.group,
             "sample": letter.index,
@@ -92,33 +92,34 @@ class MonitorDesk:
         }
 
     def log_deaths(self) -> None:
+        """Log the samples that failed for good since the last call."""
         letters = self.ledger.dead_letters
-        new, self._logged = letters.total - self._logged, letters.total
+        new, self._logged_deaths = letters.total - self._logged_deaths, letters.total
         for letter in letters.letters[-new:] if new else []:
             ids = {"group": letter.group, "sample": letter.index}
             dead = f"sample {letter.group}.{letter.index} is dead after {letter.attempts} attempts"
             self._deaths.note("dead", letter.error, dead, **ids)
 
     def write_dead_letters(self) -> None:
-        """Leave the list in the run folder for when no broker runs."""
+        """Write the dead letters to the run folder, for when no broker runs."""
         if self.ledger.dead_letters.total:
             data = orjson.dumps(self.dead_letters(), option=orjson.OPT_INDENT_2)
             if data != self._written:
-                replace_file(self.books.config.run_dir / DEAD_LETTERS_FILE, data)
+                replace_file(self.context.config.run_dir / DEAD_LETTERS_FILE, data)
                 self._written = data
 
     # --- answers --------------------------------------------------------------------------------------------
 
-    def _answer_json(self, session: Session, received: wire.Received, answer: wire.Message, content: dict) -> None:
-        if not self.sessions.has_credit(session, self.books.credit_bytes):
+    def _answer_json(self, peer: Peer, received: wire.Received, answer: wire.Message, content: dict) -> None:
+        if not self.peers.has_credit(peer, self.context.credit_bytes):
             reason = "answers beyond 'broker.credit_mb' are unread; read them, and say so in a heartbeat"
-            return self.sessions.refuse("unread", reason, session.data_route, session.id, received.sequence)
+            return self.peers.refuse("unread", reason, peer.data_route, peer.id, received.sequence)
         data = np.frombuffer(orjson.dumps(content), np.uint8)
-        self.sessions.send(session, answer, [data], received.sequence)
+        self.peers.send(peer, answer, [data], received.sequence)
 
-    def _refuses(self, session: Session, received: wire.Received) -> bool:
-        """Whether the broker can write nothing down any more, or has no more to hand out."""
-        why = self.books.run.read_only or self.books.run.over
+    def _refuses(self, peer: Peer, received: wire.Received) -> bool:
+        """Refuse a command if the broker is read only, or if the run is over; returns whether it did."""
+        why = self.context.run.read_only or self.context.run.over
         if why:
-            self.sessions.send(session, wire.Refused(why), sequence=received.sequence)
+            self.peers.send(peer, wire.Refused(why), sequence=received.sequence)
         return bool(why)

@@ -1,20 +1,20 @@
-"""The broker's side of the conversation with the machines of a learner: where their ranks meet."""
+"""Handles messages of a learner's machines: the rendezvous address of their ranks."""
 
 from april import wire
-from april.broker.sessions import Session, Sessions
+from april.broker.sessions import Peer, Peers
 
 
-class NodeDesk:
-    """The first machine says where, the others ask. It holds for as long as that machine's session does."""
+class NodeHandler:
+    """The first machine announces the address, the others ask for it; it is valid while that machine is connected."""
 
-    def __init__(self, sessions: Sessions):
-        self.sessions = sessions
-        self._place = ""
-        self._said_by = 0
-        """session"""
+    def __init__(self, peers: Peers):
+        self.peers = peers
+        self._address = ""
+        self._announced_by = 0
+        """Session id of the machine that announced the address."""
 
-    def on_Meet(self, session: Session, received: wire.Received, now: float) -> None:
-        if received.message.place:
-            self._place, self._said_by = received.message.place, session.id
-        place = self._place if self._said_by in self.sessions.by_id else ""
-        self.sessions.send(session, wire.Meet(place), sequence=received.sequence)
+    def on_Rendezvous(self, peer: Peer, received: wire.Received, now: float) -> None:
+        if received.message.address:
+            self._address, self._announced_by = received.message.address, peer.id
+        address = self._address if self._announced_by in self.peers.by_id else ""
+        self.peers.send(peer, wire.Rendezvous(address), sequence=received.sequence)

@@ -1,33 +1,33 @@
-"""The broker's side of the conversation with scorers: leases on responses that are complete and wait for their score.
+"""Handles messages of scorers: leases on complete responses that wait for their score.
 
-A scorer needs no weights, so that any of them takes anything.
+A scorer needs no weights, so any scorer takes any sample.
 """
 
 from april import wire
-from april.broker.desks.holders import HolderDesk
-from april.broker.sessions import Session
+from april.broker.desks.holders import LeaseHolderHandler
+from april.broker.sessions import Peer
 
 
-class ScorerDesk(HolderDesk):
-    def on_Room(self, session: Session, received: wire.Received, now: float) -> None:
-        session.capacity = min(received.message.capacity, self.config.security.max_leases)
+class ScorerHandler(LeaseHolderHandler):
+    def on_HolderCapacity(self, peer: Peer, received: wire.Received, now: float) -> None:
+        peer.capacity = min(received.message.capacity, self.config.security.max_leases)
 
     def hand_out(self, now: float) -> None:
-        """Fill every scorer as far as it has room, the emptiest first; nothing while the broker is drained."""
+        """Grant leases to scorers with room, the least loaded first; none while the broker is drained."""
         queue = self.ledger.queue
         if self.ledger.draining or not self.ledger.rules.scored_apart or not queue.has_scoring:
             return
-        able = [session for session in self.sessions.scorers() if self._has_room(session)]
-        while able and (sample := queue.take_scoring()):
-            session = min(able, key=lambda one: self._load(one) / one.capacity)
-            self.lease(sample, session, 0, now)
-            able = [session for session in able if self._has_room(session)]
+        ready = [peer for peer in self.peers.scorers() if self._has_room(peer)]
+        while ready and (sample := queue.take_scoring()):
+            peer = min(ready, key=lambda each: self._load(each) / each.capacity)
+            self.lease(sample, peer, 0, now)
+            ready = [peer for peer in ready if self._has_room(peer)]
 
-    def _load(self, session: Session) -> int:
-        """Leases that it holds."""
-        return len(self.ledger.held.get(session.uid, ()))
+    def _load(self, peer: Peer) -> int:
+        """Number of leases the scorer holds."""
+        return len(self.ledger.held.get(peer.uid, ()))
 
-    def _has_room(self, session: Session) -> bool:
-        if not session.control_route or self._load(session) >= session.capacity:
+    def _has_room(self, peer: Peer) -> bool:
+        if not peer.control_route or self._load(peer) >= peer.capacity:
             return False
-        return self.sessions.has_credit(session, self.books.credit_bytes)
+        return self.peers.has_credit(peer, self.context.credit_bytes)

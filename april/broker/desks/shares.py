@@ -1,7 +1,7 @@
-"""What a worker is filled to at most while others take in the same weights.
+"""Limits the load of workers that have the newest weights while other workers still load them.
 
-They come within moments of each other, and a round's samples wait for them. The first would get all of them, up to its
-slots, and the last what is left: long steps there, idle slots here, until the round is over.
+Workers finish loading within moments of each other, and a round's samples wait for that. Without a limit the first
+worker would take all samples up to its slots, and the last would get the remainder: a long step there, idle slots here.
 """
 
 import math
@@ -9,28 +9,28 @@ from collections.abc import Sequence
 
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import TO_GENERATE
-from april.broker.sessions import Session
+from april.broker.sessions import Peer
 
 LONGEST_S = 10.0
-"""for which the first to hold weights waits for the others, who have as long again as it took; then it gets the rest"""
+"""Longest time that the limit holds; otherwise it holds for as long as the first worker took to load."""
 
 
-class Shares:
+class FillLimit:
     def __init__(self) -> None:
         self._until = 0.0
 
-    def first_has(self, loaded_in_s: float, now: float) -> None:
-        """A worker is the first to hold weights, which took it so long."""
+    def first_loaded(self, loaded_in_s: float, now: float) -> None:
+        """Start the limit: the first worker has loaded new weights, in so many seconds."""
         self._until = now + min(loaded_in_s, LONGEST_S)
 
-    def fullest(self, workers: Sequence[Session], newest_step: int, ledger: Ledger, now: float) -> float:
-        """Share of its capacity up to which each of `workers` is filled; infinite: as far as it has room."""
+    def max_load(self, workers: Sequence[Peer], newest_step: int, ledger: Ledger, now: float) -> float:
+        """Largest load of each worker as a share of its capacity; infinite if there is no limit."""
         if now >= self._until or not ledger.round_open:
             return math.inf
-        holding = [one for one in workers if one.version is not None and one.capacity]
-        if all(one.step >= newest_step for one in holding):
+        loaded = [worker for worker in workers if worker.version is not None and worker.capacity]
+        if all(worker.step >= newest_step for worker in loaded):
             self._until = 0.0
             return math.inf
         if not (waiting := sum(map(ledger.open_samples.count, TO_GENERATE))):
             return math.inf
-        return (waiting + ledger.generating) / sum(one.capacity for one in holding)
+        return (waiting + ledger.generating) / sum(worker.capacity for worker in loaded)

@@ -1,6 +1,6 @@
-"""What is in journal files, read without being the one who writes them; those that are closed change no more.
+"""Journal files and how to read them without being their writer; closed files never change.
 
-A file is named by the position at which it begins, and the next one begins where it ends.
+A file is named by the journal position at which it begins, and the next one begins where it ends.
 """
 
 import bisect
@@ -16,22 +16,23 @@ from april.broker.ledger.events import AnyEvent, Event
 
 SUFFIX = ".msgpack"
 READ_BYTES = 4 << 20
+"""Least size of one read of a file, bytes."""
 
 Reference = tuple[int, int]
-"""(position, length) of a record, bytes"""
+"""(position, length) of a record in the journal, bytes."""
 
 
 class JournalError(RuntimeError):
-    """The journal cannot be trusted or written any further."""
+    """The journal is damaged, incomplete or cannot be written."""
 
     def __init__(self, text: str, errno: int | None = None):
         super().__init__(text)
         self.errno = errno
-        """of the system's refusal, None for damage"""
+        """Error number of a failed system call; None otherwise."""
 
 
 class Damaged(JournalError):
-    """Bytes that were once on disk cannot be read back: of a record, or those at `offset` of it."""
+    """Bytes that were once on disk cannot be read back: those at `offset` of the record at position `record`."""
 
     def __init__(self, text: str, record: int = -1, offset: int = 0):
         super().__init__(text)
@@ -43,19 +44,19 @@ def file_path(folder: Path, start: int) -> Path:
 
 
 def file_starts(folder: Path) -> list[int]:
-    """The positions at which its files begin, the oldest first."""
+    """Positions at which the journal files of a folder begin, oldest first."""
     return sorted(int(path.stem) for path in folder.glob(f"*{SUFFIX}"))
 
 
 def read_records(file: int, size: int) -> Iterator[tuple[records.Record, int]]:
-    """The records of an open file's first `size` bytes, each with its offset, up to the first that is not whole."""
-    at = offset = 0
+    """(record, offset) of each record in the first `size` bytes of an open file, up to the first incomplete one."""
+    window_start = offset = 0
     window = b""
     while offset < size:
-        record = records.decode(window, offset - at)
-        if record is None and at + len(window) < size:
-            needed = max(READ_BYTES, 2 * (len(window) - (offset - at)))
-            at, window = offset, os.pread(file, needed, offset)
+        record = records.decode(window, offset - window_start)
+        if record is None and window_start + len(window) < size:
+            needed = max(READ_BYTES, 2 * (len(window) - (offset - window_start)))
+            window_start, window = offset, os.pread(file, needed, offset)
             continue
         if record is None:
             return
@@ -64,9 +65,9 @@ def read_records(file: int, size: int) -> Iterator[tuple[records.Record, int]]:
 
 
 def read_closed(folder: Path, position: int, until: int) -> Iterator[tuple[Event, Reference]]:
-    """Every event between two positions at which files begin, with its reference, oldest first.
+    """(event, reference) of each record in the closed files from `position` to `until`, both starts of files.
 
-    Raises Damaged where something of it cannot be read, JournalError where a file is missing.
+    Raises Damaged if a record cannot be read, JournalError if a file is missing.
     """
     decoder = msgspec.msgpack.Decoder(AnyEvent)
     while position < until:
@@ -86,7 +87,10 @@ def read_closed(folder: Path, position: int, until: int) -> Iterator[tuple[Event
             os.close(file)
 
 
-def unneeded(starts: list[int], needed_from: int, live: Iterable[int]) -> list[int]:
-    """Which of the files that begin at these positions end at or below `needed_from` and hold no `live` position."""
+def reclaimable_files(starts: list[int], needed_from: int, live: Iterable[int]) -> list[int]:
+    """Starts of the files that end at or before `needed_from` and contain no `live` position.
+
+    The last file is never among them.
+    """
     kept = {starts[bisect.bisect_right(starts, position) - 1] for position in live}
     return [start for start, end in pairwise(starts) if end <= needed_from and start not in kept]

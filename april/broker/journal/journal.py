@@ -1,10 +1,9 @@
-"""The broker's only truth on disk: an append-only sequence of checksummed records in files.
+"""The write-ahead journal of the broker: an append-only sequence of checksummed records in files.
 
-Positions count bytes from the beginning of the run; a file is named by the position at which it begins.
-`append` gives a reference that `read` understands; `sync` puts everything appended on disk, and only after it
-may anything be acknowledged. When `file_full` says so, `rotate` begins a new file, and somebody applies those that are
-closed to the last snapshot of the ledger, so that a restart reads one snapshot and what follows it. `let_go` parts from
-files that are to be deleted.
+Positions count bytes from the beginning of the run; a file is named by the position at which it begins. `append`
+returns a reference for `read`; `sync` puts everything appended on disk, and only then may anything be acknowledged.
+When `file_full`, `rotate` begins a new file; the snapshot process applies closed files to the last snapshot, so that a
+restart reads one snapshot and the records after it. `release_files` closes files before they are deleted.
 """
 
 import bisect
@@ -22,9 +21,9 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, JournalError, Reference, file_path, read_records
-from april.broker.journal.recent import KEPT_FROM, Appended, RecentRecords
-from april.broker.ledger.events import AnyEvent, Event, Part
-from april.broker.ledger.places import Place
+from april.broker.journal.recent import LARGE_ROW_BYTES, Appended, RecentRecords
+from april.broker.ledger.events import AnyEvent, Event, EventArray
+from april.broker.ledger.places import ChunkRef
 from april.files.disk import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
 from april.formats.versions import JOURNAL
 from april.processes.descriptors import NO_DESCRIPTORS
@@ -33,21 +32,20 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES = 512 << 20
 FILE_RECORDS = 500_000
-"""a file ends after this many records at the latest, each row of a table counted as one: they bound the time of a
-restart as the bytes do"""
-CACHED_BYTES, LET_GO_BYTES = 1 << 30, 1 << 20
-"""of what was written last, the system keeps so much in its page cache for reading; older pages are let go, so much at
-a time, and used again: taking fresh memory for every record costs more than copying it"""
-UNCACHED_FROM = 128 << 10
-"""where most of what is synced at once, and at least so many bytes of it, is large rows, it is written past the page
-cache. Small rows are read when their response is whole, much later, and often from there"""
+"""Most records in a file, a table counted as its rows. Like the bytes, it bounds the time of a restart."""
+CACHED_BYTES, RELEASE_BYTES = 1 << 30, 1 << 20
+"""Newest bytes of the journal that stay in the page cache, and the granularity of releasing older ones. Reusing
+released pages is cheaper than fresh memory for every record."""
+UNCACHED_FROM_BYTES = 128 << 10
+"""A sync bypasses the page cache if large rows are at least this many bytes and half of the sync. Small rows are read
+later, when their response is complete, and often from the page cache."""
 
 
 class Journal:
-    """One writer. After a failed write or sync it refuses everything but reading."""
+    """A journal with one writer, locked against others. After a failed write or sync it only allows reading."""
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES, file_records: int = FILE_RECORDS):
-        """Raises JournalError, or OtherApril where it is not of this one."""
+        """Raises JournalError if another broker uses it, OtherApril if another version of April wrote it."""
         folder.mkdir(parents=True, exist_ok=True)
         JOURNAL.claim(folder, new=not any(folder.glob(f"*{SUFFIX}")))
         self.folder = folder
@@ -60,7 +58,7 @@ class Journal:
             raise JournalError(f"journal {folder} is in use by another broker; stop that one first") from None
         self._files: dict[int, int] = {}
         self._uncached: Uncached | None = None
-        """the newest file, past the page cache"""
+        """The newest file, opened to bypass the page cache."""
         self._closed = False
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         try:
@@ -71,19 +69,19 @@ class Journal:
         self._pending: list[bytes | memoryview] = []
         self._unwritten: dict[int, Appended] = {}
         self._in_sync: dict[int, Appended] = {}
-        """by position, what was appended since the last sync began, and what that one writes"""
+        """Records by position: those appended since the last sync began, and those that sync writes."""
         self._recent = RecentRecords()
         self._records = 0
-        self.noted = 0
-        """position below which others know that everything was once on disk: what is bad there is damage"""
+        self.known_synced = 0
+        """Position up to which everything is known to have been on disk: bad bytes before it are damage."""
         self._failed: JournalError | None = None
         self._syncing: tuple[int, Callable[[], float]] | None = None
-        """position up to which the sync under way reaches, and how to wait for it"""
-        self._aside: Future[float] | None = None
+        """(position that the sync in progress reaches, function that waits for it)."""
+        self._in_thread: Future[float] | None = None
         self.on_sync_ended: Callable[[], None] = lambda: None
-        """called in the thread of a sync aside"""
+        """Called when a sync in the thread has ended, in that thread."""
         self.sync_s = 0.0
-        """how long the last sync took"""
+        """Duration of the last sync."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(AnyEvent)
         self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
@@ -120,15 +118,15 @@ class Journal:
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def append(self, event: Event, arrays: Sequence[Part] = ()) -> Reference:
-        """Queue one event and its arrays; nothing is on disk before `sync`."""
+    def append(self, event: Event, arrays: Sequence[EventArray] = ()) -> Reference:
+        """Queue one event and its arrays for the next sync; returns its reference."""
         if self._failed:
             raise self._failed
         pieces, length = records.encode(self._synced, self._encoder.encode(event), arrays)
         reference = (self.end, length)
         self._pending += pieces
         self._unwritten[self.end] = appended = event, list(arrays), length
-        if length >= KEPT_FROM * event.weight:
+        if length >= LARGE_ROW_BYTES * event.weight:
             self._recent.keep(self.end, appended)
         self._records += event.weight
         self.end += length
@@ -136,7 +134,7 @@ class Journal:
 
     @property
     def synced(self) -> int:
-        """Position up to which everything is on disk."""
+        """Position up to which the journal is on disk."""
         return self._synced
 
     @property
@@ -144,31 +142,33 @@ class Journal:
         return self.end - self._synced
 
     def sync(self) -> None:
-        """Put everything that was appended on disk. Raises JournalError, for good, if the disk refuses."""
-        self.begin_sync(aside=False)
+        """Put everything appended on disk. Raises JournalError if that fails; the journal is then read-only."""
+        self.begin_sync(in_thread=False)
         self.finish_sync()
 
-    def begin_sync(self, aside: bool = True) -> None:
-        """Begin to write and sync what was appended: in a thread, while the caller goes on, or only in
-        `finish_sync`. One sync is under way at a time."""
+    def begin_sync(self, in_thread: bool = True) -> None:
+        """Begin to write and sync what was appended, after finishing the sync in progress.
+
+        The work is done in a thread, or else in `finish_sync`.
+        """
         self.finish_sync()
         if self._failed:
             raise self._failed
         if self._synced < self.end:
             start = self._starts[-1]
             old = self._old_pages()
-            large = self._recent.begin_sync() >= max(UNCACHED_FROM, self.unsynced_bytes / 2)
+            large = self._recent.begin_sync() >= max(UNCACHED_FROM_BYTES, self.unsynced_bytes / 2)
             uncached = self._uncached if large else None
             sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start, old, uncached)
             self._pending, self._unwritten, self._in_sync = [], {}, self._unwritten
-            self._aside, self._syncing = None, (self.end, sync)
-            if aside:
-                self._aside = self._syncer.submit(sync)
-                self._syncing = (self.end, self._aside.result)
-                self._aside.add_done_callback(lambda _: self.on_sync_ended())
+            self._in_thread, self._syncing = None, (self.end, sync)
+            if in_thread:
+                self._in_thread = self._syncer.submit(sync)
+                self._syncing = (self.end, self._in_thread.result)
+                self._in_thread.add_done_callback(lambda _: self.on_sync_ended())
 
     def finish_sync(self) -> None:
-        """Wait until the sync that was begun is done. Raises JournalError, for good, if the disk refuses."""
+        """Wait for the sync in progress. Raises JournalError if it failed; the journal is then read-only."""
         if self._syncing is None:
             return
         (end, wait), self._syncing = self._syncing, None
@@ -181,30 +181,30 @@ class Journal:
         self._in_sync = {}
 
     def _old_pages(self) -> list[tuple[int, int, int]]:
-        """(file, offset, bytes) of what need not be in the page cache any longer."""
-        stretches, until = [], self._synced - CACHED_BYTES
-        while until - self._cached_from >= LET_GO_BYTES:
+        """(file, offset, bytes) of the ranges to release from the page cache."""
+        ranges, until = [], self._synced - CACHED_BYTES
+        while until - self._cached_from >= RELEASE_BYTES:
             index = max(0, bisect.bisect_right(self._starts, self._cached_from) - 1)
             start, later = self._starts[index], self._starts[index + 1 :]
             at = max(start, self._cached_from)
             stop = min(until - (until - start) % BLOCK_BYTES, later[0] if later else until)
             if at < stop:
-                stretches.append((self._files[start], at - start, stop - at))
+                ranges.append((self._files[start], at - start, stop - at))
             self._cached_from = stop
-        return stretches
+        return ranges
 
     @property
     def syncing(self) -> bool:
-        """Whether a sync was begun and not finished."""
+        """Whether a sync was begun and `finish_sync` not called yet."""
         return self._syncing is not None
 
     @property
     def sync_runs(self) -> bool:
-        """Whether `finish_sync` would have to wait for the thread."""
-        return self._aside is not None and not self._aside.done()
+        """Whether `finish_sync` would block on the thread."""
+        return self._in_thread is not None and not self._in_thread.done()
 
     def fail(self, error: OSError) -> JournalError:
-        """Write no more and forget what no sync has finished: nobody knows what of it is on disk."""
+        """Make the journal read-only and cut off unsynced bytes, whose state on disk is unknown; returns the error."""
         text = f"journal {self.folder} cannot be written ({error}); nothing is acknowledged any more"
         self._failed, self._pending, self._syncing = JournalError(text, error.errno), [], None
         self._await_writer()
@@ -214,18 +214,18 @@ class Journal:
         return self._failed
 
     def _await_writer(self) -> None:
-        """Until the thread has written what it was given, lest it goes on behind a cut."""
+        """Wait until the thread has finished its writes, so that none follows a truncation."""
         self._syncer.submit(lambda: None).result()
 
     @property
     def file_full(self) -> bool:
-        """Time for a snapshot and `rotate`."""
+        """Whether it is time to `rotate`."""
         return self.end - self._starts[-1] >= self.file_bytes or self._records >= self.file_records
 
     def rotate(self) -> int:
-        """Begin a new file behind what is synced; returns the position at which it begins.
+        """Sync, and begin a new file; returns the position at which it begins.
 
-        Raises OSError where there is no descriptor for it: then the present file goes on growing.
+        Raises OSError if there is no file descriptor for it: the present file then grows on.
         """
         self.sync()
         try:
@@ -237,12 +237,12 @@ class Journal:
         return self.end
 
     @property
-    def file_begins(self) -> int:
-        """Position of the file that is written; those below it change no more."""
+    def file_start(self) -> int:
+        """Position at which the file being written begins; files before it never change."""
         return self._starts[-1]
 
-    def let_go(self, starts: Iterable[int]) -> None:
-        """Part from closed files, by where they begin; somebody else deletes them then, which takes a while."""
+    def release_files(self, starts: Iterable[int]) -> None:
+        """Close files, named by their starts, that another process is about to delete."""
         for start in self._files.keys() & set(starts):
             self.bytes_on_disk -= self._size(start)
             os.close(self._files.pop(start))
@@ -250,8 +250,8 @@ class Journal:
 
     # --- reading --------------------------------------------------------------------------------------------
 
-    def read(self, reference: Reference) -> tuple[Event, list[Part]]:
-        """The event behind a reference that `append` or `replay` gave, and its arrays."""
+    def read(self, reference: Reference) -> tuple[Event, list[EventArray]]:
+        """The event of a reference from `append` or `replay`, and its arrays. Raises Damaged."""
         position, length = reference
         if appended := self._in_memory(position):
             return appended[:2]
@@ -260,16 +260,16 @@ class Journal:
             raise self._damaged(position)
         return self._decoder.decode(record.event), record.arrays
 
-    def read_payloads(self, places: Iterable[Place]) -> Iterator[tuple[Place, memoryview]]:
-        """The own bytes of rows, whatever else their records hold, each held against its own checksum."""
+    def read_payloads(self, refs: Iterable[ChunkRef]) -> Iterator[tuple[ChunkRef, memoryview]]:
+        """(reference, payload) of each chunk, read alone and checked against its own checksum. Raises Damaged."""
         kept, starts, pread = self._recent.records, self._starts, os.pread
         file = begins = ends = 0
-        for place in places:
-            record, offset, size, checksum, _, _, _, _ = place
+        for ref in refs:
+            record, offset, size, checksum, _, _, _, _ = ref
             if record >= self._synced or record in kept:
                 _, [*_, (_, data)], length = self._unwritten.get(record) or self._in_sync.get(record) or kept[record]
                 begin = offset - (length - len(data))
-                yield place, memoryview(data)[begin : begin + size]
+                yield ref, memoryview(data)[begin : begin + size]
                 continue
             if not begins <= record < ends:
                 later = bisect.bisect_right(starts, record)
@@ -278,10 +278,10 @@ class Journal:
             payload = pread(file, size, record - begins + offset)
             if len(payload) != size or crc32(payload) != checksum:
                 raise self._damaged(record, offset)
-            yield place, memoryview(payload)
+            yield ref, memoryview(payload)
 
     def read_event(self, position: int) -> tuple[Event | None, int]:
-        """The event of a record and where its one array begins; None if it cannot be read."""
+        """(event of a record, offset of its last array from the record's start); (None, 0) if it cannot be read."""
         if appended := self._in_memory(position):
             event, [*_, (_, last)], length = appended
             return event, length - len(last)
@@ -289,7 +289,7 @@ class Journal:
         written = self._read(position + records.HEAD.size, head.size) if head else b""
         if head is None or records.event_checksum(head.synced, written) != head.checksum:
             return None, 0
-        return self._decoder.decode(written), records.HEAD.size + head.size + records.PART.size
+        return self._decoder.decode(written), records.HEAD.size + head.size + records.ARRAY_HEAD.size
 
     def _in_memory(self, position: int) -> Appended | None:
         return self._recent.records.get(position) or self._unwritten.get(position) or self._in_sync.get(position)
@@ -303,10 +303,10 @@ class Journal:
         return Damaged(text, record, offset)
 
     def replay(self, position: int = 0) -> Iterator[tuple[Event, Reference]]:
-        """Every event from `position` on with its reference, oldest first; a torn tail is cut off.
+        """(event, reference) of each record from `position`, the start of a file, on, oldest first.
 
-        `position` is 0 or one at which a file begins. A bad record that was once synced is damage and raises
-        JournalError; otherwise it is what a crash left of the writes that no `sync` had finished.
+        A torn tail, left by a crash during a sync, is cut off. Raises Damaged for a bad record that was once synced,
+        JournalError for a missing file.
         """
         expected, last = position, None
         for start in [start for start in self._starts if start >= position]:
@@ -324,8 +324,8 @@ class Journal:
             self._write_again(max(last.synced, self._starts[-1]))
 
     def _write_again(self, position: int) -> None:
-        """What the last sync may not have reached is made dirty again: after a failed sync the system may take it
-        for clean and never write it."""
+        """Write and sync the tail that the last sync may not have reached: after a failed sync the system may consider
+        its pages clean and never write them."""
         start = self._starts[-1]
         tail = os.pread(self._files[start], self.end - position, position - start)
         try:
@@ -335,7 +335,7 @@ class Journal:
             raise self.fail(error) from error
 
     def _scan(self, start: int) -> Iterator[tuple[records.Record, int]]:
-        """The records of a file; the tail of the last one may be torn."""
+        """(record, position) of each record of a file; a torn tail of the last file is cut off."""
         size, end = self._size(start), 0
         for record, offset in read_records(self._files[start], size):
             end = offset + record.length
@@ -344,10 +344,10 @@ class Journal:
             self._cut_torn_tail(start, end)
 
     def _cut_torn_tail(self, start: int, offset: int) -> None:
-        """Cut what no sync had finished; raises JournalError if a later record proves that it was synced."""
+        """Cut off a torn tail. Raises Damaged if a later record, or `known_synced`, proves that it was synced."""
         bad = start + offset
         rest = os.pread(self._files[start], self._size(start) - offset, offset)
-        known = start != self._starts[-1] or bad < self.noted
+        known = start != self._starts[-1] or bad < self.known_synced
         if known or any(synced > bad for _, synced in good_records(rest)):
             raise self._damaged(bad)
         log.warning("journal %s: %d bytes that no sync had finished are cut off", self.folder, len(rest))
@@ -357,13 +357,13 @@ class Journal:
         self.end = self._synced = bad
 
     def close(self) -> None:
-        """Let go of the files; what is still queued is synced first, unless the disk has refused."""
+        """Sync what is queued, unless a sync has failed, and close the files."""
         if not self._failed and not self._closed:
             self.sync()
         self._close_files()
 
     def _close_files(self) -> None:
-        """Once: the numbers of closed descriptors belong to others."""
+        """Close all files, once: descriptor numbers are reused after that."""
         if self._closed:
             return
         self._closed = True
@@ -376,7 +376,7 @@ class Journal:
 
 
 def good_records(data: bytes) -> Iterator[tuple[int, int]]:
-    """(offset, synced) of every whole record somewhere in `data`."""
-    for form in records.FORM.finditer(data):
-        if record := records.decode(data, form.start()):
-            yield form.start(), record.synced
+    """(offset, synced) of every whole record anywhere in `data`."""
+    for match in records.RECORD_START.finditer(data):
+        if record := records.decode(data, match.start()):
+            yield match.start(), record.synced

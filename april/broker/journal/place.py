@@ -1,7 +1,4 @@
-"""Where a run's journal lies: in the run's folder, or on a disk of its own.
-
-Then a link in the run's folder leads there, so that whoever looks for the journal finds it in one place.
-"""
+"""Location of a run's journal: in the run's folder, or on another disk with a symbolic link in the run's folder."""
 
 import os
 from pathlib import Path
@@ -10,20 +7,23 @@ from april.broker.journal.files import JournalError
 from april.files.disk import sync
 
 
-def journal_of(run_dir: Path) -> Path:
-    """Its folder, or where it would be. Raises JournalError where it lies on a disk that is not here."""
+def journal_folder(run_dir: Path) -> Path:
+    """The journal's folder of a run, which need not exist yet. Raises JournalError if its disk is not mounted."""
     folder = run_dir / "journal"
     if folder.is_symlink() and not folder.is_dir():
         raise JournalError(f"journal {folder} lies in {folder.readlink()}, which is not here; mount that disk")
     return folder
 
 
-def place_journal(run_dir: Path, apart: Path | None) -> Path:
-    """The same, and a new one is begun in `apart`, under the run's name. Raises JournalError, or OSError."""
-    folder = journal_of(run_dir)
-    if apart is None:
+def locate_journal(run_dir: Path, journal_dir: Path | None) -> Path:
+    """The journal's folder of a run; a new journal is begun in a subfolder of `journal_dir`, if given.
+
+    Raises JournalError if an existing journal lies elsewhere or the subfolder is in use, and OSError.
+    """
+    folder = journal_folder(run_dir)
+    if journal_dir is None:
         return folder
-    wanted = apart / run_dir.name
+    wanted = journal_dir / run_dir.name
     if not os.path.lexists(folder):
         wanted.mkdir(parents=True, exist_ok=True)
         if any(wanted.iterdir()):

@@ -1,9 +1,9 @@
-"""How one journalled fact lies on disk: the event, then the arrays that came with it.
+"""The on-disk format of a journal record: one event and its arrays.
 
 A record is the MessagePack array `[synced, crc32, event, crc32, array, ...]` in fixed-width form, so that any
 MessagePack reader can stream the file. `synced` is the position up to which the journal was on disk when the
-record was written; the event's checksum covers it. Whatever lies below the `synced` of a good record cannot be
-what a crash left half written.
+record was written; the event's checksum covers it. Bad bytes before the `synced` of a good record are therefore damage
+and not a torn write of a crash.
 """
 
 import re
@@ -15,79 +15,79 @@ from typing import NamedTuple
 import msgspec
 from zlib_ng.zlib_ng import crc32
 
-from april.broker.ledger.events import Part
+from april.broker.ledger.events import EventArray
 
 HEAD = struct.Struct(">BBQBIBI")
-"""array, uint64 synced, uint32 crc32, bin32 length of the event: 20 bytes"""
-PART = struct.Struct(">BIBI")
-"""uint32 crc32, bin32 length of an array: 10 bytes"""
+"""Array header, uint64 synced, uint32 crc32, bin32 length of the event: 20 bytes."""
+ARRAY_HEAD = struct.Struct(">BIBI")
+"""uint32 crc32, bin32 length of an array: 10 bytes."""
 ARRAY, UINT64, UINT32, BIN32 = 0x90, 0xCF, 0xCE, 0xC6
-MAX_PARTS = 6
-FORM = re.compile(rb"(?=[\x93\x95\x97\x99\x9b\x9d\x9f]\xcf.{8}\xce.{4}\xc6)", re.DOTALL)
-"""what every record begins with, and little else does"""
+MAX_ARRAYS = 6
+RECORD_START = re.compile(rb"(?=[\x93\x95\x97\x99\x9b\x9d\x9f]\xcf.{8}\xce.{4}\xc6)", re.DOTALL)
+"""Pattern that every record begins with and other bytes rarely match."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
     synced: int
     event: bytes | memoryview
-    arrays: list[Part]
+    arrays: list[EventArray]
     length: int
-    """bytes of the whole record"""
+    """Bytes of the whole record."""
 
 
-class Head(NamedTuple):
+class RecordHead(NamedTuple):
     synced: int
     checksum: int
-    """of the event"""
+    """Checksum of the event and `synced`."""
     size: int
-    """of the event, bytes"""
+    """Bytes of the encoded event."""
 
 
-def encode(synced: int, event: bytes, arrays: Sequence[Part] = ()) -> tuple[list[bytes | memoryview], int]:
-    """The pieces of a record, in order, and its length; the arrays are not copied."""
+def encode(synced: int, event: bytes, arrays: Sequence[EventArray] = ()) -> tuple[list[bytes | memoryview], int]:
+    """(pieces of the record in order, its length in bytes); the arrays are not copied."""
     elements = ARRAY | (3 + 2 * len(arrays))
     head = HEAD.pack(elements, UINT64, synced, UINT32, event_checksum(synced, event), BIN32, len(event))
     pieces: list[bytes | memoryview] = [head + event]
     length = HEAD.size + len(event)
     for checksum, data in arrays:
         size = len(data)
-        pieces += (PART.pack(UINT32, checksum, BIN32, size), data)
-        length += PART.size + size
+        pieces += (ARRAY_HEAD.pack(UINT32, checksum, BIN32, size), data)
+        length += ARRAY_HEAD.size + size
     return pieces, length
 
 
 def decode(data: bytes | memoryview, offset: int = 0) -> Record | None:
-    """The record that begins at `offset`; None if it is not whole or a checksum does not agree."""
+    """The record that begins at `offset`; None if it is incomplete or a checksum differs."""
     view = memoryview(data)
     if len(view) - offset < HEAD.size:
         return None
     elements, uint64, synced, uint32, checksum, bin32, length = HEAD.unpack_from(view, offset)
     count, odd = divmod(elements - (ARRAY | 3), 2)
-    if (uint64, uint32, bin32) != (UINT64, UINT32, BIN32) or odd or not 0 <= count <= MAX_PARTS:
+    if (uint64, uint32, bin32) != (UINT64, UINT32, BIN32) or odd or not 0 <= count <= MAX_ARRAYS:
         return None
-    at = offset + HEAD.size + length
-    event = view[offset + HEAD.size : at]
+    end = offset + HEAD.size + length
+    event = view[offset + HEAD.size : end]
     if len(event) != length or event_checksum(synced, event) != checksum:
         return None
-    arrays: list[Part] = []
+    arrays: list[EventArray] = []
     for _ in range(count):
-        if len(view) - at < PART.size:
+        if len(view) - end < ARRAY_HEAD.size:
             return None
-        uint32, checksum, bin32, length = PART.unpack_from(view, at)
-        array = view[at + PART.size : at + PART.size + length]
-        at += PART.size + length
+        uint32, checksum, bin32, length = ARRAY_HEAD.unpack_from(view, end)
+        array = view[end + ARRAY_HEAD.size : end + ARRAY_HEAD.size + length]
+        end += ARRAY_HEAD.size + length
         if (uint32, bin32, len(array)) != (UINT32, BIN32, length) or crc32(array) != checksum:
             return None
         arrays.append((checksum, array))
-    return Record(synced, event, arrays, at - offset)
+    return Record(synced, event, arrays, end - offset)
 
 
-def decode_head(data: bytes) -> Head | None:
-    """What a record begins with; None of bytes that are too few."""
+def decode_head(data: bytes) -> RecordHead | None:
+    """The head of a record; None if `data` is not `HEAD.size` bytes long."""
     if len(data) != HEAD.size:
         return None
     _, _, synced, _, checksum, _, size = HEAD.unpack(data)
-    return Head(synced, checksum, size)
+    return RecordHead(synced, checksum, size)
 
 
 def event_checksum(synced: int, event: bytes | memoryview) -> int:

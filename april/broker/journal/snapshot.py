@@ -1,8 +1,8 @@
-"""The ledger's whole state at one position of the journal, so that a restart need not begin at the first record.
+"""Snapshots of the ledger's whole state at one journal position, so that a restart need not replay from the start.
 
-`freeze` and `thaw` turn a ledger into bytes and back: a `LedgerImage`, then each group and its samples, each behind its
-length. A `SnapshotStore` keeps the two newest on disk. A snapshot is a shortcut, never the truth: the journal says
-the same, and one that is damaged is passed over.
+`freeze` and `thaw` turn a ledger into bytes and back: a `LedgerImage`, then each group with its samples, each prefixed
+by its length. A `SnapshotStore` keeps the two newest snapshots on disk. The journal remains the truth: a damaged
+snapshot is skipped.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from zlib_ng.zlib_ng import crc32
 
-from april.broker.ledger.dead_letters import DeadLetters
+from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.events import RunStarted
 from april.broker.ledger.samples import UNFINISHED, AgentSample, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.state import LedgerState
@@ -29,27 +29,34 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".snapshot"
 TEMPORARY = ".partial"
-"""of one that is being written, behind the number of the process that writes it: what a process that was killed has
-left, another never takes for its own"""
+"""Suffix of a snapshot being written; the file name is the writer's process id, so that no process mistakes the file of
+a killed one for its own."""
 LENGTH = struct.Struct("<I")
+"""Length prefix of a piece of the image, bytes."""
 HEAD = struct.Struct("<4sI")
-"""of a file: its format, and the checksum of all that follows"""
+"""File header: format, and crc32 of everything after the header."""
 FORMAT = b"APSC"
 
 PLAIN = (
-    "next_step", "consumed", "frontier", "durable", "branch", "dead_in_a_row", "last_error", "round", "round_open",
+    "next_step", "consumed", "frontier", "durable", "incarnation", "dead_in_a_row", "last_error", "round", "round_open",
     "watermark", "cursor", "starts", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
     "last_lease_id", "draining", "evaluated", "now", "prompts_submitted", "submitted",
 )  # fmt: skip
-"""attributes that are what they are"""
+"""Attributes of the ledger that are stored as they are."""
 COUNTERS = ("tokens", "discarded", "counts", "resumed")
+"""Attributes of the ledger that are Counters."""
 
 
-IN_GROUPS = [field.name for field in fields(Group) if field.name not in ("samples", "left")]
-IN_LEASES = ("sample.group.id", "sample.index", "sample.branch", "id", "worker", "step", "scoring", "agent", "advanced")
+GROUP_FIELDS = [field.name for field in fields(Group) if field.name not in ("samples", "pending_samples")]
+LEASE_FIELDS = (
+    "sample.group.id", "sample.index", "sample.fork_number",
+    "id", "worker", "step", "scoring", "agent", "turn_completed",
+)  # fmt: skip
 
 
 class LedgerImage(msgspec.Struct, array_like=True):
+    """The ledger's state without its groups; groups are referred to by id."""
+
     header: RunStarted | None
     plain: dict[str, Any]
     counters: dict[str, dict[str, int]]
@@ -57,48 +64,48 @@ class LedgerImage(msgspec.Struct, array_like=True):
     deliveries: dict[int, list[int]]
     evaluations: dict[int, list[int]]
     leases: list[tuple[int, int, int, int, str, int, bool, bool, bool]]
-    """`IN_LEASES`"""
+    """`LEASE_FIELDS` of each lease."""
     cohorts: tuple[int, dict[int, int], dict[int, int], dict[int, dict[int, tuple[list[int], list[int]]]]]
-    dead_letters: DeadLetters
-    beside: bytes
-    """what others keep of it"""
+    dead_letters: DeadLetterQueue
+    attachment: bytes
+    """State of other components that follow the ledger, opaque here."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(LedgerImage)
-_of_group, _of_lease = attrgetter(*IN_GROUPS), attrgetter(*IN_LEASES)
+_of_group, _of_lease = attrgetter(*GROUP_FIELDS), attrgetter(*LEASE_FIELDS)
 
 
-def freeze(ledger: LedgerState, beside: bytes = b"") -> bytearray:
-    """The state as bytes.
+def freeze(ledger: LedgerState, attachment: bytes = b"") -> bytearray:
+    """The ledger's state as bytes, with the state of other components in `attachment`.
 
-    All of it is in one buffer: a large one comes from the system and goes back to it, while as many small pieces would
-    fall between what lives on, and leave the process larger than the ledger needs.
+    One large buffer is returned to the system when freed; many small pieces would fragment the heap between objects
+    that live on.
     """
     complete = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
     image = bytearray()
-    _append(image, _freeze_head(ledger, beside))
+    _append(image, _freeze_head(ledger, attachment))
     for group in (*complete, *ledger.groups.values()):
         _append(image, (_of_group(group), [_of_sample(sample) for sample in group.samples]))
     return image
 
 
 def _append(image: bytearray, piece: Any) -> None:
-    place = len(image)
+    start = len(image)
     image += LENGTH.pack(0)
     _encoder.encode_into(piece, image, -1)
-    LENGTH.pack_into(image, place, len(image) - place - LENGTH.size)
+    LENGTH.pack_into(image, start, len(image) - start - LENGTH.size)
 
 
 def _pieces(image: memoryview) -> Iterator[memoryview]:
-    place = 0
-    while place < len(image):
-        (length,) = LENGTH.unpack_from(image, place)
-        start, place = place + LENGTH.size, place + LENGTH.size + length
-        yield image[start:place]
+    end = 0
+    while end < len(image):
+        (length,) = LENGTH.unpack_from(image, end)
+        start, end = end + LENGTH.size, end + LENGTH.size + length
+        yield image[start:end]
 
 
-def _freeze_head(ledger: LedgerState, beside: bytes) -> LedgerImage:
+def _freeze_head(ledger: LedgerState, attachment: bytes) -> LedgerImage:
     cohorts = ledger.cohorts
     return LedgerImage(
         ledger.header,
@@ -110,22 +117,22 @@ def _freeze_head(ledger: LedgerState, beside: bytes) -> LedgerImage:
         list(map(_of_lease, ledger.leases.values())),
         (cohorts.settled, cohorts.created, cohorts.trained, cohorts.waiting),
         ledger.dead_letters,
-        beside,
+        attachment,
     )
 
 
 def _of_sample(sample: Sample) -> tuple[Any, ...]:
-    """Its fields in their order, without its group and its place there; of a branch, what it shares instead of more."""
-    beyond = sample.branch, sample.parent, sample.shared
+    """The sample's fields in order, without group and index; last the forks, or in a fork what it shares."""
+    fork = sample.fork_number, sample.parent_fork, sample.shared_tokens
     return (
         sample.state, sample.length, sample.chunks, sample.unsampled, sample.last_step, sample.lease_id,
-        sample.attempts, sample.reward, sample.finish_reason, sample.last_error, sample.details, sample.home,
-        sample.agent_lease, sample.left, beyond if sample.trunk else list(map(_of_sample, sample.branches)),
+        sample.attempts, sample.reward, sample.finish_reason, sample.last_error, sample.details, sample.cache_worker,
+        sample.agent_lease, sample.agent_state, fork if sample.main_sample else list(map(_of_sample, sample.forks)),
     )  # fmt: skip
 
 
 def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
-    """Put an empty ledger into the state that was frozen; returns what was frozen beside it."""
+    """Restore the frozen state into an empty ledger; returns the attachment."""
     head, *rest = _pieces(memoryview(frozen))
     image, agents = _decoder.decode(head), ledger.rules.agents
     groups = {group.id: group for group in (_group(piece, agents) for piece in rest)}
@@ -142,13 +149,14 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
     ledger.dead_letters = image.dead_letters
     for number in image.ready:
         ledger.ready.add(groups[number])
-    ledger.unjudged = list(ledger.ready) if ledger.rules.filtered else []
+    ledger.unfiltered = list(ledger.ready) if ledger.rules.filtered else []
     ledger.deliveries = {step: [groups[number] for number in numbers] for step, numbers in image.deliveries.items()}
     ledger.evaluations = {step: [groups[number] for number in numbers] for step, numbers in image.evaluations.items()}
-    for number, index, branch, lease_id, worker, step, scoring, agent, advanced in image.leases:
-        sample = groups[number].samples[index].line(branch)
+    for number, index, fork_number, lease_id, worker, step, scoring, agent, turn_completed in image.leases:
+        sample = groups[number].samples[index].find_fork(fork_number)
         assert sample
-        ledger.hold(Lease(lease_id, sample, worker, step, scoring, float("inf"), agent=agent, advanced=advanced))
+        lease = Lease(lease_id, sample, worker, step, scoring, float("inf"), agent=agent, turn_completed=turn_completed)
+        ledger.hold(lease)
     for group in groups.values():
         if not group.evaluation or group.state is GroupState.OPEN:
             ledger.groups[group.id] = group
@@ -156,20 +164,20 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
             ledger.bound.add(group.opened_at)
         if group.state is GroupState.OPEN:
             ledger.open_samples.add(group)
-            for line in group.lines:
-                if line.state in (*UNFINISHED, SampleState.GENERATED):
-                    ledger.push(line)
-    return image.beside
+            for sample in group.samples_with_forks:
+                if sample.state in (*UNFINISHED, SampleState.GENERATED):
+                    ledger.push(sample)
+    return image.attachment
 
 
 def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
-    """The run that a frozen ledger is of."""
+    """The run header of a frozen ledger."""
     return _decoder.decode(next(_pieces(memoryview(frozen)))).header
 
 
 def _group(frozen: memoryview, agents: bool) -> Group:
     values, samples = msgspec.msgpack.decode(frozen)
-    group = Group(**dict(zip(IN_GROUPS, values, strict=True)))
+    group = Group(**dict(zip(GROUP_FIELDS, values, strict=True)))
     group.state, group.prompt = GroupState(group.state), group.prompt and tuple(group.prompt)
     thawed = _session if agents else _sample
     group.samples = [thawed(group, index, *values) for index, values in enumerate(samples)]
@@ -177,46 +185,46 @@ def _group(frozen: memoryview, agents: bool) -> Group:
 
 
 def _sample(group: Group, index: int, state: str, *rest: Any) -> Sample:
-    """What `_of_sample` was of, without the three that only an agent's has."""
-    *plain, _agent_lease, _left, _branches = rest
+    """A sample from the values of `_of_sample`, without the three fields of agents."""
+    *plain, _agent_lease, _agent_state, _forks = rest
     return Sample(group, index, SampleState(state), *plain)
 
 
-def _session(group: Group, index: int, state: str, *rest: Any, trunk: Sample | None = None) -> AgentSample:
-    """The same of an agent's, with its branches."""
-    *plain, beyond = rest
+def _session(group: Group, index: int, state: str, *rest: Any, main_sample: Sample | None = None) -> AgentSample:
+    """An agent's sample from the values of `_of_sample`, with its forks."""
+    *plain, forks = rest
     sample = AgentSample(group, index, SampleState(state), *plain)
-    sample.trunk = trunk
-    if trunk:
-        sample.branch, sample.parent, sample.shared = beyond
+    sample.main_sample = main_sample
+    if main_sample:
+        sample.fork_number, sample.parent_fork, sample.shared_tokens = forks
     else:
-        sample.branches = tuple(_session(group, index, *values, trunk=sample) for values in beyond)
+        sample.forks = tuple(_session(group, index, *values, main_sample=sample) for values in forks)
     return sample
 
 
 def live_positions(ledger: LedgerState) -> Iterator[int]:
-    """Where the journal holds prompts and tokens that may still be asked for."""
+    """Positions of the journal records with prompts and tokens that the ledger may still need."""
     for position, _ in ledger.submitted.values():
         yield position
     for group in ledger.groups.values():
         yield group.prompt[0]
-        for line in group.lines:
-            for place in line.places:
-                yield place.record
+        for sample in group.samples_with_forks:
+            for ref in sample.chunk_refs:
+                yield ref.record
 
 
 class SnapshotStore:
-    """Snapshots beside the journal's files, named by their positions."""
+    """The snapshots on disk, in the journal's folder, named by their positions."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def positions(self) -> list[int]:
-        """Of the snapshots on disk, the oldest first."""
+        """Positions of the snapshots on disk, oldest first."""
         return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}"))
 
     def newest_first(self) -> Iterator[tuple[int, memoryview]]:
-        """(position, frozen ledger) of those that are whole."""
+        """(position, frozen ledger) of each whole snapshot, newest first."""
         for position in reversed(self.positions()):
             data = memoryview(self._path(position).read_bytes())
             frozen = data[HEAD.size :]
@@ -225,11 +233,14 @@ class SnapshotStore:
             else:
                 log.warning("snapshot %s is damaged, or of another April, and passed over", self._path(position))
 
-    def write(self, position: int, frozen: bytearray, before: int | None = None) -> None:
-        """Put a frozen ledger on disk. Of those before it one stays, for a restart if this one is damaged: that at
-        `before`, which was read back, or the newest. Raises OSError, and leaves all as it was."""
-        for left in self.folder.glob(f"*{TEMPORARY}"):
-            left.unlink(missing_ok=True)
+    def write(self, position: int, frozen: bytearray, previous: int | None = None) -> None:
+        """Write a snapshot, and delete all earlier ones but one, the fallback if this one is damaged.
+
+        The one kept is that at `previous`, which was read back, or else the newest. Raises OSError, with the earlier
+        snapshots unchanged.
+        """
+        for leftover in self.folder.glob(f"*{TEMPORARY}"):
+            leftover.unlink(missing_ok=True)
         temporary = self.folder / f"{os.getpid()}{TEMPORARY}"
         try:
             with temporary.open("xb") as file:
@@ -245,7 +256,7 @@ class SnapshotStore:
         sync(self.folder)
         earlier = [other for other in self.positions() if other < position]
         for other in earlier:
-            if other != (earlier[-1] if before is None else before):
+            if other != (earlier[-1] if previous is None else previous):
                 self._path(other).unlink()
 
     def _path(self, position: int) -> Path:

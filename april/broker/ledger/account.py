@@ -1,6 +1,6 @@
-"""Where every acknowledged token is: the account that closes.
+"""The token account: where every acknowledged token is.
 
-generated = trained + delivered + ready + open + sum(discarded), at any moment.
+It closes: generated = trained + delivered + ready + open + sum(discarded), at any moment.
 """
 
 from collections import Counter
@@ -12,14 +12,14 @@ from april.broker.ledger.samples import Group, GroupState
 class Account:
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
-        """acknowledged tokens: generated, trained, delivered, ready, open, evaluation"""
+        """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
         self.discarded: Counter[str] = Counter()
-        """acknowledged tokens of discarded groups by reason"""
+        """Acknowledged tokens of discarded groups and samples, by reason."""
         self.counts: Counter[str] = Counter()
-        """training groups by state"""
+        """Training groups by state, and discarded ones also by reason."""
 
     def move(self, group: Group, state: GroupState) -> None:
-        """Change a training group's state and the tokens and counts that go with it."""
+        """Move a training group and its tokens to another state."""
         self.counts[group.state] -= 1
         self.counts[state] += 1
         if group.state is not GroupState.DISCARDED:
@@ -29,15 +29,17 @@ class Account:
         group.state = state
 
     def count_discarded(self, group: Group, reason: str, times: int) -> None:
+        """Book a discarded group under its reason; `times` is 1, or -1 to take it back."""
         self.discarded[reason] += times * group.tokens
         self.counts[reason] += times
 
     @property
     def undelivered(self) -> int:
+        """Training groups that are open or ready."""
         return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
 
     def account(self) -> dict[str, Any]:
-        """The ledger in acknowledged tokens, as in summary.json."""
+        """The account in acknowledged tokens, as summary.json has it."""
         names = ("generated", "trained", "delivered", "ready", "open")
         return {name: self.tokens[name] for name in names} | {
             "discarded": dict(self.discarded),
@@ -46,6 +48,6 @@ class Account:
 
     @property
     def closed(self) -> bool:
-        """Whether the sum over the groups' ends equals what was generated."""
+        """Whether generated tokens equal the sum over all places they can be in."""
         parts = sum(self.tokens[name] for name in ("trained", "delivered", "ready", "open"))
         return self.tokens["generated"] == parts + sum(self.discarded.values())

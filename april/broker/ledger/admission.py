@@ -1,68 +1,72 @@
-"""Whether a row of a report is taken: what a lease, its sample and the rows before it allow."""
+"""Admission of report rows: whether a lease, its sample and the earlier rows of the report allow a row."""
 
 from enum import StrEnum
 from typing import Any
 
-from april.broker.ledger.branches import place_to_speak
+from april.broker.ledger.branches import fork_position
 from april.broker.ledger.samples import Lease
 from april.broker.ledger.state import LedgerState
 from april.wire.rows import CHUNK
 
 
 class Verdict(StrEnum):
+    """Answer to a command on the ledger."""
+
     OK = "ok"
     DUPLICATE = "duplicate"
+    """Already applied."""
     GAP = "gap"
+    """Something that must come first is missing."""
     FENCED = "fenced"
-    """the lease is not current: an older holder"""
+    """The lease is not current, its holder is another, or the version is older than that of accepted tokens."""
     INVALID = "invalid"
     DROPPED = "dropped"
-    """behind a row of its lease that was not taken"""
+    """An earlier row of the same lease was not accepted."""
 
 
-Ahead = tuple[int, int, bool, bool]
-"""What a sample will be with the rows that are accepted already: its length, the least step of the next version,
-whether its last tokens were sampled, so that an environment may answer them, and whether it is generated"""
-REFUSED: Ahead = (-1, 0, False, False)
-"""behind a row that was not taken, none is in its place"""
+PendingTail = tuple[int, int, bool, bool]
+"""(length, least step of the next tokens, whether an observation may follow, whether a chunk may follow): state of a
+sample after the rows of the table that are accepted so far."""
+AFTER_REJECTED_ROW: PendingTail = (-1, 0, False, False)
+"""Marks a lease one of whose rows was not accepted: its later rows are dropped."""
 
 
 def check_row(
-    ledger: LedgerState, lease: Lease, row: tuple[Any, ...], ahead: dict[int, Ahead], is_wrong: bool
+    ledger: LedgerState, lease: Lease, row: tuple[Any, ...], pending: dict[int, PendingTail], is_malformed: bool
 ) -> Verdict:
-    """What becomes of a row; `ahead` has what the rows before it make of their samples."""
-    lease_id, _, start, count, branch, step, _, _, kind, finish, _, _, parent = row
-    now = ahead.get(lease_id)
-    if now is None:
+    """Verdict on one row. `pending` has the state of each lease after earlier rows and is updated."""
+    lease_id, _, start, count, incarnation, step, _, _, kind, finish, _, _, parent = row
+    tail = pending.get(lease_id)
+    if tail is None:
         sample = lease.sample
         length, generating = sample.length, lease.generating
         floor = lease.floor
         at_turn_end = kind != CHUNK and length > 0 and sample.sampled_until == length
         if lease.agent:
-            length, at_turn_end = place_to_speak(sample, lease_id - lease.id, start, parent)
+            length, at_turn_end = fork_position(sample, lease_id - lease.id, start, parent)
         elif ledger.rules.agents:
             at_turn_end = False
-    elif now is REFUSED:
+    elif tail is AFTER_REJECTED_ROW:
         return Verdict.DROPPED
     else:
-        length, floor, at_turn_end, generating = now
-    if is_wrong:
+        length, floor, at_turn_end, generating = tail
+    if is_malformed:
         verdict = Verdict.INVALID
     elif start != length:
         verdict = Verdict.DUPLICATE if start < length else Verdict.GAP
     elif kind == CHUNK and step < floor:
         verdict = Verdict.FENCED
     else:
-        left = ledger.rules.max_response_tokens - length - count
-        may_end = left > 0 or (left == 0 and finish > 0)
+        remaining_tokens = ledger.rules.max_response_tokens - length - count
+        fits = remaining_tokens > 0 or (remaining_tokens == 0 and finish > 0)
         if lease.agent:
-            generating, may_end = at_turn_end and kind != CHUNK, left > 0 and not finish
-        goes_on = generating and count > 0 and may_end
-        follows = ledger.was_published(step, branch) if kind == CHUNK else at_turn_end
-        verdict = Verdict.OK if goes_on and follows else Verdict.INVALID
+            generating, fits = at_turn_end and kind != CHUNK, remaining_tokens > 0 and not finish
+        is_permitted = generating and count > 0 and fits
+        has_valid_source = ledger.was_published(step, incarnation) if kind == CHUNK else at_turn_end
+        verdict = Verdict.OK if is_permitted and has_valid_source else Verdict.INVALID
     if verdict is Verdict.OK:
-        goes_on = not finish and not lease.agent
-        ahead[lease_id] = (start + count, step if kind == CHUNK else floor, kind == CHUNK, goes_on)
+        may_generate = not finish and not lease.agent
+        pending[lease_id] = (start + count, step if kind == CHUNK else floor, kind == CHUNK, may_generate)
     elif verdict is not Verdict.DUPLICATE:
-        ahead[lease_id] = REFUSED
+        pending[lease_id] = AFTER_REJECTED_ROW
     return verdict

@@ -1,4 +1,4 @@
-"""Batches: what the learner was given, what it has made of it, and the bound on their age."""
+"""Batches: which groups the learner was given, which of them it has trained, and the staleness bound."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import Group, GroupState
 
 NONFINITE = "nonfinite"
-"""why the learner passes a batch without training it"""
+"""Reason for which the learner skips a batch: a loss or gradient was not finite."""
 
 
 class Batches(Account):
@@ -22,29 +22,31 @@ class Batches(Account):
         self.cohorts = LengthCohorts(rules.batch_groups)
         self.deliveries: dict[int, list[Group]] = {}
         self.ready = ReadyGroups()
-        """complete groups that wait for a batch"""
+        """Complete groups waiting for a batch."""
         self.next_step = 0
-        """the next batch to deliver"""
+        """Number of the next batch to deliver."""
         self.consumed = 0
-        """batches in the learner's weights"""
+        """Batches that the learner's current weights contain."""
         self.frontier = 0
-        """most batches any learner of this run has consumed"""
+        """Largest value that `consumed` has had in this run."""
         self.durable = 0
-        """batches in the newest checkpoint on disk"""
-        self.branch = -1
+        """Batches that the newest checkpoint on disk contains."""
+        self.incarnation = -1
+        """Learner starts, counted from 0; -1 before the first. It distinguishes weights of equal step."""
         self.learner_uid = ""
-        """the learner process that the branch belongs to"""
+        """Uid of the learner process of this incarnation."""
         self.weights_address = ""
         self.weights_key = ""
-        """where it publishes"""
+        """Address and key under which the learner publishes weights."""
 
     @property
     def first_kept_step(self) -> int:
+        """Oldest batch whose groups the ledger still has."""
         return min(self.deliveries, default=self.consumed)
 
-    def was_published(self, step: int, branch: int) -> bool:
-        """Whether a worker can have weights of that name; the first ones may reach it ahead of the learner's start."""
-        return step <= self.frontier and branch <= max(0, self.branch)
+    def was_published(self, step: int, incarnation: int) -> bool:
+        """Whether weights of this version can exist. Incarnation 0 counts as published before the learner's start."""
+        return step <= self.frontier and incarnation <= max(0, self.incarnation)
 
     def _on_BatchDelivered(self, event: events.BatchDelivered, reference: Any) -> None:
         groups = [self.groups[group] for group in event.groups]
@@ -58,9 +60,9 @@ class Batches(Account):
 
     def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
         for group in self.deliveries[event.step]:
-            created = [sample.sampled for sample in group.samples]
+            created = [sample.sampled_tokens for sample in group.samples]
             live = group.live_samples
-            trained = created if len(live) == len(created) else [sample.sampled for sample in live]
+            trained = created if len(live) == len(created) else [sample.sampled_tokens for sample in live]
             self.move(group, GroupState.DISCARDED if event.discarded else GroupState.TRAINED)
             if event.discarded:
                 self.count_discarded(group, event.discarded, 1)
@@ -74,6 +76,6 @@ class Batches(Account):
                 if group.state is GroupState.DISCARDED:
                     self.count_discarded(group, NONFINITE, -1)
                 self.move(group, GroupState.DELIVERED)
-        self.consumed, self.branch = event.step, event.branch
+        self.consumed, self.incarnation = event.step, event.incarnation
         self.learner_uid = event.uid
         self.weights_address, self.weights_key = event.weights_address, event.weights_key

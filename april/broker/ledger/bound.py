@@ -1,4 +1,4 @@
-"""The staleness bound: which groups may be opened and which batches delivered so that none is ever too old."""
+"""The staleness bound: which groups may be opened and which batches delivered so that no trained token is too old."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -30,6 +30,7 @@ class StalenessBound:
         self._due: Counter[int] = Counter()
 
     def deadline(self, opened_at: int) -> int:
+        """Last batch that may train a group first leased at step `opened_at`."""
         return opened_at + self.max_staleness
 
     def add(self, opened_at: int) -> None:
@@ -42,16 +43,19 @@ class StalenessBound:
             del self._due[deadline]
 
     def holds(self, next_step: int) -> bool:
-        """The invariant, for the groups counted now and batch `next_step` still to come."""
+        """Whether the invariant holds with k = `next_step` for the groups counted now."""
         return self._holds(self._due, next_step)
 
     def survives(self, next_step: int, opened_at: int) -> bool:
-        """Whether it would hold with one more group first leased at step `opened_at`."""
+        """Whether the invariant would hold with one more group first leased at step `opened_at`."""
         deadline = self.deadline(opened_at)
         return self._holds({**self._due, deadline: self._due[deadline] + 1}, next_step)
 
     def survives_delivery(self, next_step: int, delivered: Mapping[int, int]) -> bool:
-        """Whether it would hold for the step after, with so many groups opened at each of these steps delivered."""
+        """Whether the invariant would hold for the batch after `next_step`.
+
+        `delivered`: number of groups in batch `next_step` by the step they were opened at.
+        """
         due = Counter(self._due)
         due.subtract({self.deadline(opened_at): count for opened_at, count in delivered.items()})
         return self._holds(due, next_step + 1)

@@ -1,45 +1,49 @@
-"""The branches of an agent's session: where one may begin, what it shares, and what of it an agent knows in the end.
+"""Forks of an agent's session: where a fork may begin, which tokens it shares, and which of them the agent knows.
 
-A branch is a further sample of the session, whose first tokens are another branch's. They lie once in the journal and
-are read here as what an agent says is, so that all that holds for a sample holds for a branch: leases, aborts, budget,
-versions that never decrease, and that each token which was sampled is trained in one place.
+A fork is a further sample of its group with a parent fork and an offset. The shared tokens are stored once in the
+journal; the fork refers to them as observations. So every rule for samples holds for forks as well: leases, aborts, the
+token budget, versions that never decrease, and that each sampled token is trained once.
 """
 
 from collections.abc import Iterator, Sequence
 
-from april.broker.ledger.samples import AgentSample, Sample, SampleState, of_agent
+from april.broker.ledger.samples import AgentSample, Sample, SampleState, as_agent_sample
 
 Superseded = Sequence[tuple[int, int]]
-"""(branch, length) where an earlier execution of an agent has gone further than the last one knows"""
+"""(fork number, length): tokens of that fork after `length` are known only to an earlier execution of the agent."""
 
 
-def fork(parent: Sample, branch: int, length: int) -> Sample:
-    """Add a branch to the session of `parent`, of which it shares so many tokens; a turn ends there."""
-    new = AgentSample(parent.group, parent.index, SampleState.PARTIAL, home=parent.home)
-    for place in parent.places:
-        if new.length < length:
-            new.extend(place._replace(observed=True))
-    new.trunk, new.branch, new.parent, new.shared = parent.session, branch, parent.branch, length
-    of_agent(parent.session).branches += (new,)
+def add_fork(parent: Sample, number: int, shared_tokens: int) -> Sample:
+    """Add a fork to the session of `parent` that shares its first `shared_tokens` tokens, up to the end of a turn."""
+    new = AgentSample(parent.group, parent.index, SampleState.PARTIAL, cache_worker=parent.cache_worker)
+    for ref in parent.chunk_refs:
+        if new.length < shared_tokens:
+            new.extend(ref._replace(observed=True))
+    new.main_sample, new.fork_number = parent.session_sample, number
+    new.parent_fork, new.shared_tokens = parent.fork_number, shared_tokens
+    as_agent_sample(parent.session_sample).forks += (new,)
     return new
 
 
-def place_to_speak(session: Sample, branch: int, start: int, parent: int) -> tuple[int, bool]:
-    """(length of a branch, whether it is the agent's turn there); a new one begins behind a turn of its parent that is
-    over, or with the session."""
-    if line := session.line(branch):
-        return line.length, line.state is SampleState.ACTING
-    left = session.line(parent)
-    return start, left is not None and left.turn_end(start) == start
+def fork_position(session: Sample, number: int, start: int, parent: int) -> tuple[int, bool]:
+    """(length of a fork, whether the agent may add an observation there).
+
+    A fork that does not exist yet may begin at the end of a complete turn of its parent, or at token 0.
+    """
+    if fork := session.find_fork(number):
+        return fork.length, fork.state is SampleState.ACTING
+    parent_sample = session.find_fork(parent)
+    return start, parent_sample is not None and parent_sample.last_turn_end(start) == start
 
 
-def known(session: Sample, superseded: Superseded) -> Iterator[tuple[Sample, int, int]]:
-    """Of each branch, where its last turn ends that is over, and the last that the newest execution knows."""
-    most = dict(superseded)
-    for line in session.lines:
-        yield line, line.heard, line.turn_end(most.get(line.branch, line.length))
+def turn_ends_by_fork(session: Sample, superseded: Superseded) -> Iterator[tuple[Sample, int, int]]:
+    """(fork, end of its last complete turn, end of the last turn that the newest execution of the agent knows)."""
+    known_lengths = dict(superseded)
+    for fork in session.with_forks:
+        known = known_lengths.get(fork.fork_number, fork.length)
+        yield fork, fork.complete_turns_length, fork.last_turn_end(known)
 
 
-def was_heard(session: Sample, superseded: Superseded) -> bool:
-    """Whether the newest execution of its agent has an answer of the policy."""
-    return any(length for _, _, length in known(session, superseded))
+def has_known_answer(session: Sample, superseded: Superseded) -> bool:
+    """Whether the newest execution of the agent has received any answer of the policy."""
+    return any(length for _, _, length in turn_ends_by_fork(session, superseded))

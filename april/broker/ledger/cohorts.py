@@ -1,34 +1,38 @@
-"""The lengths of responses by cohorts of creation, so that training can be compared with what generation makes."""
+"""Response lengths by cohort of creation, to compare the lengths that are trained with those that are generated."""
 
 from collections import Counter, deque
 
 Lengths = Counter[int]
-"""how many responses have each length (tokens)"""
+"""Number of responses by length in tokens."""
 
 RECENT_BATCHES = 20
-"""of trained groups, and of created groups in settled cohorts, that are kept for comparison"""
+"""Batches' worth of groups kept for the recent comparison, of trained and of created groups each."""
 
 
 class LengthCohorts:
-    """Groups in cohorts by creation. A cohort is settled when each of its groups is trained or discarded, so
-    that short responses, which finish first, are never compared with long ones that are still on the way."""
+    """Cohorts of groups by creation. A cohort is settled once each of its groups is trained or discarded, so that short
+    responses, which finish first, are never compared with longer ones still being generated."""
 
     def __init__(self, cohort_groups: int):
         self.cohort_groups = cohort_groups
         self.recent_groups = RECENT_BATCHES * cohort_groups
-        """that are kept for comparison, of each kind"""
+        """Capacity of `lately_trained` and `lately_created`."""
         self.settled = 0
+        """Cohorts settled so far; they settle in order."""
         self.created: Lengths = Counter()
         self.trained: Lengths = Counter()
         self.waiting: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
-        """by cohort and ordinal: (created, trained) of the groups that have ended in cohorts that are not settled"""
+        """(created, trained) lengths of ended groups in unsettled cohorts, by cohort and ordinal."""
         self.lately_trained: deque[list[int]] = deque(maxlen=self.recent_groups)
         self.lately_created: deque[list[int]] = deque(maxlen=self.recent_groups)
-        """lengths of the newest groups that were trained, and of those in settled cohorts, since the broker started"""
+        """Response lengths of the newest trained groups, and of the newest groups in settled cohorts, since the broker
+        started."""
 
     def finish(self, ordinal: int, created: list[int], trained: list[int]) -> None:
-        """The `ordinal`-th group created has come to its end; lengths of all its responses and of those trained
-        (tokens). Doing so again, as a learner does that restarts, changes nothing."""
+        """Record the end of group number `ordinal`: lengths of all its responses and of the trained ones, in tokens.
+
+        Idempotent: a restarted learner trains groups again.
+        """
         cohort = ordinal // self.cohort_groups
         if cohort < self.settled:
             return

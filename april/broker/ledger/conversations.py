@@ -1,89 +1,90 @@
-"""Agents' sessions: who runs them, their turns and branches, and what of them is cut."""
+"""Agents' sessions in the ledger: their leases, turns and forks, and the tokens that are cut when a session ends."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from april.broker.ledger import events
 from april.broker.ledger.batches import Batches
-from april.broker.ledger.branches import fork, known
+from april.broker.ledger.branches import add_fork, turn_ends_by_fork
 from april.broker.ledger.leases import LeaseBook
 from april.broker.ledger.open_samples import OpenSamples
 from april.broker.ledger.queues import HandOutQueue
 from april.broker.ledger.rounds import Rounds
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import AgentSample, Lease, Sample, SampleState, of_agent
-from april.wire.agents import BRANCHES
+from april.broker.ledger.samples import AgentSample, Lease, Sample, SampleState, as_agent_sample
+from april.wire.agents import MAX_FORKS
 
 OnDiscard = Callable[[Sequence[Sample], str, int], None]
-"""samples of one training group, why they are discarded, and how many tokens of their beginning are not"""
+"""Called with samples of one training group, the reason of the discard, and the number of leading tokens kept."""
 
 
-class Conversations(LeaseBook, Batches, Rounds):
+class AgentSessions(LeaseBook, Batches, Rounds):
+    """The part of the ledger's state that deals with sessions, on top of leases, batches and rounds."""
+
     def __init__(self, rules: Rules):
         LeaseBook.__init__(self)
         Batches.__init__(self, rules)
         Rounds.__init__(self)
         self.rules = rules
         self.on_discard: OnDiscard = lambda samples, reason, kept: None
-        """is shown them as they were"""
+        """Called before discarded tokens are dropped, while the samples still have them."""
         self.open_samples = OpenSamples()
         self.queue = HandOutQueue()
         self.last_lease_id = 0
-        """of all that were granted"""
+        """Largest lease id granted so far."""
 
     def _on_AgentLeased(self, event: events.AgentLeased, reference: Any) -> None:
-        sample = of_agent(self.groups[event.group].samples[event.index])
-        sample.agent_lease, self.last_lease_id = event.lease_id, event.lease_id + BRANCHES - 1
+        sample = as_agent_sample(self.groups[event.group].samples[event.index])
+        sample.agent_lease, self.last_lease_id = event.lease_id, event.lease_id + MAX_FORKS - 1
         self.hold(Lease(event.lease_id, sample, event.holder, 0, False, float("inf"), agent=True))
 
-    def _spoken_in(self, session: Lease, lease_id: int, start: int, parent: int) -> Sample:
-        """The branch that a row of an agent goes on with, or begins, whose id is `lease_id`."""
+    def _fork_of_row(self, session: Lease, lease_id: int, start: int, parent: int) -> Sample:
+        """The fork that a row of an agent continues; a row with an unknown fork id begins one after `start` tokens."""
         number = lease_id - session.id
-        if line := session.sample.line(number):
-            return line
-        left = session.sample.line(parent)
-        assert left
-        new = fork(left, number, start)
-        self.open_samples.begin(new)
-        return new
+        if fork := session.sample.find_fork(number):
+            return fork
+        parent_sample = session.sample.find_fork(parent)
+        assert parent_sample
+        fork = add_fork(parent_sample, number, start)
+        self.open_samples.add_fork(fork)
+        return fork
 
     def _end_turn(self, lease: Lease) -> None:
-        """Its last tokens have come, and it is its agent's again; the worker has its prefix in cache."""
+        """End the lease of a complete turn: the agent acts next, and the worker keeps the prefix in its KV cache."""
         sample = self.release(lease.id).sample
-        sample.home = lease.worker
-        self.open_samples.turn(sample, SampleState.ACTING)
-        if agent := self.leases.get(sample.session.agent_lease):
-            agent.advanced = True
+        sample.cache_worker = lease.worker
+        self.open_samples.set_state(sample, SampleState.ACTING)
+        if agent := self.leases.get(sample.session_sample.agent_lease):
+            agent.turn_completed = True
 
     def _on_AgentClosed(self, event: events.AgentClosed, reference: Any) -> None:
-        sample = of_agent(self.release(event.lease_id).sample)
+        sample = as_agent_sample(self.release(event.lease_id).sample)
         self._end_session(sample, event.superseded)
-        sample.left = event.state
-        self.open_samples.turn(sample, SampleState.GENERATED)
+        sample.agent_state = event.state
+        self.open_samples.set_state(sample, SampleState.GENERATED)
         self.queue.push(sample)
 
     def _end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
-        """The agent has spoken for the last time. A turn that it has not heard the end of is nobody's, and neither is
-        what only an earlier execution of it has heard."""
-        self.void(sample)
-        for line, heard, length in known(sample, superseded):
-            self._cut(line, heard, "unread")
-            self._cut(line, length, "superseded")
-        self._end_branches(sample, SampleState.DONE)
+        """End a session: discard the incomplete turns, and what only an earlier execution of the agent has received."""
+        self.revoke(sample)
+        for fork, complete_turns_length, known_length in turn_ends_by_fork(sample, superseded):
+            self._cut(fork, complete_turns_length, "unread")
+            self._cut(fork, known_length, "superseded")
+        self._end_forks(sample, SampleState.DONE)
         sample.finish_reason = "stop"
 
-    def _end_branches(self, sample: Sample, state: SampleState) -> None:
-        """Those in which nothing is left that the policy has said are forgotten."""
+    def _end_forks(self, sample: Sample, state: SampleState) -> None:
+        """End all forks of a session, and forget those without sampled tokens."""
         if not isinstance(sample, AgentSample):
             return
-        for line in sample.branches:
-            self.open_samples.turn(line, state)
-            if not line.own:
-                self.open_samples.forget(line)
-        sample.branches = tuple(line for line in sample.branches if line.own)
+        for fork in sample.forks:
+            self.open_samples.set_state(fork, state)
+            if not fork.own_sampled_tokens:
+                self.open_samples.remove_fork(fork)
+        sample.forks = tuple(fork for fork in sample.forks if fork.own_sampled_tokens)
 
     def _cut(self, sample: Sample, length: int, reason: str) -> None:
-        """Discard what lies behind the end of a turn of a sample whose group is open."""
+        """Discard the tokens after `length`, the end of a turn; the sample's group is open."""
         group = sample.group
         if sample.sampled_until > length and not group.evaluation:
             self.on_discard([sample], reason, length)

@@ -1,13 +1,13 @@
-"""Samples that failed for good: what is known of them, and the prompts of their groups that are to be drawn again."""
+"""The dead-letter queue: samples that used up their attempts, and prompts of their groups to be drawn again."""
 
 import msgspec
 
 from april.broker.ledger.samples import Sample
 
-KEPT = 1000
-"""letters that are remembered, the newest; an older one can be listed and re-queued no more"""
+MAX_LETTERS = 1000
+"""Newest letters kept; older ones can no longer be listed or re-queued."""
 ERROR_CHARS = 500
-"""what is kept of an error"""
+"""Characters kept of an error."""
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
@@ -18,19 +18,19 @@ class DeadLetter(msgspec.Struct, frozen=True):
     evaluation: bool
     epoch: int
     row: int
-    """place of the prompt in the order of its epoch"""
+    """Position of the prompt in the order of its epoch."""
     attempts: int
     error: str
-    """of the last attempt"""
+    """Error of the last attempt."""
     at: float
-    """when it died, Unix seconds"""
+    """Time of the last attempt's end, Unix seconds."""
     outcome: str
-    """without_it: its group, or the evaluation, goes on | discarded: with its group | requeued: to be drawn again |
-    redrawn: as a new group"""
+    """without_it: the group or evaluation goes on without it | discarded: its group was discarded | requeued: its
+    prompt waits to be drawn again | redrawn: its prompt has a new group"""
 
 
-class DeadLetters(msgspec.Struct):
-    """A letter for each dead sample; a discarded group can be re-queued once.
+class DeadLetterQueue(msgspec.Struct):
+    """One letter for each dead sample; a discarded group can be re-queued once.
 
     letters.add(sample, at)             # outcome: without_it
     letters.discard(group)              #          discarded
@@ -40,27 +40,27 @@ class DeadLetters(msgspec.Struct):
 
     letters: list[DeadLetter] = []
     total: int = 0
-    """letters ever written"""
-    waiting: dict[int, tuple[int, int]] = {}
-    """(epoch, row) of the prompts to draw again by the group that died, in the order of their re-queueing"""
+    """Letters ever written."""
+    requeued: dict[int, tuple[int, int]] = {}
+    """(epoch, row) of each prompt to draw again, by its discarded group, in order of re-queueing."""
 
     def add(self, sample: Sample, at: float) -> None:
         group = sample.group
-        place = group.id, sample.index, group.evaluation, group.epoch, group.row
-        self.letters.append(DeadLetter(*place, sample.attempts, sample.last_error[:ERROR_CHARS], at, "without_it"))
+        location = group.id, sample.index, group.evaluation, group.epoch, group.row
+        self.letters.append(DeadLetter(*location, sample.attempts, sample.last_error[:ERROR_CHARS], at, "without_it"))
         self.total += 1
-        del self.letters[:-KEPT]
+        del self.letters[:-MAX_LETTERS]
 
     def discard(self, group: int) -> None:
         self._mark(group, "discarded")
 
     def requeue(self, group: int) -> None:
-        if letter := self.of_group(group):
-            self.waiting[group] = (letter.epoch, letter.row)
+        if letter := self.find(group):
+            self.requeued[group] = (letter.epoch, letter.row)
         self._mark(group, "requeued")
 
     def drawn(self, group: int) -> None:
-        del self.waiting[group]
+        del self.requeued[group]
         self._mark(group, "redrawn")
 
     def _mark(self, group: int, outcome: str) -> None:
@@ -69,13 +69,14 @@ class DeadLetters(msgspec.Struct):
             for letter in self.letters
         ]
 
-    def of_group(self, group: int) -> DeadLetter | None:
+    def find(self, group: int) -> DeadLetter | None:
+        """The first letter of a group."""
         return next((letter for letter in self.letters if letter.group == group), None)
 
     def discarded_groups(self) -> list[int]:
-        """Those that can be re-queued, oldest first."""
+        """Groups that can be re-queued, oldest first."""
         return list(dict.fromkeys(letter.group for letter in self.letters if letter.outcome == "discarded"))
 
-    def waiting_at(self, epoch: int, row: int) -> int | None:
-        """The re-queued group that waits for this prompt to be drawn."""
-        return next((group for group, place in self.waiting.items() if place == (epoch, row)), None)
+    def requeued_group_at(self, epoch: int, row: int) -> int | None:
+        """The re-queued group whose prompt this is; None if there is none."""
+        return next((group for group, prompt in self.requeued.items() if prompt == (epoch, row)), None)

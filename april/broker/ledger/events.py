@@ -1,6 +1,6 @@
-"""The facts that the broker writes down. Applying them in order to an empty ledger rebuilds it.
+"""The events of the ledger, as the journal stores them: applying them in order to an empty ledger rebuilds it.
 
-Token ids and logprobs are not part of an event; they lie beside it in its record.
+Token ids and log-probabilities are not fields of an event; they are arrays in the same record.
 """
 
 from collections.abc import Iterator
@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import msgspec
 
-from april.wire.rows import ROW, Row, read_rows
+from april.wire.rows import ROW, ReportRow, read_rows
 
-Part = tuple[int, bytes | memoryview]
-"""(crc32, data) of an array beside an event"""
+EventArray = tuple[int, bytes | memoryview]
+"""(crc32, data) of an array in an event's record."""
 
 
 @dataclass_transform(frozen_default=True)
 class Event(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """One journalled fact; the class name is its tag on disk."""
+    """One journalled event; the class name is its tag on disk."""
 
     @property
     def weight(self) -> int:
-        """How many facts it stands for, as far as the time of a restart goes."""
+        """Cost of replaying it at a restart, in events: a table counts as its rows."""
         return 1
 
 
 class RunStarted(Event):
-    """The first record: what a restart must find unchanged. The schedule may be another, since each keeps these."""
+    """First record of a run: the settings that a restart must find unchanged. The schedule's kind may change."""
 
     run: str
     dataset: str
@@ -39,24 +39,24 @@ class RunStarted(Event):
     min_group_size: int | None
     max_response_tokens: int
     support: bool = False
-    """of each training token, because the distribution is cut"""
+    """Whether each training token comes with its support, because sampling truncates the distribution."""
     temperature: float = 1.0
-    """of the policy whose log-probabilities lie beside the tokens"""
+    """Sampling temperature of the stored log-probabilities."""
     fingerprints: dict[str, str] = {}
-    """of what configuration keys name, by key"""
+    """Fingerprints of the contents that configuration keys refer to, by key."""
 
 
 class BrokerStarted(Event):
-    """`start` counts the starts of the broker and is the upper half of every lease id."""
+    """The broker has started; `start` counts the starts and is the upper half of every later lease id."""
 
     start: int
 
 
 class GroupOpened(Event):
-    """Drawing a prompt and creating its group are one fact; (epoch, row) is the prompt cursor.
+    """A prompt has been drawn and its group created; (epoch, row) moves the prompt cursor.
 
-    For evaluation, `epoch` is the number of its set and `floor` the policy step that is evaluated. Array: the prompt's
-    token ids, int32.
+    For evaluation, `epoch` is the number of the prompt set and `floor` the policy step under evaluation. Array: the
+    prompt's token ids, int32.
     """
 
     group: int
@@ -64,27 +64,32 @@ class GroupOpened(Event):
     epoch: int
     row: int
     size: int
+    """Samples in the group."""
     floor: int
+    """Least policy step of a worker that starts the group."""
     prompt_tokens: int
     replaces: int | None = None
-    """the dead group whose prompt is drawn again; the cursor stays where it is"""
-    together: bool = False
-    """its samples are scored together, when all of them are generated"""
+    """Discarded group whose prompt is drawn again; the cursor does not move then."""
+    group_scored: bool = False
+    """Whether one lease scores all samples of the group, once all are generated."""
 
 
 class PromptSubmitted(Event):
-    """The trainer has brought a prompt, the `row`-th from 0. Array: its token ids, int32."""
+    """The trainer has submitted prompt number `row`, counted from 0. Array: its token ids, int32."""
 
     row: int
     label: str
     reward: str
-    """name of its verifier, "" for the run's"""
+    """Name of its verifier; "" for the run's default."""
     extra: bytes
-    """the trainer's own, which comes back with the group"""
+    """Opaque bytes of the trainer, returned with the group."""
 
 
 class Leased(Event):
-    """With `scoring` of a group that is scored together, all of its samples that live; `index` is the first's."""
+    """A worker or scorer has been given a sample.
+
+    A scoring lease on a group that is scored as a whole covers all live samples; `index` is the first of them.
+    """
 
     lease_id: int
     group: int
@@ -92,13 +97,15 @@ class Leased(Event):
     worker: str
     step: int
     scoring: bool
-    branch: int = 0
-    """of the sample's session"""
+    fork_number: int = 0
+    """Fork of the sample's session; 0 for the main sample."""
 
 
 class AgentLeased(Event):
-    """An agents process has opened the session of a sample, or opens it again. Its lease has an id for each branch:
-    `wire.BRANCHES` of them, from `lease_id` on, which is a multiple of that."""
+    """An agents process has opened or reopened the session of a sample.
+
+    The lease owns a range of ids, one for each fork the session can have, from `lease_id` on.
+    """
 
     lease_id: int
     group: int
@@ -107,25 +114,28 @@ class AgentLeased(Event):
 
 
 class AgentClosed(Event):
-    """The agent has nothing more to say, and the sample waits for a verifier."""
+    """The agent has finished; the sample waits for its score."""
 
     lease_id: int
     superseded: list[tuple[int, int]] = []
-    """(branch, length): what lies behind was said to an earlier execution of its agent, and the last knows it not"""
+    """(fork number, length): tokens of that fork after `length` are known only to an earlier execution of the agent."""
     state: bytes = b""
-    """that the agent leaves to the verifier"""
+    """State that the agent leaves for the verifier."""
 
 
 class RowsAccepted(Event):
-    """New tokens of many samples: chunks, and what environments have answered or agents have said. A row under an id
-    that no branch of a session has begins that branch. Array: the payloads of the rows, one behind the other."""
+    """New tokens of many samples: chunks of the policy, and observations of environments or agents.
+
+    A row whose id belongs to no existing fork of its session begins that fork. Array: the payloads of the rows,
+    concatenated.
+    """
 
     table: bytes
-    """one row of 48 bytes for each, as in a worker's report"""
+    """Rows of 48 bytes each, as in a worker's report."""
     payload_bytes: int
 
     @property
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ReportRow]:
         return read_rows(self.table)
 
     @property
@@ -134,22 +144,24 @@ class RowsAccepted(Event):
 
 
 class SessionLost(Event):
-    """Nobody runs the agent of a sample any more, and it may not be run again: the sample is dead."""
+    """The agent of a sample has stopped and must not be run again: the sample is dead."""
 
     group: int
     index: int
 
 
 class SampleScored(Event):
+    """A sample has its reward; its lease ends."""
+
     lease_id: int
     reward: float
     details: dict[str, float] = {}
     superseded: list[tuple[int, int]] = []
-    """as in `AgentClosed`"""
+    """As in `AgentClosed`."""
 
 
 class GroupScored(Event):
-    """The end of a lease on a whole group: rewards and details of those of its samples that live, in their order."""
+    """A group that is scored as a whole has its rewards; the lease ends. One entry for each live sample, in order."""
 
     lease_id: int
     rewards: list[float]
@@ -157,37 +169,40 @@ class GroupScored(Event):
 
 
 class LeaseEnded(Event):
-    """cause: abort | leave | recall | lost | expired | generation_failed | environment_failed | scoring_failed |
-    agent_failed"""
+    """A lease has ended without finishing its sample, which waits again or is dead."""
 
     lease_id: int
     cause: str
+    """abort | leave | recall | lost | expired | generation_failed | environment_failed | scoring_failed |
+    agent_failed"""
     error: str = ""
     at: float = 0.0
-    """Unix seconds"""
+    """Unix seconds; 0 if unknown."""
 
 
 class GroupDiscarded(Event):
+    """A group will not be trained."""
+
     group: int
     reason: str
 
 
 class GroupRequeued(Event):
-    """The prompt of a group that lost a sample for good is to be drawn again, ahead of fresh ones."""
+    """The prompt of a group that was discarded for a dead sample is to be drawn again, before fresh ones."""
 
     group: int
 
 
 class EvaluationRecorded(Event):
-    """The evaluation of policy step `step` is over, and this is what it showed; its groups are not needed any more."""
+    """The evaluation of policy step `step` is complete; its groups are no longer needed."""
 
     step: int
     result: dict[str, Any]
-    """as in summary.json"""
+    """The result, as summary.json has it."""
 
 
 class DrainStarted(Event):
-    """Nothing is handed out any more, and grants up to the watermark are to be handed back."""
+    """Nothing is handed out, and leases up to the watermark are to be handed back."""
 
     watermark: int
 
@@ -201,41 +216,47 @@ class RoundStarted(Event):
 
 
 class RoundEnded(Event):
+    """A round has ended; leases up to the watermark are to be handed back."""
+
     round: int
     watermark: int
 
 
 class BatchDelivered(Event):
+    """Batch `step` consists of these groups."""
+
     step: int
     groups: list[int]
 
 
 class BatchConsumed(Event):
+    """The learner is past batch `step`."""
+
     step: int
     discarded: str = ""
-    """nonfinite: it changed nothing; "" if it was trained"""
+    """`nonfinite` if the batch was skipped; "" if it was trained."""
 
 
 class CheckpointDurable(Event):
-    """Checkpoint `step` is on disk; none older than `oldest` will ever be asked for again."""
+    """Checkpoint `step` is on disk; no restart will use one older than `oldest`."""
 
     step: int
     oldest: int
 
 
 class LearnerStarted(Event):
-    """The learner goes on from checkpoint `step` under a new branch; later batches are delivered again."""
+    """A learner goes on from checkpoint `step` as a new incarnation; later batches are delivered again."""
 
-    branch: int
+    incarnation: int
     step: int
     uid: str = ""
-    """of the learner's process, which a restarted broker knows again"""
+    """Uid of the learner process, by which a restarted broker recognises it."""
     weights_address: str = ""
     weights_key: str = ""
 
 
 class TimePassed(Event):
-    """What follows happened at `at` (Unix seconds) or a little later."""
+    """The events after this one happened at `at` (Unix seconds) or shortly later."""
 
     at: float
 

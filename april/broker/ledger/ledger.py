@@ -1,4 +1,4 @@
-"""Who owns each sample, what is finished, what was trained: a state machine without I/O, clocks or sockets.
+"""The ledger: who holds each sample, what is finished and what was trained. No I/O, clocks or sockets.
 
     sample: waiting -> leased -> (partial -> leased ...) -> generated -> scoring -> done | dead
     or, with agents: (acting -> partial -> leased ...) -> acting -> generated ... | done | dead
@@ -23,83 +23,90 @@ from typing import Any
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.ledger import events
-from april.broker.ledger.admission import Ahead, Verdict, check_row
-from april.broker.ledger.branches import Superseded, was_heard
-from april.broker.ledger.events import Part
+from april.broker.ledger.admission import PendingTail, Verdict, check_row
+from april.broker.ledger.branches import Superseded, has_known_answer
+from april.broker.ledger.events import EventArray
 from april.broker.ledger.prompts import Prompts
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState, lacks_agent
+from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState, needs_agent
 from april.broker.ledger.state import LedgerState
-from april.wire.agents import BRANCHES
-from april.wire.rows import CHUNK, OVER, ROW, chunk_row, pack_rows, select_rows
+from april.wire.agents import MAX_FORKS
+from april.wire.rows import CHUNK, ENDS_LEASE_BYTE, ROW, chunk_row, pack_rows, select_rows
 from april.wire.version import Version
 
-Write = Callable[[events.Event, Sequence[Part]], Any]
-"""writes an event and its arrays down; what it gives is kept as the reference to them"""
+Write = Callable[[events.Event, Sequence[EventArray]], Any]
+"""Writes an event and its arrays to the journal; returns the reference by which they are read back."""
 
 
 class LedgerError(RuntimeError):
-    """A request that contradicts the ledger; the text says how."""
+    """A command that contradicts the ledger's state; the text says how."""
 
 
 class Ledger(LedgerState):
+    """The ledger with its commands: each checks itself, writes an event ahead and applies it."""
+
     def __init__(
         self,
         rules: Rules,
         write: Write = lambda event, arrays: None,
-        together: Callable[[bool, int, int], bool] = lambda evaluation, epoch, row: False,
+        group_scored: Callable[[bool, int, int], bool] = lambda evaluation, epoch, row: False,
     ):
-        """`together`: whether the samples of a prompt are scored together, asked when its group is opened."""
+        """`group_scored(evaluation, epoch, row)`: whether one verifier call scores all samples of that prompt."""
         super().__init__(rules)
         self.write = write
-        self.together = together
+        self.group_scored = group_scored
         self._expiries: dict[int, array[int]] = {}
-        """ids of leases by the second in which to look at them; renewals make a lease outlive some of its entries"""
+        """Lease ids by the second of their expiry; a renewed lease is looked at again when its old entry is due."""
 
     # --- commands -------------------------------------------------------------------------------------------
 
-    def commit(self, event: events.Event, arrays: Sequence[Part] = ()) -> None:
+    def commit(self, event: events.Event, arrays: Sequence[EventArray] = ()) -> None:
+        """Write an event ahead, then apply it."""
         self.apply(event, self.write(event, arrays))
 
     def open_group(
         self, epoch: int, row: int, floor: int, evaluation: bool = False, size: int | None = None, prompt: bytes = b""
     ) -> Group:
-        """Draw a prompt, int32 token ids. `floor`: workers must be at this step or later to start it.
+        """Open a group for a drawn prompt, given as int32 token ids.
 
-        Evaluation groups take no part in bound and batches; their `floor` is the policy step they are for.
+        `floor`: least policy step of a worker that starts it; for evaluation, the policy step that is evaluated.
+        Evaluation groups are exempt from staleness bound and batches. Raises LedgerError if the bound would break.
         """
         if not evaluation and not self.bound.survives(self.next_step, floor):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
         group, size = self._next_group, size or self.rules.group_size
-        replaces = None if evaluation else self.dead_letters.waiting_at(epoch, row)
-        together = self.together(evaluation, epoch, row)
-        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, together)
+        replaces = None if evaluation else self.dead_letters.requeued_group_at(epoch, row)
+        scored = self.group_scored(evaluation, epoch, row)
+        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, scored)
         self.commit(opened, [(crc32(prompt), prompt)])
         return self.groups[group]
 
     def submit(self, prompt: events.PromptSubmitted, tokens: bytes | memoryview) -> Verdict:
-        """Take the next prompt that the trainer brings, int32 token ids; one that it has brought before is known."""
+        """Accept the trainer's next prompt, int32 token ids; a repeated one is a duplicate, a later one a gap."""
         if prompt.row != self.prompts_submitted:
             return Verdict.DUPLICATE if prompt.row < self.prompts_submitted else Verdict.GAP
         self.commit(prompt, [(crc32(tokens), tokens)])
         return Verdict.OK
 
     def next_prompt(self, prompts: Prompts) -> tuple[int, int, bytes] | None:
-        """(epoch, row, token ids) of the prompt for the next group: that of a re-queued group, otherwise the one at
-        the cursor; None when they are exhausted. A prompt that is no longer in the dataset's limits goes on waiting."""
-        for place in self.dead_letters.waiting.values():
-            drawn = prompts.draw(place)
-            if drawn and drawn[:2] == place:
+        """(epoch, row, token ids) for the next group: a re-queued prompt, or else the one at the cursor.
+
+        None when the prompts are exhausted. A re-queued prompt that the dataset's limits exclude stays queued.
+        """
+        for requeued in self.dead_letters.requeued.values():
+            drawn = prompts.draw(requeued)
+            if drawn and drawn[:2] == requeued:
                 return drawn
         return prompts.draw(self.cursor)
 
     def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
-        """Give a sample that waits to a worker at policy step `step`; no renewal keeps it longer than `ends_at`.
+        """Lease a waiting sample to a worker at policy step `step`; renewals extend it up to `ends_at` at most.
 
-        Where a group is scored together, the lease for its scores is on all of its samples that live.
+        A scoring lease on a group that is scored as a whole covers all its live samples. Raises LedgerError if the
+        sample does not wait or needs a later step.
         """
         scoring = sample.state is SampleState.GENERATED
-        if scoring and sample.group.together:
+        if scoring and sample.group.group_scored:
             if not sample.group.awaits_scores:
                 raise LedgerError(f"group {sample.group.id} is scored together, and not all of it is generated")
             sample = sample.group.live_samples[0]
@@ -108,51 +115,54 @@ class Ledger(LedgerState):
         if not scoring and step < sample.first_step:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} needs step {sample.first_step}, not {step}")
         lease_id = self.last_lease_id + 1
-        self.commit(events.Leased(lease_id, sample.group.id, sample.index, worker, step, scoring, sample.branch))
+        self.commit(events.Leased(lease_id, sample.group.id, sample.index, worker, step, scoring, sample.fork_number))
         lease = self.leases[lease_id]
         lease.ends_at = ends_at
         self.expire_at(lease, expires_at)
         return lease
 
     def lease_agent(self, sample: Sample, holder: str, expires_at: float) -> Lease:
-        """Give a sample whose agent nobody runs to an agents process: it says what the policy is told and, in the end,
-        what that was worth. A turn that is under way goes on meanwhile."""
-        if not self.rules.agents or not lacks_agent(sample):
+        """Lease a sample without a running agent to an agents process, which reports observations and ends the session.
+
+        A turn that a worker is generating goes on meanwhile.
+        """
+        if not self.rules.agents or not needs_agent(sample):
             raise LedgerError(f"sample {sample.group.id}.{sample.index} lacks no agent")
-        lease_id = BRANCHES * (self.last_lease_id // BRANCHES + 1)
+        lease_id = MAX_FORKS * (self.last_lease_id // MAX_FORKS + 1)
         self.commit(events.AgentLeased(lease_id, sample.group.id, sample.index, holder))
         lease = self.leases[lease_id]
         self.expire_at(lease, expires_at)
         return lease
 
     def close_agent(self, lease_id: int, superseded: Superseded = (), state: bytes = b"") -> Verdict:
-        """Its agent has nothing more to say; a verifier says what it was worth. Without a turn there is nothing to.
+        """The agent has finished, and a verifier scores the session; invalid if the agent received no answer.
 
-        `superseded`: (branch, length) where an earlier execution of the agent has gone further than the last one;
-        `state`: what the verifier is given of the agent.
+        `superseded`: see `events.AgentClosed`; `state`: the agent's state for the verifier.
         """
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
-        if not lease.agent or not was_heard(lease.sample, superseded):
+        if not lease.agent or not has_known_answer(lease.sample, superseded):
             return Verdict.INVALID
         self.commit(events.AgentClosed(lease_id, list(superseded), state))
         return Verdict.OK
 
     def lose_session(self, sample: Sample) -> None:
-        """End a sample whose agent nobody runs, and which would ask again what it has asked already. Nobody's failure:
-        no attempt and no dead letter; a group that it leaves too small is discarded as `not_replayed`."""
-        if not self.rules.agents or not lacks_agent(sample) or not sample.was_spoken_in:
+        """End a sample whose agent stopped and whose session cannot be replayed.
+
+        It counts neither as an attempt nor as a dead letter; a group left too small is discarded as `not_replayed`.
+        """
+        if not self.rules.agents or not needs_agent(sample) or not sample.session_started:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} has nothing that would be replayed")
         self.commit(events.SessionLost(sample.group.id, sample.index))
 
     def expire_at(self, lease: Lease, instant: float) -> None:
-        """Let a lease end at `instant`, unless it is renewed, or at its end if that is earlier; infinite is never."""
+        """Set the expiry of a lease to `instant`, or to its latest end if that is earlier; infinity means never."""
         lease.expires_at = min(instant, lease.ends_at)
         if lease.expires_at < float("inf"):
-            self._look_at(lease)
+            self._schedule_expiry(lease)
 
-    def _look_at(self, lease: Lease) -> None:
+    def _schedule_expiry(self, lease: Lease) -> None:
         self._expiries.setdefault(int(lease.expires_at), array("Q")).append(lease.id)
 
     def add_chunks(
@@ -160,50 +170,49 @@ class Ledger(LedgerState):
         table: bytes | memoryview,
         payload: bytes | memoryview = b"",
         holder: str | None = None,
-        wrong: Container[int] = (),
+        malformed: Container[int] = (),
         checksum: int | None = None,
     ) -> list[Verdict]:
-        """Accept those rows of a table that may be, as one fact; what is wrong with one costs no other its place.
+        """Accept the valid rows of a table as one event; returns a verdict for each row.
 
-        Tokens are accepted iff their lease is current and they start at the acknowledged length. A finish reason ends
-        the response together with its last tokens; the holder scores it next, unless it is scored apart or with its
-        group: then it ends the lease as well. What the environment has answered to the turn that ends at `start` is
-        accepted as a chunk is; its version is nobody's. With agents, an ending is that of a turn, and the holder of the
-        agent alone may say what follows it, also at the beginning. It may say something else as well, in a further
-        branch of the session, which leaves another behind a turn that is over, or at the beginning. Behind a row that
-        is not in its place, or may not be, further rows of its lease are dropped.
+        A row is accepted iff its lease is current and it starts at the acknowledged length of its sample. A finish
+        reason ends the response together with its last tokens: the holder scores it next, or the lease ends if scoring
+        needs a lease of its own (scorers, group scoring, agents). An observation is accepted where a turn ends; it has
+        no policy version. With agents, a finish reason ends a turn, and only the agent's holder adds observations: at
+        the beginning, after a turn, or in a new fork that starts at the beginning or at the end of a complete turn.
+        After a row that is not accepted, further rows of its lease are dropped; other leases are not affected.
 
-        `holder`: of all leases, None: whoever it is; `wrong`: places of rows that cannot be taken whatever the ledger
-        says; `checksum`: crc32 of the payload where it is known.
+        `holder`: required holder of every lease, None for any; `malformed`: indices of rows to reject whatever the
+        ledger says; `checksum`: crc32 of the payload if known.
         """
-        verdicts, ending, ahead = [], [], dict[int, Ahead]()
-        leases, most = self.leases, self.rules.max_response_tokens
-        frontier, branch_now = self.frontier, max(0, self.branch)
-        for place, row in enumerate(ROW.iter_unpack(table)):
-            lease_id, _, start, count, branch, step, _, _, kind, finish, _, _, _ = row
+        verdicts, ending, pending = [], [], dict[int, PendingTail]()
+        leases, max_tokens = self.leases, self.rules.max_response_tokens
+        frontier, newest = self.frontier, max(0, self.incarnation)
+        for index, row in enumerate(ROW.iter_unpack(table)):
+            lease_id, _, start, count, incarnation, step, _, _, kind, finish, _, _, _ = row
             lease = leases.get(lease_id) or self.lease_of(lease_id)
             if lease is None or (holder is not None and lease.worker != holder):
                 verdicts.append(Verdict.FENCED)
                 continue
-            length, floor, _, generating = ahead.get(lease_id) or (
+            length, floor, _, generating = pending.get(lease_id) or (
                 lease.sample.length, lease.floor, False, lease.generating,
             )  # fmt: skip
             is_plain = (
                 start == length and generating and kind == CHUNK and floor <= step <= frontier
-                and branch <= branch_now and start < start + count < most and place not in wrong
+                and incarnation <= newest and start < start + count < max_tokens and index not in malformed
             )  # fmt: skip
             if is_plain:
-                verdict, ahead[lease_id] = Verdict.OK, (start + count, step, True, not finish)
+                verdict, pending[lease_id] = Verdict.OK, (start + count, step, True, not finish)
             else:
-                verdict = check_row(self, lease, row, ahead, place in wrong)
-            if finish and verdict is Verdict.OK and self.is_handed_over(lease.sample.group):
-                ending.append(place)
+                verdict = check_row(self, lease, row, pending, index in malformed)
+            if finish and verdict is Verdict.OK and self.ends_with_generation(lease.sample.group):
+                ending.append(index)
             verdicts.append(verdict)
         accepted: bytes | bytearray | memoryview = table
         if ending:
             accepted = marked = bytearray(table)
-            for place in ending:
-                marked[place * ROW.size + OVER] = 1
+            for index in ending:
+                marked[index * ROW.size + ENDS_LEASE_BYTE] = 1
         if verdicts.count(Verdict.OK) < len(verdicts):
             accepted, payload = select_rows(accepted, payload, [verdict is Verdict.OK for verdict in verdicts])
             checksum = None
@@ -215,7 +224,7 @@ class Ledger(LedgerState):
     def add_chunk(
         self, lease_id: int, start: int, count: int, version: Version, finish_reason: str = "", payload: bytes = b""
     ) -> Verdict:
-        """A table of one row, of tokens that have just been sampled."""
+        """Accept one chunk of sampled tokens."""
         return self.add_chunks(
             pack_rows([chunk_row(lease_id, start, count, version, finish_reason, payload)]), payload
         )[0]
@@ -227,52 +236,51 @@ class Ledger(LedgerState):
         details: dict[str, float] | None = None,
         superseded: Superseded = (),
     ) -> Verdict:
-        """`superseded` of a session, as in `close_agent`."""
+        """Score a sample, or a session by its agents process; `superseded`: see `events.AgentClosed`."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
         if lease.generating:
             return Verdict.GAP
-        together = lease.agent and lease.sample.group.together
-        if lease.on_group or together or (lease.agent and not was_heard(lease.sample, superseded)):
+        needs_group = lease.for_group or (lease.agent and lease.sample.group.group_scored)
+        if needs_group or (lease.agent and not has_known_answer(lease.sample, superseded)):
             return Verdict.INVALID
         self.commit(events.SampleScored(lease_id, reward, details or {}, list(superseded) if lease.agent else []))
         return Verdict.OK
 
     def score_group(self, lease_id: int, rewards: list[float], details: list[dict[str, float]]) -> Verdict:
-        """Those of all samples that a lease on a group is on, in their order."""
+        """Score all samples that a lease on a group covers, in their order."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
-        if not lease.on_group or not len(lease.samples) == len(rewards) == len(details):
+        if not lease.for_group or not len(lease.samples) == len(rewards) == len(details):
             return Verdict.INVALID
         self.commit(events.GroupScored(lease_id, rewards, details))
         return Verdict.OK
 
     def end_lease(self, lease_id: int, cause: str, error: str = "", at: float = 0.0) -> Verdict:
-        """The sample goes back to where it waits; too many failures make it dead, and perhaps its group."""
+        """End a lease; the sample waits again, or is dead after too many failures, which may end its group."""
         if lease_id not in self.leases:
             return Verdict.FENCED
         self.commit(events.LeaseEnded(lease_id, cause, error, at))
         return Verdict.OK
 
-    def renew(self, tokens: list[int], expires_at: float) -> list[int]:
-        """Prolong leases, each to its end at most and aborted ones not at all; returns those that are not
-        current any more."""
-        for lease_id in tokens:
+    def renew(self, lease_ids: list[int], expires_at: float) -> list[int]:
+        """Extend leases, each to its latest end at most, aborted ones not at all; returns ids that are not current."""
+        for lease_id in lease_ids:
             if lease_id in self.leases and not self.is_aborted(lease_id):
                 self.leases[lease_id].expires_at = min(expires_at, self.leases[lease_id].ends_at)
-        return [lease_id for lease_id in tokens if lease_id not in self.leases]
+        return [lease_id for lease_id in lease_ids if lease_id not in self.leases]
 
     def expire(self, now: float) -> list[Lease]:
-        """End the leases whose time is over."""
+        """End the leases that have expired, and return them."""
         expired = {}
         for second in [second for second in self._expiries if second <= now]:
             for lease in filter(None, map(self.leases.get, self._expiries.pop(second))):
                 if lease.expires_at <= now:
                     expired[lease.id] = lease
                 else:
-                    self._look_at(lease)
+                    self._schedule_expiry(lease)
         for lease in expired.values():
             if self.is_aborted(lease.id):
                 self.end_lease(lease.id, "abort", at=now)
@@ -282,21 +290,23 @@ class Ledger(LedgerState):
         return list(expired.values())
 
     def discard(self, group: Group, reason: str) -> None:
-        """End a group that is not trained for a reason that is counted; its leases are void, its batch goes without."""
+        """End a group without training it; its leases are revoked, and a batch that has it loses it."""
         self.commit(events.GroupDiscarded(group.id, reason))
 
     def filter_ready(self, reason_against: Callable[[Group], str]) -> None:
-        """Discard those of the complete groups against which there is a reason; each is asked about once, before a
-        batch can take it, and again after a restart."""
-        while self.unjudged:
-            group = self.unjudged[0]
+        """Filter complete groups: discard each for which `reason_against` returns a reason, "" for none.
+
+        Each group is judged once before a batch can take it, and again after a restart.
+        """
+        while self.unfiltered:
+            group = self.unfiltered[0]
             if group.state is GroupState.READY and (reason := reason_against(group)):
                 self.discard(group, reason)
-            del self.unjudged[0]
+            del self.unfiltered[0]
 
     def requeue(self, group: int) -> Verdict:
-        """Draw the prompt of a group that lost a sample for good again, ahead of fresh ones; once for each group."""
-        letter = self.dead_letters.of_group(group)
+        """Draw the prompt of a group discarded for a dead sample again, before fresh ones; once for each group."""
+        letter = self.dead_letters.find(group)
         if letter is None or letter.outcome == "without_it":
             return Verdict.INVALID
         if letter.outcome != "discarded":
@@ -305,11 +315,11 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def record_evaluation(self, step: int, result: dict[str, Any]) -> None:
-        """Keep of a complete evaluation what it showed, and forget its groups."""
+        """Store the result of a complete evaluation, and forget its groups."""
         self.commit(events.EvaluationRecorded(step, result))
 
     def start_drain(self) -> None:
-        """Have all that is generated for training handed back. Saying so again changes nothing."""
+        """Hand out nothing and have all generation for training handed back. Idempotent."""
         if not self.draining:
             self.commit(events.DrainStarted(self.last_lease_id))
 
@@ -321,12 +331,12 @@ class Ledger(LedgerState):
         self.commit(events.RoundStarted(self.round + 1))
 
     def end_round(self) -> int:
-        """Grants up to the returned watermark are to be handed back."""
+        """End the round; returns the watermark, up to which leases are to be handed back."""
         self.commit(events.RoundEnded(self.round, self.last_lease_id))
         return self.watermark
 
     def choose_batch(self, groups: int) -> list[Group] | None:
-        """`groups` complete groups, those that are due first; None if there are too few or the bound forbids it."""
+        """The `groups` oldest complete groups; None if there are too few or the bound forbids the delivery."""
         if len(self.ready) < groups or not groups:
             return None
         if not self.bound.survives_delivery(self.next_step, self.ready.ages_of_oldest(groups)):
@@ -334,13 +344,13 @@ class Ledger(LedgerState):
         return sorted(self.ready.oldest(groups), key=lambda group: group.id)
 
     def deliver(self, groups: list[Group]) -> int:
-        """Fix the next batch for good; returns its step."""
+        """Make these groups the next batch, irrevocably; returns its number."""
         step = self.next_step
         self.commit(events.BatchDelivered(step, [group.id for group in groups]))
         return step
 
     def consume(self, step: int, discarded: str = "") -> Verdict:
-        """The learner's weights contain batch `step`, or are past it without it, for a reason that is counted."""
+        """The learner has trained batch `step`, or skipped it for the reason `discarded`."""
         if step < self.consumed:
             return Verdict.DUPLICATE
         if step != self.consumed or step not in self.deliveries:
@@ -349,7 +359,7 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def checkpoint(self, step: int, oldest: int) -> Verdict:
-        """A checkpoint that contains all batches below `step` is on disk, and none older than `oldest` is kept."""
+        """A checkpoint with all batches before `step` is on disk, and none older than `oldest` is kept."""
         if step > self.consumed:
             return Verdict.INVALID
         if step < self.durable or (step == self.durable and min(oldest, step) <= self.first_kept_step):
@@ -358,9 +368,10 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def start_learner(self, step: int, uid: str = "", weights_address: str = "", weights_key: str = "") -> None:
-        """A learner goes on from checkpoint `step`: later groups are delivered again, under a new branch.
+        """A learner starts from checkpoint `step` as a new incarnation; batches from `step` on are delivered again.
 
-        A checkpoint may be ahead of the last report by the batches that were delivered; they are consumed, then.
+        The checkpoint may contain delivered batches that the learner had not reported yet; they are consumed now.
+        Raises LedgerError for a checkpoint that is not of this run.
         """
         if not self.first_kept_step <= step <= self.next_step:
             raise LedgerError(
@@ -369,20 +380,19 @@ class Ledger(LedgerState):
             )
         while self.consumed < step:
             self.commit(events.BatchConsumed(self.consumed))
-        self.commit(events.LearnerStarted(self.branch + 1, step, uid, weights_address, weights_key))
+        self.commit(events.LearnerStarted(self.incarnation + 1, step, uid, weights_address, weights_key))
 
     # --- questions ------------------------------------------------------------------------------------------
 
-    def is_handed_over(self, group: Group) -> bool:
-        """Whether the lease that generates a response of the group ends with it."""
-        return self.rules.scored_apart or self.rules.agents or group.together
+    def ends_with_generation(self, group: Group) -> bool:
+        """Whether a generation lease of the group ends with the response, instead of going on to score it."""
+        return self.rules.scored_apart or self.rules.agents or group.group_scored
 
     def is_aborted(self, lease_id: int) -> bool:
-        """Whether the sample is to be handed back: generated for training under a grant of an ended round,
-        or of the time before a drain."""
+        """Whether its sample is to be handed back: a training sample leased before its round ended or a drain began."""
         lease = self.leases.get(lease_id)
         return bool(lease and lease_id <= self.watermark and lease.generating and not lease.sample.group.evaluation)
 
     def open_groups(self) -> list[Group]:
-        """Training groups that are not complete."""
+        """Training groups that are not complete yet."""
         return [group for group in self.groups.values() if group.state is GroupState.OPEN and not group.evaluation]

@@ -1,6 +1,6 @@
-"""How many samples of open groups are in which state, counted where states change: nobody has to look at each.
+"""Counts of the samples of open groups by state, kept up to date at each change of state.
 
-Each branch of an agent's session is one here; what is left of a group is counted in sessions.
+Each fork of an agent's session counts as a sample; `Group.pending_samples` counts sessions.
 """
 
 from collections import Counter
@@ -9,46 +9,44 @@ from april.broker.ledger.samples import ENDED, Group, Sample, SampleState
 
 
 class OpenSamples:
-    """Those of training and of evaluation apart."""
+    """Counters of training and of evaluation samples."""
 
     def __init__(self) -> None:
         self._counts: dict[bool, Counter[SampleState]] = {False: Counter(), True: Counter()}
 
     def add(self, group: Group) -> None:
-        """It is open now."""
-        self._enter(group, 1)
-        group.left = [sample.state in ENDED for sample in group.samples].count(False)
+        """Count the samples of a group that has been opened."""
+        self._add_times(group, 1)
+        group.pending_samples = [sample.state in ENDED for sample in group.samples].count(False)
 
     def remove(self, group: Group) -> None:
-        """It is open no more."""
-        self._enter(group, -1)
+        """Stop counting the samples of a group that is no longer open."""
+        self._add_times(group, -1)
 
-    def _enter(self, group: Group, times: int) -> None:
+    def _add_times(self, group: Group, times: int) -> None:
         counts = self._counts[group.evaluation]
         for sample in group.samples:
             counts[sample.state] += times
-            for branch in sample.branches:
-                counts[branch.state] += times
+            for fork in sample.forks:
+                counts[fork.state] += times
 
-    def begin(self, branch: Sample) -> None:
-        """A session has one branch more."""
-        self._counts[branch.group.evaluation][branch.state] += 1
+    def add_fork(self, fork: Sample) -> None:
+        self._counts[fork.group.evaluation][fork.state] += 1
 
-    def forget(self, branch: Sample) -> None:
-        """A session has one branch less."""
-        self._counts[branch.group.evaluation][branch.state] -= 1
+    def remove_fork(self, fork: Sample) -> None:
+        self._counts[fork.group.evaluation][fork.state] -= 1
 
-    def turn(self, sample: Sample, state: SampleState) -> None:
-        """Bring it into another state; its group is open."""
+    def set_state(self, sample: Sample, state: SampleState) -> None:
+        """Change the state of a sample whose group is open."""
         counts = self._counts[sample.group.evaluation]
         counts[sample.state] -= 1
         counts[state] += 1
         sample.state = state
-        if state in ENDED and sample.trunk is None:
-            sample.group.left -= 1
+        if state in ENDED and sample.main_sample is None:
+            sample.group.pending_samples -= 1
 
     def by_state(self, evaluation: bool = False) -> dict[str, int]:
-        """States that no sample is in are left out."""
+        """Samples by name of state; states without samples are left out."""
         return {str(state): count for state, count in self._counts[evaluation].items() if count}
 
     def count(self, state: SampleState, evaluation: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Where the prompts of new groups come from."""
+"""The interface of the source of prompts for new groups."""
 
 from typing import Protocol
 
@@ -7,4 +7,4 @@ class Prompts(Protocol):
     """The training prompts in the order in which they are drawn."""
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
-        """(epoch, row position, int32 token ids) at the cursor or behind it; None when they are exhausted."""
+        """(epoch, row position, int32 token ids) of the first usable prompt from the cursor on; None if exhausted."""

@@ -1,24 +1,24 @@
-"""The order in which samples are handed out, and complete groups are delivered."""
+"""The queues of the ledger: waiting samples in the order they are handed out, complete groups in that of delivery."""
 
 import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Sample, SampleState, lacks_agent
+from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Sample, SampleState, needs_agent
 
 CLEANING_PUSHES = 1024
+"""Pushes between two cleanings of a queue, at least."""
 Order = tuple[int, ...]
-"""of samples that wait"""
+"""Sort key of waiting samples; the least goes first."""
 
 
-class Waiting:
-    """Samples that wait for a lease, each for a worker at its `first_step` or later, in the order of the key that each
-    is pushed with.
+class WaitingSamples:
+    """A priority queue of samples waiting for a lease, each for a worker at its `first_step` or later.
 
-    An entry whose sample no longer waits, or has come to need a later step and was pushed again, is dropped when it
-    surfaces, or when there are as many entries again as were left by the last such cleaning. Taking costs a look at
-    each of the few steps that samples need, and a heap's logarithm.
+    Entries become stale when their sample stops waiting or needs a later step, for which it is pushed again. A stale
+    entry is dropped when it reaches the head, or by a cleaning once the queue may have doubled since the last one.
+    Taking a sample costs one look per distinct `first_step` and O(log n).
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Waiting:
             self._clean()
 
     def _clean(self) -> None:
-        """Drop every entry that stands for nothing any more."""
+        """Drop every stale entry."""
         for first_step, heap in list(self._by_step.items()):
             heap[:] = [entry for entry in heap if _waits_from(entry[-1], first_step)]
             heapq.heapify(heap)
@@ -43,7 +43,7 @@ class Waiting:
         self._pushes_to_cleaning = max(CLEANING_PUSHES, sum(map(len, self._by_step.values())))
 
     def first(self, step: int) -> list[tuple[Order, int, Sample]] | None:
-        """The heap whose head goes first of all that a worker at `step` may go on with; None: nothing waits for it."""
+        """The heap with the first sample for a worker at `step`; None if no sample waits for it."""
         first = None
         for first_step, heap in list(self._by_step.items()):
             if first_step > step:
@@ -57,88 +57,92 @@ class Waiting:
         return first
 
     def take(self, step: int) -> Sample | None:
-        """The first that a worker at `step` may go on with."""
+        """Remove and return the first sample for a worker at `step`; None if there is none."""
         first = self.first(step) if self._by_step else None
         return heapq.heappop(first)[2] if first else None
 
 
 class HandOutQueue:
-    """Samples waiting for a lease, by what they are; `choose_sample` has the order of the kinds.
+    """Samples waiting for a lease, one queue per kind; `choose_sample` defines the order of the kinds.
 
-    Within a kind: evaluation and fresh groups in the order of their creation, evaluation that was lost first; of
-    started groups those first that were lost with their worker or failed, then partials and untouched siblings,
-    oldest version first, and of one version those that are expected to become longest. What a deadline needs is taken
-    from the started in the same order, but whether they were lost or not. Samples of agents also wait for somebody who
-    runs the agent: those that were lost first, then by their creation.
+    Evaluation: samples of lost or failed leases first, then by creation. Fresh groups: by creation. Started groups:
+    samples of lost or failed leases first, then partials and untouched siblings, oldest version first, and of one
+    version those with the largest expected length first. Samples with a deadline are taken from the started groups in
+    that order, lost or not. Agents' samples also wait for an agents process: lost ones first, then by creation.
     """
 
     def __init__(self) -> None:
         self._scoring: deque[Sample] = deque()
-        self._evaluation, self._lost, self._started, self._fresh = Waiting(), Waiting(), Waiting(), Waiting()
+        self._evaluation, self._lost, self._started, self._fresh = (
+            WaitingSamples(),
+            WaitingSamples(),
+            WaitingSamples(),
+            WaitingSamples(),
+        )
         self._without_agent: dict[bool, list[tuple[Order, int, Sample]]] = {False: [], True: []}
         self._arrivals = itertools.count()
 
     def push(self, sample: Sample) -> None:
         if sample.state is SampleState.GENERATED:
-            if not sample.group.together or sample.group.awaits_scores:
+            if not sample.group.group_scored or sample.group.awaits_scores:
                 self._scoring.append(sample)
         elif sample.group.evaluation:
-            self._evaluation.push(sample, (not sample.attempts, *_place(sample)))
+            self._evaluation.push(sample, (not sample.attempts, *_creation_order(sample)))
         elif sample.group.started:
-            (self._lost if sample.attempts else self._started).push(sample, _age(sample))
+            (self._lost if sample.attempts else self._started).push(sample, _started_order(sample))
         else:
-            self._fresh.push(sample, _place(sample))
+            self._fresh.push(sample, _creation_order(sample))
 
     def push_for_agent(self, sample: Sample) -> None:
-        order = (not sample.attempts, *_place(sample))
+        order = (not sample.attempts, *_creation_order(sample))
         heapq.heappush(self._without_agent[sample.group.evaluation], (order, next(self._arrivals), sample))
 
     def take_for_agent(self, evaluation: bool) -> Sample | None:
-        """One whose agent nobody runs."""
+        """A sample whose agent no agents process runs; None if there is none."""
         heap = self._without_agent[evaluation]
         while heap:
             sample = heapq.heappop(heap)[-1]
-            if lacks_agent(sample):
+            if needs_agent(sample):
                 return sample
         return None
 
     @property
     def has_scoring(self) -> bool:
-        """Whether something waits for its score."""
+        """Whether a sample or a whole group waits for its score."""
         while self._scoring and not _waits_for_score(self._scoring[0]):
             self._scoring.popleft()
         return bool(self._scoring)
 
     def take_scoring(self) -> Sample | None:
-        """One that waits for its score, or stands for its group, whose samples all do."""
+        """A sample that waits for its score, or the first of a group scored as a whole; None if there is none."""
         return self._scoring.popleft() if self.has_scoring else None
 
     def take_evaluation(self, step: int) -> Sample | None:
         return self._evaluation.take(step)
 
     def take_started(self, step: int) -> Sample | None:
-        """Of a group that has been leased before."""
+        """A sample of a group that has been leased before."""
         return self._lost.take(step) or self._started.take(step)
 
     def take_due(self, step: int, opened_by: int) -> Sample | None:
-        """Of a group first leased at step `opened_by` or before."""
+        """A sample of a group first leased at step `opened_by` or before."""
         heap, lost = self._started.first(step), self._lost.first(step)
         if lost and (not heap or lost[0][0] < heap[0][0]):
             heap = lost
         return heapq.heappop(heap)[2] if heap and heap[0][2].group.opened_at <= opened_by else None
 
     def take_fresh(self, step: int) -> Sample | None:
-        """Of a group that nobody has started; its siblings must be pushed again once it is leased."""
+        """The first sample of a group not leased before; its siblings must be pushed once it is leased."""
         return self._fresh.take(step)
 
 
 class ReadyGroups:
-    """Complete groups that wait for a batch, in order of completion, and how many of them have which age."""
+    """Complete groups waiting for a batch, in order of completion, with a count per opening step."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self._by_age: Counter[int] = Counter()
-        """by the step they were opened at"""
+        """Groups by the policy step they were opened at."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -160,7 +164,7 @@ class ReadyGroups:
             del self._by_age[group.opened_at]
 
     def ages_of_oldest(self, count: int) -> Counter[int]:
-        """How many of the `count` oldest were opened at which step; a look at each step, not at each group."""
+        """Opening steps of the `count` oldest groups, with the number of groups each; O(steps), not O(groups)."""
         ages: Counter[int] = Counter()
         for opened_at in sorted(self._by_age):
             ages[opened_at] = min(self._by_age[opened_at], count)
@@ -170,7 +174,7 @@ class ReadyGroups:
         return ages
 
     def oldest(self, count: int) -> list[Group]:
-        """Of the same age those that completed first."""
+        """The `count` oldest groups; among equals those that completed first."""
         return heapq.nsmallest(count, self._groups.values(), key=lambda group: group.opened_at)
 
 
@@ -183,10 +187,10 @@ def _waits_for_score(sample: Sample) -> bool:
     return sample.state is SampleState.GENERATED and sample.group.state is GroupState.OPEN
 
 
-def _place(sample: Sample) -> Order:
+def _creation_order(sample: Sample) -> Order:
     return sample.group.id, sample.index
 
 
-def _age(sample: Sample) -> Order:
+def _started_order(sample: Sample) -> Order:
     untouched = sample.attempts == 0 and sample.length == 0
-    return sample.group.opened_at, untouched, -sample.expected_length, *_place(sample)
+    return sample.group.opened_at, untouched, -sample.expected_length, *_creation_order(sample)

@@ -1,4 +1,4 @@
-"""Rounds and drains: grants from before a round ends or a drain begins, up to the watermark, are to be handed back."""
+"""Rounds and drains: leases granted before a round ended or a drain began, up to the watermark, are handed back."""
 
 from typing import Any
 
@@ -8,10 +8,12 @@ from april.broker.ledger import events
 class Rounds:
     def __init__(self) -> None:
         self.round = -1
+        """Number of the current or last round; -1 before the first."""
         self.round_open = False
         self.draining = False
-        """nothing is handed out; workers hand back what they generate"""
+        """Whether nothing is handed out and workers hand back what they generate for training."""
         self.watermark = 0
+        """Largest lease id that is to be handed back."""
 
     def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
         self.round, self.round_open = event.round, True

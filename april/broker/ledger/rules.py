@@ -1,28 +1,31 @@
-"""What a ledger keeps to, as long as its run lasts."""
+"""The rules of a ledger, fixed for the whole run."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What stays the same over a run."""
+    """Settings that a ledger must keep over a run."""
 
     batch_groups: int
-    """N"""
+    """N: groups in a batch."""
     group_size: int
-    """n"""
+    """n: samples in a group."""
     max_staleness: int
-    """S, policy steps"""
+    """S: largest staleness of a trained token, policy steps."""
     max_attempts: int = 5
+    """Lost or failed leases after which a sample is dead."""
     min_group_size: int | None = None
+    """Live samples with which a group goes on after others died; None: all of them."""
     max_response_tokens: int = 1 << 30
+    """Longest response, observations included."""
     filtered: bool = False
-    """complete groups are judged before they can be trained"""
+    """Whether filters judge complete groups before they can be trained."""
     scored_apart: bool = False
-    """the lease that generates a response ends with it; another one is for its score"""
+    """Whether scorers score responses under a lease of their own, instead of the worker that generated them."""
     submitted: bool = False
-    """prompts come while the run goes on: that none is left is not its end"""
+    """Whether the trainer submits prompts during the run, so that running out of them does not end it."""
     keeps_discards: bool = False
-    """some of the samples that are discarded are told to the learner, to be read"""
+    """Whether some discarded samples are passed to the learner, which stores them for reading."""
     agents: bool = False
-    """samples are sessions of agents: a response goes in turns, each under a lease of its own"""
+    """Whether samples are agents' sessions, generated in turns with a lease each."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from april.broker.ledger.places import Place, Segment, add_place, places_in, segments_in
+from april.broker.ledger.places import ChunkRef, Segment, add_chunk_ref, chunk_refs_in, segments_in
 
 
 class SampleState(StrEnum):
@@ -14,7 +14,7 @@ class SampleState(StrEnum):
     LEASED = "leased"
     PARTIAL = "partial"
     ACTING = "acting"
-    """it is its agent's to speak"""
+    """The agent, not the policy, is to say what follows."""
     GENERATED = "generated"
     SCORING = "scoring"
     DONE = "done"
@@ -34,92 +34,94 @@ UNFINISHED = (*TO_GENERATE, SampleState.LEASED, SampleState.ACTING)
 ENDED = (SampleState.DONE, SampleState.DEAD)
 
 
-class WithoutAgent:
-    """What is so of every sample that no agent speaks for, and need not be kept with each: see `AgentSample`."""
+class NoAgentDefaults:
+    """Defaults of samples without an agent, kept once instead of per sample; `AgentSample` documents the fields."""
 
     __slots__ = ()
     agent_lease: int = 0
-    left: bytes = b""
-    branches: "tuple[Sample, ...]" = ()
-    trunk: "Sample | None" = None
-    branch: int = 0
-    parent: int = 0
-    shared: int = 0
+    agent_state: bytes = b""
+    forks: "tuple[Sample, ...]" = ()
+    main_sample: "Sample | None" = None
+    fork_number: int = 0
+    parent_fork: int = 0
+    shared_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class Sample(WithoutAgent):
-    """Slot `index` of its group. Its tokens stay in the journal; `chunks` says where."""
+class Sample(NoAgentDefaults):
+    """Response number `index` of its group. The tokens stay in the journal; `chunks` holds references to them."""
 
     group: "Group"
     index: int
     state: SampleState = SampleState.WAITING
     length: int = 0
-    """acknowledged response tokens, observations included"""
+    """Acknowledged response tokens, observations included."""
     chunks: bytes = b""
-    """where the journal has each of its chunks, in order: see `places`"""
+    """Packed references to its chunks in the journal, in order; `chunk_refs` unpacks them."""
     unsampled: int = 0
-    """tokens that are observations, or another branch's"""
+    """Tokens not sampled in this fork: observations, and tokens shared with another fork."""
     last_step: int = 0
-    """of the policy that said the last of its tokens, shared ones included"""
+    """Policy step that sampled its latest token, shared tokens included."""
     lease_id: int = 0
-    """of the current lease, 0 for none"""
+    """Id of the current lease of a worker or scorer; 0 for none."""
     attempts: int = 0
-    """leases that were lost or failed"""
+    """Leases that were lost or failed."""
     reward: float | None = None
     finish_reason: str = ""
     last_error: str = ""
     details: dict[str, float] | None = None
-    """what its reward is made of"""
-    home: str = ""
-    """the worker that handed it back and has its prefix in cache until new weights come"""
+    """Named parts of the reward, as its verifier reports them."""
+    cache_worker: str = ""
+    """Uid of the worker that handed it back and keeps its prefix in the KV cache until new weights arrive."""
 
     @property
-    def session(self) -> "Sample":
-        """The sample that leases, attempts and reward of its session belong to."""
-        return self.trunk or self
+    def session_sample(self) -> "Sample":
+        """The main sample of its session: it carries the attempts and the reward of all forks."""
+        return self.main_sample or self
 
     @property
-    def lines(self) -> "tuple[Sample, ...]":
-        """All branches of its session."""
-        return (self, *self.branches)
+    def with_forks(self) -> "tuple[Sample, ...]":
+        """The main sample and all forks of its session."""
+        return (self, *self.forks)
 
-    def line(self, branch: int) -> "Sample | None":
-        """The branch of that number."""
-        return self if branch == self.branch else next((line for line in self.branches if line.branch == branch), None)
+    def find_fork(self, number: int) -> "Sample | None":
+        """The sample with this fork number in the session; None if there is none."""
+        if number == self.fork_number:
+            return self
+        return next((fork for fork in self.forks if fork.fork_number == number), None)
 
     @property
-    def was_spoken_in(self) -> bool:
-        """Whether an agent has asked anything that is on disk."""
-        return bool(self.length or self.branches)
+    def session_started(self) -> bool:
+        """Whether any request of its agent is in the journal."""
+        return bool(self.length or self.forks)
 
     @property
     def segments(self) -> list[Segment]:
-        """Of what the policy has sampled."""
+        """Token spans that the policy sampled, shared tokens excluded."""
         return segments_in(self.chunks)
 
     @property
     def sampled_until(self) -> int:
-        """Where the last of that ends, 0 without any."""
+        """End of the last sampled segment; 0 without one."""
         return max((end for _, end, _ in self.segments), default=0)
 
     def cached_by(self, step: int) -> str:
-        """The worker, at policy step `step`, that need not compute its prefix again; "" for none."""
-        return self.home if self.state is SampleState.PARTIAL and self.last_step == step else ""
+        """Uid of the worker that still has its prefix in the KV cache at policy step `step`; "" for none."""
+        return self.cache_worker if self.state is SampleState.PARTIAL and self.last_step == step else ""
 
     @property
-    def sampled(self) -> int:
-        """Its tokens without observations, those of all its branches."""
-        return sum(line.own for line in self.lines) if self.branches else self.own
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled, in this sample and all its forks."""
+        return sum(fork.own_sampled_tokens for fork in self.with_forks) if self.forks else self.own_sampled_tokens
 
     @property
-    def own(self) -> int:
-        """Tokens that the policy has sampled in this branch."""
+    def own_sampled_tokens(self) -> int:
+        """Tokens that the policy sampled in this fork alone."""
         return self.length - self.unsampled
 
     @property
     def expected_length(self) -> int:
-        """What it has, or what the longest of its siblings that have ended has if that is more."""
+        """Predicted response length, tokens: the larger of its own and its longest finished sibling's."""
         longest = self.length
         for sibling in self.group.samples:
             if sibling.finish_reason and sibling.length > longest:
@@ -128,87 +130,91 @@ class Sample(WithoutAgent):
 
     @property
     def observations(self) -> list[tuple[int, int]]:
-        """(start, end) of what its environment has answered."""
+        """(start, end) of the tokens that the policy did not sample here."""
         segments = self.segments
         starts = [0, *(end for _, end, _ in segments)]
         ends = [*(start for start, _, _ in segments), self.length]
         return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
-    def turn_end(self, most: int) -> int:
-        """Where the last of its own turns ends that are over by so many tokens; 0 without one."""
+    def last_turn_end(self, limit: int) -> int:
+        """End of the last complete turn that ends at or before token `limit`; 0 without one."""
         ends = [start for start, _ in self.observations]
         if self.state is SampleState.ACTING:
             ends.append(self.length)
-        return max((end for end in ends if end <= most), default=0)
+        return max((end for end in ends if end <= limit), default=0)
 
     @property
-    def heard(self) -> int:
-        """Its length up to the end of the last turn that is over: what its agent has an answer to."""
-        return self.turn_end(self.length)
+    def complete_turns_length(self) -> int:
+        """Tokens up to the end of the last complete turn: everything the agent has an answer for."""
+        return self.last_turn_end(self.length)
 
     @property
-    def last_line(self) -> "Sample":
-        """The branch in which the policy has spoken last."""
-        return max(self.lines, key=lambda line: list(line.places)[-1:])
+    def latest_fork(self) -> "Sample":
+        """The fork with the newest chunk."""
+        return max(self.with_forks, key=lambda fork: list(fork.chunk_refs)[-1:])
 
     def cut(self, length: int) -> int:
-        """Forget what lies behind the end of a turn; returns how many sampled tokens that were."""
-        before, places = self.own, self.places
+        """Drop everything after token `length`, the end of a turn; returns the number of sampled tokens dropped."""
+        before, refs = self.own_sampled_tokens, self.chunk_refs
         self.chunks, self.length, self.unsampled, self.last_step = b"", 0, 0, 0
-        for place in places:
+        for ref in refs:
             if self.length < length:
-                self.extend(place)
-        return before - self.own
+                self.extend(ref)
+        return before - self.own_sampled_tokens
 
-    def extend(self, place: Place) -> None:
-        """These tokens follow."""
-        self.chunks = add_place(self.chunks, *place)
-        self.length += place.tokens
-        if place.observed:
-            self.unsampled += place.tokens
-        self.last_step = max(self.last_step, place.step)
+    def extend(self, ref: ChunkRef) -> None:
+        """Append a chunk or an observation."""
+        self.chunks = add_chunk_ref(self.chunks, *ref)
+        self.length += ref.tokens
+        if ref.observed:
+            self.unsampled += ref.tokens
+        self.last_step = max(self.last_step, ref.step)
 
     @property
     def accuracy(self) -> float:
-        """What its verifier calls `correct`, or else its reward before penalties."""
+        """The detail `correct` of its verifier, or else the reward before penalties; NaN while unscored."""
         details = self.details or {}
         unknown = math.nan if self.reward is None else self.reward
         return details.get("correct", details.get("base", unknown))
 
     @property
-    def places(self) -> Iterator[Place]:
-        """Where the journal has its chunks, observations among them."""
-        return places_in(self.chunks)
+    def chunk_refs(self) -> Iterator[ChunkRef]:
+        """References to its chunks and observations in the journal, in order."""
+        return chunk_refs_in(self.chunks)
 
     @property
     def first_step(self) -> int:
-        """A worker must be at this step or later to go on with it, so that versions never decrease."""
+        """Least policy step a worker needs to go on with it, so that versions within a response never decrease."""
         opened_at = self.group.opened_at
         return max(opened_at, self.last_step) if self.length else opened_at
 
 
 @dataclass(slots=True, eq=False)
 class AgentSample(Sample):
-    """A session that an agent has with the policy, or a branch of one."""
+    """A session between an agent and the policy, or a fork of one.
+
+    A fork is a further sample of its group with a parent fork and an offset, `shared_tokens`. The session's main sample
+    has fork number 0 and carries lease, attempts and reward of the session.
+    """
 
     agent_lease: int = 0
-    """of the session that its agent has with the policy, 0 for none"""
-    left: bytes = b""
-    """the state that its agent has left, until it is scored"""
-    branches: "tuple[Sample, ...]" = ()
-    """of its session, beside the one that it stands for itself: lines of conversation that did not follow its own"""
-    trunk: "Sample | None" = None
-    """the sample whose session it is a branch of, None of one that is no branch"""
-    branch: int = 0
-    """its number in the session; 0 is the one that the session began with"""
-    parent: int = 0
-    """the branch that it has left"""
-    shared: int = 0
-    """tokens at its beginning that are another branch's: read here, and trained there"""
+    """Id of the lease of the agents process that runs the session; 0 for none."""
+    agent_state: bytes = b""
+    """State that the agent left for the verifier, kept until the sample is scored."""
+    forks: "tuple[Sample, ...]" = ()
+    """The session's further forks, in the main sample only."""
+    main_sample: "Sample | None" = None
+    """The main sample of the session this is a fork of; None in a main sample."""
+    fork_number: int = 0
+    """Number of the fork in its session; 0 for the main sample."""
+    parent_fork: int = 0
+    """Number of the fork it starts from."""
+    shared_tokens: int = 0
+    """Offset at which it leaves its parent fork: its first tokens, context here and trained in the parent."""
 
 
-def of_agent(sample: Sample) -> AgentSample:
-    """The same sample, in a run of agents."""
+def as_agent_sample(sample: Sample) -> AgentSample:
+    """Narrow the type of a sample in a run with agents."""
     assert isinstance(sample, AgentSample)
     return sample
 
@@ -219,32 +225,32 @@ class Group:
 
     id: int
     ordinal: int
-    """place among the training groups by creation; -1 for evaluation"""
+    """Number of the group among the training groups, in order of creation; -1 for evaluation."""
     evaluation: bool
     epoch: int
     row: int
     opened_at: int
-    """v0: the step of the worker's version at the first lease; before that, the least it can become"""
+    """v0: policy step of the worker at the group's first lease; before that lease, a lower bound of it."""
     prompt: Any
-    """reference to the journal's record of its prompt"""
+    """Reference to the journal record of its prompt."""
     prompt_tokens: int
     samples: list[Sample] = field(default_factory=list)
     state: GroupState = GroupState.OPEN
     started: bool = False
     tokens: int = 0
-    """acknowledged response tokens of all samples, without observations"""
+    """Acknowledged response tokens of all samples, without observations."""
     step: int = -1
-    """of its delivery"""
-    together: bool = False
-    """its samples are scored together, by one lease on all of them"""
-    left: int = 0
-    """samples that have not ended, while it is open"""
+    """Number of the batch that contains it; -1 before delivery."""
+    group_scored: bool = False
+    """Whether one lease scores all samples of the group together."""
+    pending_samples: int = 0
+    """Samples that are neither done nor dead, while the group is open."""
 
     def forget(self) -> None:
-        """Part from its samples, which refer to it: the memory is free at once, without a garbage collection."""
+        """Break the reference cycle with its samples, so that memory is freed without a garbage collection."""
         for sample in self.samples:
             if isinstance(sample, AgentSample):
-                sample.branches = ()
+                sample.forks = ()
         self.samples.clear()
 
     @property
@@ -252,40 +258,43 @@ class Group:
         return [sample for sample in self.samples if sample.state is not SampleState.DEAD]
 
     @property
-    def lines(self) -> Iterator[Sample]:
-        """Its samples, each with the branches of its session behind it."""
-        return (line for sample in self.samples for line in sample.lines)
+    def samples_with_forks(self) -> Iterator[Sample]:
+        """Every sample, each followed by the forks of its session."""
+        return (fork for sample in self.samples for fork in sample.with_forks)
 
     @property
     def awaits_scores(self) -> bool:
-        """Every sample that lives is generated, so that they can be scored together."""
+        """Whether every live sample is generated, so that the group can be scored."""
         return all(sample.state is SampleState.GENERATED for sample in self.live_samples)
 
     @property
     def unfinished(self) -> bool:
-        """Some sample still has tokens to come."""
+        """Whether some sample is still to be generated further."""
         return any(sample.state in UNFINISHED for sample in self.samples)
 
 
 @dataclass(slots=True)
 class Lease:
+    """The right of one worker, scorer or agents process to work on a sample until the lease expires."""
+
     id: int
     sample: Sample
     worker: str
+    """Uid of the holder."""
     step: int
-    """of the worker's version when it was granted"""
+    """Policy step of the holder's weights at the grant."""
     scoring: bool
-    """granted to score only"""
+    """Whether it was granted for scoring only."""
     expires_at: float
-    """on the caller's clock"""
+    """Seconds on the caller's clock; renewals move it."""
     ends_at: float = float("inf")
-    """the longest that renewals can keep it"""
+    """Latest time to which renewals can extend it, on the same clock."""
     floor: int = 0
-    """its next tokens are of this step or a later one"""
+    """Least policy step of its next tokens."""
     agent: bool = False
-    """an agents process has a session for it; workers have other leases on the same sample, one a turn"""
-    advanced: bool = False
-    """a turn has come to its end under it"""
+    """Whether an agents process holds it to run the session; workers get a lease of their own for each turn."""
+    turn_completed: bool = False
+    """Whether a turn of the session has ended under this lease."""
 
     @property
     def generating(self) -> bool:
@@ -293,15 +302,15 @@ class Lease:
 
     @property
     def samples(self) -> list[Sample]:
-        """All that it is on: where a group is scored together, those that live; `sample` is the first of them."""
-        return self.sample.group.live_samples if self.scoring and self.on_group else [self.sample]
+        """The samples it covers: all live ones of a group that is scored as a whole, otherwise just `sample`."""
+        return self.sample.group.live_samples if self.scoring and self.for_group else [self.sample]
 
     @property
-    def on_group(self) -> bool:
-        return self.scoring and self.sample.group.together
+    def for_group(self) -> bool:
+        return self.scoring and self.sample.group.group_scored
 
 
-def lacks_agent(sample: Sample) -> bool:
-    """Whether its agent has still to speak, and nobody runs it; that of a branch is its session's."""
-    goes_on = sample.state in UNFINISHED and sample.group.state is GroupState.OPEN
-    return goes_on and not sample.agent_lease and sample.trunk is None
+def needs_agent(sample: Sample) -> bool:
+    """Whether it is the main sample of an unfinished session that no agents process runs."""
+    is_open = sample.state in UNFINISHED and sample.group.state is GroupState.OPEN
+    return is_open and not sample.agent_lease and sample.main_sample is None

@@ -1,4 +1,4 @@
-"""The state of the ledger, and what each journalled event does to it.
+"""The state of the ledger, and how each journalled event changes it.
 
 `apply` alone changes the state, so replaying the journal into an empty one rebuilds it.
 """
@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from april.broker.ledger import events
-from april.broker.ledger.conversations import Conversations
-from april.broker.ledger.dead_letters import DeadLetters
-from april.broker.ledger.places import add_place
+from april.broker.ledger.conversations import AgentSessions
+from april.broker.ledger.dead_letters import DeadLetterQueue
+from april.broker.ledger.places import add_chunk_ref
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
@@ -19,55 +19,58 @@ from april.broker.ledger.samples import (
     Lease,
     Sample,
     SampleState,
-    lacks_agent,
+    needs_agent,
 )
-from april.wire.agents import session_of
-from april.wire.rows import CHUNK, ENDINGS, ROW, padded
+from april.wire.agents import session_lease_id
+from april.wire.rows import CHUNK, FINISH_REASONS, ROW, padded
 
 START_BITS = 32
-"""a lease id is (starts of the broker << 32) | counter, so that it never repeats"""
+"""Low bits of a lease id: it is (starts of the broker << 32) | counter, so that ids never repeat."""
 
 NO_ATTEMPT = ("abort", "leave", "recall")
-"""causes of a lease's end that are nobody's failure"""
+"""Causes of a lease's end that do not count as a failed attempt."""
 
 DEAD_ROUNDS = 2
-"""rounds in which every group dies before a run is given up"""
+"""Rounds' worth of groups that may die in a row before the run is given up."""
 
 HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__()}
-"""the method that applies each kind of event"""
+"""Name of the method that applies each kind of event."""
 
 
-class LedgerState(Conversations):
+class LedgerState(AgentSessions):
+    """The whole state of the ledger; events are applied here, commands are in `Ledger`."""
+
     def __init__(self, rules: Rules):
         super().__init__(rules)
         self.resumed: Counter[str] = Counter()
-        """tokens of partials that were leased again: `cached`, to the worker that handed them back under the same
-        weights, or `moved`"""
-        self.unjudged: list[Group] = []
-        """those that no filter has seen yet, where the rules have filters"""
+        """Tokens of partial responses that were leased again: `cached`, to the worker that still had their KV cache, or
+        `moved`."""
+        self.unfiltered: list[Group] = []
+        """Complete groups that the filters have not judged yet; empty without filters."""
         self.evaluations: dict[int, list[Group]] = {}
-        """groups of the evaluations under way, by the policy step they were opened for"""
+        """Groups of the evaluations in progress, by evaluated policy step."""
         self.evaluated: dict[int, dict[str, Any]] = {}
-        """results of the others, by that step"""
+        """Results of complete evaluations, by policy step."""
         self.dead_in_a_row = 0
-        """groups that lost a sample for good since the last one that became ready"""
+        """Groups discarded for a dead sample since the last group became ready."""
         self.last_error = ""
-        self.dead_letters = DeadLetters()
+        self.dead_letters = DeadLetterQueue()
         self.cursor: tuple[int, int] = (0, 0)
-        """(epoch, row position) of the next prompt"""
+        """(epoch, row position) of the next prompt."""
         self.prompts_submitted = 0
+        """Prompts that the trainer has submitted so far."""
         self.submitted: dict[int, Any] = {}
-        """references to the prompts that the trainer has brought, by row, as long as somebody may ask for them"""
+        """Journal references of the submitted prompts that are still needed, by row."""
         self.starts = 0
-        """of the broker"""
+        """Starts of the broker."""
         self.header: events.RunStarted | None = None
         self._next_group = 0
         self._next_ordinal = 0
         self.now = 0.0
-        """Unix seconds, as the newest TimePassed says"""
+        """Time of the newest TimePassed event, Unix seconds."""
 
     def apply(self, event: events.Event, reference: Any = None) -> None:
-        """Change the state by one recorded fact."""
+        """Change the state by one event; `reference` is where the journal has it."""
         getattr(self, HANDLERS[type(event)])(event, reference)
 
     def _on_RunStarted(self, event: events.RunStarted, reference: Any) -> None:
@@ -88,7 +91,7 @@ class LedgerState(Conversations):
             self.bound.add(event.floor)
         group = Group(
             event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens,
-            together=event.together,
+            group_scored=event.group_scored,
         )  # fmt: skip
         kind, state = (AgentSample, SampleState.ACTING) if self.rules.agents else (Sample, SampleState.WAITING)
         group.samples = [kind(group, index, state) for index in range(event.size)]
@@ -108,8 +111,8 @@ class LedgerState(Conversations):
         self.prompts_submitted = event.row + 1
 
     def push(self, sample: Sample) -> None:
-        """It waits for whoever goes on with it."""
-        if self.rules.agents and lacks_agent(sample):
+        """Queue a sample for its next lease."""
+        if self.rules.agents and needs_agent(sample):
             self.queue.push_for_agent(sample)
         if sample.state not in (SampleState.ACTING, SampleState.LEASED):
             self.queue.push(sample)
@@ -117,7 +120,7 @@ class LedgerState(Conversations):
     def _on_Leased(self, event: events.Leased, reference: Any) -> None:
         group = self.groups[event.group]
         self.last_lease_id = event.lease_id
-        leased = group.samples[event.index].line(event.branch)
+        leased = group.samples[event.index].find_fork(event.fork_number)
         assert leased
         lease = Lease(event.lease_id, leased, event.worker, event.step, event.scoring, float("inf"))
         begins_turn = self.rules.agents and lease.sample.sampled_until < lease.sample.length
@@ -126,7 +129,7 @@ class LedgerState(Conversations):
             self.resumed["cached" if cached else "moved"] += lease.sample.length
         for sample in lease.samples:
             sample.lease_id = event.lease_id
-            self.open_samples.turn(sample, SampleState.SCORING if event.scoring else SampleState.LEASED)
+            self.open_samples.set_state(sample, SampleState.SCORING if event.scoring else SampleState.LEASED)
         self.hold(lease)
         if not group.started:
             self._start(group, event.step)
@@ -137,7 +140,7 @@ class LedgerState(Conversations):
             self.bound.remove(group.opened_at)
             self.bound.add(step)
         group.opened_at = step
-        for sibling in group.lines:
+        for sibling in group.samples_with_forks:
             if sibling.state in TO_GENERATE:
                 self.queue.push(sibling)
 
@@ -145,9 +148,9 @@ class LedgerState(Conversations):
         record, length = reference or (0, event.payload_bytes)
         offset, trained, evaluated, leases = length - event.payload_bytes, 0, 0, self.leases
         for row in ROW.iter_unpack(event.table):
-            lease_id, _, start, count, branch, step, size, checksum, kind, finish, _, over, parent = row
-            lease = leases.get(lease_id) or leases[session_of(lease_id)]
-            sample = self._spoken_in(lease, lease_id, start, parent) if lease.agent else lease.sample
+            lease_id, _, start, count, incarnation, step, size, checksum, kind, finish, _, over, parent = row
+            lease = leases.get(lease_id) or leases[session_lease_id(lease_id)]
+            sample = self._fork_of_row(lease, lease_id, start, parent) if lease.agent else lease.sample
             sample.length = start + count
             if kind == CHUNK:
                 lease.floor, group = step, sample.group
@@ -159,33 +162,33 @@ class LedgerState(Conversations):
                     trained += count
             else:
                 sample.unsampled += count
-                branch = step = 0
-            sample.chunks = add_place(sample.chunks, record, offset, size, checksum, count, kind, branch, step)
+                incarnation = step = 0
+            sample.chunks = add_chunk_ref(sample.chunks, record, offset, size, checksum, count, kind, incarnation, step)
             offset += padded(size)
             if lease.agent:
-                self.open_samples.turn(sample, SampleState.PARTIAL)
+                self.open_samples.set_state(sample, SampleState.PARTIAL)
                 self.queue.push(sample)
             if finish:
-                self._end_response(lease, ENDINGS[finish], bool(over))
+                self._end_response(lease, FINISH_REASONS[finish], bool(over))
         self.tokens["evaluation"] += evaluated
         self.tokens["generated"] += trained
         self.tokens["open"] += trained
 
     def _end_response(self, lease: Lease, finish_reason: str, over: bool) -> None:
-        """Its last tokens have come; `over`: they end the lease, too, and it waits for somebody who scores it."""
+        """Finish a response, or a turn with agents; `over`: the lease ends with it, and it waits for its score."""
         sample = lease.sample
         if self.rules.agents:
             return self._end_turn(lease)
-        self.stops_generating(lease)
+        self.end_generation(lease)
         sample.finish_reason = finish_reason
-        self.open_samples.turn(sample, SampleState.GENERATED if over else SampleState.SCORING)
-        self._expect_longer(sample)
+        self.open_samples.set_state(sample, SampleState.GENERATED if over else SampleState.SCORING)
+        self._raise_expected_lengths(sample)
         if over:
             self.release(lease.id)
             self.queue.push(sample)
 
-    def _expect_longer(self, ended: Sample) -> None:
-        """Its siblings that wait are handed out earlier than others of their age: they may become as long."""
+    def _raise_expected_lengths(self, ended: Sample) -> None:
+        """Queue shorter waiting siblings again: their expected length, and so their order, follows this response."""
         if ended.group.evaluation:
             return
         for sibling in ended.group.samples:
@@ -197,81 +200,81 @@ class LedgerState(Conversations):
         sample = lease.sample
         if lease.agent:
             self._end_session(sample, event.superseded)
-        self._scored(sample, event.reward, event.details)
-        self._complete(sample.group)
+        self._set_score(sample, event.reward, event.details)
+        self._complete_if_done(sample.group)
 
-    def _scored(self, sample: Sample, reward: float, details: dict[str, float]) -> None:
+    def _set_score(self, sample: Sample, reward: float, details: dict[str, float]) -> None:
         sample.reward, sample.details = reward, details or None
         if isinstance(sample, AgentSample):
-            sample.left = b""
-        self.open_samples.turn(sample, SampleState.DONE)
+            sample.agent_state = b""
+        self.open_samples.set_state(sample, SampleState.DONE)
 
     def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
         lease = self.release(event.lease_id)
         for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
-            self._scored(sample, reward, details)
-        self._complete(lease.sample.group)
+            self._set_score(sample, reward, details)
+        self._complete_if_done(lease.sample.group)
 
     def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
         lease = self.release(event.lease_id)
         samples, group = lease.samples, lease.sample.group
         starts_anew = lease.agent and event.cause == "agent_failed"
-        if event.cause not in NO_ATTEMPT and (starts_anew or not lease.advanced):
+        if event.cause not in NO_ATTEMPT and (starts_anew or not lease.turn_completed):
             self.last_error = event.error or event.cause
-            for session in (sample.session for sample in samples):
+            for session in (sample.session_sample for sample in samples):
                 session.attempts, session.last_error = session.attempts + 1, self.last_error
         if starts_anew:
-            self.void(lease.sample)
-            for line in lease.sample.lines:
-                self._cut(line, 0, event.cause)
-            self._end_branches(lease.sample, SampleState.DEAD)
+            self.revoke(lease.sample)
+            for fork in lease.sample.with_forks:
+                self._cut(fork, 0, event.cause)
+            self._end_forks(lease.sample, SampleState.DEAD)
         for sample in samples:
-            session = sample.session
+            session = sample.session_sample
             if session.attempts >= self.rules.max_attempts:
                 self.dead_letters.add(session, event.at)
-                if self._ends_with(session, "dead_sample"):
+                if self._kill_sample(session, "dead_sample"):
                     return
             elif sample.state is SampleState.SCORING:
-                self.open_samples.turn(sample, SampleState.GENERATED)
+                self.open_samples.set_state(sample, SampleState.GENERATED)
             elif starts_anew:
-                self.open_samples.turn(sample, SampleState.ACTING)
+                self.open_samples.set_state(sample, SampleState.ACTING)
             elif not lease.agent:
-                self.open_samples.turn(sample, SampleState.PARTIAL if sample.length else SampleState.WAITING)
+                self.open_samples.set_state(sample, SampleState.PARTIAL if sample.length else SampleState.WAITING)
             sample.attempts = session.attempts
             if not lease.agent:
-                sample.home = lease.worker if event.cause in NO_ATTEMPT else ""
-        self._go_on(group, samples)
+                sample.cache_worker = lease.worker if event.cause in NO_ATTEMPT else ""
+        self._requeue_samples(group, samples)
 
-    def _go_on(self, group: Group, samples: list[Sample]) -> None:
-        """These of its samples have changed: each waits for whoever goes on with it, or one for all of them."""
-        self._complete(group)
-        stands_for_group = group.live_samples[:1] if group.together and group.awaits_scores else None
-        for sample in stands_for_group or samples:
+    def _requeue_samples(self, group: Group, samples: list[Sample]) -> None:
+        """Queue changed samples for their next lease; a group that is scored as a whole is queued as one sample."""
+        self._complete_if_done(group)
+        representative = group.live_samples[:1] if group.group_scored and group.awaits_scores else None
+        for sample in representative or samples:
             if sample.state is not SampleState.DEAD:
                 self.push(sample)
 
     def _on_SessionLost(self, event: events.SessionLost, reference: Any) -> None:
         group = self.groups[event.group]
-        if not self._ends_with(group.samples[event.index], "not_replayed"):
-            self._go_on(group, [])
+        if not self._kill_sample(group.samples[event.index], "not_replayed"):
+            self._requeue_samples(group, [])
 
-    def _ends_with(self, session: Sample, reason: str) -> bool:
-        """A sample is dead; whether its group ends with it, for that reason."""
-        self.void(session)
-        self.open_samples.turn(session, SampleState.DEAD)
-        self._end_branches(session, SampleState.DEAD)
+    def _kill_sample(self, session: Sample, reason: str) -> bool:
+        """Mark a sample as dead; returns whether that ends its group, which is then discarded for `reason`."""
+        self.revoke(session)
+        self.open_samples.set_state(session, SampleState.DEAD)
+        self._end_forks(session, SampleState.DEAD)
         group = session.group
-        if len(group.live_samples) >= self._least_samples(group):
+        if len(group.live_samples) >= self._min_live_samples(group):
             return False
         self._end_group(group, reason)
         return True
 
-    def _least_samples(self, group: Group) -> int:
+    def _min_live_samples(self, group: Group) -> int:
         return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)
 
-    def _complete(self, group: Group) -> None:
-        """Make the group ready if none of its samples is on the way; what dead ones had is discarded."""
-        if group.left:
+    def _complete_if_done(self, group: Group) -> None:
+        """Make the group ready if no sample is pending; the tokens of dead samples are discarded."""
+        if group.pending_samples:
             return
         self.open_samples.remove(group)
         if group.evaluation:
@@ -279,17 +282,17 @@ class LedgerState(Conversations):
             del self.groups[group.id]
             return
         dead = [sample for sample in group.samples if sample.state is SampleState.DEAD]
-        lost = sum(sample.sampled for sample in dead)
+        lost = sum(sample.sampled_tokens for sample in dead)
         group.tokens -= lost
         self.tokens[group.state] -= lost
         if lost:
             self.discarded["dead_sample"] += lost
         if dead:
-            self.on_discard([line for sample in dead for line in sample.lines], "dead_sample", 0)
+            self.on_discard([fork for sample in dead for fork in sample.with_forks], "dead_sample", 0)
         self.move(group, GroupState.READY)
         self.ready.add(group)
         if self.rules.filtered:
-            self.unjudged.append(group)
+            self.unfiltered.append(group)
         self.dead_in_a_row = 0
 
     def _on_GroupDiscarded(self, event: events.GroupDiscarded, reference: Any) -> None:
@@ -297,7 +300,7 @@ class LedgerState(Conversations):
 
     def _end_group(self, group: Group, reason: str) -> None:
         for sample in group.samples:
-            self.void(sample)
+            self.revoke(sample)
         if group.state is GroupState.OPEN:
             self.open_samples.remove(group)
         del self.groups[group.id]
@@ -317,8 +320,8 @@ class LedgerState(Conversations):
             self.bound.remove(group.opened_at)
         self.move(group, GroupState.DISCARDED)
         self.count_discarded(group, reason, 1)
-        self.cohorts.finish(group.ordinal, [sample.sampled for sample in group.samples], [])
-        self.on_discard(list(group.lines), reason, 0)
+        self.cohorts.finish(group.ordinal, [sample.sampled_tokens for sample in group.samples], [])
+        self.on_discard(list(group.samples_with_forks), reason, 0)
         group.forget()
 
     def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:

@@ -1,4 +1,4 @@
-"""Schedules: what is generated next, and when groups make a batch. `schedule.py` says what one is."""
+"""Registry of schedules. A schedule decides what is generated next and when groups make a batch; see `schedule.py`."""
 
 from april.registry import Registry
 

@@ -1,5 +1,5 @@
-"""`april`, active partial rollouts (arXiv 2509.18521): a round opens N' groups, stops when N are complete, and the next
-round resumes the rest first."""
+"""The schedule `april`, active partial rollouts (arXiv 2509.18521): a round opens N' > N groups and stops when N are
+complete; the next round resumes the others first."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The schedule without rounds: a fixed number of samples in flight, also while the learner trains."""
+"""The schedule `continuous`: a fixed number of samples in flight, also while the learner trains."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,13 @@ from april.broker.ledger.prompts import Prompts
 from april.broker.ledger.samples import Group, GroupState, Sample
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import Dial, Schedule
-from april.config import ConfigError, ScheduleSection
+from april.config import ScheduleSection
+from april.errors import refuse
 
 LEAST_BACKLOG, MOST_BACKLOG = 1.0, 2.0
-"""batches of complete groups beside which no group is opened, see `ContinuousSchedule.backlog`"""
-REMEMBERED = 0.9
-"""of what batches have shown, when the next one is added to it"""
+"""Limits of `ContinuousSchedule.backlog`, in batches of complete groups."""
+DECAY = 0.9
+"""Weight of earlier batches' lengths when a batch is added to the moving sums."""
 
 
 class ContinuousSchedule(Schedule):
@@ -24,14 +25,14 @@ class ContinuousSchedule(Schedule):
 
         for every D >= k - 1:  #{undelivered g : d(g) <= D}  <=  (D - k + 1) * N
 
-    by two tests (`StalenessBound` says why they suffice). Admission: a group is opened at the moment in which a
-    worker with a free slot is to start it, so that v0(g) is that worker's step at once, only if the invariant
-    survives, and only while complete groups do not pile up (`backlog`). Delivery: the oldest N complete groups
-    make batch k only if the invariant holds for k + 1; otherwise the learner waits for what is due. Batch k is not
-    fixed before the learner has trained all batches before it, so that what completes meanwhile can still go first.
+    by two tests (`StalenessBound` says why they suffice). Admission: a group is opened when a worker with a free slot
+    is to start it, so that v0(g) is that worker's step at once; only if the invariant survives, and only while the
+    backlog of complete groups is short (`backlog`). Delivery: the oldest N complete groups make batch k only if the
+    invariant holds for k + 1; otherwise the learner waits for the groups that are due. Batch k is not fixed before the
+    learner has trained all batches before it, so that older groups that complete meanwhile can still go first.
 
-    One round lasts from the first group to the last batch; then all unfinished work is handed back, and waits for
-    the run to be resumed with more steps.
+    One round lasts from the first group to the last batch; then all unfinished work is handed back and waits for the
+    run to be resumed with more steps.
     """
 
     by_rounds = False
@@ -40,31 +41,37 @@ class ContinuousSchedule(Schedule):
 
     @classmethod
     def check(cls, section: ScheduleSection) -> None:
-        """Refuse what it has no use for, and more samples in flight than the staleness bound ever admits."""
-        instead = SCHEDULES.those(lambda kind: kind.by_rounds and kind.dial)
+        """Refuse keys without a meaning here, and more samples in flight than the staleness bound ever admits."""
+        instead = SCHEDULES.names_where(lambda kind: kind.by_rounds and kind.dial)
         if not section.partial_rollout:
-            raise ConfigError(
-                f"key 'schedule.partial_rollout' = False cannot be: schedule.kind = {section.kind!r} ends no round, so "
-                f"that nothing is discarded unfinished; leave it true, or use schedule.kind = {instead}"
+            refuse(
+                "schedule.partial_rollout",
+                False,
+                f"cannot be: schedule.kind = {section.kind!r} ends no round, so that nothing is discarded unfinished",
+                f"leave it true, or use schedule.kind = {instead}",
             )
         if section.overlap:
-            raise ConfigError(
-                f"key 'schedule.overlap' = True says nothing: schedule.kind = {section.kind!r} always generates while "
-                f"the learner trains; leave it out, or use schedule.kind = {instead}"
+            refuse(
+                "schedule.overlap",
+                True,
+                f"says nothing: schedule.kind = {section.kind!r} always generates while the learner trains",
+                f"leave it out, or use schedule.kind = {instead}",
             )
         groups, n = section.rollout_batch_size, section.n_samples_per_prompt
         admitted = section.batches_in_reach * groups * n
         if section.in_flight is not None and section.in_flight > admitted:
-            raise ConfigError(
-                f"key 'schedule.in_flight' = {section.in_flight} exceeds {admitted}, the most samples that "
-                f"schedule.max_staleness = {section.max_staleness} ever admits for {groups} x {n} in a batch; "
-                "lower it or raise max_staleness"
+            refuse(
+                "schedule.in_flight",
+                section.in_flight,
+                f"exceeds {admitted}, the most samples that schedule.max_staleness = {section.max_staleness} "
+                f"ever admits for {groups} x {n} in a batch",
+                "lower it or raise max_staleness",
             )
 
     @classmethod
     def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
-        """Half of what over-sampling starts, as much, and as many as the scenario says; the second also without a cache
-        that outlives an update."""
+        """Samples in flight: half of what over-sampling starts, all of it, and the scenario's number; all of it also
+        with the KV cache recomputed at each update."""
         peak = section.over_sampled * section.n_samples_per_prompt
         counts = sorted({peak // 2, peak, section.in_flight or peak})
         return {
@@ -74,11 +81,11 @@ class ContinuousSchedule(Schedule):
 
     def __init__(self, section: ScheduleSection, prompts: Prompts):
         super().__init__(section, prompts)
-        self._mean = self._longest = 0.0
-        """tokens of the samples of a group, and of its longest, summed over the groups of the last batches"""
+        self._mean_sum = self._longest_sum = 0.0
+        """Mean and longest sampled tokens per sample of a group, as decayed sums over trained groups."""
 
     def advance(self, ledger: Ledger) -> bool:
-        """Deliver a batch if the learner has none; True when that was the last one."""
+        """Deliver a batch if the learner has none; True when the last batch has ended the round."""
         if not self.finished(ledger):
             if not ledger.round_open:
                 ledger.start_round()
@@ -92,40 +99,40 @@ class ContinuousSchedule(Schedule):
         return True
 
     def floor(self, ledger: Ledger) -> int:
-        """Below it, a worker's new group would be overdue when it is opened."""
+        """Least policy step of a worker at which a new group is not overdue when it is opened."""
         return max(0, ledger.next_step - ledger.rules.max_staleness)
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
         return ledger.round_open and ledger.generating < self.section.most_in_flight
 
     def next_sample(self, ledger: Ledger, step: int) -> Sample | None:
-        """What a worker at policy step `step` generates next, of a group opened for it if no other has one."""
+        """The next sample for a worker at policy step `step`, from a group opened for it if none waits."""
         waiting = super().next_sample(ledger, step)
         if waiting or ledger.rules.agents or not self.hands_out(ledger, step) or not self._open_group(ledger, step):
             return waiting
         return ledger.queue.take_fresh(step)
 
     def next_for_agent(self, ledger: Ledger) -> Sample | None:
-        """Of a group opened for it if no other waits: agents open groups, since they speak first."""
+        """The next sample for an agents process, from a group opened for it if none waits."""
         waiting = super().next_for_agent(ledger)
         if waiting or not ledger.round_open or not self._open_group(ledger, ledger.consumed):
             return waiting
         return super().next_for_agent(ledger)
 
     def backlog(self, ledger: Ledger) -> float:
-        """No group is opened while so many batches of complete groups wait.
+        """Batches of complete groups at which no further group is opened.
 
-        They are the supply of a learner that trains. But they also pile up while it waits for an old group that must
-        be in the next batch and is not complete: afterwards they are trained one after the other, and what is open by
-        then is due sooner by as many batches, so that more of them make the next straggler late as well. One batch is
-        enough, unless stragglers are late anyway: beside the longest response, in_flight * longest / mean other
-        samples complete, and what of them is more than S batches has to wait. The mean is that of the trained tokens.
+        A backlog feeds the learner. But it also grows while the learner waits for an old group that must be in the next
+        batch and is not complete. It is then trained at once, which brings the open groups as many batches closer to
+        their deadlines and makes the next straggler late as well. One batch is enough, unless stragglers are late
+        anyway: while the longest response is generated, in_flight * longest / mean other samples complete, and whatever
+        exceeds S batches has to wait. The mean is that of the trained tokens.
         """
         if not ledger.tokens[GroupState.TRAINED]:
             return MOST_BACKLOG
-        return min(MOST_BACKLOG, max(LEAST_BACKLOG, self._beside_longest(ledger) - ledger.rules.max_staleness))
+        return min(MOST_BACKLOG, max(LEAST_BACKLOG, self._batches_per_longest(ledger) - ledger.rules.max_staleness))
 
-    def _beside_longest(self, ledger: Ledger) -> float:
+    def _batches_per_longest(self, ledger: Ledger) -> float:
         """Batches of samples that complete while the longest response is generated."""
         rules, trained = ledger.rules, ledger.tokens[GroupState.TRAINED]
         mean_length = trained / (ledger.counts[GroupState.TRAINED] * rules.group_size)
@@ -133,33 +140,33 @@ class ContinuousSchedule(Schedule):
         return self.section.most_in_flight * rules.max_response_tokens / batch_tokens
 
     def _learn_lengths(self, batch: list[Group]) -> None:
-        self._mean, self._longest = REMEMBERED * self._mean, REMEMBERED * self._longest
+        self._mean_sum, self._longest_sum = DECAY * self._mean_sum, DECAY * self._longest_sum
         for group in batch:
-            self._mean += group.tokens / len(group.samples)
-            self._longest += max(sample.sampled for sample in group.samples)
+            self._mean_sum += group.tokens / len(group.samples)
+            self._longest_sum += max(sample.sampled_tokens for sample in group.samples)
 
     def _flight_lacks_groups(self, ledger: Ledger) -> bool:
-        """Whether fewer are undelivered than it takes to have `in_flight` samples in generation, and a batch. Never
-        where stragglers may be late, of which a larger backlog would make more.
+        """Whether fewer groups are undelivered than keep `in_flight` samples in generation plus one batch complete.
 
-        A group lasts as long as its longest sample, so that it takes in_flight / n groups times the longest over the
-        mean length. To open none beside a batch that waits stops many batches in flight: what is open goes on to
-        complete for as long as the longest response takes, and nothing comes behind it; then all begin at once, to
-        complete at once. Of a constant number of undelivered groups each batch that is delivered makes room for its
-        own, and a learner that falls behind slows generation down as far as it has to.
+        Never true where stragglers may be late, of which a larger backlog would make more.
+
+        A group lasts as long as its longest sample, so keeping `in_flight` samples in generation takes
+        in_flight / n * longest / mean groups. Opening none while a batch waits would let that flight run dry for as
+        long as the longest response takes; then all groups would start, and complete, together. With a constant number
+        of undelivered groups, each delivered batch admits as many new groups, and a slow learner throttles generation.
         """
         rules = ledger.rules
-        if rules.agents or not self._mean or not ledger.tokens[GroupState.TRAINED]:
+        if rules.agents or not self._mean_sum or not ledger.tokens[GroupState.TRAINED]:
             return False
-        if self._beside_longest(ledger) + LEAST_BACKLOG > rules.max_staleness:
+        if self._batches_per_longest(ledger) + LEAST_BACKLOG > rules.max_staleness:
             return False
-        wanted = self.section.most_in_flight / rules.group_size * self._longest / self._mean + rules.batch_groups
-        return ledger.counts[GroupState.OPEN] + len(ledger.ready) < wanted
+        groups_in_flight = self.section.most_in_flight / rules.group_size * self._longest_sum / self._mean_sum
+        return ledger.counts[GroupState.OPEN] + len(ledger.ready) < groups_in_flight + rules.batch_groups
 
     def _open_group(self, ledger: Ledger, step: int) -> bool:
-        """Draw the next prompt for a worker at `step`, if some batch needs its group soon and the bound admits it."""
-        batches_left = self.section.max_steps - ledger.next_step
-        if len(ledger.ready) >= batches_left * ledger.rules.batch_groups:
+        """Open a group for a worker at `step`, if some batch needs it soon and the bound admits it; False otherwise."""
+        remaining_batches = self.section.max_steps - ledger.next_step
+        if len(ledger.ready) >= remaining_batches * ledger.rules.batch_groups:
             return False
         is_behind = len(ledger.ready) >= self.backlog(ledger) * ledger.rules.batch_groups
         if is_behind and not self._flight_lacks_groups(ledger):

@@ -20,7 +20,7 @@ class RoundSchedule(Schedule):
     def __init__(self, section: ScheduleSection, prompts: Prompts):
         super().__init__(section, prompts)
         self.exhausted = False
-        """no prompt was left for the last group to open"""
+        """Whether no prompt was left when a group was last to be opened."""
 
     @classmethod
     def groups_outlive_a_round(cls, section: ScheduleSection) -> bool:
@@ -49,14 +49,14 @@ class RoundSchedule(Schedule):
         return self.exhausted and super().all_complete(ledger)
 
     def floor(self, ledger: Ledger) -> int:
-        """The policy step that leases for the batch being made need."""
+        """Least policy step of a worker that generates for the batch being made."""
         return max(0, ledger.next_step - 1) if self.section.overlap else ledger.next_step
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
         return ledger.round_open and step >= self.floor(ledger)
 
     def _settle(self, ledger: Ledger) -> bool:
-        """Whether every grant of the last round is back; without partial rollout its open groups end here."""
+        """Whether every lease of the last round is back; without partial rollout, discards its unfinished groups."""
         if ledger.generating:
             return False
         if not self.section.partial_rollout:

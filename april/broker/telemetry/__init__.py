@@ -1,5 +1,5 @@
-"""What is counted of a run, and where the figures go. `sink.py` says what a metrics sink is,
-`alarm.py` what an alarm."""
+"""Metrics of a run: what is recorded, the sinks that receive it (`sink.py`) and the alarms that watch it
+(`alarm.py`)."""
 
 from april.registry import Registry
 
@@ -19,19 +19,19 @@ ALARMS = Registry(
     "operations.alarms",
     "alarm",
     {
-        "nothing_trained": "april.broker.telemetry.nothing_trained:NothingTrained",
-        "engine_gap": "april.broker.telemetry.engine_gap:EngineGap",
-        "slow_part": "april.broker.telemetry.slow_part:SlowPart",
-        "wrong_weights": "april.broker.telemetry.wrong_weights:WrongWeights",
-        "policy_gap": "april.broker.telemetry.policy_alarms:PolicyGap",
-        "effective_samples": "april.broker.telemetry.policy_alarms:EffectiveSamples",
-        "length_bias": "april.broker.telemetry.policy_alarms:LengthBias",
-        "looping": "april.broker.telemetry.policy_alarms:Looping",
-        "entropy_collapse": "april.broker.telemetry.policy_alarms:EntropyCollapse",
-        "staleness_bound": "april.broker.telemetry.operation_alarms:StalenessBound",
-        "starved_engines": "april.broker.telemetry.operation_alarms:StarvedEngines",
-        "saturated_engines": "april.broker.telemetry.operation_alarms:SaturatedEngines",
-        "disk_filling": "april.broker.telemetry.operation_alarms:DiskFilling",
+        "nothing_trained": "april.broker.telemetry.nothing_trained:NothingTrainedAlarm",
+        "engine_gap": "april.broker.telemetry.engine_gap:EngineGapAlarm",
+        "slow_part": "april.broker.telemetry.slow_part:SlowPartAlarm",
+        "wrong_weights": "april.broker.telemetry.wrong_weights:WrongWeightsAlarm",
+        "policy_gap": "april.broker.telemetry.policy_alarms:PolicyGapAlarm",
+        "effective_samples": "april.broker.telemetry.policy_alarms:EffectiveSamplesAlarm",
+        "length_bias": "april.broker.telemetry.policy_alarms:LengthBiasAlarm",
+        "looping": "april.broker.telemetry.policy_alarms:LoopingAlarm",
+        "entropy_collapse": "april.broker.telemetry.policy_alarms:EntropyCollapseAlarm",
+        "staleness_bound": "april.broker.telemetry.operation_alarms:StalenessAlarm",
+        "starved_engines": "april.broker.telemetry.operation_alarms:StarvedEnginesAlarm",
+        "saturated_engines": "april.broker.telemetry.operation_alarms:SaturatedEnginesAlarm",
+        "disk_filling": "april.broker.telemetry.operation_alarms:DiskFillingAlarm",
     },
     base="april.broker.telemetry.alarm:Alarm",
 )

@@ -1,66 +1,71 @@
-"""Alarms: what says in a sentence that a run is in trouble, and what to do about it.
+"""Alarms: each says in one sentence that a run is in trouble, and what to do about it.
 
-An alarm looks at every line of metrics.jsonl before it is written; what it says stands in that line, and so in the live
-view, in `april status`, in the report, and in every sink. It may also watch, between steps, where the parts of the run
-are; what it says of that stands in the status as long as it is so, and once in the broker's log.
+An alarm checks every step's record before it is written to metrics.jsonl. The record holds the sentences of the alarms
+it raises, and so do the live view, `april status`, the report and every sink. Between steps an alarm may also check
+where the main loops of the run's processes are. Such a sentence stands in the status for as long as it is true, and
+once in the broker's log.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from april.broker.sessions import Stay
+from april.broker.sessions import PeerLoop
 from april.broker.telemetry import ALARMS
 
 log = logging.getLogger(__name__)
 
 
 class Alarm:
-    """Made when the broker starts. A restarted one shows it, once, the first lines of a run, and the newest: those
-    that a learner can go back to, and three more."""
+    """Base class of alarms, created when the broker starts.
+
+    After a restart the broker replays step records to it: the first of the run, and the newest ones, which are those
+    that a learner can go back to and three more.
+    """
 
     page = ""
-    """of the documentation, that says more"""
+    """Page of the documentation that explains the alarm."""
 
     def look(self, record: dict[str, Any]) -> str:
-        """At the line of a trained step; what is wrong and what to do, in one sentence, or nothing."""
+        """Check the record of a trained step; returns what is wrong and what to do, in one sentence, or "" if nothing
+        is."""
         raise NotImplementedError
 
-    def watch(self, stays: Sequence[Stay]) -> str:
-        """At where the main loops of workers, scorers and learner are, several times a second: the same."""
+    def watch(self, loops: Sequence[PeerLoop]) -> str:
+        """Check the main loops of workers, scorers and learner, several times a second; returns the same as `look`."""
         return ""
 
 
 class Alarms:
-    """Those of a run. One that raises is left out from then on."""
+    """The alarms of a run. One that raises an exception is not used any more."""
 
     def __init__(self, names: Sequence[str]):
-        """Raises ConfigError."""
+        """Raises ConfigError for a name that is not found."""
         self._alarms: dict[str, Alarm] = {name: ALARMS.find(name)() for name in names}
         self.raised: list[dict[str, str]] = []
-        """by what is so just now"""
+        """Alarms that the last `watch` raised: `name`, `sentence` and `page` of each."""
 
     @property
     def names(self) -> list[str]:
-        """Of those that look."""
+        """Names of the alarms in use."""
         return list(self._alarms)
 
     def look(self, record: dict[str, Any]) -> list[dict[str, str]]:
-        """Those that a line raises: `name`, `sentence` and `page`."""
-        return self._ask(lambda alarm: alarm.look(record))
+        """The alarms that a step's record raises: `name`, `sentence` and `page` of each."""
+        return self._raised_by(lambda alarm: alarm.look(record))
 
-    def watch(self, stays: Sequence[Stay]) -> None:
-        """What is `raised` from now on."""
-        known, self.raised = {alarm["name"] for alarm in self.raised}, self._ask(lambda alarm: alarm.watch(stays))
+    def watch(self, loops: Sequence[PeerLoop]) -> None:
+        """Renew `raised` by the positions of the main loops, and log each alarm that is new there."""
+        known, self.raised = {alarm["name"] for alarm in self.raised}, self._raised_by(lambda alarm: alarm.watch(loops))
         for alarm in self.raised:
             if alarm["name"] not in known:
                 log.warning("ALARM %s: %s", alarm["name"], alarm["sentence"])
 
-    def _ask(self, question: Callable[[Alarm], str]) -> list[dict[str, str]]:
+    def _raised_by(self, check: Callable[[Alarm], str]) -> list[dict[str, str]]:
         raised = []
         for name, alarm in list(self._alarms.items()):
             try:
-                sentence = question(alarm)
+                sentence = check(alarm)
             except Exception:
                 log.exception("the alarm %s has failed, and is left out from here on; mend it", name)
                 del self._alarms[name]
@@ -71,6 +76,6 @@ class Alarms:
 
 
 def check_alarms(names: Sequence[str]) -> None:
-    """Raises ConfigError unless each can be found."""
+    """Raise ConfigError unless every alarm is found."""
     for name in names:
         ALARMS.find(name)

@@ -1,7 +1,7 @@
-"""A sink for a service that may be slow: a thread hands it the figures, one step behind the other.
+"""Base class of metrics sinks for services that may be slow: a thread of its own writes the metrics in order.
 
-The broker's loop never waits for it, except at the end, for `CLOSE_S`. What the service raises is raised to the loop at
-the next step, which leaves the sink out.
+The broker's loop never waits for the thread, except up to `CLOSE_S` at the end of the run. An exception of the service
+is raised in the loop at the next step, which drops the sink.
 """
 
 import queue
@@ -14,18 +14,18 @@ from april.broker.telemetry import figures
 from april.broker.telemetry.sink import Sink
 
 PROJECT = "april-rl"
-"""that runs belong to at a service which wants to know"""
+"""Default project, or experiment, of runs at a service."""
 WAITING = 1000
-"""most that wait for the service; it has failed then"""
+"""Most entries that wait for the service; the sink fails beyond that."""
 CLOSE_S = 30.0
-"""longest wait for it at the end of a run"""
+"""Longest wait for the service at the end of a run."""
 
 Entry = tuple[int, float, dict[str, float]]
-"""step, Unix seconds, figures by name"""
+"""Step, Unix seconds, and metrics by name."""
 
 
-class SinkBehind(Sink):
-    """`open`, `write` and `end` are called in a thread of the sink's own, in this order."""
+class BackgroundSink(Sink):
+    """Calls `open`, then `write` for each entry, then `end`, in a thread of its own."""
 
     def __init__(self, run_dir: Path):
         super().__init__(run_dir)
@@ -35,14 +35,14 @@ class SinkBehind(Sink):
         self._thread.start()
 
     def open(self) -> None:
-        """Begin, or go on after a restart of the broker."""
+        """Open a run at the service, or resume it after a restart of the broker."""
 
     def write(self, step: int, time: float, figures: dict[str, float]) -> None:
-        """`time`: Unix seconds; `figures` of a trained step or of an evaluation."""
+        """Write the metrics of a trained step or of an evaluation; `time`: Unix seconds."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """All is written."""
+        """Close the run at the service; every entry has been written."""
 
     def step(self, record: dict[str, Any]) -> None:
         self._put((record["step"], record["time"], figures.of_step(record)))
@@ -58,7 +58,7 @@ class SinkBehind(Sink):
         self._raise()
 
     def run_id(self) -> str:
-        """Of this run at the service, the same after a restart of the broker."""
+        """Id of this run at the service, which stays the same over restarts of the broker."""
         path = self.run_dir / f"{self.package}.id"
         if not path.exists():
             path.write_text(uuid.uuid4().hex)

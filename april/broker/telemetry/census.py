@@ -1,4 +1,4 @@
-"""How much waits and works, and for how long: counted bit by bit, so that the broker's loop is never held up."""
+"""Counts and ages of open groups and samples, scanned in slices so that the broker's loop is never blocked."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,56 +7,61 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import ENDED, Group, GroupState
 
 SLICE = 1000
-"""most groups and samples that are looked at in one pass of the broker's loop: well under a millisecond"""
+"""Most groups and samples scanned in one pass of the broker's loop; takes well under a millisecond."""
 PAUSE_S = 2.0
-"""between the end of one such look and the next"""
+"""Seconds between the end of one scan and the start of the next."""
 
 
 @dataclass(frozen=True)
-class Queues:
-    """One look at all open groups; when much is open, it takes several passes of the loop, in which things move on."""
+class QueueSnapshot:
+    """Result of one scan of all open groups. A long scan takes several passes of the loop, during which states
+    change."""
 
     training: dict[str, int] = field(default_factory=dict)
-    """samples by state"""
+    """Training samples by state."""
     evaluation: dict[str, int] = field(default_factory=dict)
+    """Evaluation samples by state."""
     training_age_s: dict[str, float] = field(default_factory=dict)
-    """by state, since the group of its oldest sample was opened, or since the broker started"""
+    """Seconds since the oldest group with a sample in that state was opened, or since the broker started; by state."""
     evaluation_age_s: dict[str, float] = field(default_factory=dict)
+    """Age of evaluation samples, measured as in `training_age_s`."""
     oldest_waiting_s: float = 0.0
-    """since the group of the oldest sample that waits for a lease was opened, or since the broker started"""
+    """Seconds since the oldest group with a sample that waits for a lease was opened, or since the broker started."""
     oldest_waiting_steps: int = 0
-    """the next batch minus the policy step at which its group was first leased"""
+    """Age in policy steps of the oldest such group: the next batch minus the step at which it was first leased."""
     oldest_ready_steps: int = 0
-    """the same of the complete groups"""
+    """Age in policy steps of the oldest complete group."""
     longest_lease_s: float = 0.0
+    """Age of the oldest lease, counted from the start of the broker at the earliest."""
 
 
-class Census:
-    """`latest` is the last complete look at them; `advance` goes on with the next by one slice."""
+class QueueScanner:
+    """Scans the ledger's groups: `advance` scans one slice, `latest` is the result of the last complete scan."""
 
     def __init__(self, ledger: Ledger, max_run_s: float):
         self.ledger = ledger
         self.max_run_s = max_run_s
-        self.latest = Queues()
-        self._next_pass = 0.0
+        self.latest = QueueSnapshot()
+        self._next_scan = 0.0
         self._groups: Iterator[Group] | None = None
         self._first_seen: dict[int, float] = {}
         self._waiting_steps = self._ready_steps = 0
 
     def advance(self, now: float) -> None:
+        """Scan the next slice, or begin a scan when one is due."""
         if self._groups is None:
-            if now < self._next_pass:
+            if now < self._next_scan:
                 return
             self._groups = self._begin()
-        looked_at = 0
+        scanned = 0
         for group in self._groups:
-            looked_at += 1
+            scanned += 1
             if group.state is GroupState.OPEN:
                 self._count(group, now)
-                looked_at += len(group.samples)
+                scanned += len(group.samples)
             elif group.state is GroupState.READY:
                 self._ready_steps = max(self._ready_steps, self.ledger.next_step - group.opened_at)
-            if looked_at >= SLICE:
+            if scanned >= SLICE:
                 return
         self._finish(now)
 
@@ -73,10 +78,10 @@ class Census:
         oldest, first_lease = self._since[group.evaluation], self._first_lease
         for sample in group.samples:
             state, lease_id = sample.state, sample.lease_id
-            if state not in oldest:  # those that come later were not opened earlier
+            if state not in oldest:  # groups come in the order in which they were opened
                 oldest[state] = since
             if lease_id:
-                # they are numbered as they are granted
+                # lease ids grow in the order of the grants
                 if lease_id < first_lease and (lease := self.ledger.leases.get(lease_id)):
                     first_lease = self._first_lease = lease_id
                     self._leased_since = min(self._leased_since, lease.ends_at - self.max_run_s)
@@ -85,7 +90,7 @@ class Census:
                 self._waiting_steps = max(self._waiting_steps, self.ledger.next_step - group.opened_at)
 
     def _finish(self, now: float) -> None:
-        self.latest = Queues(
+        self.latest = QueueSnapshot(
             training=self.ledger.open_samples.by_state(),
             evaluation=self.ledger.open_samples.by_state(evaluation=True),
             training_age_s=ages(self._since[False], now),
@@ -96,7 +101,7 @@ class Census:
             longest_lease_s=max(0.0, now - self._leased_since),
         )
         self._groups, self._first_seen = None, self._seen
-        self._next_pass = now + PAUSE_S
+        self._next_scan = now + PAUSE_S
 
 
 def ages(since: dict[str, float], now: float) -> dict[str, float]:

@@ -1,53 +1,62 @@
-"""Discarded samples that the learner writes down beside those of a step: of each reason the first since the last batch.
+"""Discarded groups that are delivered with a batch for the sample logs: the first of each reason since the last batch.
 
-They wait for the next delivery, belong to its step from then on, and stay until no learner can go back to it. Kept is
-what is told of them, and where the journal has their tokens.
+A discarded group waits for the next delivery, and belongs to that step from then on, until no learner can go back to
+the step. What is kept is its description, and where the journal has its tokens.
 """
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
 import msgspec
 
 from april import wire
 from april.broker.journal.files import Reference
-from april.broker.ledger.places import places_in
+from april.broker.ledger.places import chunk_refs_in
 
-MOST_OF_A_REASON, MOST_OF_A_STEP = 2, 16
-"""groups, or stretches of an agent's session"""
+MOST_PER_REASON, MOST_PER_STEP = 2, 16
+"""Most discards kept per reason and per step: groups, or the discarded part of an agent session."""
 MOST_BYTES = 16 << 20
-"""of all steps. Beyond that none is added, so that a step that is trained again has those that it had"""
+"""Most bytes of all steps together. Beyond it no discard is added, so that a replayed step has the same discards."""
 
 
-class Discard(msgspec.Struct, array_like=True, frozen=True):
+class DiscardedGroup(msgspec.Struct, array_like=True, frozen=True):
+    """A discarded group, or the discarded part of one."""
+
     head: wire.GroupHead
     prompt: Reference
+    """Position of the prompt in the journal."""
     chunks: list[bytes]
-    """of each of its samples, as in `Sample.chunks`"""
+    """Packed chunk references of each sample, as in `Sample.chunks`."""
 
     def positions(self) -> Iterator[int]:
-        """Of the journal's records that it needs."""
+        """Positions of the journal records it needs."""
         yield self.prompt[0]
         for chunks in self.chunks:
-            yield from (place.record for place in places_in(chunks))
+            yield from (ref.record for ref in chunk_refs_in(chunks))
 
 
-_decoder = msgspec.msgpack.Decoder(Discard)
+_decoder = msgspec.msgpack.Decoder(DiscardedGroup)
 
 
-class Discards:
+class DiscardedGroups:
+    """The discarded groups kept for the sample logs, by the step they are delivered with."""
+
     def __init__(self) -> None:
-        self._of_steps: dict[int, list[bytes]] = {}
+        self._by_step: dict[int, list[bytes]] = {}
+        """Encoded groups, by step."""
         self._waiting: list[bytes] = []
-        """for a delivery"""
+        """Encoded groups that wait for the next delivery."""
         self._reasons: Counter[str] = Counter()
-        """of those that wait"""
+        """Waiting groups by reason."""
         self._bytes = 0
+        """Bytes of all encoded groups."""
 
     def has_room(self, reason: str) -> bool:
-        return self._reasons[reason] < MOST_OF_A_REASON and len(self._waiting) < MOST_OF_A_STEP
+        """Whether a group discarded for this reason would be kept."""
+        return self._reasons[reason] < MOST_PER_REASON and len(self._waiting) < MOST_PER_STEP
 
-    def add(self, discard: Discard) -> None:
+    def add(self, discard: DiscardedGroup) -> None:
         packed = msgspec.msgpack.encode(discard)
         if self._bytes + len(packed) <= MOST_BYTES:
             self._reasons[discard.head.discarded] += 1
@@ -55,32 +64,34 @@ class Discards:
             self._bytes += len(packed)
 
     def deliver(self, step: int) -> None:
+        """Assign the waiting groups to a step that is delivered."""
         if self._waiting:
-            self._of_steps[step] = self._waiting
+            self._by_step[step] = self._waiting
         self._waiting, self._reasons = [], Counter()
 
     def forget(self, oldest: int) -> None:
-        """Those of the steps before."""
-        for step in [step for step in self._of_steps if step < oldest]:
-            self._bytes -= sum(map(len, self._of_steps.pop(step)))
+        """Drop the groups of steps before `oldest`."""
+        for step in [step for step in self._by_step if step < oldest]:
+            self._bytes -= sum(map(len, self._by_step.pop(step)))
 
-    def of(self, step: int) -> list[Discard]:
-        return list(map(_decoder.decode, self._of_steps.get(step, ())))
+    def of_step(self, step: int) -> list[DiscardedGroup]:
+        return list(map(_decoder.decode, self._by_step.get(step, ())))
 
     @property
-    def waiting(self) -> list[Discard]:
+    def waiting(self) -> list[DiscardedGroup]:
         return list(map(_decoder.decode, self._waiting))
 
     def positions(self) -> Iterator[int]:
-        """Where the journal holds what may still be asked for."""
-        for packed in (*self._waiting, *(one for step in self._of_steps.values() for one in step)):
+        """Positions of the journal records that may still be delivered."""
+        for packed in (*self._waiting, *chain.from_iterable(self._by_step.values())):
             yield from _decoder.decode(packed).positions()
 
     def freeze(self) -> tuple[dict[int, list[bytes]], list[bytes]]:
-        return self._of_steps, self._waiting
+        """State for a snapshot."""
+        return self._by_step, self._waiting
 
-    def thaw(self, of_steps: dict[int, list[bytes]], waiting: list[bytes]) -> None:
-        """What `freeze` has given."""
-        self._of_steps, self._waiting = of_steps, waiting
+    def thaw(self, by_step: dict[int, list[bytes]], waiting: list[bytes]) -> None:
+        """Restore the state that `freeze` returned."""
+        self._by_step, self._waiting = by_step, waiting
         self._reasons = Counter(_decoder.decode(packed).head.discarded for packed in waiting)
-        self._bytes = sum(len(one) for packed in (waiting, *of_steps.values()) for one in packed)
+        self._bytes = sum(map(len, chain(waiting, *by_step.values())))

@@ -1,4 +1,5 @@
-"""The alarm against engines whose samples are not of the weights they name: the learner sees their tokens otherwise."""
+"""The alarm on engines that do not sample from the weights they report: their log-probabilities differ from the
+learner's."""
 
 from typing import Any
 
@@ -6,15 +7,15 @@ from april.broker.telemetry.alarm import Alarm
 
 PREFIX = "engine_gap_"
 FIGURES = ("tokens", "mean", "largest", "age")
-"""of a learner's metrics, which are named PREFIX + FIGURE + _ + WORKER"""
+"""Figures of each worker in the learner's metrics, which are named PREFIX + FIGURE + _ + WORKER."""
 
 
 Figures = dict[str, float]
 
 
 def split_gaps(learner: Figures, step: int) -> tuple[dict[str, Figures], Figures]:
-    """The metrics of batch `step` as FIGURES of each worker, with the `step` of the version that they are of, and the
-    rest of the metrics."""
+    """Split the learner's metrics of batch `step`: the figures of each worker, with the policy `step` they refer to,
+    and the other metrics."""
     gaps: dict[str, Figures] = {}
     for name in learner:
         if name.startswith(PREFIX):
@@ -29,13 +30,14 @@ def described(gap: Figures, step: int) -> Figures:
     return {"step": step - age, "age": age, "tokens": tokens, "mean": gap["mean"], "largest": gap["largest"]}
 
 
-class EngineGap(Alarm):
+class EngineGapAlarm(Alarm):
     page = "docs/learner.md#learner-and-engine-on-what-is-trained"
     threshold = 4.0
-    """times the mean of the run's first batch, of the worker that was furthest from the learner there"""
+    """Largest allowed gap, as a multiple of the largest mean gap of any worker in the run's first batch."""
     least, most = 1e-4, 0.6
-    """nats, within which that lies: the canary's bands of float32, and of 8 bits"""
+    """Bounds of the allowed gap, in nats: the weight check's bands of float32 and of 8-bit weights."""
     least_tokens = 100
+    """Fewest tokens for which a worker's mean gap is judged."""
 
     def __init__(self) -> None:
         self.limit: float | None = None

@@ -1,4 +1,4 @@
-"""The share of prompts that have failed for good: a reward that fails on one kind of label is no quiet success."""
+"""Share of prompts that failed for good, which shows a reward function that fails on one kind of label."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ DEAD = "dead_sample"
 
 
 def failed_share(ledger: Ledger) -> dict[str, float]:
-    """`training`: of the groups that were trained or given up for a dead sample; `evaluation`: of the prompts of the
-    last one. 0 of none."""
+    """Shares that failed: `training` of the groups that were trained or discarded for a dead sample, `evaluation` of
+    the prompts of the last evaluation; 0 if there were none."""
     dead, trained = ledger.counts[DEAD], ledger.counts[GroupState.TRAINED]
     last: dict[str, Any] = ledger.evaluated[max(ledger.evaluated)] if ledger.evaluated else {}
     failed, done = last.get("failed", 0), last.get("prompts", 0)

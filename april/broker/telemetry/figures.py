@@ -1,15 +1,15 @@
-"""A run's figures as others take them: a flat name and a number each."""
+"""Flattens records of steps and evaluations to names and numbers, as metrics sinks take them."""
 
 from typing import Any
 
 LEFT_OUT = ("step", "time", "lanes", "lengths", "alarms")
-"""of a step's record: its place, and what is no scalar"""
+"""Keys of a step's record that are no metrics of a sink: its step and time, and what is no scalar."""
 NAMED_BY_STEP = "version_share_"
-"""of the learner's figures: each step would have names of its own; the staleness by age says the same"""
+"""Prefix of learner metrics that are left out: each step would add names. Staleness by age shows the same."""
 
 
 def of_step(record: dict[str, Any]) -> dict[str, float]:
-    """Those of a line of metrics.jsonl, and 1 for each alarm that is raised."""
+    """Metrics of a step's record in metrics.jsonl, and 1 for each alarm that it raises."""
     figures = scalars({name: value for name, value in record.items() if name not in LEFT_OUT})
     return figures | {f"alarms/{alarm['name']}": 1.0 for alarm in record.get("alarms", ())}
 
@@ -18,13 +18,13 @@ SCORES = ("accuracy", "mean_at_k", "pass_at_k")
 
 
 def of_evaluation(result: dict[str, Any]) -> dict[str, float]:
-    """Those of the first set, and of several those of each, as sets/NAME."""
+    """Scores of an evaluation: those of its first set, and with several sets those of each as sets/NAME."""
     sets = {name: {score: found[score] for score in SCORES} for name, found in result.get("sets", {}).items()}
     return scalars({"evaluation": {score: result[score] for score in SCORES} | {"sets": sets}})
 
 
 def scalars(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Every number in nested mappings but those named by step, the keys joined by slashes."""
+    """Every number in nested mappings except those named by step; nested keys are joined by slashes."""
     found: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""An alarm about what may be chance in one step, and is none in several steps on end."""
+"""Base class of alarms about what may be chance in one step, but not in several steps in a row."""
 
 from typing import Any
 
 from april.broker.telemetry.alarm import Alarm
 
 
-class InARow(Alarm):
-    """Raised from the `steps`-th step on, in a row, for which `wrong` has a sentence; that of the newest is said."""
+class ConsecutiveAlarm(Alarm):
+    """Raised once `wrong` has returned a sentence for `steps` steps in a row; the newest sentence is shown."""
 
     steps = 3
 
@@ -14,7 +14,7 @@ class InARow(Alarm):
         self.in_a_row = 0
 
     def wrong(self, record: dict[str, Any]) -> str:
-        """What is wrong with a step, as `Alarm.look` says it; or nothing."""
+        """Check the record of a step; returns what is wrong and what to do, in one sentence, or "" if nothing is."""
         raise NotImplementedError
 
     def look(self, record: dict[str, Any]) -> str:

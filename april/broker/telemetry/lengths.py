@@ -1,4 +1,4 @@
-"""Whether training sees the lengths that generation makes: created against trained, by creation cohort."""
+"""Response lengths, created and trained: histograms and summaries by creation cohort."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ BINS_PER_OCTAVE = 4
 
 
 def histogram(lengths: Lengths) -> dict[str, int]:
-    """Key i counts the lengths in [2^(i/4), 2^((i+1)/4)) tokens; empty responses are not counted."""
+    """Histogram whose key i counts the lengths in [2^(i/4), 2^((i+1)/4)) tokens, without empty responses."""
     bins: Counter[int] = Counter()
     for length, count in lengths.items():
         if length > 0:
@@ -23,7 +23,7 @@ def mean(lengths: Lengths) -> float:
 
 
 def describe(lengths: Lengths) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in tokens; None for no lengths."""
+    """Mean, percentiles and maximum in tokens; None without responses."""
     if not lengths:
         return None
     values = np.array(sorted(lengths))
@@ -38,13 +38,13 @@ def describe(lengths: Lengths) -> dict[str, float] | None:
 
 
 def counted(lengths: Lengths) -> dict[str, float] | None:
-    """The same with how many responses they are of."""
+    """`describe` with the number of responses."""
     described = describe(lengths)
     return described and described | {"responses": lengths.total()}
 
 
 def summarise_cohorts(cohorts: LengthCohorts) -> dict:
-    """`lengths` of summary.json: settled cohorts only."""
+    """`lengths` of summary.json, over settled cohorts only."""
     ratio = mean(cohorts.trained) / mean(cohorts.created) if cohorts.trained and any(cohorts.created) else None
     return {
         "created": counted(cohorts.created),

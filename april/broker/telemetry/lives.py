@@ -1,7 +1,7 @@
-"""What happened to each training sample, where and when, to be read with it: told to the learner with its batch.
+"""History of training samples: where and when each was generated and scored, delivered to the learner with its batch.
 
-The ledger does not need it and does not keep it: it is found by watching what the ledger writes down, and written into
-its snapshots. So a broker that was restarted tells a batch's lives as the one before it did.
+The ledger does not need the history. It is derived from the ledger's events, and stored in its snapshots, so that a
+restarted broker delivers the same history as the one before it.
 """
 
 import math
@@ -19,67 +19,70 @@ from april.broker.ledger import events
 from april.broker.ledger.dead_letters import ERROR_CHARS
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Lease, Sample, SampleState
-from april.broker.telemetry.discards import Discard, Discards
+from april.broker.telemetry.discards import DiscardedGroup, DiscardedGroups
 from april.connections.identity import name_of
-from april.wire.rows import ENDINGS, TABLE, read_rows
+from april.wire.rows import FINISH_REASONS, TABLE, read_rows
 
 GENERATE, SCORE, ACT = range(3)
-WHAT = ("generate", "score", "act")
-HOW = (
-    *ENDINGS, "scored", "closed", "void", "abort", "leave", "lost", "expired", "generation_failed",
+KINDS = ("generate", "score", "act")
+ENDS = (
+    *FINISH_REASONS, "scored", "closed", "void", "abort", "leave", "lost", "expired", "generation_failed",
     "environment_failed", "scoring_failed", "agent_failed", "recall",
 )  # fmt: skip
-"""how a stay ended: with a response or turn, with a score, by its agent, with its group; else as LeaseEnded says"""
-STAY = struct.Struct("<BBIddII")
-"""a stay's kind, how it ended (0: it has not), holder, began, ended, start, end; 30 bytes"""
+"""How a span ended: with the end of a response or turn, with a score, by its agent, with its group; else the cause of
+`LeaseEnded`."""
+SPAN = struct.Struct("<BBIddII")
+"""A packed span, 30 bytes: index in `KINDS`, index in `ENDS` (0: not ended), index of the holder, began and ended in
+Unix seconds, first and last response length."""
 UNREADABLE = "unreadable"
-"""why a group is discarded of which the journal has lost something"""
+"""Discard reason of a group whose records the journal has lost."""
 
 
 @dataclass(slots=True)
-class GroupLife:
+class GroupHistory:
+    """Times of a group in Unix seconds, and the spans of its samples."""
+
     opened_at: float
-    stays: list[bytes]
-    """of each sample, one stay behind the other"""
+    spans: list[bytes]
+    """Packed spans of each sample, by index."""
     delivered_at: float = 0.0
-    of_branches: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """by index and branch"""
+    fork_spans: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """Packed spans of each fork, by index and fork number."""
 
-    def of(self, sample: Sample) -> bytes:
-        if sample.trunk is None:
-            return self.stays[sample.index]
-        return self.of_branches.get((sample.index, sample.branch), b"")
+    def spans_of(self, sample: Sample) -> bytes:
+        if sample.main_sample is None:
+            return self.spans[sample.index]
+        return self.fork_spans.get((sample.index, sample.fork_number), b"")
 
-    def tell(self, sample: Sample, stays: bytes) -> None:
-        if sample.trunk is None:
-            self.stays[sample.index] = stays
+    def set_spans(self, sample: Sample, spans: bytes) -> None:
+        if sample.main_sample is None:
+            self.spans[sample.index] = spans
         else:
-            self.of_branches[sample.index, sample.branch] = stays
+            self.fork_spans[sample.index, sample.fork_number] = spans
 
-    def end(self, sample: Sample, now: float, length: int, how: str, kinds: Sequence[int] = range(len(WHAT))) -> None:
-        """The newest stay of each of these kinds, unless it has ended."""
-        stays = self.of(sample)
+    def end(self, sample: Sample, now: float, length: int, how: str, kinds: Sequence[int] = range(len(KINDS))) -> None:
+        """End the newest span of each of these kinds, if it is open; `length`: response tokens at its end."""
+        spans = self.spans_of(sample)
         for kind in kinds:
-            at = next((at for at in range(len(stays) - STAY.size, -1, -STAY.size) if stays[at] == kind), None)
-            if at is not None and not stays[at + 1]:
-                _, _, holder, began, _, start, _ = STAY.unpack_from(stays, at)
-                ended = STAY.pack(kind, HOW.index(how), holder, began, now, start, length)
-                stays = stays[:at] + ended + stays[at + STAY.size :]
-        self.tell(sample, stays)
+            at = next((at for at in range(len(spans) - SPAN.size, -1, -SPAN.size) if spans[at] == kind), None)
+            if at is not None and not spans[at + 1]:
+                _, _, holder, began, _, start, _ = SPAN.unpack_from(spans, at)
+                ended = SPAN.pack(kind, ENDS.index(how), holder, began, now, start, length)
+                spans = spans[:at] + ended + spans[at + SPAN.size :]
+        self.set_spans(sample, spans)
 
 
-class Lives:
-    """Those of the groups that the ledger has; `see` is shown every event before it is applied."""
+class SampleHistory:
+    """Histories of the ledger's groups. `record` takes every ledger event before it is applied."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
-        self.discards = Discards()
+        self.discards = DiscardedGroups()
         ledger.on_discard = self._discarded
-        self._lives: dict[int, GroupLife] = {}
-        """by group"""
+        self._groups: dict[int, GroupHistory] = {}
         self._holders: list[str] = []
-        self._numbers: dict[str, int] = {}
-        """of workers, scorers and agents processes: places in the list"""
+        """Uids of workers, scorers and agents processes."""
+        self._holder_indices: dict[str, int] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             events.GroupOpened: self._opened,
             events.Leased: self._leased,
@@ -93,84 +96,86 @@ class Lives:
             events.CheckpointDurable: self._durable,
         }
 
-    def see(self, event: events.Event) -> None:
+    def record(self, event: events.Event) -> None:
         if handler := self._handlers.get(type(event)):
             handler(event, self.ledger.now)
 
     def freeze(self) -> bytes:
-        lives = {
+        """State for a snapshot."""
+        groups = {
             group: (
-                life.opened_at,
-                life.delivered_at,
-                life.stays,
-                [(*branch, stays) for branch, stays in life.of_branches.items()],
+                history.opened_at,
+                history.delivered_at,
+                history.spans,
+                [(*fork, spans) for fork, spans in history.fork_spans.items()],
             )
-            for group, life in self._lives.items()
+            for group, history in self._groups.items()
         }
-        return msgspec.msgpack.encode((lives, self._holders, *self.discards.freeze()))
+        return msgspec.msgpack.encode((groups, self._holders, *self.discards.freeze()))
 
     def thaw(self, frozen: bytes) -> None:
-        """What `freeze` was of; nothing of nothing."""
+        """Restore the state that `freeze` returned; empty bytes restore nothing."""
         if not frozen:
             return
-        lives, self._holders, *discards = msgspec.msgpack.decode(frozen)
+        groups, self._holders, *discards = msgspec.msgpack.decode(frozen)
         if discards:
             self.discards.thaw(*discards)
-        self._numbers = {holder: number for number, holder in enumerate(self._holders)}
-        for group, (opened_at, delivered_at, stays, of_branches) in lives.items():
-            branches = {(index, branch): told for index, branch, told in of_branches}
-            self._lives[group] = GroupLife(opened_at, stays, delivered_at, branches)
+        self._holder_indices = {holder: index for index, holder in enumerate(self._holders)}
+        for group, (opened_at, delivered_at, spans, packed_forks) in groups.items():
+            fork_spans = {(index, fork): packed for index, fork, packed in packed_forks}
+            self._groups[group] = GroupHistory(opened_at, spans, delivered_at, fork_spans)
 
-    def of(self, group: Group) -> "GroupLife":
-        return self._lives.get(group.id) or no_life(group)
+    def of_group(self, group: Group) -> "GroupHistory":
+        return self._groups.get(group.id) or empty_history(group)
 
-    def stays(self, sample: Sample) -> Iterator[wire.Stay]:
-        """Where it has been up to now."""
-        for what, how, holder, began, ended, start, end in STAY.iter_unpack(self.of(sample.group).of(sample)):
-            yield wire.Stay(WHAT[what], name_of(self._holders[holder]), began, ended, start, end, HOW[how])
+    def spans(self, sample: Sample) -> Iterator[wire.SampleSpan]:
+        """Spans of a sample up to now, in the order in which they began."""
+        packed = self.of_group(sample.group).spans_of(sample)
+        for kind, how, holder, began, ended, start, end in SPAN.iter_unpack(packed):
+            yield wire.SampleSpan(KINDS[kind], name_of(self._holders[holder]), began, ended, start, end, ENDS[how])
 
-    def head_of(self, line: Sample, reward: float) -> wire.SampleHead:
-        """What is told of it with its batch, or beside that."""
-        session = line.session
+    def sample_head(self, sample: Sample, reward: float) -> wire.SampleHead:
+        """Description of a sample, or of a fork, that goes to the learner with its tokens."""
+        session = sample.session_sample
         return wire.SampleHead(
-            line.index,
-            line.length,
+            sample.index,
+            sample.length,
             reward,
             session.finish_reason,
-            line.segments,
+            sample.segments,
             session.details or {},
-            list(self.stays(line)),
-            line.branch,
-            parent=line.parent,
-            shared=line.shared,
+            list(self.spans(sample)),
+            sample.fork_number,
+            parent=sample.parent_fork,
+            shared_tokens=sample.shared_tokens,
         )
 
-    def _number(self, holder: str) -> int:
-        if holder not in self._numbers:
-            self._numbers[holder] = len(self._holders)
+    def _holder_index(self, holder: str) -> int:
+        if holder not in self._holder_indices:
+            self._holder_indices[holder] = len(self._holders)
             self._holders.append(holder)
-        return self._numbers[holder]
+        return self._holder_indices[holder]
 
     # --- events ---------------------------------------------------------------------------------------------
 
-    def _life(self, group: Group) -> GroupLife | None:
-        """None of evaluation."""
+    def _training_history(self, group: Group) -> GroupHistory | None:
+        """History of a group to add to; None for evaluation, which has none."""
         if group.evaluation:
             return None
-        life = self._lives.get(group.id)
-        if life is None:
-            life = self._lives[group.id] = no_life(group)
-        return life
+        history = self._groups.get(group.id)
+        if history is None:
+            history = self._groups[group.id] = empty_history(group)
+        return history
 
     def _opened(self, event: events.GroupOpened, now: float) -> None:
         if not event.evaluation:
-            self._lives[event.group] = GroupLife(now, [b""] * event.size)
+            self._groups[event.group] = GroupHistory(now, [b""] * event.size)
 
     def _leased(self, event: events.Leased, now: float) -> None:
         group = self.ledger.groups[event.group]
-        together = event.scoring and group.together
-        leased = group.samples[event.index].line(event.branch)
-        for sample in group.live_samples if together or not leased else [leased]:
+        on_group = event.scoring and group.group_scored
+        leased = group.samples[event.index].find_fork(event.fork_number)
+        for sample in group.live_samples if on_group or not leased else [leased]:
             self._begin(sample, SCORE if event.scoring else GENERATE, event.worker, now, sample.length)
 
     def _agent_leased(self, event: events.AgentLeased, now: float) -> None:
@@ -182,64 +187,68 @@ class Lives:
         for row in read_rows(table[table["finish"] > 0].tobytes()):
             lease, length = self.ledger.leases[row.lease_id], row.end
             self._end(lease.sample, GENERATE, now, length, row.finish_reason)
-            if not (row.over or self.ledger.rules.agents):
+            if not (row.ends_lease or self.ledger.rules.agents):
                 self._begin(lease.sample, SCORE, lease.worker, now, length)
 
     def _ended(self, lease_id: int, how: str, now: float) -> None:
         lease = self.ledger.leases[lease_id]
         for sample in lease.samples:
-            self._end(sample, what_under(lease, sample), now, sample.length, how)
+            self._end(sample, kind_of_span(lease, sample), now, sample.length, how)
 
     def _delivered(self, event: events.BatchDelivered, now: float) -> None:
         for group in event.groups:
-            if life := self._life(self.ledger.groups[group]):
-                life.delivered_at = now
+            if history := self._training_history(self.ledger.groups[group]):
+                history.delivered_at = now
         self.discards.deliver(event.step)
 
     def _durable(self, event: events.CheckpointDurable, now: float) -> None:
-        for group in self._lives.keys() - self.ledger.groups.keys():
-            del self._lives[group]
+        for group in self._groups.keys() - self.ledger.groups.keys():
+            del self._groups[group]
         self.discards.forget(event.oldest)
 
-    def _discarded(self, lines: Sequence[Sample], reason: str, kept: int) -> None:
-        """Keep what is told of them, where that is wanted; the life of a group that has ended is forgotten."""
-        group, now = lines[0].group, self.ledger.now
-        told = [line for line in lines if line.own or group.prompt_tokens]
-        if self.ledger.rules.keeps_discards and told and reason != UNREADABLE and self.discards.has_room(reason):
-            life = self.of(group)
-            for line in told:
-                life.end(line, now, line.length, "void")
-            heads = [
-                replace(
-                    self.head_of(line, math.nan if line.session.reward is None else line.session.reward),
-                    attempts=line.session.attempts,
-                    error=line.session.last_error[:ERROR_CHARS],
-                    discarded_from=kept,
-                )
-                for line in told
-            ]
-            head = wire.GroupHead(group.id, group.prompt_tokens, heads, life.opened_at, now, discarded=reason)
-            self.discards.add(Discard(head, group.prompt, [line.chunks for line in told]))
+    def _discarded(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
+        """Keep discarded samples, or their tokens from `kept` on, for the sample logs if the run wants them; forget the
+        history of a group that has ended."""
+        group, now = samples[0].group, self.ledger.now
+        logged = [sample for sample in samples if sample.own_sampled_tokens or group.prompt_tokens]
+        if self.ledger.rules.keeps_discards and logged and reason != UNREADABLE and self.discards.has_room(reason):
+            history = self.of_group(group)
+            for sample in logged:
+                history.end(sample, now, sample.length, "void")
+            heads = [self._discarded_head(sample, kept) for sample in logged]
+            head = wire.GroupHead(group.id, group.prompt_tokens, heads, history.opened_at, now, discarded=reason)
+            self.discards.add(DiscardedGroup(head, group.prompt, [sample.chunks for sample in logged]))
         if group.id not in self.ledger.groups:
-            self._lives.pop(group.id, None)
+            self._groups.pop(group.id, None)
 
-    def _begin(self, sample: Sample, what: int, holder: str, now: float, length: int) -> None:
-        if life := self._life(sample.group):
-            life.end(sample, now, length, "void", [what])
-            life.tell(sample, life.of(sample) + STAY.pack(what, 0, self._number(holder), now, now, length, length))
+    def _discarded_head(self, sample: Sample, kept: int) -> wire.SampleHead:
+        session = sample.session_sample
+        return replace(
+            self.sample_head(sample, math.nan if session.reward is None else session.reward),
+            attempts=session.attempts,
+            error=session.last_error[:ERROR_CHARS],
+            discarded_from=kept,
+        )
 
-    def _end(self, sample: Sample, what: int, now: float, length: int, how: str) -> None:
-        """The newest stay of that kind, if it has not ended."""
-        if life := self._life(sample.group):
-            life.end(sample, now, length, how, [what])
+    def _begin(self, sample: Sample, kind: int, holder: str, now: float, length: int) -> None:
+        """Begin a span; an open one of the same kind ends as void."""
+        if history := self._training_history(sample.group):
+            history.end(sample, now, length, "void", [kind])
+            span = SPAN.pack(kind, 0, self._holder_index(holder), now, now, length, length)
+            history.set_spans(sample, history.spans_of(sample) + span)
+
+    def _end(self, sample: Sample, kind: int, now: float, length: int, how: str) -> None:
+        """End the newest span of that kind, if it is open."""
+        if history := self._training_history(sample.group):
+            history.end(sample, now, length, how, [kind])
 
 
-def no_life(group: Group) -> GroupLife:
-    return GroupLife(0.0, [b""] * len(group.samples))
+def empty_history(group: Group) -> GroupHistory:
+    return GroupHistory(0.0, [b""] * len(group.samples))
 
 
-def what_under(lease: Lease, sample: Sample) -> int:
-    """What is done to a sample under a lease."""
+def kind_of_span(lease: Lease, sample: Sample) -> int:
+    """Kind of the span that a lease on a sample is recorded as."""
     if lease.agent:
         return ACT
     return SCORE if sample.state is SampleState.SCORING else GENERATE

@@ -1,4 +1,4 @@
-"""metrics.jsonl as the broker goes on with it: a line waits until what it says is on disk."""
+"""The file metrics.jsonl: a line waits in memory until the journal has what it describes on disk."""
 
 import contextlib
 import logging
@@ -10,70 +10,81 @@ from typing import Any
 
 import orjson
 
-from april.broker.telemetry.past import FIRST_LINES, Line, line_of, read_lines, read_past, write_past
+from april.broker.telemetry.past import (
+    FIRST_LINES,
+    LineCheck,
+    line_check,
+    read_lines,
+    read_metrics_summary,
+    write_metrics_summary,
+)
 from april.formats.metrics import is_step, line_of_evaluation
 
 log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """
-    file.append(record)                 # a step's, or
+    """Appends to metrics.jsonl, and reads what earlier brokers of the run have written.
+
+    file.append(record)                 # of a step
     file.append_evaluation(result)
-    file.release(file.waiting)          # so many bytes of lines may be written: what they say is on disk
-    file.forget(step)                   # no learner goes back to it
+    file.release(file.waiting)          # the journal is on disk: write so many bytes of lines
+    file.forget(step)                   # no learner can go back to it
     """
 
     def __init__(self, path: Path, frontier: int, last: int):
-        """Of what stands in it, steps up to `last` may be summed up already, and those behind `frontier` are cut."""
+        """`frontier`: last step that the journal knows of; lines of later steps are cut off. `last`: last step that the
+        stored sums may cover."""
         self.path = path
-        self.past = read_past(path, last)
-        """sums of the steps that are forgotten"""
+        self.summary = read_metrics_summary(path, last)
+        """Sums over the steps that are forgotten."""
         self._frontier = frontier
-        self._noted = self.past.offset
-        self._lines: deque[tuple[dict[str, Any], Line]] = deque()
-        """of the steps that are not, and of the evaluations between them"""
+        self._stored_offset = self.summary.offset
+        self._lines: deque[tuple[dict[str, Any], LineCheck]] = deque()
+        """Records of the steps that are not forgotten, and of the evaluations between them."""
         self._waiting, self._writable = bytearray(), 0
         self._complained = False
 
     @property
     def waiting(self) -> int:
-        """Bytes of lines that are not written."""
+        """Bytes of lines that are not written yet."""
         return len(self._waiting)
 
     def first_steps(self) -> Iterator[dict[str, Any]]:
-        """The first of the steps that `past` sums up."""
+        """Records of the first steps, as far as `summary` covers them; at most `FIRST_LINES`."""
         steps = (record for record, _ in read_lines(self.path, self._frontier) if is_step(record))
-        return islice(steps, min(FIRST_LINES, self.past.step))
+        return islice(steps, min(FIRST_LINES, self.summary.step))
 
     def later_steps(self) -> Iterator[dict[str, Any]]:
-        """The steps behind those."""
-        for record, line in read_lines(self.path, self._frontier, self.past.offset):
+        """Records of the steps after those that `summary` covers."""
+        for record, line in read_lines(self.path, self._frontier, self.summary.offset):
             self._lines.append((without_lanes(record), line))
             if is_step(record):
                 yield record
 
     def complete(self, evaluated: dict[int, dict[str, Any]]) -> None:
-        """Behind `later_steps`: the evaluations on disk, by policy step, of which a broker died before their lines."""
+        """Append the evaluations, by policy step, whose lines a broker died before writing; call after
+        `later_steps`."""
         known = {record["step"] for record, _ in self._lines if not is_step(record)}
-        for step in sorted(evaluated.keys() - known - set(self.past.evaluated)):
+        for step in sorted(evaluated.keys() - known - set(self.summary.evaluated)):
             self.append_evaluation(evaluated[step])
         self._writable = self.waiting
 
     def append(self, record: dict[str, Any]) -> None:
         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
         self._waiting += line
-        self._lines.append((without_lanes(record), line_of(line)))
+        self._lines.append((without_lanes(record), line_check(line)))
 
     def append_evaluation(self, result: dict[str, Any]) -> None:
         self.append(line_of_evaluation(result))
 
     def release(self, size: int) -> None:
+        """Allow the first `size` waiting bytes to be written, and write them."""
         self._writable = size
         self.write()
 
     def write(self) -> None:
-        """What may be. What cannot waits: figures stop nothing."""
+        """Write the released lines. If the disk refuses, they wait: metrics never stop a run."""
         if not self._writable:
             return
         try:
@@ -86,17 +97,17 @@ class MetricsFile:
             if not self._complained:
                 log.warning("%s cannot be written (%s); its lines wait", self.path, error)
         self._complained = self._writable > 0
-        if self.past.offset > self._noted:
-            with contextlib.suppress(OSError):  # all lines are read, then
-                write_past(self.path, self.past)
-                self._noted = self.past.offset
+        if self.summary.offset > self._stored_offset:
+            with contextlib.suppress(OSError):  # without the sums, the next start reads all lines
+                write_metrics_summary(self.path, self.summary)
+                self._stored_offset = self.summary.offset
 
     def forget(self, step: int) -> None:
-        """All lines up to that of `step`, as it counts: only their sums stay."""
-        while self.past.step < step:
-            self.past.add(*self._lines.popleft())
+        """Drop the records up to that of `step`, and keep only their sums."""
+        while self.summary.step < step:
+            self.summary.add(*self._lines.popleft())
 
 
 def without_lanes(record: dict[str, Any]) -> dict[str, Any]:
-    """What workers did is most of a line, and is not asked for again."""
+    """A record without its timeline spans, which are most of a line and are not read again."""
     return {key: value for key, value in record.items() if key != "lanes"}

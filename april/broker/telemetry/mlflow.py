@@ -1,17 +1,17 @@
-"""The figures of a run as metrics of an MLflow server."""
+"""Metrics sink for an MLflow server."""
 
 import os
 
-from april.broker.telemetry.behind import PROJECT, SinkBehind
-from april.config import ConfigError
+from april.broker.telemetry.behind import PROJECT, BackgroundSink
+from april.errors import refuse
 
 URI = "MLFLOW_TRACKING_URI"
 BATCH = 1000
-"""most metrics that a server takes at once"""
+"""Most metrics that a server takes in one request."""
 
 
-class MLflow(SinkBehind):
-    """At the server that `MLFLOW_TRACKING_URI` names, in the experiment `MLFLOW_EXPERIMENT_NAME` or `april-rl`."""
+class MLflow(BackgroundSink):
+    """Logs to the server at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME` or `april-rl`."""
 
     package = "mlflow"
 
@@ -19,9 +19,8 @@ class MLflow(SinkBehind):
     def check(cls) -> None:
         super().check()
         if not os.environ.get(URI):
-            raise ConfigError(
-                f"key 'operations.sinks' = 'mlflow' needs to know the server; set {URI}=http://HOST:PORT, or leave it "
-                "out"
+            refuse(
+                "operations.sinks", "mlflow", "needs to know the server", f"set {URI}=http://HOST:PORT, or leave it out"
             )
 
     def open(self) -> None:
@@ -32,14 +31,14 @@ class MLflow(SinkBehind):
         self._client = MlflowClient(tracking_uri=os.environ[URI])
         name, tag = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), self.run_id()
         experiment = self._client.get_experiment_by_name(name)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        earlier = self._client.search_runs([place], f"tags.april_run = '{tag}'")
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        earlier = self._client.search_runs([experiment_id], f"tags.april_run = '{tag}'")
         if earlier:
             self._run = earlier[0].info.run_id
             self._client.update_run(self._run, "RUNNING")
         else:
-            made = self._client.create_run(place, run_name=self.run_dir.name, tags={"april_run": tag})
-            self._run = made.info.run_id
+            created = self._client.create_run(experiment_id, run_name=self.run_dir.name, tags={"april_run": tag})
+            self._run = created.info.run_id
 
     def write(self, step: int, time: float, figures: dict[str, float]) -> None:
         metrics = [self._metric(name, value, int(1000 * time), step) for name, value in figures.items()]

@@ -1,14 +1,14 @@
-"""The alarm against steps in which no sample has a gradient: rewards without spread teach nothing."""
+"""The alarm on steps in which no sample has a gradient, because the rewards within every group are equal."""
 
 from typing import Any
 
 from april.broker.telemetry.alarm import Alarm
 
 
-class NothingTrained(Alarm):
+class NothingTrainedAlarm(Alarm):
     page = "docs/start/troubleshooting.md#it-learns-badly"
     threshold = 3
-    """steps in a row without a token that bore a gradient"""
+    """Steps in a row without a token that has a gradient."""
 
     def __init__(self) -> None:
         self.in_a_row = 0

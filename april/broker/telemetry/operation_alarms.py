@@ -1,32 +1,32 @@
-"""Alarms about how the run goes: what waits for what, and for how long that is possible."""
+"""Alarms about a run's operation: what waits for what, and how long the disk lasts."""
 
 from collections import deque
 from typing import Any
 
 from april.broker.telemetry.alarm import Alarm
-from april.broker.telemetry.in_a_row import InARow
+from april.broker.telemetry.in_a_row import ConsecutiveAlarm
 
 FEWEST_LOOKS = 4
-"""at the slots in a step, for their means to be believed"""
+"""Fewest measurements of the slots in a step for which their means are used."""
 
 
 def waiting_share(record: dict[str, Any]) -> float:
-    """Of the learner's time, that in which it waited for a batch."""
+    """Share of the learner's time in which it waited for a batch."""
     learner = record.get("learner") or {}
     waited_s, trained_s = learner.get("wait_s") or 0.0, learner.get("train_s") or 0.0
     return waited_s / (waited_s + trained_s) if waited_s + trained_s else 0.0
 
 
-def seen_slots(record: dict[str, Any]) -> dict[str, float]:
-    """How full they were; nothing where there were none, or where a step was too short for a mean to say anything."""
+def measured_slots(record: dict[str, Any]) -> dict[str, float]:
+    """Occupancy of the slots; empty if there were none, or if the step was too short for a mean."""
     slots = record.get("slots") or {}
     return slots if slots.get("slots") and slots.get("looks", 0) >= FEWEST_LOOKS else {}
 
 
-class StalenessBound(InARow):
+class StalenessAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.25
-    """share of a batch's tokens that are as old as `schedule.max_staleness` permits, where it permits 2 or more"""
+    """Share of a batch's tokens as old as `schedule.max_staleness` permits, where it permits 2 or more."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         staleness = record.get("staleness") or {}
@@ -41,13 +41,13 @@ class StalenessBound(InARow):
         )
 
 
-class StarvedEngines(InARow):
+class StarvedEnginesAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.2
-    """share of the slots that were busy, while the learner waited for more than half of its time"""
+    """Share of busy slots, below which the alarm is raised if the learner waited for more than half of its time."""
 
     def wrong(self, record: dict[str, Any]) -> str:
-        slots = seen_slots(record)
+        slots = measured_slots(record)
         if not slots or slots["busy"] >= self.threshold or waiting_share(record) <= 0.5:
             return ""
         return (
@@ -57,13 +57,13 @@ class StarvedEngines(InARow):
         )
 
 
-class SaturatedEngines(InARow):
+class SaturatedEnginesAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 8.0
-    """samples that wait for each slot, all of which are busy, while the learner waited more than half of its time"""
+    """Samples waiting per slot, if all slots are busy and the learner waited for more than half of its time."""
 
     def wrong(self, record: dict[str, Any]) -> str:
-        slots = seen_slots(record)
+        slots = measured_slots(record)
         if not slots or slots["busy"] < 0.95 or waiting_share(record) <= 0.5:
             return ""
         queue = slots["waiting"] / slots["slots"]
@@ -75,14 +75,14 @@ class SaturatedEngines(InARow):
         )
 
 
-class DiskFilling(Alarm):
+class DiskFillingAlarm(Alarm):
     page = "docs/operations.md#what-to-do-when"
     threshold = 3600.0
-    """seconds that are left at the pace of the last steps"""
+    """Seconds until the disk is full, at the rate of the last steps."""
     least_bytes = 2 << 30
-    """free space below which the pace does not matter"""
+    """Free bytes below which the alarm is raised at any rate."""
     least_s = 60.0
-    """over which the pace is measured"""
+    """Least seconds over which the rate is measured."""
 
     def __init__(self) -> None:
         self.seen: deque[tuple[float, int]] = deque(maxlen=20)
@@ -92,12 +92,12 @@ class DiskFilling(Alarm):
         if free is None:
             return ""
         self.seen.append((record["time"], free))
-        (began, before), left_s = self.seen[0], float("inf")
-        if record["time"] - began >= self.least_s and free < before:
-            left_s = free * (record["time"] - began) / (before - free)
-        if left_s >= self.threshold and free >= self.least_bytes:
+        (began, free_before), remaining_s = self.seen[0], float("inf")
+        if record["time"] - began >= self.least_s and free < free_before:
+            remaining_s = free * (record["time"] - began) / (free_before - free)
+        if remaining_s >= self.threshold and free >= self.least_bytes:
             return ""
-        when = f", and is full in {left_s / 60:.0f} minutes at this pace" if left_s < self.threshold else ""
+        when = f", and is full in {remaining_s / 60:.0f} minutes at this pace" if remaining_s < self.threshold else ""
         return (
             f"the disk of the run folder has {free / 1e9:.1f} GB left{when}: make room, lower learner.checkpoint_every "
             "so that the journal is reclaimed sooner, or samples.max_mb"

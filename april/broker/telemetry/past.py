@@ -1,7 +1,7 @@
-"""What a broker has to know of the lines of metrics.jsonl that no learner can go back to: their sums, and their end.
+"""Sums over the lines of metrics.jsonl that no learner can go back to, stored in `metrics.past` beside it.
 
-They stand in a file beside it, so that a start reads the lines behind that place and not all of a long run. The place
-is checked by the line before it. Where that is another one, or the file is damaged, all lines are read.
+With them a broker starts by reading only the lines behind the summed ones, not all of a long run. The last summed line
+is checked against metrics.jsonl. If it differs, or the stored sums are damaged, all lines are read.
 """
 
 import contextlib
@@ -21,21 +21,24 @@ log = logging.getLogger(__name__)
 
 FILE = "metrics.past"
 FIRST_LINES = 10
-"""that alarms are shown again, beside those behind the place"""
+"""First steps whose records are replayed to alarms at a start, besides those that are not summed."""
 
 
-Line = tuple[int, int]
-"""its bytes, and their crc32"""
+LineCheck = tuple[int, int]
+"""Bytes of a line, and their crc32."""
 
 
-class Past(msgspec.Struct):
+class MetricsSummary(msgspec.Struct):
+    """Sums over the first lines of metrics.jsonl."""
+
     offset: int = 0
-    """bytes of the lines"""
+    """Bytes of the summed lines."""
     last_bytes: int = 0
+    """Bytes of the last summed line."""
     last_checksum: int = 0
-    """of the last of them, crc32"""
+    """crc32 of the last summed line."""
     step: int = 0
-    """of the last step among them"""
+    """Last step among the summed lines."""
     generating_s: float = 0.0
     rollout_tokens: int = 0
     first_reward: float | None = None
@@ -43,11 +46,11 @@ class Past(msgspec.Struct):
     empty_steps: int = 0
     tokens_by_age: dict[int, int] = msgspec.field(default_factory=dict)
     evaluated: list[int] = msgspec.field(default_factory=list)
-    """policy steps of the evaluations"""
+    """Policy steps of the evaluations among the summed lines."""
 
-    def add(self, record: dict[str, Any], line: Line) -> None:
-        """The next line."""
-        self.last_bytes, self.last_checksum = line
+    def add(self, record: dict[str, Any], check: LineCheck) -> None:
+        """Add the next line to the sums."""
+        self.last_bytes, self.last_checksum = check
         self.offset += self.last_bytes
         if not is_step(record):
             self.evaluated.append(record["step"])
@@ -63,37 +66,40 @@ class Past(msgspec.Struct):
         for age, tokens in record["staleness"]["tokens_by_age"].items():
             self.tokens_by_age[int(age)] = self.tokens_by_age.get(int(age), 0) + tokens
 
-    def is_of(self, metrics: BinaryIO) -> bool:
-        """Whether that file has the line that this ends with, where it says."""
+    def matches(self, metrics: BinaryIO) -> bool:
+        """Whether metrics.jsonl has the last summed line at its offset."""
         metrics.seek(self.offset - self.last_bytes)
         line = metrics.read(self.last_bytes)
-        return line.endswith(b"\n") and line_of(line) == (self.last_bytes, self.last_checksum)
+        return line.endswith(b"\n") and line_check(line) == (self.last_bytes, self.last_checksum)
 
 
-def line_of(line: bytes) -> Line:
+def line_check(line: bytes) -> LineCheck:
     return len(line), crc32(line)
 
 
-def write_past(metrics: Path, past: Past) -> None:
+def write_metrics_summary(metrics: Path, summary: MetricsSummary) -> None:
+    """Store the sums beside metrics.jsonl, whose path is `metrics`."""
     temporary = metrics.with_name(f"{FILE}.tmp")
-    temporary.write_bytes(msgspec.json.encode(past))
+    temporary.write_bytes(msgspec.json.encode(summary))
     temporary.replace(metrics.with_name(FILE))
 
 
-def read_past(metrics: Path, last: int) -> Past:
-    """Empty where there is none that holds, or where it knows of steps behind `last`."""
+def read_metrics_summary(metrics: Path, last: int) -> MetricsSummary:
+    """Read the stored sums; empty ones if none are valid, or if they cover steps after `last`."""
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-        past = msgspec.json.decode(metrics.with_name(FILE).read_bytes(), type=Past)
+        summary = msgspec.json.decode(metrics.with_name(FILE).read_bytes(), type=MetricsSummary)
         with metrics.open("rb") as file:
-            if past.step <= last and past.is_of(file):
-                return past
-    return Past()
+            if summary.step <= last and summary.matches(file):
+                return summary
+    return MetricsSummary()
 
 
-def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dict[str, Any], Line]]:
-    """The lines that an earlier broker of this run wrote, from the one that begins at `offset` on. Cut off is a torn
-    last line, and what follows `frontier`: by the journal those batches were never consumed, and whoever trains them
-    writes their lines."""
+def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dict[str, Any], LineCheck]]:
+    """Read the records of metrics.jsonl from byte `offset` on, each with its check.
+
+    Truncates the file before a torn last line, and before the first step after `frontier`: the journal does not have
+    those batches as consumed, so they are trained and recorded again.
+    """
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -107,5 +113,5 @@ def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dic
                 log.warning("%s is cut behind step %d, the last that the journal knows of", path, frontier)
                 os.truncate(path, good)
                 return
-            yield record, line_of(line)
+            yield record, line_check(line)
             good += len(line)

@@ -1,14 +1,14 @@
-"""Alarms about what the policy says, and how the learner sees it."""
+"""Alarms about the policy's responses, and about their weight in training."""
 
 from typing import Any, ClassVar
 
-from april.broker.telemetry.in_a_row import InARow
+from april.broker.telemetry.in_a_row import ConsecutiveAlarm
 
 
-class PolicyGap(InARow):
+class PolicyGapAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.05
-    """nats: the estimate k3 of the divergence between the weights that train tokens and those that sampled them"""
+    """Largest k3 estimate, in nats, of the KL divergence between the trained policy and the versions that sampled."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         gap = (record.get("learner") or {}).get("k3") or 0.0
@@ -20,11 +20,11 @@ class PolicyGap(InARow):
         )
 
 
-class EffectiveSamples(InARow):
+class EffectiveSamplesAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     usual: ClassVar = {"ess": 0.5, "weight_ess": 0.25}
-    """least effective sample size by its figure, as a share of the trained tokens: of the ratios of the policy that is
-    trained to those that sampled, and of the weights that corrections have applied"""
+    """Least usual effective sample size, as a share of the trained tokens, by metric: `ess` of the ratios of the
+    trained policy to the sampling versions, `weight_ess` of the weights that corrections have applied."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         learner = record.get("learner") or {}
@@ -39,10 +39,10 @@ class EffectiveSamples(InARow):
         )
 
 
-class LengthBias(InARow):
+class LengthBiasAlarm(ConsecutiveAlarm):
     page = "docs/operations.md#the-alarm-on-lengths"
     threshold = 1.5
-    """times the band that chance explains"""
+    """Distance as a multiple of the band that chance explains."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         drift = (record.get("lengths") or {}).get("drift")
@@ -55,10 +55,10 @@ class LengthBias(InARow):
         )
 
 
-class Looping(InARow):
+class LoopingAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.2
-    """share of a batch's responses that end in a loop"""
+    """Share of a batch's responses that end in a loop."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         share = (record.get("learner") or {}).get("looping_share") or 0.0
@@ -70,14 +70,14 @@ class Looping(InARow):
         )
 
 
-class EntropyCollapse(InARow):
+class EntropyCollapseAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.1
-    """of the entropy of the first steps"""
+    """Least entropy, as a fraction of that of the first steps."""
     first = 3
-    """steps that the others are compared with"""
+    """First steps, which later ones are compared with."""
     gain = 0.02
-    """of the mean reward since then: a policy that gets better may get surer"""
+    """Gain in mean reward since the first steps above which there is no alarm: a better policy may be more certain."""
 
     def __init__(self) -> None:
         super().__init__()

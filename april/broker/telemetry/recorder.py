@@ -1,5 +1,5 @@
-"""The run folder's figures: a line in metrics.jsonl for every trained step and evaluation, summary.json rewritten after
-each."""
+"""Records a run's metrics: a line in metrics.jsonl for every trained step and evaluation, and summary.json, rewritten
+after each."""
 
 import logging
 import math
@@ -13,12 +13,12 @@ import orjson
 
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Sample, SampleState
-from april.broker.sessions import Sessions
+from april.broker.sessions import Peers
 from april.broker.telemetry.alarm import Alarms
 from april.broker.telemetry.engine_gap import split_gaps
 from april.broker.telemetry.evaluation import describe_set, versions_of
 from april.broker.telemetry.failed_share import failed_share
-from april.broker.telemetry.length_drift import Drift, drift_of
+from april.broker.telemetry.length_drift import LengthDrift, drift_of
 from april.broker.telemetry.lengths import describe, histogram, summarise_cohorts
 from april.broker.telemetry.metrics_file import MetricsFile, without_lanes
 from april.broker.telemetry.sink import Sinks
@@ -27,32 +27,35 @@ from april.config.evaluation import EvaluationSet
 from april.files.replace import replace_file
 from april.processes import clock
 from april.wire import limits
-from april.wire.version import LARGEST
+from april.wire.version import MAX_NUMBER
 
 log = logging.getLogger(__name__)
 
 REPLAY_TOLERANCE = 1e-6
-"""of a replayed step's loss, relative to the one that was logged: on a CPU with as many ranks they are equal"""
+"""Largest relative difference between the losses of a step and its replay that counts as equal; on a CPU with the same
+number of ranks they are identical."""
 DRIFT_S = 30.0
-"""least time between two looks at the drift of lengths"""
+"""Least seconds between two measurements of the length drift."""
 BYTES_PER_TOKEN = 8
-"""an int32 id and a float32 logprob"""
+"""Bytes of a buffered token: an int32 id and a float32 log-probability."""
 PACE_STEPS = 10
-"""the newest steps, whose pace the estimate of the time left takes"""
+"""Newest steps whose speed gives the estimated time left."""
 LAST_STEPS = 3
-"""of which the summary has the mean reward"""
+"""Newest steps whose mean reward the summary shows."""
 
 
-class Mark(NamedTuple):
-    """How much a sync covers."""
+class SyncMark(NamedTuple):
+    """What a sync of the journal covers."""
 
     accepted: dict[tuple[str, str], int]
-    """`Recorder.accepted`"""
+    """Copy of `Recorder.accepted`."""
     lines: int
-    """bytes of lines for metrics.jsonl"""
+    """Bytes of lines that may be written to metrics.jsonl afterwards."""
 
 
 class Recorder:
+    """Counts what happens in a run, and writes it to metrics.jsonl, summary.json and the sinks."""
+
     def __init__(
         self,
         run_dir: Path,
@@ -60,12 +63,12 @@ class Recorder:
         max_steps: int,
         started_at: float,
         ledger: Ledger,
-        sessions: Sessions,
+        peers: Peers,
         sinks: Sequence[str] = (),
         pace: str = "",
         alarms: Sequence[str] = (),
     ):
-        """`pace`: the hardware whose time the engines keep, and its factor."""
+        """`pace`: hardware whose speed paced engines imitate, and the factor of time; empty for real engines."""
         self.run_dir = run_dir
         self.pace = pace
         self.sinks = Sinks(sinks, run_dir)
@@ -73,145 +76,149 @@ class Recorder:
         self.run = run
         self.max_steps = max_steps
         self.started_at = started_at
-        self.sessions = sessions
+        self.peers = peers
         self.steps: dict[int, dict[str, Any]] = {}
-        """by batch, from 0: those that a learner can go back to, and the last before them"""
+        """Records of the steps by batch, from 0: those that a learner can go back to, and `LAST_STEPS` before them."""
         self.step_times: deque[float] = deque(maxlen=PACE_STEPS)
-        """of the newest steps that were trained since the broker started"""
+        """Times of the newest steps that were trained since the broker started."""
         first_kept = ledger.first_kept_step
-        self.lines = MetricsFile(run_dir / "metrics.jsonl", ledger.frontier, first_kept - LAST_STEPS)
-        past = self.lines.past
-        self.first_reward = past.first_reward
-        self.generating_s, self.rollout_tokens = past.generating_s, past.rollout_tokens
-        self.borne = Counter({"tokens": past.gradient_tokens, "empty_steps": past.empty_steps})
-        """trained tokens that bore a gradient, and steps of which none did, where the learner says so"""
-        for record in self.lines.first_steps():
+        self.metrics_file = MetricsFile(run_dir / "metrics.jsonl", ledger.frontier, first_kept - LAST_STEPS)
+        older = self.metrics_file.summary
+        self.first_reward = older.first_reward
+        self.generating_s, self.rollout_tokens = older.generating_s, older.rollout_tokens
+        self.gradient = Counter({"tokens": older.gradient_tokens, "empty_steps": older.empty_steps})
+        """Trained `tokens` that had a gradient, and `empty_steps` in which none had one, if the learner reports it."""
+        for record in self.metrics_file.first_steps():
             self.alarms.look(record)
-        for record in self.lines.later_steps():
+        for record in self.metrics_file.later_steps():
             self.generating_s += record["rollout_s"]
             self.rollout_tokens += record["rollout_tokens"]
             self._remember(record, first_kept)
             self.alarms.look(record)
-        self.lines.complete(ledger.evaluated)
+        self.metrics_file.complete(ledger.evaluated)
         before = read_summary(run_dir / "summary.json")
         self.wall_before_s = before.get("wall_s", 0.0)
         self.peak_tokens = before.get("buffer_peak", {}).get("tokens", 0)
         self.unacknowledged_before = before.get("tokens", {}).get("emitted_unacked", 0)
         self.refused_before = before.get("tokens", {}).get("refused", 0)
         self.replays = Counter({"same": 0, "different": 0} | before.get("replays", {}))
-        """steps that were trained again, by whether their loss was the one that had been logged"""
+        """Steps that were trained again after a restart, by whether their loss equals the logged one."""
         self.accepted: Counter[tuple[str, str]] = Counter()
-        """`chunks` and `tokens` since the broker started, by use: `training` or `evaluation`"""
+        """Accepted `chunks` and `tokens` since the broker started, by use: `training` or `evaluation`."""
         self.acknowledged: dict[tuple[str, str], int] = {}
-        """those of them that are on disk"""
+        """The part of `accepted` that is on disk."""
         self.environment: Counter[str] = Counter()
-        """since the broker started: observations, their tokens, and answers that failed"""
+        """Observations, their tokens, and failed environment answers since the broker started."""
         self._environment_before: Counter[str] = Counter()
-        """up to the last step"""
-        self._lanes: list[dict[str, Any]] = []
+        """`environment` as of the last step."""
+        self._spans: list[dict[str, Any]] = []
+        """Timeline spans of workers since the last step: `lanes` of the next record."""
         self._step_generating_s = 0.0
         self._step_tokens = 0
         self._aborted_samples = 0
         self.moves: Counter[str] = Counter()
-        """since the broker started: stragglers that were `asked` back for another worker, and moves that are `done`"""
+        """Stragglers since the broker started: `asked` back for another worker, and moves that are `done`."""
         self._moves_before = 0
-        """done up to the last step"""
+        """Moves done as of the last step."""
         self._slots = SlotMeans()
         self._settled = ledger.cohorts.created.copy()
-        """lengths of the cohorts that were settled at the last step"""
-        self._drift: Drift | None = None
+        """Response lengths of the cohorts that were settled at the last step."""
+        self._drift: LengthDrift | None = None
         self._drift_due = 0.0
 
-    # --- what happens meanwhile -----------------------------------------------------------------------------
+    # --- between steps --------------------------------------------------------------------------------------
 
-    def lane(self, worker: str, kind: str, start: float, end: float) -> None:
-        """Something a worker did: generate, weights; or an instant: abort, joined, lost. Unix seconds."""
-        if len(self._lanes) < limits.LANE_RECORDS:
-            self._lanes.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
+    def add_span(self, worker: str, kind: str, start: float, end: float) -> None:
+        """Add a span of a worker's timeline (generate, weights) or an instant (abort, joined, lost); Unix seconds."""
+        if len(self._spans) < limits.MAX_ACTIVITY_SPANS:
+            self._spans.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
 
-    def aborted(self, samples: int) -> None:
+    def add_aborted(self, samples: int) -> None:
         self._aborted_samples += samples
 
-    def moved(self, how: str) -> None:
-        self.moves[how] += 1
+    def add_move(self, phase: str) -> None:
+        """Count a move of a straggler to another worker; `phase`: asked or done."""
+        self.moves[phase] += 1
 
-    def generating(self, seconds: float) -> None:
-        """Time in which at least one training sample was being generated."""
+    def add_generating_time(self, seconds: float) -> None:
+        """Add time in which at least one training sample was being generated."""
         self._step_generating_s += seconds
         self.generating_s += seconds
 
-    def occupied(self, busy: int, slots: int, waiting: int) -> None:
-        """At this moment: slots of workers that generate, all of them, and training samples that wait for one."""
+    def add_slot_usage(self, busy: int, slots: int, waiting: int) -> None:
+        """Add a measurement: workers' busy slots, all their slots, and training samples that wait for one."""
         self._slots.add(busy, slots, waiting)
 
-    def accept(self, chunks: Sequence[int], tokens: Sequence[int]) -> None:
-        """So many, of training and of evaluation, are in the journal."""
-        for use, more, count in zip(("training", "evaluation"), chunks, tokens, strict=True):
-            self.accepted["chunks", use] += more
-            self.accepted["tokens", use] += count
+    def add_accepted(self, chunks: Sequence[int], tokens: Sequence[int]) -> None:
+        """Add journaled (chunks, tokens) to the counters; each pair is (training, evaluation)."""
+        for use, chunk_count, token_count in zip(("training", "evaluation"), chunks, tokens, strict=True):
+            self.accepted["chunks", use] += chunk_count
+            self.accepted["tokens", use] += token_count
         self._step_tokens += tokens[0]
         self.rollout_tokens += tokens[0]
 
-    def observed(self, answers: int, tokens: int, failed: int) -> None:
-        """Environments have answered turns, `tokens` in all; some have failed to."""
-        self.environment["observations"] += answers
+    def add_observations(self, observations: int, tokens: int, failed: int) -> None:
+        """Add environments' answers to turns, their tokens, and turns that an environment failed to answer."""
+        self.environment["observations"] += observations
         self.environment["tokens"] += tokens
         self.environment["failed"] += failed
 
-    def buffered(self, ledger: Ledger) -> None:
-        """`buffer_peak`: most tokens of open and ready groups at a time, over the whole run; what is delivered is with
-        the learner. The simulator's has the same meaning."""
+    def update_peak(self, ledger: Ledger) -> None:
+        """Update `buffer_peak`, the most tokens of open and ready groups at one time in the whole run.
+
+        Delivered groups do not count. The simulator's figure is defined in the same way.
+        """
         self.peak_tokens = max(self.peak_tokens, ledger.tokens["open"] + ledger.tokens["ready"])
 
     # --- steps ----------------------------------------------------------------------------------------------
 
-    def consumed(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
-        """Write down batch `step`, which the learner has trained; one that is replayed keeps its first line, and is
-        compared with it.
+    def record_step(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
+        """Record batch `step` (from 0), which the learner has trained; `learner`: its metrics. Returns the record.
 
-        The line's own `step` counts the batches in the weights from then on.
+        A replayed step keeps its first record, and its loss is compared with that. The record's own `step` is the
+        policy step that the training has led to, `step + 1`.
         """
         if step in self.steps:
             self._compare(step, learner)
         else:
             record = self._describe(step, ledger, learner, now)
             record["alarms"] = self.alarms.look(record)
-            self.lines.append(record)
+            self.metrics_file.append(record)
             self._remember(record, ledger.first_kept_step)
             self.step_times.append(record["time"])
             self.sinks.step(record)
         return self.steps[step]
 
-    def mark(self) -> Mark:
-        """What the next sync will have put on disk."""
-        return Mark(dict(self.accepted), self.lines.waiting)
+    def sync_mark(self) -> SyncMark:
+        """What the next sync of the journal will cover."""
+        return SyncMark(dict(self.accepted), self.metrics_file.waiting)
 
-    def synced(self, mark: Mark) -> None:
-        """That is on disk, and may be counted and told."""
+    def synced(self, mark: SyncMark) -> None:
+        """Count what a finished sync covers as acknowledged, and write the lines of its steps."""
         self.acknowledged = mark.accepted
-        self.lines.release(mark.lines)
+        self.metrics_file.release(mark.lines)
 
     def _remember(self, record: dict[str, Any], first_kept: int) -> None:
-        """Without its lanes; of what lies before `first_kept`, where no learner can go back to, only sums stay."""
+        """Keep a record without its timeline spans; of steps that no learner can go back to only sums stay."""
         step = record["step"] - 1
         if (share := (record.get("gradient") or {}).get("tokens")) is not None:
-            self.borne["tokens"] += round(share * record["tokens"])
-            self.borne["empty_steps"] += share == 0
+            self.gradient["tokens"] += round(share * record["tokens"])
+            self.gradient["empty_steps"] += share == 0
         self.steps[step] = without_lanes(record)
         if step == 0:
             self.first_reward = record["reward"]
         while self.steps and (oldest := next(iter(self.steps))) < first_kept - LAST_STEPS:
             del self.steps[oldest]
-            self.lines.forget(oldest + 1)
+            self.metrics_file.forget(oldest + 1)
 
     @property
     def newest(self) -> dict[str, Any]:
-        """The last line that was written, without its lanes; empty before the first."""
+        """Record of the newest step, without its timeline spans; empty before the first."""
         return next(reversed(self.steps.values()), {})
 
     def _compare(self, step: int, replayed: dict[str, float]) -> None:
-        """Whatever was trained after it followed from the first logging, so that a replay with another loss leads to
-        other weights than those that the run has published."""
+        """Compare a replayed step's loss with the logged one: if they differ, the weights differ from those
+        published."""
         logged = self.steps[step]["learner"]
         if "loss" not in logged or "loss" not in replayed:
             return
@@ -228,7 +235,7 @@ class Recorder:
         groups = ledger.deliveries[step]
         samples = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
         ages = tokens_by_age(groups, step)
-        sizes = [sample.sampled for sample in samples]
+        sizes = [sample.sampled_tokens for sample in samples]
         lengths = Counter(sizes)
         created = ledger.cohorts.created - self._settled
         self._settled = ledger.cohorts.created.copy()
@@ -266,45 +273,49 @@ class Recorder:
             "discarded_groups": discarded_groups(ledger),
             "gradient": gradient_shares(learner),
             "engine_gaps": gaps,
-            "lanes": self._lanes,
+            "lanes": self._spans,
             "learner": learner,
         }
-        self._lanes, self._step_generating_s, self._step_tokens, self._aborted_samples = [], 0.0, 0, 0
+        self._spans, self._step_generating_s, self._step_tokens, self._aborted_samples = [], 0.0, 0, 0
         self._slots, self._moves_before = SlotMeans(), self.moves["done"]
         return record
 
-    def _measure_drift(self, ledger: Ledger, now: float) -> Drift | None:
-        """At most every DRIFT_S, since it holds the loop up for a while; the last verdict in between."""
+    def _measure_drift(self, ledger: Ledger, now: float) -> LengthDrift | None:
+        """The length drift, measured at most every `DRIFT_S`, since that blocks the broker's loop for a while."""
         if now >= self._drift_due:
             self._drift, self._drift_due = drift_of(ledger.cohorts), now + DRIFT_S
         return self._drift
 
-    def evaluated(self, step: int, asked: list[tuple[EvaluationSet, list[Group]]]) -> dict[str, Any]:
-        """Write down an evaluation that is complete: what `describe_set` says of the first of the sets, and where any
-        has a name of its own what it says of each, in `sets` by name."""
-        of_sets = [(one, describe_set(groups, one.samples)) for one, groups in asked]
-        versions = sorted({version for _, groups in asked for version in versions_of(groups)})
+    def record_evaluation(self, step: int, evaluated: list[tuple[EvaluationSet, list[Group]]]) -> dict[str, Any]:
+        """Record a complete evaluation at policy `step`; returns its result.
+
+        The result holds the scores of the first set, as `describe_set` returns them. If sets have names of their own,
+        `sets` holds those of each set by name.
+        """
+        scored_sets = [(each, describe_set(groups, each.samples)) for each, groups in evaluated]
+        versions = sorted({version for _, groups in evaluated for version in versions_of(groups)})
         result = {
             "step": step,
             "time": round(clock.now(), 3),
             "version": list(versions[-1]) if versions else None,
             "versions": [list(version) for version in versions],
-            **of_sets[0][1],
+            **scored_sets[0][1],
         }
-        if any(one.number for one, _ in of_sets):
-            result["sets"] = {one.name: found for one, found in of_sets}
-        self.lines.append_evaluation(result)
+        if any(each.number for each, _ in scored_sets):
+            result["sets"] = {each.name: scores for each, scores in scored_sets}
+        self.metrics_file.append_evaluation(result)
         self.sinks.evaluation(result, clock.now())
         return result
 
     def account(self, ledger: Ledger) -> dict[str, Any]:
+        """The ledger's token account, with the tokens that were never acknowledged and those that were refused."""
         return ledger.account() | {
-            "emitted_unacked": min(LARGEST, self.unacknowledged_before + self.sessions.unacknowledged_tokens()),
-            "refused": self.refused_before + self.sessions.refused_tokens(),
+            "emitted_unacked": min(MAX_NUMBER, self.unacknowledged_before + self.peers.unacknowledged_tokens()),
+            "refused": self.refused_before + self.peers.refused_tokens(),
         }
 
     def write_summary(self, ledger: Ledger, state: str, now: float, data: dict[str, int]) -> None:
-        """`data`: counts of the training prompts."""
+        """Write summary.json; `data`: counts of the training prompts."""
         last = [
             self.steps[step]["reward"]
             for step in range(ledger.consumed - LAST_STEPS, ledger.consumed)
@@ -322,7 +333,7 @@ class Recorder:
             },
             "evaluation": [ledger.evaluated[step] for step in sorted(ledger.evaluated)],
             "tokens": self.account(ledger),
-            "gradient": dict(self.borne) if "tokens" in self.newest.get("gradient", {}) else None,
+            "gradient": dict(self.gradient) if "tokens" in self.newest.get("gradient", {}) else None,
             "ledger_closed": ledger.closed,
             "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),
             "staleness": describe_ages(self._ages_until(ledger.consumed)),
@@ -333,59 +344,60 @@ class Recorder:
             "failed_share": failed_share(ledger),
             "replays": dict(self.replays),
             "pace": self.pace,
-            "starts": {"broker": ledger.starts, "learner": ledger.branch + 1},
+            "starts": {"broker": ledger.starts, "learner": ledger.incarnation + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
 
     def _ages_until(self, consumed: int) -> Counter[int]:
-        """Tokens by staleness of the batches below `consumed`."""
-        forgotten = Counter(self.lines.past.tokens_by_age)
-        return sum((ages_of(line) for step, line in self.steps.items() if step < consumed), forgotten)
+        """Tokens by staleness in steps, of the batches below `consumed`."""
+        older = Counter(self.metrics_file.summary.tokens_by_age)
+        return sum((ages_of(record) for step, record in self.steps.items() if step < consumed), older)
 
 
 def same_loss(logged: float | None, replayed: float) -> bool:
-    """None is what JSON has for a loss that is not finite."""
+    """Whether two losses agree within `REPLAY_TOLERANCE`; JSON stores a loss that is not finite as None."""
     if logged is None or not math.isfinite(logged):
         return not math.isfinite(replayed)
     return math.isclose(logged, replayed, rel_tol=REPLAY_TOLERANCE)
 
 
 def gradient_shares(learner: dict[str, float]) -> dict[str, float]:
-    """Shares of a batch's tokens and groups that bore a gradient, where the learner has said so."""
+    """Shares of a batch's tokens and groups that had a gradient, if the learner reports them."""
     shares = {}
-    for name, borne in (("tokens", "trained_tokens"), ("groups", "gradient_groups")):
-        if borne in learner and name in learner:
-            shares[name] = round(learner[borne] / max(1.0, learner[name]), 6)
+    for name, metric in (("tokens", "trained_tokens"), ("groups", "gradient_groups")):
+        if metric in learner and name in learner:
+            shares[name] = round(learner[metric] / max(1.0, learner[name]), 6)
     return shares
 
 
 def discarded_groups(ledger: Ledger) -> dict[str, int]:
-    """Since the beginning, by reason."""
+    """Groups discarded since the run began, by reason."""
     return {reason: ledger.counts[reason] for reason in sorted(ledger.discarded)}
 
 
 def mean_details(samples: list[Sample]) -> dict[str, float]:
-    """What the rewards are made of: the mean of each figure over the samples that have it."""
-    found: dict[str, list[float]] = {}
+    """Mean of each detail of the rewards, over the samples that have it."""
+    by_name: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in (sample.details or {}).items():
-            found.setdefault(name, []).append(value)
-    return {name: round(sum(values) / len(values), 6) for name, values in sorted(found.items())}
+            by_name.setdefault(name, []).append(value)
+    return {name: round(sum(values) / len(values), 6) for name, values in sorted(by_name.items())}
 
 
 def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
-    """Tokens of a batch by staleness: `step` minus the step of the version that generated them."""
+    """Sampled tokens of batch `step` by staleness: `step` minus the policy step that sampled them."""
     ages: Counter[int] = Counter()
     for group in groups:
-        for line in group.lines:
+        for line in group.samples_with_forks:
             if line.state is SampleState.DONE:
-                for _, _, _, _, tokens, observed, _, sampled_at in line.places:
+                for _, _, _, _, tokens, observed, _, sampled_at in line.chunk_refs:
                     if not observed:
                         ages[step - sampled_at] += tokens
     return ages
 
 
 def describe_ages(ages: Counter[int]) -> dict[str, Any]:
+    """Mean and maximum staleness in steps, and the tokens at each."""
     total = sum(ages.values())
     mean = sum(age * tokens for age, tokens in ages.items()) / total if total else 0.0
     return {
@@ -395,8 +407,9 @@ def describe_ages(ages: Counter[int]) -> dict[str, Any]:
     }
 
 
-def ages_of(line: dict[str, Any]) -> Counter[int]:
-    return Counter({int(age): tokens for age, tokens in line["staleness"]["tokens_by_age"].items()})
+def ages_of(record: dict[str, Any]) -> Counter[int]:
+    """Tokens by staleness in a step's record."""
+    return Counter({int(age): tokens for age, tokens in record["staleness"]["tokens_by_age"].items()})
 
 
 def per_second(tokens: int, seconds: float) -> float:
@@ -404,7 +417,7 @@ def per_second(tokens: int, seconds: float) -> float:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """What an earlier broker of this run wrote; nothing where a power loss has left it empty or torn."""
+    """Summary that an earlier broker of this run wrote; empty if there is none, or a power loss has damaged it."""
     try:
         return orjson.loads(path.read_bytes()) if path.exists() else {}
     except orjson.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Metrics sinks: where a run's figures go beside its folder, such as a service that draws curves."""
+"""Metrics sinks: receivers of a run's metrics besides its folder, such as a service that draws curves."""
 
 import logging
 from collections.abc import Sequence
@@ -7,65 +7,67 @@ from pathlib import Path
 from typing import Any
 
 from april.broker.telemetry import SINKS
-from april.config import ConfigError
+from april.errors import refuse
 
 log = logging.getLogger(__name__)
 
 
 class Sink:
-    """Made when the broker starts, also when it starts again: a step that was written is not written twice.
+    """Base class of metrics sinks, created at each start of the broker; no step is passed to a sink again.
 
-    It is called in the broker's loop, and has to be quick: what takes long belongs into a thread of its own.
+    Its methods run in the broker's loop and have to be fast; `BackgroundSink` writes in a thread of its own.
     """
 
     package = ""
-    """that has to be installed; the extra that brings it has its name"""
+    """Python package it needs; the extra of April that installs it has the same name."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
 
     @classmethod
     def check(cls) -> None:
-        """Refuse to be used where something is missing. Raises ConfigError."""
+        """Raise ConfigError if something that the sink needs is missing."""
         if cls.package and not find_spec(cls.package):
-            raise ConfigError(
-                f"key 'operations.sinks' = {cls.package!r} needs the package {cls.package}, which is not installed; "
-                f"pip install 'april-rl[{cls.package}]', or leave it out"
+            refuse(
+                "operations.sinks",
+                cls.package,
+                f"needs the package {cls.package}, which is not installed",
+                f"pip install 'april-rl[{cls.package}]', or leave it out",
             )
 
     def step(self, record: dict[str, Any]) -> None:
-        """A line of metrics.jsonl, of a step that was trained."""
+        """Receive the record of a trained step, as in metrics.jsonl."""
 
     def evaluation(self, result: dict[str, Any], now: float) -> None:
-        """An evaluation that is complete: `step`, `accuracy`, `mean_at_k`, `pass_at_k`, .... `now`: Unix time."""
+        """Receive a complete evaluation: `step`, `accuracy`, `mean_at_k`, `pass_at_k`, .... `now`: Unix seconds."""
 
     def close(self) -> None:
-        """The broker ends."""
+        """Close the sink at the end of the broker."""
 
 
 class Sinks:
-    """Those of a run. One that raises is left out from then on: figures are not worth a run."""
+    """The sinks of a run. One that raises an exception is dropped, since no metric is worth a run."""
 
     def __init__(self, names: Sequence[str], run_dir: Path):
-        """Raises ConfigError."""
+        """Raises ConfigError for a sink that is not found, or that lacks something."""
         check_sinks(names)
         self._sinks: dict[str, Sink] = {name: SINKS.find(name)(run_dir) for name in names}
         self.failed: list[str] = []
-        """those that were left out"""
+        """Names of the sinks that were dropped."""
 
     def step(self, record: dict[str, Any]) -> None:
-        self._tell("step", record)
+        self._call("step", record)
 
     def evaluation(self, result: dict[str, Any], now: float) -> None:
-        self._tell("evaluation", result, now)
+        self._call("evaluation", result, now)
 
     def close(self) -> None:
-        self._tell("close")
+        self._call("close")
 
-    def _tell(self, what: str, *facts: Any) -> None:
+    def _call(self, method: str, *arguments: Any) -> None:
         for name, sink in list(self._sinks.items()):
             try:
-                getattr(sink, what)(*facts)
+                getattr(sink, method)(*arguments)
             except Exception:
                 log.exception("the metrics sink %s has failed, and is left out from here on; mend it", name)
                 del self._sinks[name]
@@ -73,6 +75,6 @@ class Sinks:
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raises ConfigError unless each can be found and used."""
+    """Raise ConfigError unless every sink is found and has what it needs."""
     for name in names:
         SINKS.find(name).check()

@@ -1,4 +1,4 @@
-"""How full the engines' slots were over a step, of looks at them in equal distances."""
+"""Mean occupancy of the engines' slots over a step, from samples taken at equal intervals."""
 
 
 class SlotMeans:
@@ -12,8 +12,8 @@ class SlotMeans:
         self.waiting += waiting
 
     def means(self) -> dict[str, float]:
-        """`busy`: share of the slots; `slots` and `waiting`: how many there were, and samples that waited for one;
-        `looks`: of how many looks these are means."""
+        """`busy`: share of slots in use; `slots`: their number; `waiting`: samples that waited for one; `looks`: number
+        of measurements behind these means."""
         looks = max(1, self.looks)
         busy = self.busy / self.slots if self.slots else 0.0
         return {

@@ -1,23 +1,23 @@
-"""The alarm against what takes ten times as long as usual: a training step, or wherever a part's main loop is."""
+"""The alarm on whatever takes ten times as long as usual: a training step, or one position of a main loop."""
 
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from april.broker.sessions import Stay
+from april.broker.sessions import PeerLoop
 from april.broker.telemetry.alarm import Alarm
 
 STEPS, FIRST_STEPS = 31, 3
-"""the newest, whose median is usual, and how many there have to be"""
+"""Newest steps whose median is the usual time, and fewest steps for a median."""
 
 
-class SlowPart(Alarm):
+class SlowPartAlarm(Alarm):
     page = "docs/operations.md#what-to-do-when"
     threshold = 10
-    """times as long as usual"""
+    """Factor by which a slow part exceeds its usual time."""
     least_s = 10.0
-    """what takes no longer than this is never slow"""
+    """Seconds below which nothing is slow."""
 
     def __init__(self) -> None:
         self.steps_s: deque[float] = deque(maxlen=STEPS)
@@ -32,13 +32,13 @@ class SlowPart(Alarm):
             "machine does, and how long the longest responses have become"
         )
 
-    def watch(self, stays: Sequence[Stay]) -> str:
-        slow = [stay for stay in stays if stay.usual_s and self._is_slow(stay.for_s, stay.usual_s)]
+    def watch(self, loops: Sequence[PeerLoop]) -> str:
+        slow = [loop for loop in loops if loop.usual_s and self._is_slow(loop.for_s, loop.usual_s)]
         if not slow:
             return ""
-        peer, place, for_s, usual_s = max(slow, key=lambda stay: stay.for_s)
+        peer, position, for_s, usual_s = max(slow, key=lambda loop: loop.for_s)
         return (
-            f"{peer} has been at {place!r} for {for_s:.0f} s where {usual_s:.2g} s are usual; read its log; it is "
+            f"{peer} has been at {position!r} for {for_s:.0f} s where {usual_s:.2g} s are usual; read its log; it is "
             "ended and started again if it gets nowhere for the `hung_s` of its section"
         )
 

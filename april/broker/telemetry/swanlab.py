@@ -1,13 +1,16 @@
-"""The figures of a run for SwanLab: kept in `swanlab/` of the run folder, and sent where `SWANLAB_MODE` says so."""
+"""Metrics sink for SwanLab."""
 
 import os
 from typing import Any
 
-from april.broker.telemetry.behind import PROJECT, SinkBehind
+from april.broker.telemetry.behind import PROJECT, BackgroundSink
 
 
-class SwanLab(SinkBehind):
-    """Offline unless `SWANLAB_MODE` is another: `swanlab sync` uploads it later. In the project `SWANLAB_PROJECT`."""
+class SwanLab(BackgroundSink):
+    """Logs to `swanlab/` of the run folder, in the project `SWANLAB_PROJECT`.
+
+    Offline unless `SWANLAB_MODE` says otherwise; `swanlab sync` uploads later.
+    """
 
     package = "swanlab"
 

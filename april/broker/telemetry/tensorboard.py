@@ -1,4 +1,4 @@
-"""The figures of metrics.jsonl and of evaluations as TensorBoard scalars, for who wants them there, too."""
+"""Metrics sink that writes TensorBoard scalars."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from april.broker.telemetry.sink import Sink
 
 
 class TensorBoard(Sink):
-    """Writes event files into `tensorboard/` of the run folder, with `tensorboard` alone."""
+    """Writes event files into `tensorboard/` of the run folder; needs only the package `tensorboard`."""
 
     package = "tensorboard"
 

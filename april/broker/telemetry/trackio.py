@@ -1,13 +1,13 @@
-"""The figures of a run for trackio's own page: `trackio show`."""
+"""Metrics sink for trackio, whose page `trackio show` opens."""
 
 import os
 from typing import Any
 
-from april.broker.telemetry.behind import PROJECT, SinkBehind
+from april.broker.telemetry.behind import PROJECT, BackgroundSink
 
 
-class Trackio(SinkBehind):
-    """In the project `TRACKIO_PROJECT` or `april-rl`, on this machine, where `TRACKIO_DIR` says."""
+class Trackio(BackgroundSink):
+    """Logs on this machine, in the folder `TRACKIO_DIR`, in the project `TRACKIO_PROJECT` or `april-rl`."""
 
     package = "trackio"
 

@@ -1,14 +1,17 @@
-"""The figures of a run at Weights & Biases: kept in `wandb/` of the run folder, and sent where `WANDB_MODE` says so."""
+"""Metrics sink for Weights & Biases."""
 
 import os
 from typing import Any
 
-from april.broker.telemetry.behind import PROJECT, SinkBehind
+from april.broker.telemetry.behind import PROJECT, BackgroundSink
 
 
-class WeightsAndBiases(SinkBehind):
-    """Offline unless `WANDB_MODE` is `online`: `wandb sync` uploads it later. `WANDB_PROJECT`, `WANDB_ENTITY` and the
-    rest of its environment variables hold."""
+class WeightsAndBiases(BackgroundSink):
+    """Logs to `wandb/` of the run folder.
+
+    Offline unless `WANDB_MODE` is `online`; `wandb sync` uploads later. `WANDB_PROJECT`, `WANDB_ENTITY` and wandb's
+    other environment variables apply.
+    """
 
     package = "wandb"
 

@@ -1,14 +1,14 @@
-"""The alarm against engines that do not hold what they are sent: they generate nothing, and their workers leave."""
+"""The alarm on engines that fail the weight check: they generate nothing, and their workers exit."""
 
 from typing import Any
 
 from april.broker.telemetry.alarm import Alarm
 
 
-class WrongWeights(Alarm):
+class WrongWeightsAlarm(Alarm):
     page = "docs/learner.md#proof-of-weights"
     threshold = 1
-    """engines, counted anew at each try, that have not shown to hold a version they were sent"""
+    """Failed weight checks since the last step; an engine counts once per attempt."""
 
     def look(self, record: dict[str, Any]) -> str:
         wrong = (record.get("learner") or {}).get("publish_wrong") or 0

@@ -1,7 +1,7 @@
-"""/metrics and /health over HTTP, in a thread of its own.
+"""Serves /metrics and /health over HTTP, in threads of its own.
 
-The broker's loop hands over a finished picture about once a second, by one assignment: it waits for nobody, holds no
-lock, and a scrape costs it nothing.
+The broker's loop hands over an immutable snapshot about once a second, by one assignment: it holds no lock, waits for
+nobody, and a scrape costs it nothing.
 """
 
 import socketserver
@@ -16,49 +16,50 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from april.broker.views.health import Condition, judge
+from april.broker.views.health import HealthSnapshot, judge
 from april.broker.views.metrics import METRICS, SYNC_BUCKETS_S, Histogram, Series
 from april.processes import clock
 
-PICTURE_S = 1.0
+SNAPSHOT_S = 1.0
+"""Seconds between two metrics snapshots."""
 CLIENT_TIMEOUT_S = 10.0
-"""a client that neither sends its request nor reads the answer is let go"""
+"""Seconds after which a client that does not send its request or read the answer is disconnected."""
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 
 @dataclass(frozen=True)
-class Picture:
-    """The broker at one moment; nobody changes it."""
+class MetricsSnapshot:
+    """Metrics and health of the broker at one moment; immutable."""
 
-    condition: Condition
+    health: HealthSnapshot
     series: dict[str, Series]
     syncs: Histogram
 
 
 class Exporter:
-    """Owned by the broker's loop; the HTTP threads only read `picture` and `passed_at`.
+    """HTTP server owned by the broker's loop; its threads only read `snapshot` and `passed_at`.
 
     exporter = Exporter("127.0.0.1", 0, stuck_after_s=30.0)     # OSError: the address cannot be used
-    exporter.passed(now, take_picture)                          # once a pass
+    exporter.passed(now, read_snapshot)                         # once a pass of the loop
     """
 
     def __init__(self, host: str, port: int, stuck_after_s: float):
         self.stuck_after_s = stuck_after_s
-        self.picture: Picture | None = None
+        self.snapshot: MetricsSnapshot | None = None
         self.passed_at = clock.now()
-        self._next_picture = 0.0
+        self._next_snapshot = 0.0
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         self._server = HttpServer((host, port), handler(self, registry))
         self.address = f"http://{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="http", daemon=True).start()
 
-    def passed(self, now: float, take_picture: Callable[[], Picture]) -> None:
-        """The loop has come round; a picture is taken if one is due."""
+    def passed(self, now: float, read_snapshot: Callable[[], MetricsSnapshot]) -> None:
+        """Note a pass of the broker's loop, and read a snapshot if one is due."""
         self.passed_at = now
-        if now >= self._next_picture:
-            self.picture = take_picture()
-            self._next_picture = now + PICTURE_S
+        if now >= self._next_snapshot:
+            self.snapshot = read_snapshot()
+            self._next_snapshot = now + SNAPSHOT_S
 
     def close(self) -> None:
         self._server.shutdown()
@@ -68,31 +69,32 @@ class Exporter:
 
     @property
     def pass_age_s(self) -> float:
+        """Seconds since the last pass of the broker's loop."""
         return max(0.0, clock.now() - self.passed_at)
 
     def health(self) -> tuple[int, dict]:
-        """(HTTP status, body)."""
-        picture = self.picture
-        if picture is None:
+        """Answer of /health: HTTP status and JSON body."""
+        snapshot = self.snapshot
+        if snapshot is None:
             return 503, {"status": "starting", "reason": "the broker has not come round for the first time"}
-        healthy, body = judge(picture.condition, self.pass_age_s, self.stuck_after_s)
+        healthy, body = judge(snapshot.health, self.pass_age_s, self.stuck_after_s)
         return (200 if healthy else 503), body
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client asks of a collector."""
+        """Yield the metric families; prometheus_client's interface of a collector."""
         yield GaugeMetricFamily(
             "april_last_pass_age_seconds", "Since the broker's loop came round last", value=self.pass_age_s
         )
-        picture = self.picture
-        if picture is None:
+        snapshot = self.snapshot
+        if snapshot is None:
             return
-        for name, series in picture.series.items():
-            metric = METRICS[name]
-            family = FAMILIES[metric.kind](name, metric.help, labels=metric.labels)
+        for name, series in snapshot.series.items():
+            spec = METRICS[name]
+            family = FAMILIES[spec.kind](name, spec.help, labels=spec.labels)
             for labels, value in series.items():
                 family.add_metric(labels, value)
             yield family
-        yield histogram_family(picture.syncs)
+        yield histogram_family(snapshot.syncs)
 
 
 def histogram_family(syncs: Histogram) -> HistogramMetricFamily:
@@ -108,7 +110,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def handle_error(self, request, client_address) -> None:
-        """A client that goes away is no error of the broker's."""
+        """Ignore errors of clients that disconnect."""
 
 
 def handler(exporter: Exporter, registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
@@ -134,6 +136,6 @@ def handler(exporter: Exporter, registry: CollectorRegistry) -> type[BaseHTTPReq
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments) -> None:
-            """Requests are not worth a line each."""
+            """Log no line per request."""
 
     return Handler

@@ -1,110 +1,143 @@
-"""The figures that a broker shows to Prometheus: what there is, and a picture of it at one moment."""
+"""Prometheus metrics of a broker: their definitions, and a reader of their values."""
 
 import bisect
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from april.broker.books import Books
+from april.broker.books import BrokerContext
 from april.broker.telemetry.evaluation import sets_of
 
 Series = dict[tuple[str, ...], float]
-"""values by those of the labels"""
+"""Values of a metric by its label values."""
 
 USES = ("training", "evaluation")
 SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricSpec:
     kind: Literal["gauge", "counter"]
     help: str
     labels: tuple[str, ...] = ()
 
 
 METRICS = {
-    "april_broker_starts": Metric("gauge", "Starts of the broker in this run; a rise is a restart"),
-    "april_steps": Metric(
-        "gauge", "Batches delivered, consumed by the learner, in its newest checkpoint, wanted", ("kind",)
+    "april_broker_starts": MetricSpec("gauge", "Starts of the broker in this run; a rise is a restart"),
+    "april_steps": MetricSpec(
+        "gauge",
+        "Batches delivered, consumed by the learner, in its newest checkpoint, and wanted in the run",
+        ("kind",),
     ),
-    "april_round": Metric("gauge", "The current round, from 0"),
-    "april_samples": Metric("gauge", "Samples of open groups by state", ("use", "state")),
-    "april_groups": Metric("gauge", "Training groups that are open, ready or delivered", ("state",)),
-    "april_oldest_waiting_seconds": Metric("gauge", "Since the group of the longest waiting sample was opened"),
-    "april_oldest_waiting_steps": Metric("gauge", "Age of the oldest waiting sample's group in policy steps"),
-    "april_oldest_ready_steps": Metric("gauge", "Age of the oldest complete group in policy steps"),
-    "april_leases": Metric("gauge", "Leases by what they are for: training, evaluation, or scoring only", ("use",)),
-    "april_longest_lease_seconds": Metric("gauge", "Since the oldest lease was granted, or the broker started"),
-    "april_chunks_accepted_total": Metric("counter", "Chunks made durable since the broker started", ("use",)),
-    "april_tokens_accepted_total": Metric("counter", "Their tokens", ("use",)),
-    "april_tokens_resumed_total": Metric(
+    "april_round": MetricSpec("gauge", "The current round, from 0"),
+    "april_samples": MetricSpec("gauge", "Samples of open groups by state", ("use", "state")),
+    "april_groups": MetricSpec("gauge", "Training groups that are open, ready or delivered", ("state",)),
+    "april_oldest_waiting_seconds": MetricSpec(
+        "gauge", "Seconds since the oldest group with a waiting sample was opened"
+    ),
+    "april_oldest_waiting_steps": MetricSpec("gauge", "Age of the oldest waiting sample's group in policy steps"),
+    "april_oldest_ready_steps": MetricSpec("gauge", "Age of the oldest complete group in policy steps"),
+    "april_leases": MetricSpec("gauge", "Leases by what they are for: training, evaluation, or scoring only", ("use",)),
+    "april_longest_lease_seconds": MetricSpec(
+        "gauge", "Seconds since the oldest lease was granted, or the broker started"
+    ),
+    "april_chunks_accepted_total": MetricSpec("counter", "Chunks on disk since the broker started", ("use",)),
+    "april_tokens_accepted_total": MetricSpec(
+        "counter", "Tokens of the chunks on disk since the broker started", ("use",)
+    ),
+    "april_tokens_resumed_total": MetricSpec(
         "counter",
         "Prefixes leased again: to the worker that handed them back under the same weights (cached, where its engine "
         "has a prefix cache), or moved",
         ("prefix",),
     ),
-    "april_samples_moved_total": Metric(
+    "april_samples_moved_total": MetricSpec(
         "counter", "Stragglers asked back for a worker with room, and moved there, since the broker started", ("what",)
     ),
-    "april_tokens": Metric("gauge", "Where the generated training tokens are that were not discarded", ("place",)),
-    "april_tokens_discarded_total": Metric("counter", "Training tokens discarded", ("reason",)),
-    "april_groups_discarded_total": Metric("counter", "Training groups discarded", ("reason",)),
-    "april_tokens_lost_total": Metric("counter", "Tokens emitted and never acknowledged, or refused", ("why",)),
-    "april_ledger_closed": Metric("gauge", "1 while generated = trained + delivered + ready + open + discarded"),
-    "april_journal_bytes": Metric("gauge", "Size of the journal on disk"),
-    "april_journal_failed": Metric("gauge", "1 when the journal can be written no more and the broker only answers"),
-    "april_snapshots_failed_total": Metric("counter", "Snapshots that could not be written; restarts read more"),
-    "april_staleness_steps": Metric("gauge", "Age of the tokens of the newest trained batch, and its bound", ("kind",)),
-    "april_length_drift": Metric(
+    "april_tokens": MetricSpec(
+        "gauge", "Generated training tokens by where they are now, without the discarded ones", ("place",)
+    ),
+    "april_tokens_discarded_total": MetricSpec("counter", "Training tokens discarded", ("reason",)),
+    "april_groups_discarded_total": MetricSpec("counter", "Training groups discarded", ("reason",)),
+    "april_tokens_lost_total": MetricSpec(
+        "counter", "Tokens that engines sampled and that were never acknowledged, or were refused", ("why",)
+    ),
+    "april_ledger_closed": MetricSpec("gauge", "1 while generated = trained + delivered + ready + open + discarded"),
+    "april_journal_bytes": MetricSpec("gauge", "Size of the journal on disk"),
+    "april_journal_failed": MetricSpec("gauge", "1 while the journal cannot be written and the broker is read only"),
+    "april_snapshots_failed_total": MetricSpec(
+        "counter", "Snapshots that could not be written; each makes a restart read one more journal file"
+    ),
+    "april_staleness_steps": MetricSpec(
+        "gauge", "Age in policy steps of the tokens of the newest trained batch, and its bound", ("kind",)
+    ),
+    "april_length_drift": MetricSpec(
         "gauge",
-        "Distance of the lengths trained lately from those created, and the most that chance explains",
+        "Kolmogorov-Smirnov distance between recently trained and recently created lengths, and the band of chance",
         ("kind",),
     ),
-    "april_length_alarm": Metric("gauge", "1 when the distance is beyond what chance explains: lengths are biased"),
-    "april_alarms": Metric("gauge", "1 when the alarm was raised in the newest step, or is so just now", ("alarm",)),
-    "april_engine_gap_nats": Metric(
+    "april_length_alarm": MetricSpec(
+        "gauge", "1 while the distance is outside the band of chance: training lengths are biased"
+    ),
+    "april_alarms": MetricSpec(
+        "gauge", "1 if the newest step raised the alarm, or its condition holds now", ("alarm",)
+    ),
+    "april_engine_gap_nats": MetricSpec(
         "gauge",
-        "Distance of the learner's log-probabilities from the worker's, of its newest tokens in the newest batch",
+        "Difference between the learner's and a worker's log-probabilities, of its newest tokens in the newest batch",
         ("worker", "kind"),
     ),
-    "april_engine_gap_age_steps": Metric(
-        "gauge", "Age of those tokens; above 0 the policy has moved since", ("worker",)
+    "april_engine_gap_age_steps": MetricSpec(
+        "gauge",
+        "Age in policy steps of the tokens behind april_engine_gap_nats; above 0 the policy has changed since",
+        ("worker",),
     ),
-    "april_reward": Metric("gauge", "Mean reward of the newest trained batch"),
-    "april_replayed_steps_total": Metric(
-        "counter", "Steps trained again after a restart, with the loss that was logged or another", ("loss",)
+    "april_reward": MetricSpec("gauge", "Mean reward of the newest trained batch"),
+    "april_replayed_steps_total": MetricSpec(
+        "counter", "Steps trained again after a restart, by whether the loss equals the logged one", ("loss",)
     ),
-    "april_evaluation_accuracy": Metric("gauge", "Accuracy of the newest evaluation"),
-    "april_evaluation_set_accuracy": Metric("gauge", "Accuracy of the newest evaluation by set", ("set",)),
-    "april_evaluation_step": Metric("gauge", "Policy step of the newest evaluation"),
-    "april_sessions": Metric("gauge", "Peers that are connected", ("role",)),
-    "april_worker_leases": Metric("gauge", "Samples that a worker generates", ("worker",)),
-    "april_worker_capacity": Metric("gauge", "Samples that a worker takes at once", ("worker",)),
-    "april_worker_tokens_per_second": Metric("gauge", "Tokens acknowledged in the last second or so", ("worker",)),
-    "april_worker_policy_step": Metric("gauge", "Step of the weights that a worker samples from", ("worker",)),
-    "april_scorer_leases": Metric("gauge", "Responses, or whole groups, that a scorer scores", ("scorer",)),
-    "april_scorer_capacity": Metric("gauge", "Leases that a scorer takes at once", ("scorer",)),
-    "april_refusals_total": Metric("counter", "Messages that were not accepted", ("cause",)),
-    "april_failed_handshakes_total": Metric("counter", "Connections that were not let in", ("cause",)),
-    "april_outbox_messages": Metric("gauge", "Messages kept for peers that do not read at present"),
-    "april_environment_failures_total": Metric("counter", "Turns that an environment did not answer"),
-    "april_dead_letters_total": Metric("counter", "Samples that used up their attempts"),
-    "april_dead_letters": Metric("gauge", "Dead groups that can be re-queued, or wait to be drawn again", ("state",)),
-    "april_sinks_failed_total": Metric("counter", "Metrics sinks that raised and are left out", ("sink",)),
-    "april_drained": Metric("gauge", "0 in operation, 1 while draining, 2 when nothing is leased any more"),
+    "april_evaluation_accuracy": MetricSpec("gauge", "Accuracy of the newest evaluation"),
+    "april_evaluation_set_accuracy": MetricSpec(
+        "gauge", "Accuracy of the newest evaluation, by set of held-out prompts", ("set",)
+    ),
+    "april_evaluation_step": MetricSpec("gauge", "Policy step of the newest evaluation"),
+    "april_sessions": MetricSpec("gauge", "Peers that are connected", ("role",)),
+    "april_worker_leases": MetricSpec("gauge", "Samples that a worker generates", ("worker",)),
+    "april_worker_capacity": MetricSpec("gauge", "Samples that a worker takes at once", ("worker",)),
+    "april_worker_tokens_per_second": MetricSpec(
+        "gauge", "Tokens acknowledged per second, since the last reading about a second ago", ("worker",)
+    ),
+    "april_worker_policy_step": MetricSpec(
+        "gauge", "Policy step of the weights that a worker samples from", ("worker",)
+    ),
+    "april_scorer_leases": MetricSpec("gauge", "Responses, or whole groups, that a scorer scores", ("scorer",)),
+    "april_scorer_capacity": MetricSpec("gauge", "Leases that a scorer takes at once", ("scorer",)),
+    "april_refusals_total": MetricSpec("counter", "Messages that were not accepted", ("cause",)),
+    "april_failed_handshakes_total": MetricSpec("counter", "Connections refused in the CURVE handshake", ("cause",)),
+    "april_outbox_messages": MetricSpec("gauge", "Messages queued for peers that do not read at present"),
+    "april_environment_failures_total": MetricSpec("counter", "Turns that an environment failed to answer"),
+    "april_dead_letters_total": MetricSpec("counter", "Samples that failed for good, after their last attempt"),
+    "april_dead_letters": MetricSpec(
+        "gauge", "Groups of dead letters that can be re-queued, or wait to be drawn again", ("state",)
+    ),
+    "april_sinks_failed_total": MetricSpec(
+        "counter", "Metrics sinks that raised an exception and were dropped", ("sink",)
+    ),
+    "april_drained": MetricSpec("gauge", "0 in operation, 1 while draining, 2 when nothing is leased any more"),
 }
-"""beside them april_journal_sync_seconds, a histogram, and april_last_pass_age_seconds"""
+"""Metrics by name; the exporter adds the histogram april_journal_sync_seconds and april_last_pass_age_seconds."""
 
 
 @dataclass(frozen=True)
 class Histogram:
     counts: tuple[int, ...]
-    """observations in each bucket of SYNC_BUCKETS_S, and above the last"""
+    """Observations in each bucket of SYNC_BUCKETS_S, and above the last."""
     sum_s: float
+    """Sum of all observations in seconds."""
 
 
 class SyncTimes:
-    """How long the journal's syncs took, since the broker started."""
+    """Durations of the journal's syncs since the broker started."""
 
     def __init__(self):
         self._counts = [0] * (len(SYNC_BUCKETS_S) + 1)
@@ -114,23 +147,24 @@ class SyncTimes:
         self._counts[bisect.bisect_left(SYNC_BUCKETS_S, seconds)] += 1
         self._sum_s += seconds
 
-    def picture(self) -> Histogram:
+    def histogram(self) -> Histogram:
         return Histogram(tuple(self._counts), self._sum_s)
 
 
-class Photographer:
-    """Reads a broker's figures; what it returns is never changed afterwards, so other threads may have it."""
+class MetricsReader:
+    """Reads a broker's metrics; results are never changed afterwards, so other threads may read them."""
 
     def __init__(self):
         self._acknowledged: dict[str, int] = {}
-        self._at = 0.0
+        """Acknowledged tokens by worker uid at the last read."""
+        self._read_at = 0.0
 
-    def read(self, books: Books, outbox_messages: int, now: float) -> dict[str, Series]:
-        ledger, queues, letters = books.ledger, books.census.latest, books.ledger.dead_letters
+    def read(self, context: BrokerContext, outbox_messages: int, now: float) -> dict[str, Series]:
+        ledger, queues, letters = context.ledger, context.queue_scanner.latest, context.ledger.dead_letters
         evaluating = sum(count for (_, evaluation), count in ledger.load.items() if evaluation)
         generating = ledger.generating
-        account, acknowledged = books.recorder.account(ledger), books.recorder.acknowledged
-        step = books.recorder.steps.get(ledger.consumed - 1, {})
+        account, acknowledged = context.recorder.account(ledger), context.recorder.acknowledged
+        step = context.recorder.steps.get(ledger.consumed - 1, {})
         discarded = {reason: ledger.counts[reason] for reason in ledger.discarded}
         series: dict[str, Series] = {
             "april_broker_starts": single(ledger.starts),
@@ -138,7 +172,7 @@ class Photographer:
                 delivered=ledger.next_step,
                 consumed=ledger.consumed,
                 durable=ledger.durable,
-                wanted=books.config.schedule.max_steps,
+                wanted=context.config.schedule.max_steps,
             ),
             "april_round": single(ledger.round),
             "april_samples": {
@@ -156,31 +190,31 @@ class Photographer:
             "april_chunks_accepted_total": {(use,): acknowledged.get(("chunks", use), 0) for use in USES},
             "april_tokens_accepted_total": {(use,): acknowledged.get(("tokens", use), 0) for use in USES},
             "april_tokens_resumed_total": by_name(cached=ledger.resumed["cached"], moved=ledger.resumed["moved"]),
-            "april_samples_moved_total": {(what,): books.recorder.moves[what] for what in ("asked", "done")},
+            "april_samples_moved_total": {(phase,): context.recorder.moves[phase] for phase in ("asked", "done")},
             "april_tokens": by_name(**{name: account[name] for name in ("trained", "delivered", "ready", "open")}),
             "april_tokens_discarded_total": by_name(**account["discarded"]),
             "april_groups_discarded_total": by_name(**discarded),
             "april_tokens_lost_total": by_name(unacknowledged=account["emitted_unacked"], refused=account["refused"]),
             "april_ledger_closed": single(ledger.closed),
-            "april_journal_bytes": single(books.journal.bytes_on_disk),
-            "april_journal_failed": single(bool(books.run.read_only)),
-            "april_snapshots_failed_total": single(books.snapshots.failures),
+            "april_journal_bytes": single(context.journal.bytes_on_disk),
+            "april_journal_failed": single(bool(context.run.read_only)),
+            "april_snapshots_failed_total": single(context.snapshots.failures),
             "april_staleness_steps": by_name(bound=ledger.rules.max_staleness),
-            "april_replayed_steps_total": by_name(**books.recorder.replays),
-            "april_sessions": by_name(**Counter(session.role for session in books.sessions.by_id.values())),
-            "april_refusals_total": by_name(**books.sessions.refusals),
-            "april_failed_handshakes_total": by_name(**books.failed_handshakes),
+            "april_replayed_steps_total": by_name(**context.recorder.replays),
+            "april_sessions": by_name(**Counter(peer.role for peer in context.peers.by_id.values())),
+            "april_refusals_total": by_name(**context.peers.refusals),
+            "april_failed_handshakes_total": by_name(**context.failed_handshakes),
             "april_outbox_messages": single(outbox_messages),
-            "april_environment_failures_total": single(books.recorder.environment["failed"]),
+            "april_environment_failures_total": single(context.recorder.environment["failed"]),
             "april_dead_letters_total": single(letters.total),
-            "april_dead_letters": by_name(to_requeue=len(letters.discarded_groups()), waiting=len(letters.waiting)),
-            "april_sinks_failed_total": {(name,): 1 for name in books.recorder.sinks.failed},
+            "april_dead_letters": by_name(to_requeue=len(letters.discarded_groups()), waiting=len(letters.requeued)),
+            "april_sinks_failed_total": {(name,): 1 for name in context.recorder.sinks.failed},
             "april_drained": single(ledger.draining + (ledger.draining and not ledger.leases)),
         }
         if step:
             series["april_reward"] = single(step["reward"])
             series["april_staleness_steps"] |= by_name(mean=step["staleness"]["mean"], max=step["staleness"]["max"])
-            alarms, gaps = books.recorder.alarms, step.get("engine_gaps", {})
+            alarms, gaps = context.recorder.alarms, step.get("engine_gaps", {})
             raised = {alarm["name"] for alarm in (*step.get("alarms", ()), *alarms.raised)}
             series["april_alarms"] = {(name,): name in raised for name in alarms.names}
             series["april_engine_gap_nats"] = {
@@ -194,38 +228,40 @@ class Photographer:
             newest = ledger.evaluated[max(ledger.evaluated)]
             series["april_evaluation_step"] = single(newest["step"])
             series["april_evaluation_set_accuracy"] = {
-                (name,): found["accuracy"] for name, found in sets_of(newest).items() if found["accuracy"] is not None
+                (name,): scored["accuracy"]
+                for name, scored in sets_of(newest).items()
+                if scored["accuracy"] is not None
             }
             if newest["accuracy"] is not None:
                 series["april_evaluation_accuracy"] = single(newest["accuracy"])
-        return series | self._workers(books, now)
+        return series | self._workers(context, now)
 
-    def _workers(self, books: Books, now: float) -> dict[str, Series]:
-        ledger, workers, scorers = books.ledger, books.sessions.workers(), books.sessions.scorers()
-        acknowledged = {session.uid: books.sessions.tallies[session.uid].acknowledged for session in workers}
-        since_s, before = now - self._at, self._acknowledged
-        self._acknowledged, self._at = acknowledged, now
+    def _workers(self, context: BrokerContext, now: float) -> dict[str, Series]:
+        ledger, workers, scorers = context.ledger, context.peers.workers(), context.peers.scorers()
+        acknowledged = {peer.uid: context.peers.tallies[peer.uid].acknowledged for peer in workers}
+        since_s, before = now - self._read_at, self._acknowledged
+        self._acknowledged, self._read_at = acknowledged, now
         return {
             "april_worker_leases": {
-                (session.name,): ledger.load[session.uid, False] + ledger.load[session.uid, True] for session in workers
+                (peer.name,): ledger.load[peer.uid, False] + ledger.load[peer.uid, True] for peer in workers
             },
-            "april_worker_capacity": {(session.name,): session.capacity for session in workers},
+            "april_worker_capacity": {(peer.name,): peer.capacity for peer in workers},
             "april_worker_tokens_per_second": {
-                (session.name,): (acknowledged[session.uid] - before[session.uid]) / since_s
-                for session in workers
-                if session.uid in before
+                (peer.name,): (acknowledged[peer.uid] - before[peer.uid]) / since_s
+                for peer in workers
+                if peer.uid in before
             },
-            "april_worker_policy_step": {
-                (session.name,): session.version.step for session in workers if session.version
-            },
-            "april_scorer_leases": {(session.name,): len(ledger.held.get(session.uid, ())) for session in scorers},
-            "april_scorer_capacity": {(session.name,): session.capacity for session in scorers},
+            "april_worker_policy_step": {(peer.name,): peer.version.step for peer in workers if peer.version},
+            "april_scorer_leases": {(peer.name,): len(ledger.held.get(peer.uid, ())) for peer in scorers},
+            "april_scorer_capacity": {(peer.name,): peer.capacity for peer in scorers},
         }
 
 
 def single(value: float) -> Series:
+    """Series of a metric without labels."""
     return {(): value}
 
 
 def by_name(**values: float) -> Series:
+    """Series of a metric with one label."""
     return {(name,): value for name, value in values.items()}

@@ -1,24 +1,24 @@
-"""What a live broker says about its run: the dictionary behind the terminal view."""
+"""The status of a run: the dictionary that `april status`, the live view and the dashboard read."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from april.broker.books import Books
+from april.broker.books import BrokerContext
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import GroupState, SampleState
-from april.broker.sessions import Session
-from april.broker.views.standing import Standing, slots_of
+from april.broker.sessions import Peer
+from april.broker.views.standing import Bottleneck, slot_usage
 
 
-def status(books: Books, now: float) -> dict[str, Any]:
-    ledger, schedule = books.ledger, books.config.schedule
-    last = books.recorder.newest
+def status(context: BrokerContext, now: float) -> dict[str, Any]:
+    ledger, schedule = context.ledger, context.config.schedule
+    last = context.recorder.newest
     return {
-        "run": books.config.run.name,
-        "state": books.run.state,
-        "read_only": books.run.read_only,
+        "run": context.config.run.name,
+        "state": context.run.state,
+        "read_only": context.run.read_only,
         "step": ledger.consumed,
         "max_steps": schedule.max_steps,
         "round": ledger.round,
@@ -27,90 +27,91 @@ def status(books: Books, now: float) -> dict[str, Any]:
         "groups_open": ledger.counts[GroupState.OPEN],
         "partials_waiting": ledger.open_samples.count(SampleState.PARTIAL),
         "leased": ledger.generating,
-        "phase": phase(books),
-        "elapsed_s": round(now - books.started_at, 1),
-        "eta_s": eta_s(books.recorder.step_times, schedule.max_steps - ledger.consumed),
+        "phase": phase(context),
+        "elapsed_s": round(now - context.started_at, 1),
+        "eta_s": eta_s(context.recorder.step_times, schedule.max_steps - ledger.consumed),
         "reward": last.get("reward"),
         "rollout_tokens_per_s": last.get("rollout_tokens_per_s", 0.0),
         "staleness": last.get("staleness", {"mean": 0.0, "max": 0}),
         "evaluation": list(ledger.evaluated.values()),
         "workers": [
             {
-                "name": session.name,
-                "version": str(session.version) if session.version else "loading",
-                "slots": max(0, session.capacity - books.config.worker.prefetch),
-                "leased": ledger.load[session.uid, False] + ledger.load[session.uid, True],
-                "tokens_per_s": round(session.tokens_per_s(now), 1),
-                "gap": last.get("engine_gaps", {}).get(session.name),
-                "does": slots_of(books, session),
-                "loop": loop(session, now),
+                "name": peer.name,
+                "version": str(peer.version) if peer.version else "loading",
+                "slots": max(0, peer.capacity - context.config.worker.prefetch),
+                "leased": ledger.load[peer.uid, False] + ledger.load[peer.uid, True],
+                "tokens_per_s": round(peer.tokens_per_s(now), 1),
+                "gap": last.get("engine_gaps", {}).get(peer.name),
+                "does": slot_usage(context, peer),
+                "loop": loop(peer, now),
             }
-            for session in sorted(books.sessions.workers(), key=lambda session: session.name)
+            for peer in sorted(context.peers.workers(), key=lambda peer: peer.name)
         ],
         "scorers": [
-            {"name": session.name, "capacity": session.capacity, "leased": len(ledger.held.get(session.uid, ()))}
-            for session in sorted(books.sessions.scorers(), key=lambda session: session.name)
+            {"name": peer.name, "capacity": peer.capacity, "leased": len(ledger.held.get(peer.uid, ()))}
+            for peer in sorted(context.peers.scorers(), key=lambda peer: peer.name)
         ],
         "agents": [
-            {"name": session.name, "capacity": session.capacity, "leased": len(ledger.held.get(session.uid, ()))}
-            for session in sorted(books.sessions.of("agents"), key=lambda session: session.name)
+            {"name": peer.name, "capacity": peer.capacity, "leased": len(ledger.held.get(peer.uid, ()))}
+            for peer in sorted(context.peers.with_role("agents"), key=lambda peer: peer.name)
         ],
-        "tokens": books.recorder.account(ledger),
+        "tokens": context.recorder.account(ledger),
         "ledger_closed": ledger.closed,
-        "refusals": dict(books.sessions.refusals),
+        "refusals": dict(context.peers.refusals),
         "failures": {
-            cause: {"count": count, "last": books.failures.last[cause]}
-            for cause, count in books.failures.by_cause.items()
+            cause: {"count": count, "last": context.failures.last[cause]}
+            for cause, count in context.failures.by_cause.items()
         },
-        "failed_handshakes": dict(books.failed_handshakes),
+        "failed_handshakes": dict(context.failed_handshakes),
         "drain": drain_state(ledger),
         "leases": len(ledger.leases),
-        "queues": dataclasses.asdict(books.census.latest),
-        "sessions": dict(Counter(session.role for session in books.sessions.by_id.values())),
+        "queues": dataclasses.asdict(context.queue_scanner.latest),
+        "sessions": dict(Counter(peer.role for peer in context.peers.by_id.values())),
         "dead_letters": {
             "total": ledger.dead_letters.total,
             "to_requeue": len(ledger.dead_letters.discarded_groups()),
-            "waiting": len(ledger.dead_letters.waiting),
+            "waiting": len(ledger.dead_letters.requeued),
         },
-        "data": books.prompts.counts(),
-        "replays": dict(books.recorder.replays),
-        "starts": {"broker": ledger.starts, "learner": ledger.branch + 1},
-        "learner_silent_s": learner_silent_s(books, now),
-        "standing": Standing(books, now).to_json(),
-        "learner_loop": loop(books.sessions.of_role("learner"), now),
-        "alarms": books.recorder.alarms.raised,
+        "data": context.prompts.counts(),
+        "replays": dict(context.recorder.replays),
+        "starts": {"broker": ledger.starts, "learner": ledger.incarnation + 1},
+        "learner_silent_s": learner_silent_s(context, now),
+        "standing": Bottleneck(context, now).to_json(),
+        "learner_loop": loop(context.peers.learner(), now),
+        "alarms": context.recorder.alarms.raised,
         "step_alarms": last.get("alarms", []),
     }
 
 
-def learner_silent_s(books: Books, now: float) -> float | None:
-    """Since the learner was heard, which speaks every second; None without one."""
-    session = books.sessions.of_role("learner")
-    return round(now - session.last_seen, 1) if session else None
+def learner_silent_s(context: BrokerContext, now: float) -> float | None:
+    """Seconds since the learner's last message; it sends one every second. None without a learner."""
+    peer = context.peers.learner()
+    return round(now - peer.last_seen, 1) if peer else None
 
 
-def loop(session: Session | None, now: float) -> dict[str, Any] | None:
-    """Where its main loop is, and for how long; None where nobody says."""
-    if session is None or not session.place:
+def loop(peer: Peer | None, now: float) -> dict[str, Any] | None:
+    """Position of a peer's main loop, and how long it has been there; None if the peer does not say."""
+    if peer is None or not peer.loop_position:
         return None
-    _, place, for_s, usual_s = session.stay(now)
-    return {"at": place, "for_s": round(for_s, 1), "usual_s": round(usual_s, 3)}
+    _, position, for_s, usual_s = peer.loop(now)
+    return {"at": position, "for_s": round(for_s, 1), "usual_s": round(usual_s, 3)}
 
 
 def drain_state(ledger: Ledger) -> str:
-    """draining: leases are still to come back; drained: none is left and none is given; otherwise empty. Sessions of
-    agents stay where they are."""
+    """draining: leases have still to come back; drained: none is left; empty: no drain. Leases of agent sessions do not
+    count, as they stay."""
     if not ledger.draining:
         return ""
     return "draining" if any(not lease.agent for lease in ledger.leases.values()) else "drained"
 
 
-def phase(books: Books) -> str:
-    ledger = books.ledger
-    floor = books.schedule.floor(ledger)
-    if books.run.over:
+def phase(context: BrokerContext) -> str:
+    """What the run does at the moment, in a few words."""
+    ledger = context.ledger
+    floor = context.schedule.floor(ledger)
+    if context.run.over:
         return "finished"
-    if books.run.read_only:
+    if context.run.read_only:
         return "read-only"
     if ledger.draining:
         return drain_state(ledger)
@@ -124,13 +125,14 @@ def phase(books: Books) -> str:
         return "scoring"
     if ledger.leases:
         return "waiting for agents"
-    if not any(session.version and session.version.step >= floor for session in books.sessions.workers()):
+    if not any(peer.version and peer.version.step >= floor for peer in context.peers.workers()):
         return "waiting for weights"
     return "handing out"
 
 
 def eta_s(step_times: Sequence[float], steps_left: int) -> float | None:
+    """Estimated seconds for the remaining steps, at the speed of the newest ones; None before two steps."""
     if len(step_times) < 2:
         return None
-    pace_s = (step_times[-1] - step_times[0]) / (len(step_times) - 1)
-    return round(pace_s * steps_left, 1)
+    step_s = (step_times[-1] - step_times[0]) / (len(step_times) - 1)
+    return round(step_s * steps_left, 1)

@@ -1,4 +1,4 @@
-// Curves over the steps of one run or several, on uPlot: a cursor for all of them, a click chooses a step.
+// Curves over the steps of one or several runs, on uPlot: one cursor for all curves; a click selects a step.
 
 import { colour, h, short } from "./lib.js";
 
@@ -65,7 +65,7 @@ export function chart(spec, choose) {
     }));
   }
 
-  /** Where a press has become a drag, it has zoomed. */
+  /** Whether the pointer press became a drag, which zooms. */
   function clicks(u, runs) {
     let pressed = 0;
     u.over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
@@ -84,7 +84,7 @@ export function chart(spec, choose) {
   return { element, draw, destroy: () => { plot?.destroy(); observer?.disconnect(); } };
 }
 
-/** What a screen reader says of the curve. */
+/** Description of the curve for screen readers. */
 function describe(element, spec, series, data) {
   const said = series.map(({ label }, n) => {
     const known = data[n + 1].filter((value) => value !== null && value !== undefined);

@@ -1,11 +1,11 @@
-// Compare: two runs' samples of the same prompt, where they differ most first.
+// Compare view: samples of two runs for the same prompts, those with the largest difference first.
 
 import { addressOf, apiOf, ask, fill, h, note, number, sampleName, unlessLeft } from "./lib.js";
 import { card } from "./group.js";
 
 const AGAIN_MS = 1000;
 const CARDS = 6;
-/** of each run's samples of a prompt are shown, the newest */
+/** Samples of a prompt that are shown for each run, the newest first. */
 
 export async function compareView(place, { run, runs, address, signal }) {
   const { query } = address;

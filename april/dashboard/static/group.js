@@ -1,4 +1,4 @@
-// A group: all samples of one prompt draw, side by side.
+// Group view: all samples of a group side by side.
 
 import { addressOf, apiOf, ask, fill, h, number, sampleAddress, sampleName, samplesOf, why } from "./lib.js";
 

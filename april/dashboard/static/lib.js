@@ -1,6 +1,6 @@
-// What every view needs: elements, requests, addresses and how numbers are written.
+// Helpers of all views: elements, requests, addresses and number formatting.
 
-/** An element. Properties that the element has are set, others become attributes; text is only ever text. */
+/** Create an element. Known properties are set, others become attributes; strings are inserted as text, never as HTML. */
 export function h(name, properties = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(properties ?? {})) {
@@ -20,7 +20,7 @@ export function fill(element, ...children) {
   return element;
 }
 
-/** `fill`, where that changes anything: what is looked at, or read aloud, stays. */
+/** As `fill`, but only if the content changes, so that scrolling and screen readers are not disturbed. */
 export function renew(element, ...children) {
   const next = fill(element.cloneNode(false), ...children);
   if (!next.isEqualNode(element)) element.replaceChildren(...next.childNodes);
@@ -36,12 +36,12 @@ export async function ask(path, signal) {
   return content;
 }
 
-/** For what goes on asking behind a view: that the view is left is no error of it. */
+/** Run a view's background requests; leaving the view, which aborts them, is not an error. */
 export const unlessLeft = (signal) => (error) => { if (!signal.aborted) throw error; };
 
 export const apiOf = (run) => `api/runs/${encodeURIComponent(run)}`;
 
-/** {run, view, rest, query} of `#/RUN/VIEW/REST?QUERY`. */
+/** Parse an address `#/RUN/VIEW/REST?QUERY` to {run, view, rest, query}. */
 export function readAddress() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?", 2);
   const [run = "", view = "", ...rest] = path.split("/").map(decodeURIComponent);
@@ -54,16 +54,16 @@ export function addressOf(run, view = "run", rest = [], query = {}) {
   return `#/${path}${asked ? `?${asked}` : ""}`;
 }
 
-/** Of an agent's session each branch is a row, and so is what was discarded of it. */
+/** Address of a sample; each fork of an agent's session, and its discarded part, has its own row. */
 export const sampleAddress = (run, row) => addressOf(run, "samples", [row.step, row.group, row.index, ...(row.branch ? [row.branch] : [])], { discarded: row.discarded });
 export const sampleOf = (run, [step, group, index, branch = 0], discarded) => `${apiOf(run)}/samples/${step}/${group}/${index}?${new URLSearchParams({ branch, discarded: discarded ?? "" })}`;
 export const sampleName = (row) => `${row.group}.${row.index}${row.branch ? `/${row.branch}` : ""}`;
 export const samplesOf = (count) => `${number(count)} ${count === 1 ? "sample" : "samples"}`;
-/** That a sample is in no batch, or its batch was passed over. */
+/** Why a sample was discarded: it is in no batch, or its batch was skipped. */
 export const why = ({ discarded, attempts, error }) => `${discarded.replaceAll("_", " ")}${attempts ? `, ${attempts} failed ${attempts === 1 ? "attempt" : "attempts"}` : ""}${error ? `: ${error}` : ""}`;
 export const groupAddress = (run, row) => addressOf(run, "samples", [row.step, row.group]);
 
-/** Four significant digits, thousands apart; a dash for what is unknown. */
+/** Format a number with four significant digits and separated thousands; a dash if it is unknown. */
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");
@@ -89,11 +89,11 @@ export function duration(seconds) {
   return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
-/** So that what is written is not lost on screen readers, nor too chatty. */
+/** Announce a message to screen readers, but not too often. */
 export const problem = (text) => h("p", { class: "problem", role: "alert" }, text);
 export const note = (text) => h("p", { class: "note" }, text);
 
-/** Choices of which one is pressed. */
+/** A group of toggle buttons, one of which is pressed. */
 export function choices(label, options, chosen, choose) {
   const group = h("div", { class: "choices", role: "group", "aria-label": label });
   for (const [value, text, title] of options)

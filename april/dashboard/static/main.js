@@ -1,4 +1,4 @@
-// Which view is shown, of which run: all of it is in the address, so that whatever is seen can be linked to.
+// Routing: the address holds the run, the view and its settings, so that every view can be linked to.
 
 import { addressOf, ask, fill, h, note, problem, readAddress, unlessLeft } from "./lib.js";
 import { compareView } from "./compare.js";
@@ -15,7 +15,7 @@ const THEMES = { "": ["dark", "Auto"], dark: ["light", "Dark"], light: ["", "Lig
 
 const view = document.getElementById("view");
 let runs = [];
-/** ends what the view that is left has begun */
+/** Aborts the requests and timers of the previous view. */
 let leave = new AbortController();
 let shown = null;
 
@@ -53,7 +53,7 @@ async function show() {
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 
-/** take(topic, content) of what is new of a run, until the view is left. */
+/** Call take(topic, content) for each change of a run, until the view is left. */
 function follow(name, take, signal, now) {
   const source = new EventSource(`events/${encodeURIComponent(name)}${now ? "?now=1" : ""}`);
   for (const topic of ["news", "now"])

@@ -1,10 +1,10 @@
-// Now: who waits for whom at one moment, as the broker says it.
+// Now view: who waits for whom at the moment, from the broker's status.
 
 import { duration, fill, h, note, number, renew, short } from "./lib.js";
 
-/** What has a slot, and `admission`, which waits for one. */
+/** Activities of samples in a slot, and `admission`, of those waiting for one. */
 const DOES = [["generating", "generate"], ["weights", "wait for weights"], ["tool", "wait for a tool"], ["idle", "idle"], ["admission", "wait for admission"]];
-/** part of its credit, the bytes that a worker may leave unread */
+/** Share of its credit (bytes that a worker may leave unread) from which it is highlighted. */
 const WORTH_SAYING = 0.01;
 const STATES = ["leased", "acting", "scoring", "generated", "partial", "waiting", "done", "dead"];
 const WHY = {
@@ -37,7 +37,7 @@ export async function nowView(place, { run, follow }) {
     draw(said.status);
   }, true);
 
-  /** Read aloud when it says something else, not when its numbers have grown. */
+  /** Announced when the sentence changes, not when only its numbers do. */
   function say(text) {
     const gist = (words) => words.replace(/[\d,.]+ ?(min|h|s)?/g, "");
     if (gist(aloud.textContent) !== gist(text)) fill(aloud, text);

@@ -1,4 +1,4 @@
-// Run: how a run goes, step by step, alone or laid over others; one step, or two beside each other.
+// Run view: curves over the steps of one or several runs, and the figures of one selected step or two.
 
 import { addressOf, apiOf, ask, choices, duration, fill, h, number, short, unlessLeft } from "./lib.js";
 import { chart } from "./charts.js";
@@ -164,7 +164,7 @@ export async function runView(place, { run, runs, address, signal, follow }) {
     if (!busy) update();
   });
 
-  /** Until what has been said last is shown; news may come while others are being read. */
+  /** Load until the newest progress is shown; more may arrive while steps are being read. */
   async function update() {
     busy = true;
     try {

@@ -1,4 +1,4 @@
-// All runs of the folder, when there are several.
+// Runs view: the list of all runs of a folder.
 
 import { addressOf, duration, fill, h, number } from "./lib.js";
 

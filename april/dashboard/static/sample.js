@@ -1,4 +1,4 @@
-// One sample: what was said by whom, every token coloured by what is asked of it, and all that is known of it.
+// Sample view: turns of one sample with tokens coloured by a chosen figure, its history, and all its columns.
 
 import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, note, number, sampleAddress, sampleName, sampleOf, why } from "./lib.js";
 
@@ -10,7 +10,7 @@ const COLOURS = {
   none: ["Plain", "No colours"],
 };
 const PART = 1000;
-/** tokens of a response are put into the page first, more as it is scrolled to */
+/** Tokens that are added to the page at once; more are added while scrolling. */
 const HUES = 8;
 const GAP_NATS = 1;
 const ENTROPY_NATS = 3;
@@ -61,7 +61,7 @@ export async function sampleView(place, { run, address, signal }) {
   }
 }
 
-/** Turns of speech as tokens, of which one is current. */
+/** The turns of a response as tokens, one of which is selected. */
 class Tokens {
   constructor(sample, versions, said) {
     this.sample = sample;
@@ -87,7 +87,7 @@ class Tokens {
     return h("section", { class: `speech ${who}` }, h("h2", {}, who === "policy" ? "Policy" : "Environment or agent", h("span", { class: "note" }, ` ${number(end - start)} tokens`)), text);
   }
 
-  /** A part is a block of its own, laid out only where it is seen; it ends with a line where there is one to end. */
+  /** Append a part of the tokens as a block that is laid out only when visible; it ends at a line break if there is one. */
   append(text, start, end) {
     const { pieces } = this.sample;
     let until = Math.min(end, start + PART);
@@ -194,16 +194,16 @@ function segmentTable(sample) {
 
 const endOf = ({ delivered_at: delivered, discarded_at: discarded }) => delivered ?? discarded;
 
-/** Seconds from the opening of its group to the chunk that brought a token; null where they are not known. */
+/** Seconds from the opening of the group to the arrival of the token's chunk; null if unknown. */
 function cameAfter({ chunks, opened_at: opened }, place) {
   const chunk = chunks?.find(({ end }) => place < end);
   return chunk?.at && opened ? Math.max(0, chunk.at - opened) : null;
 }
 
-/** Who had it when a chunk came: clocks differ a little. */
+/** The process that held the sample when a chunk arrived; clocks differ slightly. */
 const whereAt = (stays, at) => (stays.findLast(({ what, began }) => what !== "score" && began <= at) ?? stays[0]).where;
 
-/** Where it has been and when, from the opening of its group to its delivery. */
+/** The sample's history: which process held it when, from the opening of its group to its delivery. */
 function life(run, address, sample) {
   const { stays = [], opened_at: opened } = sample;
   const chunks = (sample.chunks ?? []).filter(({ at }) => at);
@@ -225,7 +225,7 @@ const DOES = { generate: "generated", score: "scored", act: "with its agent" };
 const told = ({ what, where, began, ended, start, end, how }, begin) =>
   `${DOES[what] ?? what} at ${where} from ${duration(Math.max(0, began - begin))} on, for ${duration(ended - began)}${end > start ? `, tokens ${number(start)} to ${number(end)}` : ""}: ${how.replaceAll("_", " ")}`;
 
-/** The branches of an agent's session, each below the one that it has left. */
+/** The forks of an agent's session as a tree. */
 async function session(run, sample, signal) {
   if (!sample.stays?.some(({ what }) => what === "act") && !sample.branch) return null;
   const rows = (await ask(`${apiOf(run.name)}/groups/${sample.step}/${sample.group}`, signal)).filter(({ index, discarded }) => index === sample.index && (discarded ?? "") === (sample.discarded ?? ""));
@@ -233,13 +233,13 @@ async function session(run, sample, signal) {
   const known = new Set(rows.map(({ branch }) => branch));
   const below = (parent) => rows.filter((row) => (row.branch && known.has(row.parent) ? row.parent : null) === parent);
   const list = (found) => found.length > 0 && h("ul", {}, found.map((row) => h("li", {},
-    h("a", { href: sampleAddress(run.name, row), "aria-current": row.branch === sample.branch ? "page" : undefined }, row.branch ? `Branch ${row.branch}` : "The first branch"),
-    ` ${number(row.tokens)} tokens of the policy${row.branch ? `, leaves ${row.parent ? `branch ${row.parent}` : "the first"} after ${number(row.shared)} tokens` : ""}`,
+    h("a", { href: sampleAddress(run.name, row), "aria-current": row.branch === sample.branch ? "page" : undefined }, row.branch ? `Fork ${row.branch}` : "The root"),
+    ` ${number(row.tokens)} tokens of the policy${row.branch ? `, forks from ${row.parent ? `fork ${row.parent}` : "the root"} after ${number(row.shared)} tokens` : ""}`,
     list(below(row.branch)))));
   return h("section", { class: "panel" }, h("h2", {}, "Its session"), list(below(null)));
 }
 
-/** Whatever else the file says of it. */
+/** All other columns of the sample. */
 function further(sample) {
   const known = Object.entries(sample).filter(([name, value]) => !SHOWN.has(name) && value !== null && value !== "" && !(Array.isArray(value) && value.length === 0));
   if (known.length === 0) return null;

@@ -1,4 +1,4 @@
-// Samples: a table of all that are kept, filtered, sorted and searched; the address says how.
+// Samples view: a table of all kept samples; filters, sorting and search are in the address.
 
 import { addressOf, apiOf, ask, fill, groupAddress, h, note, number, problem, sampleAddress, sampleName, samplesOf } from "./lib.js";
 
@@ -9,13 +9,13 @@ const RANGES = [["step", "Step", 1], ["reward", "Reward", "any"], ["tokens", "To
 const WORDS = { finish_reason: "Finish", discarded: "Discarded", worker: "Worker" };
 const titled = (name) => (name === "life_s" ? "Life, s" : name.replaceAll("_", " "));
 const AGAIN_MS = 3000;
-/** between two looks at a table whose files are still being read */
+/** Interval at which the table is refreshed while its files are still being read. */
 const PAUSE_MS = 150;
 
 export async function samplesView(place, { run, address, signal, follow }) {
   const asked = new URLSearchParams(address.query);
   let request = new AbortController();
-  /** of the files, when the table was last filled */
+  /** Steps that were read when the table was last filled. */
   let read = -1;
   let filled = 0;
 
@@ -125,7 +125,7 @@ export async function samplesView(place, { run, address, signal, follow }) {
       h("button", { type: "button", disabled: offset + shown >= answer.total, onclick: () => set("offset", offset + answer.page) }, "On")]);
   }
 
-  /** The text is looked for in the files, newest step first; hits are shown as they come. */
+  /** Search the text in the files, newest step first; hits are shown as they arrive. */
   async function find(parameters, answer) {
     fill(body);
     fill(pages);
@@ -157,7 +157,7 @@ export async function samplesView(place, { run, address, signal, follow }) {
     await flush();
   }
 
-  /** Up and down go from sample to sample. */
+  /** Arrow keys up and down move between samples. */
   function walk(event) {
     const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     const links = [...body.querySelectorAll("th a")];

@@ -1,5 +1,5 @@
-// Timeline: what workers and learner did, and where one sample was, in a stretch of time that is chosen on the strip above
-// or by dragging.
+// Timeline view: activities of workers and learner, and one sample's history, in a time window that is chosen on the strip
+// above or by dragging.
 
 import { addressOf, apiOf, ask, colour, duration, fill, h, note, sampleName, sampleOf } from "./lib.js";
 
@@ -131,7 +131,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
     fill(words, h("ul", {}, all.map((lane) => h("li", {}, `${lane.worker}: ${kinds.map(([kind, , text]) => [text, (lane.spans[kind] ?? []).reduce((sum, [begin, end]) => sum + end - begin, 0)]).filter(([, s]) => s).map(([text, s]) => `${text} ${Math.round((100 * s) / length)} %`).join(", ") || "nothing"}`))));
   }
 
-  /** Dragging over a canvas chooses; `time(x)` of a place on it. */
+  /** Select a time window by dragging over a canvas; `time(x)` converts a position to a time. */
   function dragging(element, time, click) {
     let start = null;
     element.addEventListener("pointerdown", (event) => { start = event.offsetX; element.setPointerCapture(event.pointerId); });
@@ -176,7 +176,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
   });
 }
 
-/** Where a sample was, as a lane of its own. */
+/** A lane with the history of one sample. */
 function laneOf(sample, { begin, end }) {
   const spans = {};
   for (const { what, began, ended } of sample.stays ?? [])

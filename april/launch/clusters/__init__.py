@@ -1,4 +1,4 @@
-"""The engines of clusters: each is handed the parts of a run, and places, queues and restarts them itself."""
+"""Launchers for clusters: each submits the parts of a run to a scheduler, which places, queues and restarts them."""
 
 from april.registry import Registry
 

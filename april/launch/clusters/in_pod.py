@@ -1,11 +1,12 @@
 """The broker's container on Kubernetes: `python -m april.launch.clusters.in_pod RUN PORT PROGRAM ...`.
 
-Kubernetes starts the pods of a StatefulSet and of a Deployment again whatever they end with, and a run ends. So this
-one stays when its program has come to the run's end, says so to probes at PORT, and asks for no pods of RUN any more:
-neither of its Deployments nor of itself. Where a run has failed, its learner's Job is suspended, too.
+Kubernetes restarts the pods of StatefulSets and Deployments whatever their exit status, but a run ends. So at the end
+of the run this container stays alive, answers probes at PORT, and scales RUN's Deployments and its own StatefulSet to
+zero. If the run has failed, it also suspends the learner's Job.
 
-A pod is asked to leave in one way, whether the run is to stop or the pod is only to be moved. Which of them it is,
-Kubernetes says: as long as it wants the pod, another one will go on, and the broker steps aside for it.
+A pod gets the same SIGTERM whether the run is to stop or only the pod is to move. The StatefulSet's replica count tells
+them apart: if it still wants the pod, another one will replace it, and the broker steps aside instead of stopping the
+run.
 """
 
 import http.client
@@ -32,60 +33,63 @@ from april.processes import clock
 from april.processes.lifetime import RUN_FAILED, STEP_ASIDE
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-OVER = (0, RUN_FAILED)
-AGAIN_S, LONGEST_S = 10.0, 10.0
-"""between two attempts, and of one"""
-ASK_S, ASK_AGAIN_S = 60.0, 1.0
-"""how long a Kubernetes that does not answer is asked whether it wants this pod, and how often"""
-LOOK_S = 0.1
-NONE = {"spec": {"replicas": 0}}
+RUN_OVER = (0, RUN_FAILED)
+RETRY_S, REQUEST_TIMEOUT_S = 10.0, 10.0
+"""Interval between two attempts to scale down, and timeout of one request."""
+ASK_S, ASK_INTERVAL_S = 60.0, 1.0
+"""Total time and interval of attempts to learn whether this pod is still wanted."""
+POLL_S = 0.1
+ZERO_REPLICAS = {"spec": {"replicas": 0}}
 
 
-class Container:
-    """Runs the program, and stays where it has come to the run's end."""
+class BrokerContainer:
+    """Runs the broker, and stays alive at the end of the run until its pod is removed."""
 
     def __init__(self, run: str, port: int):
         self.run, self.port = run, port
-        self.leaving = False
+        self.stopping = False
 
-    def hold(self, program: list[str]) -> int:
-        """Exit status of the program, where the run is not over."""
+    def run_program(self, program: list[str]) -> int:
+        """Run the program; returns its exit status at once if the run is not over, else 0 when the pod is stopped."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         status = self._wait(subprocess.Popen(program))
-        if status not in OVER:
+        if status not in RUN_OVER:
             return shell_status(status)
         with answering_probes(self.port):
-            while problem := want_no_pods(self.run, failed=status == RUN_FAILED):
-                print(f"the run is over, and its pods are still wanted: {problem}", file=sys.stderr, flush=True)
-                if self._is_to_leave(within_s=AGAIN_S):
+            while problem := scale_to_zero(self.run, failed=status == RUN_FAILED):
+                print(
+                    f"the run is over, but its pods could not be scaled to zero: {problem}", file=sys.stderr, flush=True
+                )
+                if self._wait_for_stop(within_s=RETRY_S):
                     return 0
-            self._is_to_leave(within_s=math.inf)
+            self._wait_for_stop(within_s=math.inf)
         return 0
 
     def _wait(self, child: subprocess.Popen) -> int:
-        """Until it ends; once this pod is asked to leave, so is the program."""
-        told = False
+        """Wait for the program's end; pass on a request to stop."""
+        signalled = False
         while child.poll() is None:
-            if self.leaving and not told:
-                told = True
+            if self.stopping and not signalled:
+                signalled = True
                 child.send_signal(STEP_ASIDE if is_wanted(self.run) else signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                child.wait(LOOK_S)
+                child.wait(POLL_S)
         return child.returncode
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self.leaving = True
+        self.stopping = True
 
-    def _is_to_leave(self, within_s: float) -> bool:
+    def _wait_for_stop(self, within_s: float) -> bool:
         until = clock.now() + within_s
-        while not self.leaving and clock.now() < until:
-            time.sleep(LOOK_S)
-        return self.leaving
+        while not self.stopping and clock.now() < until:
+            time.sleep(POLL_S)
+        return self.stopping
 
 
 def is_wanted(run: str) -> bool:
-    """Whether another pod will take this one's place. Where Kubernetes does not say so, the run stops in order."""
+    """Whether another pod will replace this one. False if Kubernetes does not answer, so that the run stops in
+    order."""
     until = clock.now() + ASK_S
     while True:
         try:
@@ -99,23 +103,23 @@ def is_wanted(run: str) -> bool:
             print(f"Kubernetes does not say whether this pod is to come again: {error}", file=sys.stderr, flush=True)
         if clock.now() >= until:
             return False
-        time.sleep(ASK_AGAIN_S)
+        time.sleep(ASK_INTERVAL_S)
 
 
-def want_no_pods(run: str, failed: bool) -> str:
-    """Ask for it; what went wrong, if anything did. The broker's own pod is the last."""
-    wanted: list[tuple[str, dict]] = [(f"apps/v1/deployments/{run}-{role}/scale", NONE) for role in HOLDERS]
+def scale_to_zero(run: str, failed: bool) -> str:
+    """Scale the run's pods to zero, the broker's own last; returns what went wrong, empty if nothing did."""
+    wanted: list[tuple[str, dict]] = [(f"apps/v1/deployments/{run}-{role}/scale", ZERO_REPLICAS) for role in HOLDERS]
     if failed:
         wanted.append((f"batch/v1/jobs/{run}-learner", {"spec": {"suspend": True}}))
-    wanted.append((f"apps/v1/statefulsets/{run}-broker/scale", NONE))
-    problems = [f"{what}: {problem}" for what, change in wanted if (problem := patch(what, change))]
+    wanted.append((f"apps/v1/statefulsets/{run}-broker/scale", ZERO_REPLICAS))
+    problems = [f"{path}: {problem}" for path, change in wanted if (problem := patch(path, change))]
     return "; ".join(problems)
 
 
-def patch(what: str, change: dict) -> str:
-    """What went wrong, if anything did; what is not there has no pods."""
+def patch(path: str, change: dict) -> str:
+    """Patch an object; returns what went wrong, empty if nothing did. A missing object is fine: it has no pods."""
     try:
-        ask("PATCH", what, change).close()
+        ask("PATCH", path, change).close()
     except urllib.error.HTTPError as error:
         return "" if error.code == http.HTTPStatus.NOT_FOUND else f"{error.code} {error.reason}"
     except OSError as error:
@@ -123,10 +127,11 @@ def patch(what: str, change: dict) -> str:
     return ""
 
 
-def ask(method: str, what: str, change: dict | None = None) -> http.client.HTTPResponse:
-    """Kubernetes' answer about an object, GROUP/VERSION/KIND/NAME. Raises OSError, of which an HTTPError is one."""
+def ask(method: str, path: str, change: dict | None = None) -> http.client.HTTPResponse:
+    """Request to the Kubernetes API about an object GROUP/VERSION/KIND/NAME. Raises OSError, or its subclass
+    HTTPError."""
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
-    group, version, kind, name = what.split("/", 3)
+    group, version, kind, name = path.split("/", 3)
     namespace = (ACCOUNT / "namespace").read_text().strip()
     request = urllib.request.Request(
         f"https://{host}:{port}/apis/{group}/{version}/namespaces/{namespace}/{kind}/{name}",
@@ -138,11 +143,11 @@ def ask(method: str, what: str, change: dict | None = None) -> http.client.HTTPR
         method=method,
     )
     trust = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
-    return urllib.request.urlopen(request, timeout=LONGEST_S, context=trust)
+    return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S, context=trust)
 
 
-class Over(http.server.BaseHTTPRequestHandler):
-    """A pod that is well, and has nothing to do."""
+class ProbeHandler(http.server.BaseHTTPRequestHandler):
+    """Answers probes of a pod whose run is over."""
 
     def do_GET(self) -> None:
         self.send_response(http.HTTPStatus.OK)
@@ -155,11 +160,12 @@ class Over(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def answering_probes(port: int) -> Iterator[None]:
-    with http.server.ThreadingHTTPServer(("0.0.0.0", port), Over) as server:
+    """Answer the pod's health probes at `port`."""
+    with http.server.ThreadingHTTPServer(("0.0.0.0", port), ProbeHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield
         server.shutdown()
 
 
 if __name__ == "__main__":
-    sys.exit(Container(sys.argv[1], int(sys.argv[2])).hold(sys.argv[3:]))
+    sys.exit(BrokerContainer(sys.argv[1], int(sys.argv[2])).run_program(sys.argv[3:]))

@@ -1,8 +1,8 @@
-"""Kubernetes: what it keeps alive until the run is over, in a manifest, and what it is asked afterwards, by kubectl."""
+"""Kubernetes: submits a run as one manifest, and operates it with kubectl."""
 
 from typing import Any
 
-from april.config import ConfigError
+from april.errors import refuse
 from april.launch.clusters import manifests
 from april.launch.clusters.launcher import Launcher, ask
 from april.launch.clusters.manifests import Object, Values
@@ -12,25 +12,24 @@ MANIFEST = "run.yaml"
 
 
 class Kubernetes(Launcher):
-    """The run's folder is on a volume that all pods can write; configuration and keys come from the manifest and from a
-    Secret, made once by `kubectl create secret generic NAME-keys --from-file=KEYS`."""
+    """Launches a run on Kubernetes. The run folder is on a volume that all pods can write; the configuration is in the
+    manifest, the keys in a Secret created by `kubectl create secret generic NAME-keys --from-file=KEYS`."""
 
     sees_files = False
 
     def files(self) -> dict[str, str]:
         values = Values(self.values(), self.prefix, self.layout.config.launch.namespace)
-        objects = [made for needed, made in manifests.all_of(values) if values.has(needed)]
+        objects = [manifest for condition, manifest in manifests.all_of(values) if values.has(condition)]
         return {MANIFEST: "---\n".join(map(manifests.as_yaml, objects))}
 
     @property
     def prefix(self) -> str:
-        """Of all objects' names: the run's, as names of hosts are written."""
+        """Prefix of all object names: the run's name in the form of a host name."""
         text = "".join(sign if sign.isascii() and sign.isalnum() else "-" for sign in self.layout.name.lower())
         return f"april-{text.strip('-')}"[:40].rstrip("-")
 
     def values(self) -> dict[str, Any]:
-        """What manifests are made of. The configuration is as it is resolved, and beside it lie the modules of
-        somebody's own that it names."""
+        """Values of the manifests, with the resolved configuration and the user's own modules that it names."""
         launch, layout = self.layout.config.launch, self.layout
         modules = {file.name: file.read_text() for file in layout.own_modules()}
         ranks = layout.ranks_a_node
@@ -65,7 +64,7 @@ class Kubernetes(Launcher):
     def write(self) -> list:
         missing = [key for key in ("image", "volume") if not getattr(self.layout.config.launch, key)]
         if missing:
-            raise ConfigError(f"key 'launch.{missing[0]}' is not set, and pods need it; see docs/clusters.md")
+            refuse(f"launch.{missing[0]}", None, "is not set, and pods need it", "see docs/clusters.md")
         return super().write()
 
     def _ask(self, *words: str) -> str:
@@ -73,12 +72,12 @@ class Kubernetes(Launcher):
 
     def submit(self) -> str:
         self._forget_learner()
-        told = self._ask("apply", "--filename", str(self.folder / MANIFEST))
+        output = self._ask("apply", "--filename", str(self.folder / MANIFEST))
         self.remember(objects=self.prefix)
-        return told
+        return output
 
     def _forget_learner(self) -> None:
-        """A Job that has come to its end would not be started by being applied again."""
+        """Delete a completed learner Job, because applying it again would not start it."""
         done = f"status.successful={self.layout.config.launch.learner_nodes}"
         self._ask("delete", "jobs", "--selector", f"{self._selector},april/part=learner", "--field-selector", done)
 
@@ -94,14 +93,14 @@ class Kubernetes(Launcher):
         return self._ask("logs", "--selector", selector, "--prefix", "--tail", "20")
 
     def stop(self) -> str:
-        """The broker's pod is asked to leave: it stops the run, the learner has its time for a checkpoint, and then no
-        pod is wanted any more."""
+        """Scale the broker's StatefulSet to zero: the broker stops the run after the learner's checkpoint, then scales
+        the other pods to zero."""
         self._ask("scale", "statefulset", f"{self.prefix}-broker", "--replicas=0")
-        return f"the run is stopping; nothing of it is left after `{self._removal}`"
+        return f"the run is stopping; to delete its objects afterwards, use `{self._removal}`"
 
     @property
     def _removal(self) -> str:
-        """The command that takes away what is left of a run that is over."""
+        """Command that deletes the objects of a run that is over."""
         kinds = "statefulset,deployment,job,service,configmap,serviceaccount,role,rolebinding"
         return f"kubectl delete {kinds} --selector {self._selector}"
 

@@ -1,12 +1,12 @@
-"""The objects of a run on Kubernetes: the broker a StatefulSet, of which there are never two, the learner an Indexed
-Job, which has an end, workers a Deployment, and Services that give pods names.
+"""The Kubernetes objects of a run: the broker is a StatefulSet with one replica, the learner an Indexed Job, which
+completes, the workers a Deployment; a Service names the broker's pod.
 
-Pods of the broker and of workers are started again whatever they end with. So the broker's asks Kubernetes for none of
-them once the run is over (`april.launch.clusters.in_pod`). It may do that, see whether it is wanted itself, and nothing
+Kubernetes restarts the pods of the broker and the workers whatever their exit status. So at the end of the run the
+broker's pod scales them to zero (`april.launch.clusters.in_pod`). It may do that, read its own StatefulSet, and nothing
 else.
 
-They are made of values. Where these are a configuration's, the objects can be applied; where they are places in the
-template of a Helm chart, the same objects are that template.
+The objects are built from values. With a configuration's values they can be applied; with the placeholders of
+`april.launch.clusters.helm` they are the template of a Helm chart.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,67 +17,67 @@ from typing import Any
 import yaml
 
 from april.launch.part import STOP_S
-from april.registry import FOLDERS
+from april.registry import FOLDERS_VARIABLE
 
-BESIDE, KEYS = "/april-run", "/april-keys"
-"""where pods see the configuration, with modules of somebody's own beside it, and the keys of the run. No folder
-`april`: Python would take that for a package where it is started beside it"""
-CONFIG = f"{BESIDE}/config.toml"
+CONFIG_FOLDER, KEYS = "/april-run", "/april-keys"
+"""Mount paths of the configuration with the user's own modules, and of the run's keys. Not named `april`, which Python
+would import as a package."""
+CONFIG = f"{CONFIG_FOLDER}/config.toml"
 JOURNAL = "/april-journal"
-"""where the broker's pod sees its own volume, if it has one"""
+"""Mount path of the broker's own journal volume, if it has one."""
 OWN_VOLUME, UNLESS = "journal.gb", "not "
 MONITORING, DASHBOARD, RULES = Path(__file__).parents[1] / "monitoring", "april.json", "april.rules.yml"
 HTTP_PORT = 9500
-"""of the broker's /health and /metrics"""
+"""Port of the broker's /health and /metrics."""
 GRACE_S = 120
-"""for a pod that is asked to leave: a worker hands back what it has, a stopped learner writes its checkpoint"""
+"""Grace period of a stopped pod, in which a worker returns its samples and a learner writes its checkpoint."""
 BROKER_GRACE_S = int(STOP_S) + GRACE_S
-"""the broker waits for the others"""
+"""Grace period of the broker, which waits for the other parts."""
 RETRIES = 1_000_000
-"""of a Job: whether a run still gets on is for April to say, which ends with status 0 when it is over"""
+"""Backoff limit of the learner's Job, in effect none: April itself ends with status 0 when the run is over."""
 IN_POD = "april.launch.clusters.in_pod"
 AS_NOBODY = {"automountServiceAccountToken": False}
-"""a pod that asks nothing of Kubernetes"""
+"""Pod setting without a token for the Kubernetes API."""
 HOLDERS = ("worker", "scorer", "agents")
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Values:
-    """Of one run, as they are said on the page about clusters."""
+    """Values of one run's objects, as listed on the clusters page."""
 
     tree: Mapping[str, Any]
     name: str
-    """of the run among others of its namespace; the objects' names begin with it"""
+    """Prefix of the object names, unique in the namespace."""
     namespace: str
 
     def __call__(self, path: str) -> Any:
-        """`values("worker.pods")`."""
+        """Value of a dotted path, as in `values("worker.pods")`."""
         found: Any = self.tree
         for key in path.split("."):
             found = found[key]
         return found
 
-    def has(self, needed: str) -> bool:
-        """`needed`: as `all_of` says it."""
-        found = not needed or self(needed.removeprefix(UNLESS))
-        return bool(found) != needed.startswith(UNLESS)
+    def has(self, condition: str) -> bool:
+        """Whether a condition of `all_of` holds."""
+        found = not condition or self(condition.removeprefix(UNLESS))
+        return bool(found) != condition.startswith(UNLESS)
 
     def text(self, file: str) -> Any:
-        """Of a file of `MONITORING`."""
+        """Content of a file in `MONITORING`."""
         return (MONITORING / file).read_text()
 
     def tree_of(self, file: str) -> Any:
-        """The content of one in YAML."""
+        """Parsed content of a YAML file in `MONITORING`."""
         return yaml.safe_load(self.text(file))
 
-    def labels(self, fixed: dict[str, str]) -> Any:
-        return {**self("labels"), **fixed}
+    def labels(self, base: dict[str, str]) -> Any:
+        return {**self("labels"), **base}
 
-    def amounts(self, part: str, fixed: Object) -> Any:
-        """With the accelerators of a pod, if it has some."""
+    def amounts(self, part: str, base: Object) -> Any:
+        """`base` with the accelerators of a part's pod, if it has some."""
         count = self(f"{part}.accelerators")
-        return fixed | ({self("accelerator"): count} if count else {})
+        return base | ({self("accelerator"): count} if count else {})
 
     def resources(self, part: str) -> Object:
         limits: Object = {"memory": self(f"{part}.memory")}
@@ -86,40 +86,41 @@ class Values:
 
 
 def all_of(values: Values) -> Iterator[tuple[str, Object]]:
-    """(value without which it is left out, one with which it is, or nothing; object)."""
-    yield "", thing(values, "v1", "ConfigMap", "config", data=values("files"))
-    yield "", thing(values, "v1", "ConfigMap", "environment", data=values("environment"))
+    """(condition, object) of every object: the path of a value that must be set, or must not after `UNLESS`; "":
+    always."""
+    yield "", k8s_object(values, "v1", "ConfigMap", "config", data=values("files"))
+    yield "", k8s_object(values, "v1", "ConfigMap", "environment", data=values("environment"))
     yield "", service(values, "broker", {"broker": values("port"), "http": HTTP_PORT})
-    yield from ending(values)
+    yield from broker_account(values)
     yield f"{UNLESS}{OWN_VOLUME}", broker(values)
     yield OWN_VOLUME, broker(values, with_volume=True)
     yield "", learner(values)
     for role in HOLDERS:
         yield f"{role}.pods", holders(values, role)
-    for made in monitoring(values):
-        yield "monitor", made
+    for manifest in monitoring(values):
+        yield "monitor", manifest
 
 
-def thing(values: Values, api: str, kind: str, name: str, labels: Any = None, **content: Any) -> Object:
+def k8s_object(values: Values, api: str, kind: str, name: str, labels: Any = None, **content: Any) -> Object:
     labels = labels or {"app.kubernetes.io/name": "april", "april/run": values.name}
     metadata = {"name": f"{values.name}-{name}", "namespace": values.namespace, "labels": labels}
     return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
 
 
 def service(values: Values, role: str, ports: Mapping[str, Any]) -> Object:
-    """Names for pods, without an address of its own, so that a lane's port needs no entry."""
+    """Headless Service that gives pods DNS names; without a cluster IP, weight channels can use any port."""
     entries = [{"name": name, "port": port} for name, port in ports.items()]
     pods = selector(values, role)["matchLabels"]
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": pods, "ports": entries}
-    return thing(values, "v1", "Service", role, spec=spec)
+    return k8s_object(values, "v1", "Service", role, spec=spec)
 
 
 def address(values: Values) -> str:
     return f"tcp://{values.name}-broker:{values('port')}"
 
 
-def ending(values: Values) -> Iterator[tuple[str, Object]]:
-    """What the broker's pod may do of Kubernetes: have no pods of this run any more, and see whether it is wanted."""
+def broker_account(values: Values) -> Iterator[tuple[str, Object]]:
+    """Service account of the broker's pod, which may scale this run's pods and read its own StatefulSet."""
     scales = [f"{values.name}-{role}" for role in ("broker", *HOLDERS)]
     rules = [
         {
@@ -144,36 +145,36 @@ def ending(values: Values) -> Iterator[tuple[str, Object]]:
     api, name = "rbac.authorization.k8s.io/v1", f"{values.name}-broker"
     subject = {"kind": "ServiceAccount", "name": name, "namespace": values.namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
-    yield "", thing(values, "v1", "ServiceAccount", "broker")
-    yield "", thing(values, api, "Role", "broker", rules=rules)
-    yield "", thing(values, api, "RoleBinding", "broker", subjects=[subject], roleRef=role)
+    yield "", k8s_object(values, "v1", "ServiceAccount", "broker")
+    yield "", k8s_object(values, api, "Role", "broker", rules=rules)
+    yield "", k8s_object(values, api, "RoleBinding", "broker", subjects=[subject], roleRef=role)
 
 
 def broker(values: Values, with_volume: bool = False) -> Object:
-    """`with_volume`: of its own, for the journal; the pod that takes another's place has the same."""
+    """The broker's StatefulSet. `with_volume`: with a volume for the journal, which a replacing pod mounts again."""
     bind = f"tcp://0.0.0.0:{values('port')}"
     part = ["april", "part", "broker", CONFIG, f"--broker.bind={bind}", f"--operations.http=0.0.0.0:{HTTP_PORT}"]
     part += [f"--broker.journal_dir={JOURNAL}"] if with_volume else []
     command = ["python", "-m", IN_POD, values.name, str(HTTP_PORT), *part]
     health = {"httpGet": {"path": "/health", "port": HTTP_PORT}, "periodSeconds": 10}
-    serving = {
+    probes = {
         "ports": [{"name": "http", "containerPort": HTTP_PORT}],
         "startupProbe": health | {"failureThreshold": 360},
         "readinessProbe": health,
         "livenessProbe": health | {"failureThreshold": 12},
     }
-    made = pods_of(values, "broker", command, serving)
-    made["spec"] |= {"serviceAccountName": f"{values.name}-broker", "terminationGracePeriodSeconds": BROKER_GRACE_S}
+    manifest = pod_template(values, "broker", command, probes)
+    manifest["spec"] |= {"serviceAccountName": f"{values.name}-broker", "terminationGracePeriodSeconds": BROKER_GRACE_S}
     content = {
         "serviceName": f"{values.name}-broker",
         "replicas": 1,
         "selector": selector(values, "broker"),
-        "template": made,
+        "template": manifest,
     }
     if with_volume:
-        made["spec"]["containers"][0]["volumeMounts"].append({"name": "journal", "mountPath": JOURNAL})
+        manifest["spec"]["containers"][0]["volumeMounts"].append({"name": "journal", "mountPath": JOURNAL})
         content["volumeClaimTemplates"] = [journal_claim(values)]
-    return part_of(values, "apps/v1", "StatefulSet", "broker", content)
+    return labelled_object(values, "apps/v1", "StatefulSet", "broker", content)
 
 
 def journal_claim(values: Values) -> Object:
@@ -186,11 +187,11 @@ def journal_claim(values: Values) -> Object:
 
 
 def learner(values: Values) -> Object:
-    """Its machines are counted by the Job, and meet where the broker says."""
-    across = [f"--nodes={values('learner.pods')}", "--node=$(JOB_COMPLETION_INDEX)"]
-    command = ["april", "part", "learner", CONFIG, "--connect", address(values), *across]
-    made = pods_of(values, "learner", command)
-    made["spec"] |= {"restartPolicy": "OnFailure"} | AS_NOBODY
+    """The learner's Job: its completion index is the node index, and the broker announces the rendezvous."""
+    node_options = [f"--nodes={values('learner.pods')}", "--node=$(JOB_COMPLETION_INDEX)"]
+    command = ["april", "part", "learner", CONFIG, "--connect", address(values), *node_options]
+    manifest = pod_template(values, "learner", command)
+    manifest["spec"] |= {"restartPolicy": "OnFailure"} | AS_NOBODY
     pods = values("learner.pods")
     content = {
         "parallelism": pods,
@@ -198,24 +199,23 @@ def learner(values: Values) -> Object:
         "completionMode": "Indexed",
         "suspend": False,
         "backoffLimit": RETRIES,
-        "template": made,
+        "template": manifest,
     }
-    return part_of(values, "batch/v1", "Job", "learner", content)
+    return labelled_object(values, "batch/v1", "Job", "learner", content)
 
 
 def holders(values: Values, role: str) -> Object:
-    """Workers, scorers or agents processes, each called after its pod; as many as `replicas` says, which may be changed
-    while they run."""
+    """Deployment of workers, scorers or agents processes, named after their pods; `replicas` may change at any time."""
     command = ["april", "part", role, CONFIG, "--connect", address(values), "--name", "$(POD)"]
-    made = pods_of(values, role, command)
-    made["spec"] |= AS_NOBODY
+    manifest = pod_template(values, role, command)
+    manifest["spec"] |= AS_NOBODY
     content = {
         "replicas": values(f"{role}.pods"),
         "selector": selector(values, role),
         "strategy": {"type": "Recreate"},
-        "template": made,
+        "template": manifest,
     }
-    return part_of(values, "apps/v1", "Deployment", role, content)
+    return labelled_object(values, "apps/v1", "Deployment", role, content)
 
 
 def selector(values: Values, part: str) -> Object:
@@ -226,29 +226,32 @@ def labels_of(values: Values, part: str) -> Any:
     return values.labels({"app.kubernetes.io/name": "april", "april/run": values.name, "april/part": part})
 
 
-def part_of(values: Values, api: str, kind: str, part: str, spec: Object) -> Object:
-    return thing(values, api, kind, part, labels_of(values, part), spec=spec)
+def labelled_object(values: Values, api: str, kind: str, part: str, spec: Object) -> Object:
+    return k8s_object(values, api, kind, part, labels_of(values, part), spec=spec)
 
 
-def pods_of(values: Values, part: str, command: list[str], serving: Object | None = None) -> Object:
-    """The template of a part's pods. A pod that is asked to leave hands back what it has, or writes it down."""
+def pod_template(values: Values, part: str, command: list[str], probes: Object | None = None) -> Object:
+    """Template of a part's pods."""
     container = {
         "name": part,
         "image": values("image"),
         "command": [*command, "--restarts=0", f"--security.keys={KEYS}"],
         "env": [
             {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-            {"name": FOLDERS, "value": BESIDE},
+            {"name": FOLDERS_VARIABLE, "value": CONFIG_FOLDER},
         ],
         "envFrom": [{"configMapRef": {"name": f"{values.name}-environment"}}],
         "resources": values.resources(part),
         "volumeMounts": [
-            {"name": "config", "mountPath": BESIDE, "readOnly": True},
+            {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
             {"name": "keys", "mountPath": KEYS, "readOnly": True},
             {"name": "runs", "mountPath": values("folder")},
-            {"name": "memory", "mountPath": "/dev/shm"},  # 64 MB otherwise: too few for NCCL and for servers of engines
+            {
+                "name": "memory",
+                "mountPath": "/dev/shm",
+            },  # the default of 64 MB is too small for NCCL and for engine servers
         ],
-        **(serving or {}),
+        **(probes or {}),
     }
     user = values("user")
     spec = {
@@ -270,18 +273,18 @@ def pods_of(values: Values, part: str, command: list[str], serving: Object | Non
 
 
 def monitoring(values: Values) -> Iterator[Object]:
-    """For Prometheus' operator, and for a Grafana that looks for dashboards by their label."""
+    """Objects for the Prometheus operator, and a dashboard that Grafana finds by its label."""
     operator, about = "monitoring.coreos.com/v1", {"app.kubernetes.io/name": "april", "april/run": values.name}
     endpoints = [{"port": "http", "path": "/metrics"}]
     pods = {"selector": selector(values, "broker"), "podMetricsEndpoints": endpoints}
-    yield thing(values, operator, "PodMonitor", "broker", spec=pods)
-    yield thing(values, operator, "PrometheusRule", "broker", spec=values.tree_of(RULES))
+    yield k8s_object(values, operator, "PodMonitor", "broker", spec=pods)
+    yield k8s_object(values, operator, "PrometheusRule", "broker", spec=values.tree_of(RULES))
     board = {DASHBOARD: values.text(DASHBOARD)}
-    yield thing(values, "v1", "ConfigMap", "dashboard", about | {"grafana_dashboard": "1"}, data=board)
+    yield k8s_object(values, "v1", "ConfigMap", "dashboard", about | {"grafana_dashboard": "1"}, data=board)
 
 
-class Dumper(yaml.SafeDumper):
-    """Lines stay lines, and an object that is met twice is written twice."""
+class ManifestDumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and no YAML aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -291,8 +294,8 @@ def represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-Dumper.add_representer(str, represent)
+ManifestDumper.add_representer(str, represent)
 
 
 def as_yaml(tree: object) -> str:
-    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=10_000)
+    return yaml.dump(tree, Dumper=ManifestDumper, sort_keys=False, default_flow_style=None, width=10_000)

@@ -1,4 +1,4 @@
-"""Ray: one job whose program places the parts, each held by an actor, and which Ray restarts."""
+"""Ray: submits one job, whose program starts each part in an actor that Ray restarts."""
 
 import re
 import shlex
@@ -11,21 +11,21 @@ from april.launch.clusters.launcher import SUBMITTED, Launcher, ask
 from april.words import counted
 
 PLAN, SUBMIT, REPORT = "plan.yaml", "submit.sh", "parts.txt"
-"""what the job reads, how it is submitted, and where it says where each part is"""
+"""Files in the launch folder: the job's input, the submit command, and the job's report on each part."""
 PROGRAM = "april.launch.clusters.ray_job"
-ENOUGH = "--restarts=0"
-"""a part that dies ends its actor, and that is Ray's to start again"""
+NO_RESTARTS = "--restarts=0"
+"""Option without restarts by `april part`: a part that dies ends its actor, which Ray restarts."""
 
 
 class Ray(Launcher):
-    """The run's folder lies where all nodes see it under one path, and so does the environment with April and Ray. What
-    is asked of the job later is read by it in that folder. Nothing of the run goes through Ray."""
+    """Launches a run on a Ray cluster. All nodes see the run folder, and the environment with April and Ray, under the
+    same paths. The job reads later requests from the run folder. No data of the run goes through Ray."""
 
     def files(self) -> dict[str, str]:
-        return {PLAN: yaml.dump(self._plan(), Dumper=Plain, sort_keys=False, width=1000), SUBMIT: self._submit()}
+        return {PLAN: yaml.dump(self._plan(), Dumper=BlockDumper, sort_keys=False, width=1000), SUBMIT: self._submit()}
 
     def _plan(self) -> dict:
-        """What each part needs of its node, and its shell script, for which HOST, NAME and NODE are set there."""
+        """Resources and shell script of each part; the job sets HOST, NAME and NODE for the script."""
         layout, launch = self.layout, self.layout.config.launch
         cores = launch.cores * layout.ranks_a_node
         learner = {
@@ -53,7 +53,7 @@ class Ray(Launcher):
         }
 
     def _script(self, command: str) -> str:
-        return "\n".join([*self.layout.preparations(), f"exec {command} {ENOUGH}"]) + "\n"
+        return "\n".join([*self.layout.preparations(), f"exec {command} {NO_RESTARTS}"]) + "\n"
 
     @property
     def _run_dir(self) -> str:
@@ -68,17 +68,17 @@ class Ray(Launcher):
     def submit(self) -> str:
         (self.folder / SUBMITTED).unlink(missing_ok=True)
         self.remember(worker=self.layout.config.worker.count, stop=False)
-        said = ask(["bash", str(self.folder / SUBMIT)])
-        job = re.search(r"raysubmit_\w+", said)
+        output = ask(["bash", str(self.folder / SUBMIT)])
+        job = re.search(r"raysubmit_\w+", output)
         if job is None:
-            raise ConfigError(f"ray job submit names no job, but says: {said}")
+            raise ConfigError(f"ray job submit names no job, but says: {output}")
         self.remember(job=job[0])
         return f"job {job[0]}"
 
     def status(self) -> str:
-        said = ask(["ray", "job", "status", self._job])
+        output = ask(["ray", "job", "status", self._job])
         report = self.folder / REPORT
-        return f"{said}\n{report.read_text()}" if report.is_file() else said
+        return f"{output}\n{report.read_text()}" if report.is_file() else output
 
     @property
     def _job(self) -> str:
@@ -95,21 +95,21 @@ class Ray(Launcher):
     def scale(self, workers: int | None) -> str:
         workers = self.layout.config.worker.count if workers is None else workers
         self.remember(worker=workers)
-        return f"asked {self._job} for {counted(workers, 'worker')}"
+        return f"bundle {self._job} for {counted(workers, 'worker')}"
 
 
-class Plain(yaml.SafeDumper):
-    """Scripts as blocks of lines."""
+class BlockDumper(yaml.SafeDumper):
+    """Writes scripts as blocks of lines."""
 
 
 def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-Plain.add_representer(str, _as_block)
+BlockDumper.add_representer(str, _as_block)
 
 
 def needs(cores: int, memory_gb: int, accelerators: int) -> dict[str, int]:
-    """A bundle of a placement group."""
-    asked = {"CPU": cores, "memory": memory_gb * 2**30}
-    return asked | ({"GPU": accelerators} if accelerators else {})
+    """Resource bundle of a placement group."""
+    bundle = {"CPU": cores, "memory": memory_gb * 2**30}
+    return bundle | ({"GPU": accelerators} if accelerators else {})

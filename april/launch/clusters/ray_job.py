@@ -1,7 +1,7 @@
 """The program of a Ray job: `python -m april.launch.clusters.ray_job PLAN`.
 
-A placement group reserves what broker and learner need. An actor holds each part, and Ray starts it again where it or
-its node dies. How many workers are wanted, and whether the run is to stop, is read in the run's folder.
+A placement group reserves the resources of broker and learner. Each part runs in an actor, which Ray restarts if it or
+its node dies. The wanted number of workers, and requests to stop, are read from the run folder.
 """
 
 import os
@@ -24,25 +24,25 @@ from april.launch.clusters.ray import REPORT
 from april.launch.part import LEAVE_S, OVER
 from april.processes.lifetime import end_with_parent
 
-LOOK_S = 0.5
-AGAIN_S = 2.0
-"""before a part that has died is started again"""
+POLL_S = 0.5
+RESTART_DELAY_S = 2.0
+"""Delay before a dead part is restarted."""
 BROKER, WORKER = "broker", "worker"
 BROKER_CORES = 1
 
 
-class Part:
-    """An actor that holds one part. Where that dies, so does the actor, and Ray starts it again."""
+class RayPart:
+    """Actor that runs one part. If the part dies, the actor exits, and Ray restarts it."""
 
     def __init__(self, name: str, script: str, environment: Mapping[str, str], logs: str):
         self.script, self.log = script, Path(logs) / f"{name}.log"
         self.host = ray.util.get_node_ip_address()
         self.environment = {**os.environ, **environment, "NAME": name, "HOST": self.host}
-        self.leaving = False
+        self.is_stopping = False
         self.child: subprocess.Popen | None = None
 
-    def hold(self) -> int:
-        """Exit status of a part that is not to be started again."""
+    def run_part(self) -> int:
+        """Run the part; returns its exit status if it must not be restarted, otherwise exits the actor."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.child = subprocess.Popen(
@@ -54,48 +54,49 @@ class Part:
                 preexec_fn=end_with_parent,
             )
         status = self.child.wait()
-        if status in OVER or self.leaving:
+        if status in OVER or self.is_stopping:
             return status
-        time.sleep(AGAIN_S)
+        time.sleep(RESTART_DELAY_S)
         os._exit(1)
 
-    def where(self) -> str:
+    def location(self) -> str:
         return f"{self.host}, process {self.child.pid}" if self.child else self.host
 
-    def leave(self) -> None:
-        self.leaving = True
+    def stop(self) -> None:
+        self.is_stopping = True
         if self.child:
             self.child.send_signal(signal.SIGTERM)
 
 
 class Job:
-    """All parts of a run. `run()` gives the broker's exit status."""
+    """Starts and follows all parts of a run. `run()` returns the broker's exit status."""
 
     def __init__(self, plan: Mapping[str, Any], folder: Path):
         self.plan, self.folder = plan, folder
         self.actors: dict[str, Any] = {}
-        self.held: dict[Any, str] = {}
-        """names of parts that have not come to their end, by the promise of their status"""
+        self.running: dict[Any, str] = {}
+        """Names of running parts by the object reference of their exit status."""
         self.statuses: dict[str, int] = {}
-        self.places: dict[str, str] = {}
-        self.asked: dict[Any, str] = {}
-        """names of parts by the promise of their place"""
+        self.locations: dict[str, str] = {}
+        self.location_requests: dict[Any, str] = {}
+        """Names of parts by the object reference of their location."""
         self.stopping = False
-        self.left: set[str] = set()
-        """workers that were asked to leave"""
+        self.stopping_workers: set[str] = set()
+        """Names of workers that were asked to stop."""
 
     def run(self) -> int:
         self.start_fixed()
         while BROKER not in self.statuses:
-            self.follow(orjson.loads(Path(self.plan["orders"]).read_bytes()))
-            self.look(LOOK_S)
+            self.apply_orders(orjson.loads(Path(self.plan["orders"]).read_bytes()))
+            self.poll(POLL_S)
         leave_by = time.monotonic() + LEAVE_S
-        while self.held and time.monotonic() < leave_by:
-            self.look(LOOK_S)
+        while self.running and time.monotonic() < leave_by:
+            self.poll(POLL_S)
         return self.statuses[BROKER]
 
     def start_fixed(self) -> None:
-        """The broker, the learner, and what is not scaled; the learner's first node is the broker's."""
+        """Start the broker, the learner and the roles that are not scaled; the broker shares the learner's first
+        node."""
         learner = self.plan["learner"]
         first = learner["needs"] | {"CPU": learner["needs"]["CPU"] + BROKER_CORES}
         bundles = [first] + [learner["needs"]] * (learner["nodes"] - 1)
@@ -116,54 +117,58 @@ class Job:
         environment: Mapping[str, str] | None = None,
         on: tuple[Any, int] | None = None,
     ) -> None:
-        """An actor that needs so much; `on`: a bundle of a placement group."""
+        """Start an actor with the resources `needs`; `on`: (placement group, bundle index)."""
         options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "memory": needs.get("memory", 0)}
         if on:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(on[0], placement_group_bundle_index=on[1])
-        kind = ray.remote(max_restarts=-1, max_task_retries=-1, max_concurrency=3)(Part)
+        kind = ray.remote(max_restarts=-1, max_task_retries=-1, max_concurrency=3)(RayPart)
         actor = kind.options(**options).remote(name, script, dict(environment or {}), f"{self.plan['run']}/logs")
         self.actors[name] = actor
-        self.held[actor.hold.remote()] = name
-        self.asked[actor.where.remote()] = name
+        self.running[actor.run_part.remote()] = name
+        self.location_requests[actor.location.remote()] = name
 
-    def follow(self, orders: Mapping[str, Any]) -> None:
-        """Stop, or have as many workers as is wanted."""
-        living = [name for name in self.held.values() if name.startswith(f"{WORKER}-")]
-        if orders["stop"] and BROKER not in self.places:
-            sys.exit("the run was stopped before there was a place for it")
+    def apply_orders(self, orders: Mapping[str, Any]) -> None:
+        """Carry out the requests in the run folder: stop, or change the number of workers."""
+        alive = [name for name in self.running.values() if name.startswith(f"{WORKER}-")]
+        if orders["stop"] and BROKER not in self.locations:
+            sys.exit("the run was stopped before its resources were available")
         if orders["stop"] and not self.stopping:
             self.stopping = True
-            for name in (BROKER, *living):
-                self.actors[name].leave.remote()
+            for name in (BROKER, *alive):
+                self.actors[name].stop.remote()
         if self.stopping:
             return
-        staying = [name for name in living if name not in self.left]
-        for name in staying[orders[WORKER] :]:
-            self.left.add(name)
-            self.actors[name].leave.remote()
+        remaining = [name for name in alive if name not in self.stopping_workers]
+        for name in remaining[orders[WORKER] :]:
+            self.stopping_workers.add(name)
+            self.actors[name].stop.remote()
         part = self.plan["holders"].get(WORKER)
-        for _ in range(orders[WORKER] - len(staying)):
+        for _ in range(orders[WORKER] - len(remaining)):
             index = sum(name.startswith(f"{WORKER}-") for name in self.actors)
             self.start(f"{WORKER}-{index}", part["script"], part["needs"])
 
-    def look(self, wait_s: float) -> None:
-        """Who has come to an end, and where the others are."""
-        ended, _ = ray.wait(list(self.held), timeout=wait_s)
-        for promise in ended:
-            name = self.held.pop(promise)
-            self.statuses[name] = ray.get(promise)
+    def poll(self, wait_s: float) -> None:
+        """Collect ended parts and the locations of the others, and write the report."""
+        ended, _ = ray.wait(list(self.running), timeout=wait_s)
+        for reference in ended:
+            name = self.running.pop(reference)
+            self.statuses[name] = ray.get(reference)
             ray.kill(self.actors[name])
-        answered, _ = ray.wait(list(self.asked), num_returns=len(self.asked), timeout=0) if self.asked else ([], [])
-        for promise in answered:
-            name = self.asked.pop(promise)
+        answered, _ = (
+            ray.wait(list(self.location_requests), num_returns=len(self.location_requests), timeout=0)
+            if self.location_requests
+            else ([], [])
+        )
+        for reference in answered:
+            name = self.location_requests.pop(reference)
             if name not in self.statuses:
-                self.places[name] = ray.get(promise)
-                self.asked[self.actors[name].where.remote()] = name
+                self.locations[name] = ray.get(reference)
+                self.location_requests[self.actors[name].location.remote()] = name
         replace_file(self.folder / REPORT, "".join(self.lines()).encode())
 
     def lines(self) -> list[str]:
         return [
-            f"{name:12} {self.places.get(name, 'waits for a place')}"
+            f"{name:12} {self.locations.get(name, 'waits for resources')}"
             + (f", has ended with status {self.statuses[name]}\n" if name in self.statuses else "\n")
             for name in self.actors
         ]

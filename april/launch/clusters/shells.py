@@ -1,4 +1,5 @@
-"""Machines with a shell: this one, or several over ssh. Each part is one process group, ended by its own number."""
+"""Launchers through a shell: on this machine, or on several over ssh. Each part is a process group, stopped by its
+id."""
 
 import shlex
 import socket
@@ -8,32 +9,34 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from april.config import ConfigError
+from april.errors import refuse
 from april.launch.clusters.launcher import Launcher, ask
 from april.words import counted
 
 BROKER, LEARNER, WORKER = "broker", "learner", "worker"
-RUNS, ENDED, SILENT = "runs", "has ended", "is not known: the machine does not answer"
+RUNS, ENDED, SILENT = "runs", "has ended", "unknown: the machine does not answer"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Of a part that is started, or has been."""
+class Placement:
+    """Where a part runs."""
 
     host: str
     accelerators: range
-    """of that machine's, from 0; of no other part that runs there"""
-    number: int = 0
-    """of its process"""
+    """Indices of its accelerators on the host, which no other part there uses."""
+    process_id: int = 0
+    """Process id."""
 
 
 class Shells(Launcher):
-    """The run's folder lies where all machines see it under one path. `april part` restarts what dies on each."""
+    """Starts parts through a shell. All machines see the run folder under one path; `april part` restarts dead
+    parts."""
 
     hosts: list[str]
-    """the first has the broker; the learner's come before those of workers"""
+    """Machines: the first one runs the broker, the first launch.learner_nodes the learner, the others workers."""
 
     def shell(self, host: str) -> list[str]:
-        """A command that reads a script from its standard input, on that machine."""
+        """Command that runs a script from its standard input on a machine."""
         raise NotImplementedError
 
     def bind(self) -> str:
@@ -41,31 +44,34 @@ class Shells(Launcher):
 
     @property
     def first_address(self) -> str:
-        """Of the first machine, for the others."""
+        """Address of the first machine as seen by the others."""
         raise NotImplementedError
 
-    def places(self) -> dict[str, Place]:
-        """Of all that is started first, by part."""
+    def placements(self) -> dict[str, Placement]:
+        """Placements of all parts at the start of the run, by part."""
         layout, launch = self.layout, self.layout.config.launch
-        places = {BROKER: Place(self.hosts[0], range(0))}
+        placements = {BROKER: Placement(self.hosts[0], range(0))}
         for node in range(launch.learner_nodes):
             part = f"{LEARNER}-{node}" if launch.learner_nodes > 1 else LEARNER
-            places[part] = Place(self.hosts[node], range(layout.learner_accelerators))
+            placements[part] = Placement(self.hosts[node], range(layout.learner_accelerators))
         for role, count in layout.counts.items():
             for index in range(count):
-                places[f"{role}-{index}"] = self._place(role, index, places.values())
-        return places
+                placements[f"{role}-{index}"] = self._next_placement(role, index, placements.values())
+        return placements
 
-    def _place(self, role: str, index: int, others: Collection[Place], but: Collection[str] = ()) -> Place:
-        """Of one more, beside others; `but`: machines that get none."""
+    def _next_placement(
+        self, role: str, index: int, others: Collection[Placement], excluded: Collection[str] = ()
+    ) -> Placement:
+        """Placement of one more part, given those of the others; no machine in `excluded` is used. Raises
+        ConfigError."""
         hosts = self.hosts[self.layout.config.launch.learner_nodes :] or self.hosts
-        answering = [host for host in hosts if host not in but]
+        answering = [host for host in hosts if host not in excluded]
         if not answering:
             raise ConfigError(f"no machine for a {role} answers: {', '.join(hosts)}")
         host, wanted = answering[index % len(answering)], self.layout.worker_accelerators if role == WORKER else 0
-        return Place(host, first_free([other.accelerators for other in others if other.host == host], wanted))
+        return Placement(host, first_free([other.accelerators for other in others if other.host == host], wanted))
 
-    def _command(self, part: str, place: Place) -> str:
+    def _command(self, part: str, placement: Placement) -> str:
         role, _, index = part.partition("-")
         if role == BROKER:
             return self.layout.broker(self.bind())
@@ -73,7 +79,7 @@ class Shells(Launcher):
             command = self.layout.learner(self._run_dir, index)
         else:
             command = self.layout.holder(role, self._run_dir, part)
-        seen = place.accelerators
+        seen = placement.accelerators
         return command + (f" --accelerators {seen.start}:{seen.stop}" if seen else "")
 
     @property
@@ -81,82 +87,91 @@ class Shells(Launcher):
         return shlex.quote(str(self.folder.parent))
 
     def files(self) -> dict[str, str]:
-        return {f"{part}.sh": self._script(part, place) for part, place in self.places().items()}
+        return {f"{part}.sh": self._script(part, placement) for part, placement in self.placements().items()}
 
-    def _script(self, part: str, place: Place) -> str:
-        """Starts the part, tells its process number, and leaves it alone."""
-        lines = [f"# {part} of April's run {self.layout.name}, on {place.host}", "set -eu"]
+    def _script(self, part: str, placement: Placement) -> str:
+        """Script that starts a part in the background and prints its process id."""
+        lines = [f"# {part} of April's run {self.layout.name}, on {placement.host}", "set -eu"]
         lines += self.layout.preparations()
         log = shlex.quote(str(self.logs_folder / f"{part}.log"))
         lines += [
             f"mkdir -p {shlex.quote(str(self.logs_folder))}",
-            f"setsid nohup {self._command(part, place)} >>{log} 2>&1 </dev/null &",
+            f"setsid nohup {self._command(part, placement)} >>{log} 2>&1 </dev/null &",
             "echo $!",
         ]
         return "\n".join(lines) + "\n"
 
     def submit(self) -> str:
-        for part, place in self.places().items():
-            self._start(part, place)
-        return "\n".join(f"{part:12} {place.host}, process {place.number}" for part, place in self._started.items())
+        for part, placement in self.placements().items():
+            self._start(part, placement)
+        return "\n".join(
+            f"{part:12} {placement.host}, process {placement.process_id}" for part, placement in self._started.items()
+        )
 
-    def _start(self, part: str, place: Place) -> None:
-        number, seen = int(ask(self.shell(place.host), self._script(part, place))), place.accelerators
+    def _start(self, part: str, placement: Placement) -> None:
+        process_id, seen = int(ask(self.shell(placement.host), self._script(part, placement))), placement.accelerators
         parts = self.remembered().get("parts", {})
-        self.remember(parts=parts | {part: [place.host, number, seen.start, seen.stop]})
+        self.remember(parts=parts | {part: [placement.host, process_id, seen.start, seen.stop]})
 
     @property
-    def _started(self) -> dict[str, Place]:
+    def _started(self) -> dict[str, Placement]:
         parts = self.remembered().get("parts", {})
-        return {part: Place(host, range(*seen or [0]), number) for part, (host, number, *seen) in parts.items()}
+        return {
+            part: Placement(host, range(*seen or [0]), process_id) for part, (host, process_id, *seen) in parts.items()
+        }
 
     def status(self) -> str:
         return "\n".join(
-            f"{part:12} {place.host}, process {place.number} {self._state(place)}"
-            for part, place in self._started.items()
+            f"{part:12} {placement.host}, process {placement.process_id} {self._state(placement)}"
+            for part, placement in self._started.items()
         )
 
-    def _state(self, place: Place) -> str:
+    def _state(self, placement: Placement) -> str:
         try:
-            return ask(self.shell(place.host), f"kill -0 {place.number} 2>/dev/null && echo {RUNS} || echo '{ENDED}'")
+            return ask(
+                self.shell(placement.host),
+                f"kill -0 {placement.process_id} 2>/dev/null && echo {RUNS} || echo '{ENDED}'",
+            )
         except ConfigError:
             return SILENT
 
-    def _end(self, place: Place) -> None:
-        ask(self.shell(place.host), f"kill -TERM {place.number} 2>/dev/null || true")
+    def _terminate(self, placement: Placement) -> None:
+        ask(self.shell(placement.host), f"kill -TERM {placement.process_id} 2>/dev/null || true")
 
     def stop(self) -> str:
-        """The broker ends the run in order; workers that have not reached it yet would wait for it."""
+        """Stop the broker, which ends the run, and the workers, which may still be waiting for the broker."""
         started = self._started
         if BROKER not in started:
             raise ConfigError(
                 f"run {self.layout.name} has not been launched from this folder; `april launch` does that"
             )
-        self._end(started[BROKER])
-        for part, place in started.items():
+        self._terminate(started[BROKER])
+        for part, placement in started.items():
             if part != BROKER and not part.startswith(LEARNER):
-                with suppress(ConfigError):  # its machine does not answer: without a broker its parts end by themselves
-                    self._end(place)
+                with suppress(
+                    ConfigError
+                ):  # a machine that does not answer: its parts end by themselves without a broker
+                    self._terminate(placement)
         return "the run is stopping: the learner writes a checkpoint, then all parts end"
 
     def scale(self, workers: int | None) -> str:
         workers = self.layout.config.worker.count if workers is None else workers
         started = self._started
-        states = {part: self._state(place) for part, place in started.items() if part.startswith(f"{WORKER}-")}
+        states = {part: self._state(placement) for part, placement in started.items() if part.startswith(f"{WORKER}-")}
         running = [part for part, state in states.items() if state == RUNS]
         silent = {started[part].host for part, state in states.items() if state == SILENT}
         for part in running[workers:]:
-            self._end(started[part])
-        there = [place for part, place in started.items() if states.get(part) != ENDED]
+            self._terminate(started[part])
+        current = [placement for part, placement in started.items() if states.get(part) != ENDED]
         next_index = max((int(part.removeprefix(f"{WORKER}-")) for part in states), default=-1) + 1
         for index in range(next_index, next_index + max(0, workers - len(running))):
-            there.append(self._place(WORKER, index, there, but=silent))
-            self._start(f"{WORKER}-{index}", there[-1])
+            current.append(self._next_placement(WORKER, index, current, excluded=silent))
+            self._start(f"{WORKER}-{index}", current[-1])
         return counted(workers, "worker")
 
 
 def first_free(taken: Iterable[range], count: int) -> range:
-    """The first so many numbers in a row, from 0, that are in none of `taken`."""
+    """The lowest range of `count` consecutive numbers from 0 that overlaps none of `taken`."""
     begin = 0
     for other in sorted(filter(None, taken), key=attrgetter("start")):
         if begin + count <= other.start:
@@ -166,7 +181,7 @@ def first_free(taken: Iterable[range], count: int) -> range:
 
 
 class Local(Shells):
-    """This machine alone."""
+    """Launches all parts on this machine."""
 
     on_network = False
     hosts = ["localhost"]  # noqa: RUF012
@@ -180,14 +195,14 @@ class Local(Shells):
 
 
 class SSH(Shells):
-    """`launch.hosts`, to which ssh lets this user in without asking."""
+    """Launches parts on `launch.hosts`, which ssh must reach without a password."""
 
     @property
     def hosts(self) -> list[str]:  # type: ignore[override]
         hosts, nodes = self.layout.config.launch.hosts, self.layout.config.launch.learner_nodes
         if len(hosts) < nodes:
-            raise ConfigError(
-                f"key 'launch.hosts' names {len(hosts)} machines, and launch.learner_nodes = {nodes}; name as many"
+            refuse(
+                "launch.hosts", None, f"names {len(hosts)} machines, and launch.learner_nodes = {nodes}", "name as many"
             )
         return hosts
 
@@ -203,6 +218,9 @@ class SSH(Shells):
         try:
             return socket.gethostbyname(host)
         except OSError:
-            raise ConfigError(
-                f"key 'launch.hosts' begins with {host!r}, which has no address here; name it as the others reach it"
-            ) from None
+            refuse(
+                "launch.hosts",
+                None,
+                f"begins with {host!r}, which has no address here",
+                "name it as the others reach it",
+            )

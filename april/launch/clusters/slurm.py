@@ -1,7 +1,7 @@
-"""Slurm: one job for broker and learner, queued again until the run is over, and jobs of workers that join it.
+"""Slurm: one job for broker and learner, requeued until the run is over, and jobs of workers that join the run.
 
-With `launch.cpu_partition` that one is heterogeneous: the broker's node, where the script runs, and the learner's.
-Slurm starts, signals, requeues and ends both components by the first one's number.
+With `launch.cpu_partition` the first job is heterogeneous: the broker's node, on which the script runs, and the
+learner's nodes. Slurm starts, signals, requeues and ends both components by the first component's job id.
 """
 
 import os
@@ -19,7 +19,7 @@ NOUNS = {"worker": "workers", "scorer": "scorers", "agents": "agents processes"}
 
 
 class Slurm(Launcher):
-    """The run's folder lies where all nodes see it under one path. Which broker listens where is read in it."""
+    """Launches a run on Slurm. All nodes see the run folder under one path, and read the broker's address there."""
 
     def files(self) -> dict[str, str]:
         layout, launch = self.layout, self.layout.config.launch
@@ -56,12 +56,12 @@ class Slurm(Launcher):
         return shlex.quote(str(self.folder.parent))
 
     def _log(self, name: str) -> str:
-        """Where srun writes what a part says. %j and %t stand for the numbers of its job and task."""
+        """Options of srun for a part's log file; %j and %t in the name are its job id and task index."""
         return f"--open-mode=append --output={shlex.quote(str(self.logs_folder / f'{name}.log'))}"
 
     @staticmethod
     def _in_each_task(command: str) -> str:
-        """Words that bash gets from srun: variables are those of the task."""
+        """Quote a command for `srun bash -c`, so that its variables are expanded in each task."""
         return shlex.quote(f"exec {command}")
 
     def _script(self, template: str, **values: object) -> str:
@@ -105,58 +105,58 @@ class Slurm(Launcher):
 
     @property
     def _jobs(self) -> list[str]:
-        told = self.remembered()
-        if not told:
+        submitted = self.remembered()
+        if not submitted:
             raise ConfigError(
                 f"run {self.layout.name} has not been submitted from this folder; `april launch` does that"
             )
-        return [told["main"], *told.get("holders", {})]
+        return [submitted["main"], *submitted.get("holders", {})]
 
     def status(self) -> str:
         return ask(["squeue", "--jobs", ",".join(self._jobs), "--format=%.10i %.24j %.9T %.10M %.6D %R"])
 
     def stop(self) -> str:
-        """The broker is asked; what still waits to begin is taken back, and who has not reached the broker leaves."""
+        """Signal all jobs: the broker stops the run, pending jobs are cancelled, workers without a broker end."""
         main = self._jobs[0]
-        left = self._processes()
-        if left:
-            ask(["scancel", "--quiet", "--state=PENDING", *left])
-        for job in left:
+        unfinished = self._processes()
+        if unfinished:
+            ask(["scancel", "--quiet", "--state=PENDING", *unfinished])
+        for job in unfinished:
             ask(["scancel", "--quiet", "--signal=TERM", *["--batch"] * (job == main), job])
         return "the run is stopping: the learner writes a checkpoint, then all jobs end"
 
     def scale(self, workers: int | None) -> str:
-        """Jobs of workers that are too many are asked to leave, newest first; what is missing comes in one more. None:
-        whatever has left meanwhile comes again, as a requeued job asks for."""
+        """Stop surplus jobs, newest first, or add one job with the missing processes. None: restore the last asked
+        numbers, as a requeued job does."""
         wanted = self.layout.counts | self.remembered().get("wanted", {})
         if workers is not None:
             wanted["worker"] = workers
         self.remember(wanted=wanted)
         for role, number in wanted.items():
             sizes = self._running(role)
-            now = sum(sizes.values())
+            current = sum(sizes.values())
             for job in sorted(sizes, key=int, reverse=True):
-                if now - sizes[job] >= number:
+                if current - sizes[job] >= number:
                     ask(["scancel", "--quiet", "--signal=TERM", job])
                     ask(["scancel", "--quiet", "--state=PENDING", job])
-                    now -= sizes[job]
-            if now < number:
-                self._add(role, self.folder / f"{role}.sbatch", f"--ntasks={number - now}")
+                    current -= sizes[job]
+            if current < number:
+                self._add(role, self.folder / f"{role}.sbatch", f"--ntasks={number - current}")
         return f"asked for {counted(wanted['worker'], 'worker')}"
 
     def _running(self, role: str) -> dict[str, int]:
-        """Processes of the role by job, of those that wait or run."""
-        jobs = [job for job, its in self.remembered().get("holders", {}).items() if its == role]
+        """Number of processes of a role by job id, of pending and running jobs."""
+        jobs = [job for job, job_role in self.remembered().get("holders", {}).items() if job_role == role]
         return {job: number for job, number in self._processes().items() if job in jobs}
 
     def _processes(self) -> dict[str, int]:
-        """By job, of all that wait or run; scancel fails at one that has ended. squeue adds the further components of a
-        heterogeneous job, which have numbers of their own and are asked by the first one's."""
+        """Number of processes by job id, of pending and running jobs; scancel would fail on ended ones. Further
+        components of a heterogeneous job, which squeue lists with ids of their own, are left out."""
         jobs = self._jobs
-        told = ask(["squeue", "--noheader", "--jobs", ",".join(jobs), "--Format=JobID:20,NumTasks:12"])
-        return {job: int(number) for job, number in map(str.split, told.splitlines()) if job in jobs}
+        output = ask(["squeue", "--noheader", "--jobs", ",".join(jobs), "--Format=JobID:20,NumTasks:12"])
+        return {job: int(number) for job, number in map(str.split, output.splitlines()) if job in jobs}
 
 
 def outside_of_jobs() -> dict[str, str]:
-    """This process's environment without what a job around it was given, which sbatch would take for options."""
+    """This process's environment without the variables of a surrounding job, which sbatch would take for options."""
     return {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}

@@ -1,5 +1,5 @@
-"""Back ends of the learner: what spreads a model over ranks. `entry.py` says what April asks about one before there is
-one, `backend.py` what one is to the trainer. A checkpoint of one is gone on from by another."""
+"""Back ends of the learner, which distribute a model over ranks. `entry.py` has the registry entry of a back end,
+`backend.py` its interface to the trainer. Any back end can resume from a checkpoint of another."""
 
 from april.registry import Registry
 

@@ -1,14 +1,14 @@
-"""What a back end is to the trainer: a policy spread over the ranks of the default process group, and its optimizer.
+"""Interface of a back end: a policy distributed over the ranks of the default process group, and its optimizer.
 
 backend = BACKENDS.find(name).build(config, device)     # load: each rank reads its own part of the model's files
-found = backend.scores(backend.policy, micros)          # forward: of the tokens of packed micro-batches
+scores = backend.scores(backend.policy, micros)         # forward pass over packed micro-batches
 backend.backward(micros, loss)                          # forward, loss and backward
-norm = backend.clip(most)                               # gradients are those of all ranks from here on
+norm = backend.clip(max_norm)                           # gradients are summed over all ranks from here on
 backend.part.optimizer.step()                           # step
 state = backend.weights(dtype)                          # gather: bucket by bucket, by Hugging Face name, to rank 0
 store.restore(found, [backend.part])                    # save and restore: tensors by Hugging Face name, too
 
-The same weights, batch and ranks give bitwise the same on a CPU.
+On a CPU the same weights, batch and number of ranks give bitwise the same result.
 """
 
 from abc import ABC, abstractmethod
@@ -18,45 +18,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from april.learner.checkpoint import Part
+from april.learner.checkpoint import CheckpointPart
 from april.learner.flops import Cost
 from april.learner.losses.ranks import Ranks
-from april.learner.model import full_state
+from april.learner.model import gather_state
 from april.learner.packing import MicroBatch
 from april.learner.phases import Seconds, untimed
 from april.processes.pulse import MAIN
-from april.weights.base import Adapted
+from april.weights.base import AdapterWeights
 
 Loss = Callable[[int, Tensor, Tensor], Tensor]
-"""of a micro-batch's place among those given, and of log-probability and entropy of each of its targets"""
+"""Function (index of a micro-batch, log-probabilities [K], entropies [K]) -> loss of the micro-batch, a scalar."""
 
 
 class Backend(ABC):
+    """A policy distributed over ranks. The ranks of `Backend.ranks` hold different parts of a batch."""
+
     policy: nn.Module
-    """what `backward` trains"""
+    """The model that `backward` trains."""
     lm: nn.Module
-    """a Hugging Face model of the same configuration and names; its parameters need have no memory"""
-    part: Part
-    """the policy in a checkpoint, with its optimizer"""
+    """A Hugging Face model of the same configuration and parameter names; parameters may be on the meta device."""
+    part: CheckpointPart
+    """The policy and its optimizer, as stored in a checkpoint."""
     ranks: Ranks
-    """the places that a batch is divided among"""
+    """Data-parallel ranks, among which a batch is divided."""
     cost: Cost
-    computes_in: str
-    """the type of activations: float32, bfloat16"""
+    compute_dtype: str
+    """Dtype of activations: "float32" or "bfloat16"."""
     adapter: dict[str, Any]
-    """that is trained in the model's place, as `lora.describe` says it"""
+    """Description of the trained adapter, from `lora.describe`."""
 
     @abstractmethod
     def reference(self) -> nn.Module:
-        """The starting policy, never updated. Collective."""
+        """The reference model: the starting policy, never updated. Collective."""
 
     def scores(
         self, model: nn.Module, micros: Sequence[MicroBatch], temperature: float | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(log-probability, entropy) of each target of each micro-batch, float32 [K], without gradients. Collective.
+        """(log-probability, entropy) of each target of each micro-batch, float32 [K] each, without gradients.
+        Collective.
 
-        They are those of `model`, the policy or the reference, at its own temperature, unless another is given. All
-        ranks of one place in `ranks` give the same micro-batches, and get all that is found; here and in `backward`.
+        `model` is the policy or the reference, scored at its own temperature unless another is given. Here and in
+        `backward`, ranks with the same index in `ranks` pass the same micro-batches and get the same results.
         """
         for micro in micros:
             MAIN.again()
@@ -65,36 +68,36 @@ class Backend(ABC):
             yield found
 
     def backward(self, micros: Sequence[MicroBatch], loss: Loss, seconds: Seconds = untimed) -> None:
-        """Add to the policy's gradients that of the sum of what `loss` makes of the micro-batches, which it is called
-        with once each, in their order, on every rank. Collective."""
-        for place, micro in enumerate(micros):
+        """Accumulate the gradients of the summed losses of the micro-batches; `loss` is called once for each, in order,
+        on every rank. Collective."""
+        for index, micro in enumerate(micros):
             MAIN.again()
             with seconds("forward_s"):
-                share = loss(place, *self.policy(micro))
+                micro_loss = loss(index, *self.policy(micro))
             with seconds("backward_s"):
-                share.backward()
+                micro_loss.backward()
 
     @abstractmethod
-    def clip(self, most: float) -> float:
-        """Scale gradients, of which there are some, to a global norm of at most `most`; the norm before that.
-        Collective."""
+    def clip(self, max_norm: float) -> float:
+        """Sum gradients over ranks and scale them to a global L2 norm of at most `max_norm`; returns the norm before.
+        There must be gradients. Collective."""
 
     @abstractmethod
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights as they are published, sharded, by their names in `lm`, as they are asked for. Collective."""
+        """The weights to publish, sharded, with their names in `lm`; computed lazily. Collective."""
 
     @abstractmethod
-    def rest(self) -> None:
-        """Let go of what a forward pass without a backward pass still holds."""
+    def free_gathered(self) -> None:
+        """Free memory that a forward pass without a backward pass still holds, such as gathered weights."""
 
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """All weights, on the CPU of rank 0 under their Hugging Face names; {} elsewhere. Collective.
+        """All weights on the CPU of rank 0 by Hugging Face name; {} on other ranks. Collective.
 
-        They are converted to `dtype` before they travel (None: as they are). A head that is tied to the embedding is
-        left out. An adapter is in the weights that it belongs to.
+        They are converted to `dtype` before they are sent (None: as they are). A head tied to the embedding is left
+        out. An adapter is merged.
         """
-        return full_state(self.lm, self.tensors(), dtype)
+        return gather_state(self.lm, self.tensors(), dtype)
 
-    def published(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | Adapted:
-        """What workers are sent of the same, on rank 0. Collective."""
+    def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
+        """Tensors to send to the workers, on rank 0: all weights, or an adapter. Collective."""
         return self.weights(dtype)

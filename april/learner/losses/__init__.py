@@ -1,7 +1,7 @@
-"""The published algorithms as small pure functions over per-token columns, one concept a file.
+"""Registries of the published algorithms: small pure functions over per-token columns, one concept a file.
 
-A column has one entry for each of the K response tokens of a micro-batch, sequence after sequence; `Spans` says
-where each sequence lies. Columns that come from the policy under training carry gradients, all others do not.
+A column has one entry for each of the K response tokens of a micro-batch, sequence after sequence; `Spans` maps tokens
+to sequences. Columns computed by the policy under training carry gradients, all others do not.
 """
 
 from april.registry import Registry
@@ -16,11 +16,11 @@ CORRECTIONS = Registry(
     "algorithm.corrections",
     "correction",
     {
-        "truncated": "april.learner.losses.corrections:truncate",
-        "truncated_sequence": "april.learner.losses.corrections:truncate_sequences",
-        "icepop": "april.learner.losses.corrections:keep_within_a_band",
-        "geometric": "april.learner.losses.corrections:keep_sequences_within_a_band",
-        "on_policy_only": "april.learner.losses.corrections:keep_the_newest",
+        "truncated": "april.learner.losses.corrections:truncated_correction",
+        "truncated_sequence": "april.learner.losses.corrections:truncated_sequence_correction",
+        "icepop": "april.learner.losses.corrections:icepop_correction",
+        "geometric": "april.learner.losses.corrections:geometric_correction",
+        "on_policy_only": "april.learner.losses.corrections:on_policy_only_correction",
         "vespo": "april.learner.losses.vespo:vespo",
         "m2po": "april.learner.losses.m2po:m2po",
         "dppo_tv": "april.learner.losses.dppo_tv:dppo_tv",
@@ -35,7 +35,8 @@ ADVANTAGES = Registry(
     }
     | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.opob:opob"},
 )
-"""By rewards, group by group (`advantages`); of one that says `needs_values`, by a critic's values (`gae`);
-of one that says `needs_norms`, by the gradient of each response as well (`opob`)."""
+"""Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
+attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response
+(`opob`)."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.root_ess:root_ess"})
-"""Functions (figures of a step) -> what its learning rate is multiplied by."""
+"""Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""

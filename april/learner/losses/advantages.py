@@ -1,9 +1,9 @@
 """Advantages from the rewards of a batch, group by group, in float64.
 
-Every estimator is a function (rewards, lengths) -> advantages over lists with one float64 [n] tensor a group;
-`lengths` are response tokens. A group (for the batch-wide estimators: a batch) without spread
-(`april.filters.spread`) says nothing: zeros. `advantages` takes rounding out of what they give. This module is read
-without torch: a configuration is checked everywhere.
+Every estimator is a function (rewards, lengths) -> advantages over lists with one float64 [n] tensor per group of n
+responses; `lengths` are response tokens. A group (for the batch-wide estimators: a batch) whose rewards have no spread
+(`april.filters.spread`) gets zeros. `advantages` runs an estimator and sets rounding errors to 0. This module imports
+without torch, so that any machine can check a configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     Groups = list[Tensor]
 
 ROUNDING = 1e-9
-"""smaller advantages are 0: of the rewards 0.1, 0.2 and 0.3 the second is as good as the mean"""
+"""Advantages with a smaller absolute value are set to 0: of the rewards 0.1, 0.2 and 0.3 the second equals the mean up
+to float rounding."""
 
 
 def has_spread(rewards: Tensor) -> bool:
@@ -27,12 +28,12 @@ def has_spread(rewards: Tensor) -> bool:
 
 
 def centred(rewards: Tensor) -> Tensor:
-    """r - mean(r) of one group; exactly zero without spread."""
+    """r - mean(r) of one group, [n] -> [n]; exactly zero without spread."""
     return rewards - rewards.mean() if has_spread(rewards) else rewards.new_zeros(len(rewards))
 
 
 def grpo(rewards: Groups, lengths: Groups) -> Groups:
-    """(r - mean) / std of the group, with the sample (n - 1) standard deviation.
+    """A_i = (r_i - mean(r)) / std(r) within the group, with the sample (n - 1) standard deviation.
 
     "DeepSeekMath", arXiv 2402.03300, section 4.1.2.
     """
@@ -40,7 +41,8 @@ def grpo(rewards: Groups, lengths: Groups) -> Groups:
 
 
 def dr_grpo(rewards: Groups, lengths: Groups) -> Groups:
-    """r - mean of the group, so that no group weighs more for having little spread.
+    """A_i = r_i - mean(r) within the group, without the division by std(r), which gives groups of little spread more
+    weight.
 
     "Understanding R1-Zero-Like Training", arXiv 2503.20783, section 3.2.
     """
@@ -48,7 +50,7 @@ def dr_grpo(rewards: Groups, lengths: Groups) -> Groups:
 
 
 def rloo(rewards: Groups, lengths: Groups) -> Groups:
-    """r less the mean of the *other* samples, n / (n - 1) (r - mean).
+    """A_i = r_i - mean of the *other* n - 1 rewards of the group = n / (n - 1) (r_i - mean(r)).
 
     "Back to Basics", arXiv 2402.14740, equation 4.
     """
@@ -56,21 +58,24 @@ def rloo(rewards: Groups, lengths: Groups) -> Groups:
 
 
 def reinforce_pp(rewards: Groups, lengths: Groups) -> Groups:
-    """(r - mean) / std over all response tokens of the batch. "REINFORCE++", arXiv 2501.03262, section 3."""
+    """A = (r - mean) / std, mean and std over all response tokens of the batch.
+
+    "REINFORCE++", arXiv 2501.03262, section 3.
+    """
     return whitened(rewards, lengths)
 
 
 def reinforce_pp_baseline(rewards: Groups, lengths: Groups) -> Groups:
-    """r - mean of the group, then (a - mean) / std over all response tokens of the batch.
+    """a = r - mean(r) within the group, then A = (a - mean) / std over all response tokens of the batch.
 
-    "REINFORCE++", arXiv 2501.03262, the form with a group baseline. The batch mean moves a group without spread
-    a little off zero wherever longer responses are better or worse than short ones.
+    "REINFORCE++", arXiv 2501.03262, the variant with a group baseline. Subtracting the batch mean moves a group without
+    spread slightly off zero when reward correlates with response length.
     """
     return whitened([centred(group) for group in rewards], lengths)
 
 
 def whitened(values: Groups, lengths: Groups) -> Groups:
-    """(v - mean) / std, each value counted as often as its response has tokens; std with the sample correction."""
+    """(v - mean) / std over the batch, each value weighted by its response's tokens; std with the n - 1 correction."""
     import torch
 
     if not values:
@@ -86,5 +91,5 @@ def whitened(values: Groups, lengths: Groups) -> Groups:
 
 
 def advantages(estimator: str, rewards: Groups, lengths: Groups) -> Groups:
-    """What `estimator` gives, and exactly 0 where that is rounding."""
+    """Advantages by the estimator named `estimator`, with absolute values below `ROUNDING` set to exactly 0."""
     return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in ADVANTAGES.find(estimator)(rewards, lengths)]

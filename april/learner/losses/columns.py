@@ -9,41 +9,41 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""log-ratios are cut here, so that exp() stays finite and a masked branch never yields 0 * inf in backward"""
+"""Log-ratios are clamped to ±20, so that exp() stays finite and a masked branch never yields 0 * inf in backward."""
 
 
-def log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
-    """log of p(token) / other(token), within ±MAX_LOG_RATIO; [K], [K] -> [K]."""
-    return bounded(logprobs - others)
+def log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """log p(token) - log q(token), clamped to ±MAX_LOG_RATIO; `other_logprobs` are log q; [K], [K] -> [K]."""
+    return bounded(logprobs - other_logprobs)
 
 
 def bounded(log_ratios: Tensor) -> Tensor:
-    """Within ±MAX_LOG_RATIO; [K] -> [K]."""
+    """Log-ratios clamped to ±MAX_LOG_RATIO; any shape."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def probability_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
-    """p(token) / other(token); [K], [K] -> [K]."""
-    return log_ratio(logprobs, others).exp()
+def probability_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """p(token) / q(token), within exp(±MAX_LOG_RATIO); `other_logprobs` are log q; [K], [K] -> [K]."""
+    return log_ratio(logprobs, other_logprobs).exp()
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Which sequence each token belongs to."""
+    """The mapping from K tokens to their S sequences."""
 
     index: Tensor
-    """int64 [K]: 0 to S - 1, not decreasing"""
+    """int64 [K]: number of each token's sequence, 0 to S - 1, in non-decreasing order."""
     lengths: Tensor
-    """float32 [S]: response tokens of each sequence, at least 1"""
+    """float32 [S]: response tokens of each sequence, at least 1."""
 
     def sum(self, column: Tensor) -> Tensor:
-        """Each token's sequence sum of `column`; [K] -> [K]."""
+        """Sum of `column` over the sequence of each token; [K] -> [K]."""
         return self.totals(column)[self.index]
 
     def mean(self, column: Tensor) -> Tensor:
-        """Each token's sequence mean of `column`; [K] -> [K]."""
+        """Mean of `column` over the sequence of each token; [K] -> [K]."""
         return (self.totals(column) / self.lengths)[self.index]
 
     def totals(self, column: Tensor) -> Tensor:
-        """The sum of `column` over each sequence; [K] -> [S]."""
+        """Sum of `column` over each sequence; [K] -> [S]."""
         return self.lengths.new_zeros(self.lengths.shape).index_add(0, self.index, column)

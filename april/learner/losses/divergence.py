@@ -1,6 +1,6 @@
-"""Estimates of a KL divergence from single tokens: k1, k2, k3 of John Schulman, "Approximating KL Divergence" (2020).
+"""Per-token estimators of a KL divergence: k1, k2, k3 of John Schulman, "Approximating KL Divergence" (2020).
 
-Each is a function (logprobs, others) -> [K] for KL(sampler || other), where tokens come from the sampler.
+Each is a function (log p [K], log q [K]) -> [K] that estimates KL(p || q) from tokens sampled from p.
 """
 
 from collections.abc import Callable
@@ -10,23 +10,26 @@ from torch import Tensor
 from april.learner.losses.columns import log_ratio
 
 K3_CAP = 10.0
-"""of one token's k3, which grows as exp() where p is far below other: one such token would outweigh a batch"""
+"""Upper bound of one token's k3, which grows as q / p: without it a single token with p << q outweighs a batch."""
 
 
-def k1(logprobs: Tensor, others: Tensor) -> Tensor:
-    """log p - log other: unbiased, of either sign. As a loss its expected gradient is zero."""
-    return log_ratio(logprobs, others)
+def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """log p - log q: unbiased, of either sign. As a loss its expected gradient is zero."""
+    return log_ratio(logprobs, other_logprobs)
 
 
-def k2(logprobs: Tensor, others: Tensor) -> Tensor:
-    """(log p - log other)^2 / 2: biased, and its expected gradient is that of the divergence."""
-    return log_ratio(logprobs, others).square() / 2
+def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased, but its expected gradient is that of the divergence."""
+    return log_ratio(logprobs, other_logprobs).square() / 2
 
 
-def k3(logprobs: Tensor, others: Tensor) -> Tensor:
-    """r - 1 - log r >= 0 with r = other / p, at most K3_CAP, where it has no gradient. GRPO's, arXiv 2402.03300,
-    equation 4: unbiased up to the cap, which log r > 2.6 or log r < -11 reach, and of little variance."""
-    inverse = log_ratio(others, logprobs)
+def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """r - 1 - log r >= 0 with r = q / p, at most K3_CAP, where it has no gradient.
+
+    The KL term of GRPO, arXiv 2402.03300, equation 4: low variance, and unbiased except for the cap, which applies for
+    log r > 2.6 or log r < -11.
+    """
+    inverse = log_ratio(other_logprobs, logprobs)
     return (inverse.exp() - 1 - inverse).clamp(max=K3_CAP)
 
 

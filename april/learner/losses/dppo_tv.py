@@ -1,4 +1,4 @@
-"""DPPO: a trust region by how far a token's probability has moved, in place of its ratio."""
+"""DPPO: a trust region on the change of a token's probability instead of its ratio."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 def dppo_tv(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
-    """0 where the step would take a probability farther from mu than it may go: with an advantage above 0 where
-    pi - mu > rise, otherwise where mu - pi > fall; 1 elsewhere.
+    """Mask, [K]: 0 where the step would move a probability out of the trust region around mu, 1 elsewhere. That is
+    pi - mu > dppo_rise for A > 0, and mu - pi > dppo_fall for A <= 0.
 
-    The binary approximation of the total variation, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv
-    2602.04879, as verl's `loss_mode = "dppo_tv"` computes it. Its ratio, truncated at a large value, is `truncated`.
+    The binary approximation of the total variation distance, "Rethinking the Trust Region in LLM Reinforcement
+    Learning", arXiv 2602.04879, as in verl's `loss_mode = "dppo_tv"`. The paper's importance ratio, truncated at a
+    large value, is the correction `truncated`.
     """
-    moved, good = tokens.logprobs.exp() - tokens.behaviour_logprobs.exp(), tokens.advantages > 0
-    return ((good & (moved <= section.dppo_rise)) | (~good & (moved >= -section.dppo_fall))).to(moved.dtype)
+    change, positive = tokens.logprobs.exp() - tokens.behaviour_logprobs.exp(), tokens.advantages > 0
+    kept = (positive & (change <= section.dppo_rise)) | (~positive & (change >= -section.dppo_fall))
+    return kept.to(change.dtype)

@@ -1,4 +1,4 @@
-"""M2PO: the tokens that have moved most are masked, as many as a bound on the batch's second moment asks for."""
+"""M2PO: masks the tokens with the largest log-ratios until the batch's second moment is below a threshold."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
 
 @over_the_batch
 def m2po(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
-    """0 for the tokens with the largest (log pi - log mu)^2, until the mean of the others is below the threshold.
+    """Mask, [K]: 0 for the tokens of the batch with the largest (log pi - log mu)^2, as many as needed until the mean
+    over the kept tokens is below `m2po_threshold`; 1 elsewhere.
 
-    "Prosperity before Collapse", arXiv 2510.01161, its second moment and mask as AReaL's documentation and actor have
-    them, over the tokens of the batch that have an advantage. Tokens that have moved equally far are treated alike.
+    "Prosperity before Collapse", arXiv 2510.01161, second moment and mask as in AReaL's documentation and actor, over
+    the tokens with a nonzero advantage. Tokens with equal log-ratios are kept or masked together. Collective.
     """
-    moments, trained = tokens.whole.double().square(), tokens.advantages != 0
-    largest = largest_kept(tokens.ranks.gathered(moments[trained]), section.m2po_threshold)
-    return ((moments <= largest) | ~trained).to(tokens.whole.dtype)
+    moments, trained = tokens.current_log_ratio.double().square(), tokens.advantages != 0
+    largest = largest_kept_moment(tokens.ranks.gathered(moments[trained]), section.m2po_threshold)
+    return ((moments <= largest) | ~trained).to(tokens.current_log_ratio.dtype)
 
 
-def largest_kept(moments: Tensor, threshold: float) -> float:
-    """The largest of the moments such that the mean of those up to it is below the threshold; below all without one."""
+def largest_kept_moment(moments: Tensor, threshold: float) -> float:
+    """The largest moment m for which the mean of all moments <= m is below the threshold; -1 if there is none."""
     values, counts = moments.unique(return_counts=True)
     means = (values * counts).cumsum(0) / counts.cumsum(0)
     kept = values[means < threshold]

@@ -1,7 +1,7 @@
-"""What a token weighs in the loss of the global batch, or of its minibatch where several optimizer steps share a batch.
+"""Weight of each token in the loss of the global batch, or of its minibatch if a batch has several optimizer steps.
 
-The weights are known before any forward pass and refer to the whole minibatch over all ranks. So the shares of
-micro-batches, and their gradients, are added up and never averaged, however the batch was split.
+The weights are known before any forward pass and refer to the whole minibatch over all ranks. So the losses of
+micro-batches, and their gradients, are summed and never averaged, however the batch was split.
 """
 
 import numpy as np
@@ -10,9 +10,10 @@ import numpy as np
 def token_weights(
     kind: str, lengths: np.ndarray, tokens: np.ndarray, sequences: np.ndarray, constant_tokens: int
 ) -> np.ndarray:
-    """One weight for each of S sequences of `lengths` response tokens, which all its tokens have; float64 [S].
+    """Weight of each token of S sequences, the same for all tokens of a sequence; float64 [S].
 
-    `tokens` and `sequences`, [S]: T and N of the minibatch that a sequence is in, those counted that have no gradient:
+    `lengths` [S] are response tokens. `tokens` and `sequences` [S] are T, the tokens, and N, the sequences, of the
+    minibatch that a sequence is in; samples without a gradient count too.
 
     - `token_mean`: 1 / T, DAPO, arXiv 2503.14476, equation 12;
     - `sequence_mean`: 1 / (N length), GRPO, arXiv 2402.03300, equation 3;

@@ -1,10 +1,10 @@
-"""Policy losses: what is minimised for each response token, and which tokens the clip has touched.
+"""Policy losses: the loss of each response token, and whether it was clipped.
 
-Every loss is a function (logprobs, proximal_logprobs, advantages, spans, clip) -> (losses, clipped), all [K];
-`proximal_logprobs` are those of the policy around which the ratio is clipped, without a gradient. One that heeds
-`clip.dual` says so (`takes_dual_clip`). One whose bounds go by the batch has `clip_of_batch`, a function (tokens, clip,
-section) -> Clip of all its tokens (`StaleTokens`). This module is read without torch: a configuration is checked
-everywhere.
+Every loss is a function (logprobs, proximal_logprobs, advantages, spans, clip) -> (losses, clipped), all columns [K];
+`proximal_logprobs`, without a gradient, are those of the policy around which the ratio is clipped. A loss that uses
+`clip.dual` has the attribute `takes_dual_clip`. A loss whose bounds depend on the batch has the attribute
+`clip_of_batch`, a function (`StaleTokens` of the batch, clip, section) -> Clip. This module imports without torch, so
+that any machine can check a configuration.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Clip:
+    """Clip bounds of the ratio pi / proximal."""
+
     low: float
-    """ratios are clipped below 1 - low; 1 is no lower bound"""
+    """Ratios are clipped below 1 - low; low = 1 means no lower bound."""
     high: float
-    """and above 1 + high"""
+    """Ratios are clipped above 1 + high."""
     dual: float | None = None
-    """a negative advantage weighs at most this many times itself (PPO only)"""
+    """Dual clip c > 1: the loss of a token with A < 0 is at most c |A| (PPO and BAPO only); None: no dual clip."""
 
 
 def ppo(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, spans: Spans, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A), for A < 0 at most -dual A; clipped: no gradient is left.
+    """L = -min(ratio A, clip(ratio, 1 - low, 1 + high) A), ratio = pi / proximal; for A < 0 at most -dual A.
 
-    PPO, arXiv 1707.06347, equation 7, with the bounds apart as in DAPO, arXiv 2503.14476, equation 10, and the
-    dual clip of arXiv 1912.09729, equation 5.
+    PPO, arXiv 1707.06347, equation 7, with separate bounds as in DAPO, arXiv 2503.14476, equation 10, and the dual clip
+    of arXiv 1912.09729, equation 5. Clipped tokens are those without a gradient.
     """
     return clipped_surrogate(probability_ratio(logprobs, proximal_logprobs), advantages, clip)
 
@@ -45,9 +47,10 @@ ppo.takes_dual_clip = True  # type: ignore[attr-defined]
 def gspo(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, spans: Spans, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate of the sequence ratio s = (pi(y) / proximal(y))^(1/|y|), the same for all its tokens.
+    """L = -min(s A, clip(s, 1 - low, 1 + high) A) with the sequence ratio s = (pi(y) / proximal(y))^(1/|y|).
 
-    GSPO, arXiv 2507.18071, equations 5 to 7. Its sum over a sequence's tokens is |y| times the sequence's loss.
+    GSPO, arXiv 2507.18071, equations 5 to 7. All tokens of a sequence have the same loss, so their sum is |y| times the
+    sequence's loss.
     """
     ratio = bounded(spans.mean(logprobs - proximal_logprobs)).exp()
     return clipped_surrogate(ratio, advantages, clip)
@@ -56,9 +59,10 @@ def gspo(
 def gspo_token(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, spans: Spans, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """As `gspo`, with the gradient flowing through each token's own log-probability: s -> sg[s] pi / sg[pi].
+    """The loss of `gspo` with token ratios s_t = sg[s] pi_t / sg[pi_t]: the gradient flows through each token's own
+    log-probability (sg: stop gradient).
 
-    GSPO-token, arXiv 2507.18071, equations 13 and 14; equal to `gspo` where a sequence has one advantage.
+    GSPO-token, arXiv 2507.18071, equations 13 and 14; equal to `gspo` if all tokens of a sequence have one advantage.
     """
     current = logprobs.detach()
     ratio = (bounded(spans.mean(current - proximal_logprobs)) + logprobs - current).exp()
@@ -68,9 +72,10 @@ def gspo_token(
 def cispo(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, spans: Spans, clip: Clip
 ) -> tuple[Tensor, Tensor]:
-    """-sg[clip(ratio, 1 - low, 1 + high)] A log pi: the weight is clipped, the gradient never; clipped: it was.
+    """L = -sg[clip(ratio, 1 - low, 1 + high)] A log pi (sg: stop gradient).
 
-    CISPO, "MiniMax-M1", arXiv 2506.13585, equation 4.
+    CISPO, "MiniMax-M1", arXiv 2506.13585, equation 4. Every token keeps its gradient; clipped tokens are those whose
+    weight was clipped.
     """
     ratio = probability_ratio(logprobs.detach(), proximal_logprobs)
     weight = ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -78,11 +83,12 @@ def cispo(
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate loss of any ratio, and whether a bound removed the gradient; all [K]."""
     surrogate = ratio * advantages
     bounded = ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
     losses, clipped = -surrogate.minimum(bounded), bounded < surrogate
     if clip.dual is None:
         return losses, clipped
-    most = -clip.dual * advantages
-    capped = (advantages < 0) & (losses > most)
-    return most.where(capped, losses), clipped | capped
+    upper_bound = -clip.dual * advantages
+    capped = (advantages < 0) & (losses > upper_bound)
+    return upper_bound.where(capped, losses), clipped | capped

@@ -1,4 +1,4 @@
-"""What a part that sees a whole batch asks of the other ranks. Every rank asks the same, in the same order."""
+"""Collectives over the ranks that share a batch. Every rank makes the same calls in the same order."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Ranks:
-    """Those of the default process group, or of `group`: each has another part of a batch."""
+    """Collectives of a process group, by default of the default group, whose ranks hold different parts of a batch."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
@@ -16,20 +16,22 @@ class Ranks:
         return dist.get_world_size(self.group)
 
     @property
-    def place(self) -> int:
-        """Of this rank among them."""
+    def rank(self) -> int:
+        """This process's rank within the group."""
         return dist.get_rank(self.group)
 
     def total(self, values: Tensor) -> Tensor:
-        """`values` summed over the ranks, the same on each."""
+        """Sum of `values` over the ranks, the same on each (all-reduce). Collective."""
         summed = values.clone()
         dist.all_reduce(summed, group=self.group)
         return summed
 
-    def total_and_largest(self, values: Tensor, of_each: Tensor) -> tuple[Tensor, Tensor]:
-        """The total of `values`, and of each of the others the largest of the ranks, the same on each. They go at once:
-        between machines both take no longer than one."""
-        summed, largest = values.clone(), of_each.clone()
+    def total_and_largest(self, values: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of `values` and maximum of `maxima` over the ranks, the same on each. Collective.
+
+        Both all-reduces run at the same time: between machines they take no longer than one.
+        """
+        summed, largest = values.clone(), maxima.clone()
         for work in [
             dist.all_reduce(summed, group=self.group, async_op=True),
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True),
@@ -38,7 +40,8 @@ class Ranks:
         return summed, largest
 
     def gathered(self, column: Tensor) -> Tensor:
-        """The ranks' columns end to end, the same on each; [K of this rank, perhaps 0] -> [K of all]."""
+        """The columns of all ranks concatenated, the same on each; [K of this rank] -> [K of all], K may be 0.
+        Collective."""
         count = torch.tensor([len(column)], device=column.device)
         counts = [torch.empty_like(count) for _ in range(self.count)]
         dist.all_gather(counts, count, group=self.group)

@@ -1,4 +1,4 @@
-"""VESPO: whole responses weighed by a soft, closed-form function of their ratio, which falls on both sides."""
+"""VESPO: weights whole responses by a soft closed-form kernel of their importance ratio."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 @weighing
 def vespo(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
-    """exp(lambda) w^k exp(-lambda w) of the product w of a response's ratios, the same for all its tokens.
+    """phi(w) = exp(lambda) w^k exp(-lambda w), w the product of the response's ratios proximal / mu; [K], the same for
+    all tokens of a response.
 
-    It is 1 at w = 1, highest at w = k / lambda, and falls to 0 for small and for large w. `k` and `lambda` go by the
-    sign of the advantage. "VESPO", arXiv 2602.10693, its kernel phi as the authors' recipe and TRL's `loss_type =
-    "vespo"` compute it. Around the policy at hand, with `algorithm.loss = "cispo"`, the loss is theirs, too.
+    phi is 1 at w = 1, highest at w = k / lambda, and falls to 0 for small and for large w. `k` and `lambda` depend on
+    the sign of the advantage. "VESPO", arXiv 2602.10693, the kernel as in the authors' code and TRL's `loss_type =
+    "vespo"`. With `algorithm.proximal = "recomputed"` and `algorithm.loss = "cispo"` the loss is the paper's too.
     """
-    good = (tokens.advantages >= 0).to(tokens.from_behaviour.dtype)
-    k = good * section.vespo_k_positive + (1 - good) * section.vespo_k_negative
-    decay = good * section.vespo_lambda_positive + (1 - good) * section.vespo_lambda_negative
-    log_w = bounded(tokens.spans.sum(tokens.from_behaviour))
+    positive = (tokens.advantages >= 0).to(tokens.proximal_log_ratio.dtype)
+    k = positive * section.vespo_k_positive + (1 - positive) * section.vespo_k_negative
+    decay = positive * section.vespo_lambda_positive + (1 - positive) * section.vespo_lambda_negative
+    log_w = bounded(tokens.spans.sum(tokens.proximal_log_ratio))
     return (decay + k * log_w - decay * log_w.exp()).exp()

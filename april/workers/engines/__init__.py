@@ -1,6 +1,6 @@
-"""Generation engines: what turns prompts into tokens. `base.py` says what one is, `entry.py` what April asks about one.
+"""Generation engines: they turn prompts into tokens. `base.py` has their interface, `entry.py` their registry entries.
 
-The embedded engine runs in the worker's own process; the others drive servers.
+The embedded engines run in the worker's own process; the others drive servers.
 """
 
 from april.registry import Registry

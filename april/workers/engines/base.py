@@ -1,13 +1,13 @@
-"""What a generation engine is to a worker: requests in, chunks of tokens out.
+"""The interface of a generation engine: requests in, chunks of tokens out.
 
-An engine is driven from one thread. A request lives from `submit` until a chunk with a finish reason, or
-until `cancel`. Every generated token leaves the engine exactly once, in order:
+An engine is driven from one thread. A request is live from `submit` until a chunk with a finish reason, or until
+`cancel`. Every generated token leaves the engine exactly once, in order:
 
     engine.load_weights(Version(0, 0), tensors)
     engine.submit(request)
     while not done:
         for chunk in engine.step():       # one decode step of every running sequence
-            ...                           # chunk.start == tokens of this request handed over before
+            ...                           # new tokens, right after those of earlier chunks
     rest = engine.cancel(request.id)      # empty when the request has ended already
 """
 
@@ -30,149 +30,161 @@ Finish = Literal["stop", "length"]
 
 
 class EngineError(RuntimeError):
-    """A request or a set of weights that the engine refuses; the text says why and how to mend it."""
+    """The engine refuses a request or a set of weights; the text says why and how to fix it."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to generate or to go on generating."""
+    """One sample to generate or to resume."""
 
     id: int
-    """unique among the engine's live requests"""
+    """Id, unique among the engine's live requests; the worker uses the lease id."""
     tokens: np.ndarray
-    """int32 [P + R]: the prompt and what earlier segments have produced"""
+    """int32 [P + R]: the prompt, then the response tokens generated so far."""
     max_new_tokens: int
-    """what is left of the response budget (tokens)"""
+    """Tokens left in the response budget."""
     seed: int = 0
-    """of the sample; where the engine draws by it, the same weights give the same tokens, whatever else is running: the
-    embedded one always, a server as far as docs/sglang.md and docs/vllm.md say"""
+    """Sampling seed of the sample. With the embedded engine, equal seeds and weights give equal tokens whatever else is
+    running; docs/sglang.md and docs/vllm.md say how far that holds for servers."""
     temperature: float = 1.0
-    """0 is greedy"""
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps every token"""
+    """Number of likeliest tokens to draw from; 0 for all."""
     min_p: float = 0.0
-    """least share of the likeliest token's mass"""
+    """Least probability a token may have, as a share of the likeliest token's; 0 for no limit."""
     with_support: bool = False
-    """each token comes with the ids that it was drawn from, and its log-probability is renormalised over them"""
+    """Whether to return the ids each token was drawn from (its support), and normalise log-probabilities over them."""
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
-    """a stop token ends the response and is its last token"""
+    """Token ids that end the response; the stop token is its last token."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of one request, all sampled under one version."""
+    """New tokens of one request, at least one, all sampled under one policy version."""
 
     id: int
+    """Id of the request."""
     tokens: np.ndarray
     """int32 [T]"""
     logprobs: np.ndarray
-    """float32 [T]: log-softmax(logits / temperature) of each token, over its support where there is one; temperature 1
-    when greedy"""
+    """float32 [T]: log-softmax(logits / temperature) of each token, over its support if there is one.
+    Greedy: temperature 1."""
     version: Version
     finish_reason: Finish | None = None
-    """"stop" | "length" on the last chunk of a request, otherwise None; no chunk is empty"""
+    """"stop" or "length" on the last chunk of a request, otherwise None."""
     support: Support | None = None
-    """of each token, where the request asks for it"""
+    """Token ids that each token was drawn from; None unless the request asked for them."""
 
 
 class Engine(Protocol):
+    """What a worker calls; all methods are called from one thread."""
+
     @property
     def version(self) -> Version | None:
-        """Of the weights that the next token is sampled from; None before the first `load_weights`, and after the
-        engine has lost what it had."""
+        """Policy version of the weights that the next token is sampled from.
+
+        None before the first `load_weights`, and after the engine has lost its weights.
+        """
 
     @property
     def ready(self) -> bool:
-        """Whether weights can be loaded: an engine behind a server that is down is not."""
+        """Whether weights can be loaded now; False while the engine's server is down."""
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest prompt with its response."""
+        """Most tokens of a prompt and its response together."""
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens since the engine was made, handed over or not: sampled, or, where a server samples, arrived from
-        it."""
+        """Tokens generated since the engine was created, including those not returned by `step` yet.
+
+        An engine on a server counts the tokens that have arrived from it.
+        """
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises EngineError for one that can never run."""
+        """Queue a request. Raises EngineError for a request that can never run."""
 
     def step(self) -> list[Chunk]:
-        """Go on with every running sequence, by a token or for a few milliseconds; return the chunks that are due.
+        """Advance every running sequence, by a token or for a few milliseconds, and return the chunks that are due.
 
-        None without weights. Called all the time, also when nothing is live. Raises EngineError if the engine can
-        never go on.
+        Returns no chunks without weights. Called in every pass of the worker's loop, also when nothing is live. Raises
+        EngineError if the engine can never continue.
         """
 
     def failures(self) -> list[tuple[int, str]]:
-        """(id, why) of requests that have ended before they were finished, since this was last asked.
+        """(id, reason) of each request that has failed since the last call.
 
-        Ask after `step`, which has handed over all that there is of their tokens.
+        Call after `step`, which has returned all tokens of a failed request.
         """
 
     def cancel(self, request_id: int) -> list[Chunk]:
-        """End a request and return its tokens not handed over yet, oldest first; none if it is not live.
+        """End a request and return its remaining chunks, oldest first; an empty list if it is not live.
 
-        Where it finished before it could be ended, the last chunk says so.
+        If it finished before it could be cancelled, the last chunk has its finish reason.
         """
 
     def cancel_all(self, request_ids: Iterable[int]) -> list[Chunk]:
-        """The same for many at once, each one's chunks in order."""
+        """Cancel several requests at once; the chunks of each request are in order."""
 
     def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
-        """Swap all weights between two decode steps; running sequences go on under `version`.
+        """Replace all weights between two decode steps; running sequences continue under `version`.
 
-        Their context is computed anew, so that every later log-probability is that of `version` alone. Raises
-        EngineError: then the old weights stay, or the engine has none.
+        Their contexts are recomputed, so that every later log-probability is that of `version` alone. Raises
+        EngineError; the old weights then stay, or the engine has none.
         """
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
-        """Log-probabilities float32 [T - 1] of int32 [T] but the first, each behind those before it, at temperature 1,
-        under the weights that it holds; nothing that runs is changed by that. Raises EngineError, always where the
-        entry does not say `scores`."""
+        """Log-probabilities, float32 [T - 1], of `tokens[1:]` given the tokens before each, at temperature 1.
+
+        `tokens`: int32 [T]. Running requests are not affected. Raises EngineError, always unless the entry `scores`.
+        """
 
     @property
     def dtype(self) -> str:
-        """That it computes in: float32, bfloat16, float16, or another name."""
+        """Data type of the computation: float32, bfloat16, float16, or another name."""
 
-    def disown(self) -> None:
-        """The weights loaded last are wrong: it has none until others are loaded, and no token sampled under them is
-        handed over. What runs waits, or fails."""
+    def discard_weights(self) -> None:
+        """Discard the weights loaded last, because they are wrong.
+
+        The engine has no weights until others are loaded, and returns no token sampled under the discarded ones.
+        Running requests wait, or fail.
+        """
 
     @property
     def live(self) -> int:
-        """Requests that are running or queued."""
+        """Number of requests running or queued."""
 
     @property
     def queued(self) -> int:
-        """Of these, those that it has yet to begin, or to go on with: they wait for a slot or for memory."""
+        """Number of live requests that wait for a slot or for memory."""
 
     @property
     def capacity(self) -> int:
-        """Requests that it makes sense to have live, as far as the engine knows now."""
+        """Number of live requests that the engine can make use of at present."""
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens that its KV cache has room for; None if it does not say."""
+        """Size of the KV cache in tokens; None if unknown."""
 
     def close(self) -> None: ...
 
 
-class TurnTaker(Engine, Protocol):
-    """An engine whose entry says that it `takes_turns` on its accelerator with the learner."""
+class TimeSharingEngine(Engine, Protocol):
+    """An engine that can share its accelerator in time with the learner (`shares_time` of its entry)."""
 
     def release(self) -> None:
-        """Let go of the accelerator's memory, weights and all, while nothing is live. Where that fails, what holds the
-        memory is ended, and comes back in the next turn."""
+        """Release the accelerator's memory, weights included; called while nothing is live.
+
+        If a server fails to release, it is killed, and restarted in the next time slice.
+        """
 
     def resume(self) -> None:
-        """Take the memory again; there are no weights before some are loaded."""
+        """Acquire the memory again; the engine has no weights until some are loaded."""
 
 
-class AdapterTaker(Engine, Protocol):
-    """An engine whose entry says that it `takes_adapters`."""
+class AdapterEngine(Engine, Protocol):
+    """An engine that loads adapters on top of the base model's weights (`takes_adapters` of its entry)."""
 
     def load_adapter(self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
-        """`load_weights` of the model's own, with an adapter in the place of the one before: `tensors` as of
-        `april.weights.base.Adapted`."""
+        """Replace the current adapter; otherwise as `load_weights`. `tensors`: as in `april.weights.base.Adapted`."""

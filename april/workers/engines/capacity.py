@@ -1,12 +1,13 @@
-"""How many requests a server takes at once, from what it says of itself.
+"""Rule for the number of requests to keep on a server, from the load that the server reports.
 
-A pure rule: observations in, a number out, never more than the server says it runs. Requests that wait though fewer run
-mean that its memory is full: as many as run are taken then. Once none waits and memory has room, the number grows.
+A pure state machine: observations in, a number of requests out. If requests queue while memory is full, the number
+shrinks to those that run. Once none queues and memory has room, it grows again, up to the server's own maximum.
 """
 
 FULL = 0.9
-"""share of the KV memory in use from which on no further requests are asked for"""
+"""Share of the KV cache in use above which the number does not grow."""
 GROWTH = 1.25
+"""Factor by which the number grows with each observation of a server with room."""
 
 
 class CapacityRule:
@@ -16,12 +17,12 @@ class CapacityRule:
         self.slots = slots
         self.requests = slots
         self.waiting = 0
-        """requests, as the server has said last"""
+        """Queued requests of the last observation."""
 
     def observe(
         self, num_running_reqs: int, num_waiting_reqs: int, token_usage: float, max_running_requests: int
     ) -> None:
-        """`token_usage`: share of the KV memory in use; `max_running_requests`: of the server's own, 0 if not known."""
+        """`token_usage`: share of the KV cache in use. `max_running_requests`: the server's maximum, 0 if unknown."""
         self.waiting = num_waiting_reqs
         most = min(self.slots, max_running_requests or self.slots)
         if num_waiting_reqs and num_running_reqs < most and token_usage >= FULL:

@@ -1,4 +1,4 @@
-"""What every engine refuses, with the same sentences."""
+"""Validation of requests and weights that all engines share."""
 
 import json
 from collections.abc import Container, Mapping
@@ -20,7 +20,7 @@ OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def check_request(
     request: Request, vocabulary: int, max_context: int, live: Container[int], entry: "type[EngineEntry] | None" = None
 ) -> None:
-    """Raise EngineError for a request that can never run, or that asks for what the `entry` says it does not do."""
+    """Raise EngineError for a request that can never run, or that needs a feature which `entry` does not declare."""
     name, tokens = f"request {request.id}", np.asarray(request.tokens)
     if request.id in live:
         raise EngineError(f"{name} is live already; cancel it or use another id")
@@ -47,10 +47,10 @@ def check_request(
         raise EngineError(f"{name} has min_p = {request.min_p}; it is at least 0 and below 1")
     if entry and not entry.returns_supports and (request.with_support or request.min_p):
         raise EngineError(
-            f"{name} has with_support = {request.with_support}, min_p = {request.min_p}, and the engine does not say "
-            "what is left of the distribution; use False and 0"
+            f"{name} has with_support = {request.with_support}, min_p = {request.min_p}, and the engine does not "
+            "return the ids that a token was drawn from; use False and 0"
         )
-    if entry and not entry.cuts and (request.top_k or request.top_p != 1):
+    if entry and not entry.truncates_sampling and (request.top_k or request.top_p != 1):
         raise EngineError(
             f"{name} has top_k = {request.top_k}, top_p = {request.top_p}, and the engine does not cut the "
             "distribution; use 0 and 1"
@@ -58,7 +58,7 @@ def check_request(
 
 
 def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """Names and shapes of a Hugging Face folder's tensors, and whether its output projection is the embedding."""
+    """Tensor shapes of a Hugging Face folder by name, and whether its output projection is tied to the embedding."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -75,9 +75,9 @@ def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
 
 
 def check_heads(expected: Mapping[str, tuple[int, ...]], tied: bool, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """EngineError unless `shapes` are exactly the `expected` ones by name.
+    """Raise EngineError unless names and `shapes` are exactly the `expected` ones.
 
-    `tied`: the output projection is the embedding, and may come along.
+    `tied`: the output projection is tied to the embedding, and may be present or not.
     """
     missing = sorted(expected.keys() - shapes.keys())
     allowed = dict(expected) | ({OUTPUT: expected[EMBEDDING]} if tied and EMBEDDING in expected else {})
@@ -97,7 +97,7 @@ def check_heads(expected: Mapping[str, tuple[int, ...]], tied: bool, shapes: Map
 
 
 def check_tensors(expected: Mapping[str, tuple[int, ...]], tied: bool, tensors: "Mapping[str, torch.Tensor]") -> None:
-    """The same of tensors, which must be finite, too."""
+    """Raise EngineError unless names and shapes are as `expected`, see `check_heads`, and all values are finite."""
     check_heads(expected, tied, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():

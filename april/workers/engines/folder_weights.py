@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder, as an engine takes them where no learner sends any."""
+"""Loads the weights of a Hugging Face folder, for engines without a learner."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from april.workers.engines.base import EngineError
 
 
 def load_folder_weights(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face folder's safetensors files, one or many."""
+    """All tensors of the folder's safetensors files, by name. Raises EngineError if there is none."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")

@@ -1,14 +1,14 @@
-"""Proof that an engine holds the weights it was sent: it scores the canary before anything is leased to it.
+"""Weight check: before an engine gets samples under new weights, it scores the canary, and must agree with the learner.
 
-    proof = Proof()
-    proof.judge(staged, canary, engine.score(canary.text), engine.dtype)      # raises WrongWeights
+    check = WeightCheck()
+    check.judge(staged, canary, engine.score(canary.text), engine.dtype)      # raises WrongWeights
 
-Three questions, each of which alone finds an engine that samples from other weights:
+The canary is a fixed text whose log-probabilities the learner publishes with each version. Three tests, each of which
+alone detects an engine that samples from other weights:
 
-- Does it say what the learner says, but for what the coarser of their types rounds away?
-- Where the learner's log-probabilities have moved by more than the noise since an earlier version, did the engine's
-  move along?
-- Where the learner's have moved at all, did the engine's? The same bits again are the same weights again.
+- Disagreement: do the engine's log-probabilities equal the learner's, up to rounding in the coarser of the two types?
+- Standstill: if the learner's have moved by more than the noise since a reference version, have the engine's too?
+- Repetition: if the learner's have changed at all, have the engine's? Bit-identical scores mean identical weights.
 """
 
 import logging
@@ -18,124 +18,129 @@ from dataclasses import dataclass
 import numpy as np
 
 from april.weights.canary import Canary
-from april.weights.receiver import Staged
+from april.weights.receiver import StagedWeights
 from april.workers.engines.base import EngineError
 
 log = logging.getLogger(__name__)
 
-FAILURES = 2
-"""in a row, after which a worker leaves"""
-MOVED = 4.0
-"""times the noise, from which on a movement is told from it"""
-NOISE = 1e-6
-"""nats; the least that is taken for it"""
-FOLLOWED = 0.5
-"""least share of the learner's movement that the engine's must have"""
+MAX_FAILURES = 2
+"""Consecutive failed checks after which a worker leaves."""
+MOVEMENT_FACTOR = 4.0
+"""A movement counts as one above this multiple of the noise."""
+MIN_NOISE_NATS = 1e-6
+"""Lower bound of the noise estimate (nats)."""
+MIN_FOLLOWED_SHARE = 0.5
+"""Least share of the learner's movement that the engine's scores must show."""
 
 
 class WrongWeights(EngineError):
-    """The engine does not hold what it was sent; the text says how that is seen."""
+    """The engine does not hold the weights it was sent; the text says which test shows that."""
 
 
 @dataclass(frozen=True)
-class Band:
-    """How far two right log-probabilities of a token of the canary may be apart (nats)."""
+class Tolerance:
+    """Largest difference by rounding between learner and engine in a canary token's log-probability (nats)."""
 
     mean: float
     largest: float
 
 
-BANDS: Mapping[str, Band] = {
-    "float32": Band(1e-4, 1e-3),
-    "float16": Band(0.05, 0.4),
-    "bfloat16": Band(0.2, 1.5),
+TOLERANCES: Mapping[str, Tolerance] = {
+    "float32": Tolerance(1e-4, 1e-3),
+    "float16": Tolerance(0.05, 0.4),
+    "bfloat16": Tolerance(0.2, 1.5),
 }
-"""By the type that is computed in. Of `benchmarks/canary.py`, float32 is 25 times, bfloat16 four times what was
-measured at worst; float16 has three bits more than bfloat16, and was not measured."""
-COARSEST = Band(0.6, 4.0)
-"""of any other type: 8 bits and fewer"""
+"""Tolerance by data type. The worst case measured by `benchmarks/canary.py` is 1/25 of it for float32, a quarter for
+bfloat16. float16, with three more bits than bfloat16, was not measured."""
+DEFAULT_TOLERANCE = Tolerance(0.6, 4.0)
+"""Tolerance of any other type (8 bits and fewer)."""
 
 
 @dataclass(frozen=True)
-class Score:
-    """The canary under one version."""
+class CanaryScore:
+    """The canary's log-probabilities under one version."""
 
     published: np.ndarray
-    """float64 [T - 1], the learner's"""
+    """float64 [T - 1]: the learner's."""
     scored: np.ndarray
-    """float64 [T - 1], the engine's"""
+    """float64 [T - 1]: the engine's."""
     checksum: int
-    """of the weights"""
+    """Checksum of the weights."""
 
     @property
     def noise(self) -> float:
-        return max(NOISE, float(np.abs(self.scored - self.published).mean()))
+        return max(MIN_NOISE_NATS, float(np.abs(self.scored - self.published).mean()))
 
 
-class Proof:
-    """Of one engine, version after version."""
+class WeightCheck:
+    """The check of one engine, version after version."""
 
     def __init__(self) -> None:
         self.failures = 0
-        """in a row"""
-        self._last: Score | None = None
-        self._anchor: Score | None = None
-        """what movement is measured from: the newest version at which it could be told from the noise"""
+        """Consecutive failures."""
+        self._last: CanaryScore | None = None
+        self._reference: CanaryScore | None = None
+        """Score from which movement is measured: that of the newest version whose movement exceeded the noise."""
 
-    def judge(self, staged: Staged, canary: Canary, scored: np.ndarray, dtype: str) -> None:
-        """`scored`: float32 [T - 1], what an engine that computes in `dtype` says of the canary. Raises
-        WrongWeights."""
-        score = Score(np.array(canary.logprobs), np.asarray(scored, np.float64), staged.checksum)
-        why = disagreement(score, band_of(dtype, canary.dtype))
-        if not why and self._anchor:
-            why = standstill(self._anchor, score)
+    def judge(self, staged: StagedWeights, canary: Canary, scored: np.ndarray, dtype: str) -> None:
+        """Check `scored`, float32 [T - 1], the engine's log-probabilities of the canary, computed in `dtype`.
+
+        Raises WrongWeights.
+        """
+        score = CanaryScore(np.array(canary.logprobs), np.asarray(scored, np.float64), staged.checksum)
+        why = disagreement(score, tolerance_of(dtype, canary.dtype))
+        if not why and self._reference:
+            why = standstill(self._reference, score)
         if not why and self._last and dtype == canary.dtype:
             why = repetition(self._last, score)
         if why:
             raise self._fail(staged, why)
         log.info("version %s is proven: %.2g nats from the learner in the mean", staged.version, score.noise)
         self.failures, self._last = 0, score
-        if self._anchor is None or has_moved(self._anchor, score):
-            self._anchor = score
+        if self._reference is None or has_moved(self._reference, score):
+            self._reference = score
 
-    def failure(self, staged: Staged, error: EngineError) -> WrongWeights:
-        """What an engine's refusal to score the canary comes to, as well as `judge` of its score."""
+    def failure(self, staged: StagedWeights, error: EngineError) -> WrongWeights:
+        """The WrongWeights error for an engine that refused to score the canary, or whose score failed `judge`."""
         if isinstance(error, WrongWeights):
             return error
         return self._fail(staged, f"it does not score the canary: {error}")
 
-    def _fail(self, staged: Staged, why: str) -> WrongWeights:
-        """What movement is measured from stays."""
+    def _fail(self, staged: StagedWeights, why: str) -> WrongWeights:
+        """Count a failure; the reference score stays."""
         self.failures += 1
         return WrongWeights(f"the engine is not seen to hold version {staged.version}: {why}")
 
 
-def band_of(*dtypes: str) -> Band:
-    """Of the coarsest of the types."""
-    return max((BANDS.get(dtype, COARSEST) for dtype in dtypes), key=lambda band: band.mean)
+def tolerance_of(*dtypes: str) -> Tolerance:
+    """Tolerance of the coarsest of the types."""
+    return max((TOLERANCES.get(dtype, DEFAULT_TOLERANCE) for dtype in dtypes), key=lambda tolerance: tolerance.mean)
 
 
-def disagreement(score: Score, band: Band) -> str:
-    apart = np.abs(score.scored - score.published)
-    if apart.mean() <= band.mean and apart.max() <= band.largest:
+def disagreement(score: CanaryScore, tolerance: Tolerance) -> str:
+    differences = np.abs(score.scored - score.published)
+    if differences.mean() <= tolerance.mean and differences.max() <= tolerance.largest:
         return ""
     return (
-        f"its log-probabilities of the canary are {apart.mean():.2g} from the learner's in the mean and "
-        f"{apart.max():.2g} at most, where {band.mean:g} and {band.largest:g} are rounding"
+        f"its log-probabilities of the canary are {differences.mean():.2g} from the learner's in the mean and "
+        f"{differences.max():.2g} at most, where {tolerance.mean:g} and {tolerance.largest:g} are rounding"
     )
 
 
-def has_moved(since: Score, score: Score) -> bool:
-    return float(np.abs(score.published - since.published).mean()) > MOVED * since.noise
+def has_moved(since: CanaryScore, score: CanaryScore) -> bool:
+    return float(np.abs(score.published - since.published).mean()) > MOVEMENT_FACTOR * since.noise
 
 
-def standstill(since: Score, score: Score) -> str:
-    """The share is the slope of the engine's movements over the learner's."""
+def standstill(since: CanaryScore, score: CanaryScore) -> str:
+    """Compare the movements since a reference score.
+
+    The engine's share is the least-squares slope of its per-token movements over the learner's.
+    """
     if not has_moved(since, score):
         return ""
     learner, engine = score.published - since.published, score.scored - since.scored
     share = float(engine @ learner / (learner @ learner))
-    if share >= FOLLOWED:
+    if share >= MIN_FOLLOWED_SHARE:
         return ""
     return (
         f"the learner's log-probabilities of the canary have moved by {np.abs(learner).mean():.2g} in the mean, and "
@@ -143,7 +148,7 @@ def standstill(since: Score, score: Score) -> str:
     )
 
 
-def repetition(last: Score, score: Score) -> str:
+def repetition(last: CanaryScore, score: CanaryScore) -> str:
     moved = np.mean(score.published != last.published)
     if score.checksum == last.checksum or moved < 0.5 or (score.scored != last.scored).any():
         return ""

@@ -1,18 +1,18 @@
-"""When the new tokens of all sequences of an engine are handed over together, so that one message has them."""
+"""Periodic ticks at which an engine returns the new tokens of all its sequences, so that they share one message."""
 
 import math
 import random
 
 
 class Ticks:
-    """Instants `period_s` apart; two engines that start together do not tick together."""
+    """Instants `period_s` apart. The first is random, so that engines started together do not tick together."""
 
     def __init__(self, period_s: float, now: float):
         self.period_s = period_s
         self.next = now + period_s * random.random()
 
     def passed(self, now: float) -> bool:
-        """Whether there was one since the last that was told of; `now`: on one clock in all calls."""
+        """Whether a tick has passed since the last one returned. `now`: seconds of one monotonic clock."""
         if now < self.next:
             return False
         missed = math.floor((now - self.next) / self.period_s) if self.period_s else 0

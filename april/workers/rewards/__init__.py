@@ -1,4 +1,4 @@
-"""Verifiers: what a response is worth. `verifiers.py` says what one is; they run in processes of their own."""
+"""Verifiers, which compute the reward of a response in separate processes. `verifiers.py` has their interface."""
 
 from april.registry import Registry
 

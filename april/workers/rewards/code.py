@@ -1,15 +1,15 @@
-"""The verifier of programs: the last Python block of a response, run against the label's tests.
+"""The verifier `code`: runs the last Python block of a response against the label's tests.
 
-The label is a JSON object, or the text of Python assertions that are put behind the program:
+The label is a JSON object, or Python assertions about the program:
 
-    {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                                 what it reads, what it has to write
-    {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}                     arguments and result of a function
+    {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                                 standard input, expected standard output
+    {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}                     arguments, expected result of a function
     assert add(1, 2) == 3
 
-Assertions run in a process of their own, the judge, which asks the program for what they call. Its inputs and what they
-have to give are never where the program is, and the program writes to nothing that a verdict is read from.
+Assertions run in a separate process, the judge, which calls the program's functions remotely. They never enter the
+program's process, and the program cannot write to anything that a verdict is read from.
 
-A failed test ends the program's trial. What running into a limit is worth, `reward.over_limit` says.
+The first failed test ends the trial. `reward.over_limit` decides the outcome of a program that exceeds a limit.
 """
 
 import json
@@ -21,22 +21,22 @@ from pathlib import Path
 
 from april.workers.rewards.answers import after_thinking
 from april.workers.rewards.messages import Item, RewardRules, Score, Undecided, takes_items
-from april.workers.rewards.sandbox import Limits, Outcome, run
+from april.workers.rewards.sandbox import SandboxLimits, SandboxResult, run
 
 BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 HERE = Path(__file__).parent
-IMPORT = "from april.workers.rewards.plain_values import hear, packed, say, unpacked\n"
+IMPORT = "from april.workers.rewards.plain_values import pack, receive, send, unpack\n"
 
 
-def standing_alone(file: str) -> str:
-    """The text of a module beside this one, to run where April is not: what it imports stands in its import's place."""
+def inlined_source(file: str) -> str:
+    """Source of a module of this folder, to run without April: its import of `plain_values` is inlined."""
     text = HERE.joinpath(file).read_text()
     assert IMPORT in text
     return text.replace(IMPORT, HERE.joinpath("plain_values.py").read_text())
 
 
-PROGRAM_SIDE = standing_alone("program_side.py") + "serve(program, open(questions, 'rb'), open(answers, 'wb'))\n"
-JUDGE = standing_alone("judge.py")
+PROGRAM_SIDE = inlined_source("program_side.py") + "serve(program, open(questions, 'rb'), open(answers, 'wb'))\n"
+JUDGE = inlined_source("judge.py")
 
 CALL = """
 import json as _json, sys as _sys
@@ -70,9 +70,9 @@ def last_block(text: str) -> str | None:
 
 
 def read_tests(label: str) -> list[tuple[str, str | None, object]]:
-    """(function or "", input, wanted output) of each test; one with no input for assertions, which are its function.
+    """(function name or "", input, expected output) of each test; for assertions: (their text, None, None).
 
-    Raises ValueError.
+    Raises ValueError for an invalid label.
     """
     try:
         tests = json.loads(label)
@@ -96,34 +96,36 @@ def passes(program: str, test: tuple[str, str | None, object], rules: RewardRule
     name, given, wanted = test
     mark = secrets.token_hex(8)
     if given is None:
-        return judged(program, name, mark, rules)
+        return assertions_hold(program, name, mark, rules)
     if not name:
-        outcome = tried(program, given, rules)
-        return outcome.status == 0 and lines(outcome.output.decode(errors="replace")) == lines(str(wanted))
-    outcome = tried(program + CALL.format(name=name, mark=mark), given, rules)
-    _, found, result = outcome.output.rpartition(mark.encode())
-    return outcome.status == 0 and bool(found) and says(result, wanted)
+        result = run_limited(program, given, rules)
+        return result.status == 0 and lines(result.output.decode(errors="replace")) == lines(str(wanted))
+    result = run_limited(program + CALL.format(name=name, mark=mark), given, rules)
+    _, found, value = result.output.rpartition(mark.encode())
+    return result.status == 0 and bool(found) and is_wanted_value(value, wanted)
 
 
-def says(result: bytes, wanted: object) -> bool:
-    """Whether the JSON that a program wrote is the wanted value; what is no JSON, or too deep or long to read, is not.
+def is_wanted_value(value: bytes, wanted: object) -> bool:
+    """Whether the JSON that a program wrote equals the wanted value; False if it is invalid, or too deep to parse.
 
-    It is read here and not there, so the program never has the value that it is compared with.
+    The comparison is made here, so the program never has the wanted value.
     """
     try:
-        return bool(json.loads(result) == wanted)
+        return bool(json.loads(value) == wanted)
     except (ValueError, RecursionError):
         return False
 
 
-def judged(program: str, assertions: str, mark: str, rules: RewardRules) -> bool:
-    """Whether the assertions hold, as their judge says; `mark`: what it says then, and the program does not know."""
+def assertions_hold(program: str, assertions: str, mark: str, rules: RewardRules) -> bool:
+    """Whether the assertions hold; `mark`: random text that the judge prints if they do, unknown to the program."""
     questions, asking = os.pipe()
     answers, answering = os.pipe()
-    served = f"exec({PROGRAM_SIDE!r}, dict(program=globals(), questions={questions}, answers={answering}))"
+    serve_requests = f"exec({PROGRAM_SIDE!r}, dict(program=globals(), questions={questions}, answers={answering}))"
     judge = f"{JUDGE}judge({assertions!r}, open({asking}, 'wb'), open({answers}, 'rb'))\nprint({mark!r})\n"
-    with ThreadPoolExecutor(1) as beside:
-        program_end = beside.submit(run, f"{program}\n{served}\n", b"", limits_of(rules), (questions, answering))
+    with ThreadPoolExecutor(1) as executor:
+        program_end = executor.submit(
+            run, f"{program}\n{serve_requests}\n", b"", limits_of(rules), (questions, answering)
+        )
         verdict = run(judge, b"", limits_of(rules), (asking, answers))
         ended = program_end.result()
     if verdict.status == 0 and verdict.output.rstrip().endswith(mark.encode()):
@@ -133,17 +135,17 @@ def judged(program: str, assertions: str, mark: str, rules: RewardRules) -> bool
     return False
 
 
-def limits_of(rules: RewardRules) -> Limits:
-    return Limits(wall_s=rules.code_test_s, cpu_s=int(rules.code_test_s) + 1, memory_mb=rules.code_memory_mb)
+def limits_of(rules: RewardRules) -> SandboxLimits:
+    return SandboxLimits(wall_s=rules.code_test_s, cpu_s=int(rules.code_test_s) + 1, memory_mb=rules.code_memory_mb)
 
 
-def tried(program: str, given: str, rules: RewardRules) -> Outcome:
-    outcome = run(program, given.encode(), limits_of(rules))
-    if outcome.exceeded:
-        raise Undecided(f"the program exceeded its limit of {outcome.exceeded}")
-    return outcome
+def run_limited(program: str, given: str, rules: RewardRules) -> SandboxResult:
+    result = run(program, given.encode(), limits_of(rules))
+    if result.exceeded:
+        raise Undecided(f"the program exceeded its limit of {result.exceeded}")
+    return result
 
 
 def lines(text: str) -> list[str]:
-    """Without trailing space of lines and of the text."""
+    """Lines of a text, without trailing spaces and surrounding blank lines."""
     return [line.rstrip() for line in text.strip().splitlines()]

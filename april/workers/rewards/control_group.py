@@ -1,6 +1,6 @@
-"""A bound by the kernel on the memory of all processes of a program together, where control groups may be made.
+"""A control group that limits the total memory of a program's processes, on hosts that permit creating one.
 
-Version 1 has a hierarchy for memory, version 2 one for everything; what is made in either is removed with the program.
+Supports cgroup version 1 (its memory hierarchy) and version 2. The group is removed when the program has ended.
 """
 
 import contextlib
@@ -10,32 +10,32 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
-BOUND = {"memory.limit_in_bytes": "memory.oom_control", "memory.max": "memory.events"}
-"""file of the bound, by version 1 and 2: file that counts kills"""
+LIMIT_FILES = {"memory.limit_in_bytes": "memory.oom_control", "memory.max": "memory.events"}
+"""Files of cgroup versions 1 and 2: memory limit -> counter of out-of-memory kills."""
 
 
 class ControlGroup:
-    """Of one program. Where none can be made it bounds nothing, and says so."""
+    """The control group of one program. If none can be created, it limits nothing, and `path` is empty."""
 
     def __init__(self, memory_mb: int):
         self.folder: Path | None = None
-        parent, bound = place()
+        parent, limit_file = find_parent_group()
         if parent is None:
             return
         with contextlib.suppress(OSError):
             folder = own_folder(parent)
             folder.mkdir()
-            self.folder, self._kills = folder, folder / BOUND[bound]
-            (folder / bound).write_text(str(memory_mb << 20))
+            self.folder, self._kills = folder, folder / LIMIT_FILES[limit_file]
+            (folder / limit_file).write_text(str(memory_mb << 20))
 
     @property
     def path(self) -> str:
-        """For the process that is to become the program, which enters it; empty where there is none."""
+        """Path of the group, which the program's first process enters; empty if there is no group."""
         return str(self.folder or "")
 
     @property
     def killed(self) -> bool:
-        """The kernel has killed a process for want of memory."""
+        """Whether the kernel has killed a process of the group because of the memory limit."""
         if self.folder is None:
             return False
         with contextlib.suppress(OSError):
@@ -44,32 +44,34 @@ class ControlGroup:
         return False
 
     def remove(self) -> None:
-        """When all processes of the program have ended."""
+        """Remove the group; call it after all processes of the program have ended."""
         if self.folder:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
 
 
 def own_folder(parent: Path) -> Path:
-    """One that no other thread makes, nor a predecessor of the same process id has left."""
+    """A unique group folder: differs between threads, and from that of an earlier process with the same id."""
     return parent / f"april-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 @cache
-def place() -> tuple[Path | None, str]:
-    """Where groups with a bound on memory can be made, and the file of that bound. What processes that were killed have
-    left there is removed."""
+def find_parent_group() -> tuple[Path | None, str]:
+    """(parent folder where memory-limited groups can be created, name of the limit file); (None, "") if there is none.
+
+    Also removes groups left behind by killed processes.
+    """
     for parent in parents():
-        for left in parent.glob("april-*-*"):
-            if not Path("/proc", left.name.split("-")[1]).exists():
+        for leftover in parent.glob("april-*-*"):
+            if not Path("/proc", leftover.name.split("-")[1]).exists():
                 with contextlib.suppress(OSError):
-                    left.rmdir()
+                    leftover.rmdir()
         attempt = own_folder(parent)
         try:
             attempt.mkdir()
         except OSError:
             continue
-        found = next((bound for bound in BOUND if (attempt / bound).exists()), "")
+        found = next((limit_file for limit_file in LIMIT_FILES if (attempt / limit_file).exists()), "")
         attempt.rmdir()
         if found:
             return parent, found
@@ -77,11 +79,11 @@ def place() -> tuple[Path | None, str]:
 
 
 def parents() -> Iterator[Path]:
-    """The groups that this process is in, and those above them."""
+    """The control groups of this process, and their ancestors."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root = ROOT / "memory" if controllers else ROOT
         group = root / own.lstrip("/")
-        yield from (one for one in (group, *group.parents) if one.is_relative_to(root) and one.is_dir())
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root) and folder.is_dir())

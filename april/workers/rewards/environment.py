@@ -1,4 +1,4 @@
-"""The verifier `environment`: a response is worth what its environment says."""
+"""The verifier `environment`: the environment itself gives the reward."""
 
 import msgspec
 
@@ -7,18 +7,18 @@ from april.workers.rewards.messages import Item, RewardRules, Score, takes_items
 
 @takes_items
 def environment(items: list[Item], rules: RewardRules) -> list[Score]:
-    """`reward` of the last state, its other numbers are details; 0 for a response that its environment was never asked
-    about, since the policy has not come to the end of a turn.
+    """The `reward` in the environment's final state; its other numbers are details.
 
-    Raises LookupError where the environment has answered, and its last state has no reward.
+    The reward is 0 if the environment was never called, because the policy never ended a turn. Raises LookupError if
+    the environment was called and its final state has no reward.
     """
-    return [worth_of(item) for item in items]
+    return [score_of_state(item) for item in items]
 
 
 vars(environment)["reads_state"] = True
 
 
-def worth_of(item: Item) -> Score:
+def score_of_state(item: Item) -> Score:
     if not item.state:
         return Score(item.key, 0.0)
     state = msgspec.msgpack.decode(item.state)

@@ -1,4 +1,4 @@
-"""The verifier of GSM8K: the number behind the last `####` of a response."""
+"""The verifier `gsm8k`: the number after the last `####` of a response."""
 
 from decimal import Decimal
 
@@ -7,15 +7,14 @@ from april.workers.rewards.answers import after_thinking
 
 
 def gsm8k(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
-    """1.0 iff the number behind the last `####` equals the label. Raises ValueError for a label that is no number.
+    """1.0 iff the number after the last `####` equals the label. Raises ValueError for a label that is not a number.
 
-    Published code reads a response in two ways: *strict*, the number behind `####`, and *flexible*, the last number
-    anywhere (`method` of verl's reward_score/gsm8k.py; `strict-match` and `flexible-extract` of
-    lm-evaluation-harness's task gsm8k). verl rewards the strict one by default, and so does this: the dataset's own
-    prompt asks for the mark, and a last number can be right by accident. The flexible one is a detail, whose distance
-    from the reward says how much is lost to the form alone. The dataset's own code (openai/grade-school-math,
-    dataset.py) takes the first mark; here, as in verl today, the last one counts, since `####` is also how Markdown
-    begins a heading. Numbers are compared by value: 18.00 is 18.
+    Published code has two rules: *strict*, the number after `####`, and *flexible*, the last number anywhere (`method`
+    of verl's reward_score/gsm8k.py; `strict-match` and `flexible-extract` of lm-evaluation-harness's task gsm8k). This
+    verifier rewards the strict one, as verl does by default: the prompt asks for the mark, and a last number can be
+    right by accident. The flexible result is a detail; its difference from the reward shows how much is lost to the
+    format alone. The dataset's own code (openai/grade-school-math, dataset.py) takes the first mark; here, as in verl,
+    the last one counts, since `####` also begins a heading in Markdown. Numbers are compared by value: 18.00 is 18.
     """
     wanted = leading_number(label)
     if wanted is None:

@@ -1,8 +1,8 @@
-"""Verifiers of mathematical answers: `math` by meaning, `deepscaler` and `dapo` by the rules of these works.
+"""Verifiers of mathematical answers: `math` by equivalence, `deepscaler` and `dapo` by the rules of those papers.
 
-Equality of meaning is the `math-verify` library's: fractions, units, sets, intervals, equations, matrices. Its own
-time limits use the alarm signal of the process, and its errors count as "not equal"; both are turned off, since a
-verifier's process has a time limit that kills, and an error is no reward.
+The `math-verify` library decides equivalence: fractions, units, sets, intervals, equations, matrices. Its own time
+limits use the process's alarm signal, and its errors count as "not equal". Both are turned off: a verifier process has
+a hard time limit, and an error must not become a reward.
 """
 
 import logging
@@ -15,39 +15,43 @@ from april.workers.rewards.messages import Undecided
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 ANSWER_CHARACTERS = 2000
-"""a longer answer is no answer, but would keep a parser busy"""
+"""Longest answer that is parsed (characters)."""
 TAIL_CHARACTERS = 300
-"""DAPO looks for the answer in the end of a response only"""
+"""DAPO looks for the answer only in so many characters at the end of a response."""
 RESPONSE_MARK = "###Response"
 DOLLAR = re.compile(r"(?<!\\)\$")
-"""one that begins or ends mathematics; `\\$` is a currency"""
+"""A dollar that begins or ends mathematics; `\\$` is a currency."""
 
 GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])+(?=\d{3}(?!\d))")
-"""a space between the thousands of a number, which the library reads as a product"""
+"""A space that groups the digits of a number by thousands, which the library would read as a product."""
 
 Detailed = tuple[float, dict[str, float]]
 
 
 def math(response: str, label: str, finish_reason: str) -> Detailed:
-    """1.0 iff the answer means what the label does. The answer: the last box behind the reasoning, or else what the
-    library finds there, such as a formula after "the answer is"."""
+    """1.0 iff the answer is equivalent to the label.
+
+    The answer is the last box after the reasoning, or else what the library finds there, such as a formula after "the
+    answer is".
+    """
     text = after_thinking(response)
     answer = last_boxed(text)
-    correct = same_meaning(label, text if answer is None else boxed(answer))
+    correct = equivalent(label, text if answer is None else boxed(answer))
     return float(correct), {"boxed": float(answer is not None)}
 
 
 def deepscaler(response: str, label: str, finish_reason: str) -> Detailed:
-    """1.0 iff the reasoning is closed by `</think>` (or `###Response`) and the last box behind it means the label."""
+    """1.0 iff the reasoning ends with `</think>` (or `###Response`), and the last box after it is equivalent to the
+    label."""
     mark = END_OF_THINKING if END_OF_THINKING in response else RESPONSE_MARK
     _, found, text = response.rpartition(mark)
     answer = last_boxed(text) if found else None
     details = {"closed": float(bool(found)), "boxed": float(answer is not None)}
-    return float(answer is not None and same_meaning(label, boxed(answer))), details
+    return float(answer is not None and equivalent(label, boxed(answer))), details
 
 
 def dapo(response: str, label: str, finish_reason: str) -> Detailed:
-    """+1.0 iff the text behind the last "Answer:" in the end of the response is the label once both are normalised,
+    """+1.0 iff the text after the last "Answer:" near the response's end equals the label once both are normalised,
     otherwise -1.0 (arXiv 2503.14476, section 2.4). Raises ValueError for an empty label."""
     wanted = normalise(last_boxed(label) or label)
     if not wanted:
@@ -57,11 +61,11 @@ def dapo(response: str, label: str, finish_reason: str) -> Detailed:
     return (1.0 if correct else -1.0), {"correct": float(correct), "answered": float(answer is not None)}
 
 
-# --- meaning ------------------------------------------------------------------------------------------------
+# --- equivalence ------------------------------------------------------------------------------------------------
 
 
 def boxed_label(label: str) -> str:
-    """As it is, where it is in a box already."""
+    """The label in a box, unless it has one already."""
     return label if last_boxed(label) is not None else f"\\boxed{{{label}}}"
 
 
@@ -72,9 +76,11 @@ vars(deepscaler)["example"] = lambda label: f"{END_OF_THINKING}{boxed_label(labe
 vars(dapo).update(wrong=-1.0, example="Answer: {}".format)
 
 
-def same_meaning(label: str, text: str) -> bool:
-    """Whether the answer in `text` means the label. Raises ValueError for a label that says nothing, Undecided for an
-    answer at which the library fails."""
+def equivalent(label: str, text: str) -> bool:
+    """Whether the answer in `text` is equivalent to the label.
+
+    Raises ValueError for a label that cannot be parsed, Undecided for an answer at which the library fails.
+    """
     from math_verify import parse, verify
 
     gold = parsed_label(label)
@@ -100,7 +106,7 @@ def parsed_label(label: str) -> tuple:
 
 
 def boxed(answer: str) -> str:
-    """For the library to read; nothing of an answer that is too long to be one."""
+    """The answer as boxed TeX for the library; empty if it is longer than ANSWER_CHARACTERS."""
     return f"$\\boxed{{{answer}}}$" if len(answer) < ANSWER_CHARACTERS - len(r"$\boxed{}$") else ""
 
 
@@ -114,9 +120,9 @@ UNITS = (
 UNIT_WORDS = re.compile(rf"\b(?:{'|'.join(UNITS)})\b")
 CURRENCY = re.compile(r"\\\$|\\textdollar\b")
 BRACKETS = re.compile(r"\\[()\[\]]")
-"""in which TeX sets mathematics, as in dollars"""
+"""TeX's brackets around mathematics."""
 SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{,\}(?=\d)|\\(?:q?quad|thinspace)\b")
-"""those of TeX, and the comma that it sets without one"""
+"""TeX's spaces, and its comma without a space."""
 COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
 SIGNS = re.compile(r"\\?%|\^\{?\\circ\}?")
 WRAPPERS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed|overline)\s*\{([^{}]*)\}")
@@ -127,8 +133,10 @@ NUMBER = re.compile(r"([-+]?)0*(\d*)(?:(\.\d*?)0*)?")
 
 
 def normalise(answer: str) -> str:
-    """A final answer without what does not change it: dollars, units, spacing, thousands' commas, text commands, zeros
-    around a number (in the spirit of arXiv 2206.14858, appendix D.1). A word that is only a unit stays what it is."""
+    """Normalise a final answer: drop dollars, units, spacing, thousands' commas, text commands and redundant zeros.
+
+    Similar to arXiv 2206.14858, appendix D.1. An answer that is only a unit stays as it is.
+    """
     answer = BRACKETS.sub("", answer)
     answer = (
         CURRENCY.sub("", answer.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-")).strip().rstrip(".").strip()
@@ -152,7 +160,7 @@ def comma_or_space(found: re.Match) -> str:
 
 
 def plain_number(text: str) -> str:
-    """A decimal number without zeros that say nothing, and without a plus; another text as it is."""
+    """A decimal number without redundant zeros and plus sign; other text unchanged."""
     number = NUMBER.fullmatch(text)
     if not number or not any(map(str.isdigit, text)):
         return text

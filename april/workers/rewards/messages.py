@@ -1,39 +1,38 @@
-"""What a reward pool and its verifier processes say to each other."""
+"""Messages between a reward pool and its verifier processes."""
 
 from collections.abc import Callable
 
 import msgspec
 
 OVER_LIMIT = "over_limit"
-"""the detail that counts responses which their verifier could not decide"""
+"""Detail that marks a response which its verifier could not decide within its limits."""
 
 
 class RewardRules(msgspec.Struct, frozen=True):
-    """What is the same for all items of a run; the keys of [reward]."""
+    """Settings shared by all items of a run; mostly keys of [reward]."""
 
     timeout_s: float = 10.0
     verifiers: tuple[str, ...] = ()
-    """those that a process loads before its first item, since what they import, or do first, may take longer than an
-    item"""
+    """Verifiers that a process loads before its first item, because imports may take longer than an item may."""
     memory_mb: int = 4096
     overlong_buffer_tokens: int = 0
     overlong_penalty: float = 1.0
     max_response_tokens: int = 0
-    """the budget of a response, whose end the overlong buffer is"""
+    """Token budget of a response; the overlong buffer is at its end."""
     format_pattern: str = ""
     format_penalty: float = 0.0
     url: str = ""
-    """of the remote reward model"""
+    """Address of the remote reward model."""
     code_test_s: float = 4.0
     code_memory_mb: int = 1024
     over_limit: str = "wrong"
-    """what a response is that its verifier cannot decide within its limits: failed (no reward) | wrong"""
+    """Outcome of a response that its verifier cannot decide within its limits: "failed" (no reward) or "wrong"."""
     traced: bool = False
-    """errors hold the whole traceback"""
+    """Whether error texts contain the whole traceback."""
 
 
 class Undecided(RuntimeError):
-    """A verifier cannot decide a response within its limits. The response's doing, and no fault of what runs it."""
+    """A verifier cannot decide a response within its limits; the cause is the response, not the verifier."""
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -46,30 +45,30 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     finish_reason: str
     prompt: str = ""
     tokens: int = 0
-    """of the response"""
+    """Response tokens."""
     state: bytes = b""
-    """of its environment at the end, MessagePack; empty without one"""
-    over_time: int = 0
-    """processes that it has kept longer than the time limit"""
+    """Final state of the response's environment, MessagePack; empty without an environment."""
+    timeouts: int = 0
+    """How often the item has exceeded the time limit so far."""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """All responses to a prompt, for a verifier that sees them together."""
+    """All responses of a group, for a verifier that scores them together."""
 
     key: int
     verifier: str
     items: list[Item]
-    over_time: int = 0
+    timeouts: int = 0
 
 
 class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The reward of an item, or why it, or a group, has none."""
+    """The reward of an item, or the error why an item or group has none."""
 
     key: int
     reward: float | None
     error: str | None = None
     details: dict[str, float] = {}
-    """what the reward is made of"""
+    """Named parts of the reward."""
 
 
 class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -80,10 +79,10 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 BatchVerifier = Callable[[list[Item], RewardRules], list[Score]]
-"""scores several items at once, and knows the run's rules"""
+"""Scores several items at once, with access to the run's rules."""
 
 
 def takes_items(verifier: BatchVerifier) -> BatchVerifier:
-    """Mark one, which is told from a verifier of one response by that."""
+    """Decorator that marks a `BatchVerifier`; other verifiers take the parameters of a single response."""
     vars(verifier)["takes_items"] = True
     return verifier

@@ -1,7 +1,7 @@
-"""Plain values as JSON between a program under test and its judge; its text stands in both.
+"""Plain values as JSON between a program under test and its judge; this module's source is inlined in both.
 
-What is no plain value stays where it is: the other side gets a handle, by number. Subclasses become what they derive
-from, so that nothing which a program has defined takes part in a comparison.
+Any other value stays in its process, and the other side gets a numbered handle. Instances of subclasses become their
+built-in base class, so that nothing defined by the program takes part in a comparison.
 """
 
 import json
@@ -17,8 +17,8 @@ LONGEST_LINE = 1 << 20
 sys.set_int_max_str_digits(0)
 
 
-def packed(value, hold):
-    """`hold` gives the number of what is no plain value."""
+def pack(value, hold):
+    """Encode a value for JSON. `hold(value)` returns the handle number of a value that is not plain."""
     if value is None or type(value) in (bool, str):
         return value
     if isinstance(value, str):
@@ -32,14 +32,14 @@ def packed(value, hold):
         return {"bytes": bytes(value).hex()}
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
-            return {name: [packed(one, hold) for one in kind.__iter__(value)]}
+            return {name: [pack(item, hold) for item in kind.__iter__(value)]}
     if isinstance(value, dict):
-        return {"dict": [[packed(key, hold), packed(dict.__getitem__(value, key), hold)] for key in dict.keys(value)]}
+        return {"dict": [[pack(key, hold), pack(dict.__getitem__(value, key), hold)] for key in dict.keys(value)]}
     return {"held": hold(value)}
 
 
-def unpacked(value, held):
-    """`held` gives what a number stands for."""
+def unpack(value, held):
+    """Decode a value from JSON. `held(number)` returns the value of a handle."""
     if not isinstance(value, dict):
         return value
     [(name, content)] = value.items()
@@ -48,19 +48,19 @@ def unpacked(value, held):
     if name == "bytes":
         return bytes.fromhex(content)
     if name in CONTAINERS:
-        return CONTAINERS[name](unpacked(one, held) for one in content)
+        return CONTAINERS[name](unpack(item, held) for item in content)
     if name == "dict":
-        return {unpacked(key, held): unpacked(one, held) for key, one in content}
+        return {unpack(key, held): unpack(item, held) for key, item in content}
     return held(content)
 
 
-def say(stream, message):
+def send(stream, message):
     stream.write(json.dumps(message).encode() + b"\n")
     stream.flush()
 
 
-def hear(stream):
-    """The next message. Raises EOFError where there is none, ValueError for one that is too long or no JSON."""
+def receive(stream):
+    """The next message. Raises EOFError at the end of the stream, ValueError for a message too long or not JSON."""
     line = stream.readline(LONGEST_LINE)
     if not line:
         raise EOFError("the other side has ended")

@@ -1,4 +1,4 @@
-"""Verifiers at work in processes of their own, so that none can hang, crash or block the worker that asks.
+"""Pool of verifier processes, so that no verifier can hang, crash or block the worker.
 
     pool = RewardPool(processes=2, rules=RewardRules(timeout_s=10.0))
     pool.submit(key, "final_answer", response, label, "stop")
@@ -6,10 +6,10 @@
     for score in pool.poll():              # never waits
         score.key, score.reward, score.error, score.details
 
-What `submit_group` takes is scored by one call and comes back as a `GroupScore`, or as a `Score` with an error.
+`submit_group` scores several responses in one call; its result is a `GroupScore`, or a `Score` with an error.
 
-A response that keeps its verifier longer than the time limit goes to another process, which says what such a response
-is worth (`reward.over_limit`). The second time it is not searched for the format, either; the third time is an error.
+A response that exceeds the time limit goes to another process, which scores it by `reward.over_limit` without calling
+the verifier. If it exceeds the limit again, the search for the format is skipped too; the third time is an error.
 """
 
 import logging
@@ -24,16 +24,16 @@ from april.workers.rewards.verifiers import in_batches
 
 log = logging.getLogger(__name__)
 
-MOST_OVER_TIME = 2
+MAX_TIMEOUTS = 2
 
 
 class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
-    def __init__(self, processes: int, rules: RewardRules, prints: Path | None = None):
-        """`prints`: takes what verifiers print."""
+    def __init__(self, processes: int, rules: RewardRules, output_file: Path | None = None):
+        """`output_file`: file for the output of verifiers; None for the worker's own."""
         self.rules = rules
-        self.prints = prints
+        self.output_file = output_file
         self.undecided = 0
-        """responses that counted as wrong because no verifier could decide them within its limits"""
+        """Number of responses counted as wrong because their verifier could not decide them within its limits."""
         super().__init__(processes)
 
     def submit(
@@ -47,7 +47,7 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
         tokens: int = 0,
         state: bytes = b"",
     ) -> None:
-        """`tokens`: of the response; `state`: of its environment at the end."""
+        """Queue a response. `tokens`: its length. `state`: final state of its environment (MessagePack)."""
         self.queue.append(Item(key, verifier, response, label, finish_reason, prompt, tokens, state))
         self.dispatch()
 
@@ -57,14 +57,14 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
 
     def start_process(self) -> PoolProcess:
         module, answer = "april.workers.rewards.process", Score | GroupScore
-        return PoolProcess(module, self.rules, self.rules.timeout_s, answer, self.prints)
+        return PoolProcess(module, self.rules, self.rules.timeout_s, answer, self.output_file)
 
     def charge(self, item: Item | GroupItem, failure: str) -> Score:
         return Score(item.key, None, f"verifier {item.verifier!r}: {failure}")
 
-    def again(self, item: Item | GroupItem, failure: Failure) -> Item | GroupItem | None:
-        wrong = failure.of_time and self.rules.over_limit == "wrong" and item.over_time < MOST_OVER_TIME
-        return msgspec.structs.replace(item, over_time=item.over_time + 1) if wrong else None
+    def retry(self, item: Item | GroupItem, failure: Failure) -> Item | GroupItem | None:
+        wrong = failure.timed_out and self.rules.over_limit == "wrong" and item.timeouts < MAX_TIMEOUTS
+        return msgspec.structs.replace(item, timeouts=item.timeouts + 1) if wrong else None
 
     def poll(self) -> list[Score | GroupScore]:
         answers = super().poll()
@@ -73,12 +73,12 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
         return answers
 
     def count_undecided(self, scores: list[Score]) -> None:
-        """Said at the first, second, fourth ... of them."""
+        """Count undecided responses; logs a warning at the 1st, 2nd, 4th, 8th ... of them."""
         for score in scores:
             if score.details.get(OVER_LIMIT):
                 self.undecided += 1
                 if self.undecided.bit_count() == 1:
                     log.warning("%d responses were beyond their verifier's limits and count as wrong", self.undecided)
 
-    def room(self, item: Item | GroupItem) -> int:
-        return BATCH_ITEMS if in_batches(item.verifier) else super().room(item)
+    def in_flight_limit(self, item: Item | GroupItem) -> int:
+        return BATCH_ITEMS if in_batches(item.verifier) else super().in_flight_limit(item)

@@ -1,44 +1,44 @@
-"""The end of a program under test: it does what its judge asks of it, and never learns what was expected.
+"""Serves a judge's requests inside the process of a program under test, which never learns the expected results.
 
-Runs behind the program in its process, where April is not. Nothing that is said here is believed.
+It runs after the program, in its process, without April. The judge trusts nothing that is sent from here.
 """
 
 from typing import Any
 
-from april.workers.rewards.plain_values import hear, packed, say, unpacked
+from april.workers.rewards.plain_values import pack, receive, send, unpack
 
-DONE: dict[str, Any] = {"length": len, "text": str, "all": list, "next": next}
+OPERATIONS: dict[str, Any] = {"length": len, "text": str, "all": list, "next": next}
 
 
 def serve(names, questions, answers):
-    """Answer until the judge has ended. `names`: the program's globals."""
+    """Answer requests until the judge ends. `names`: the program's globals."""
     held = []
 
     def hold(value):
         held.append(value)
         return len(held) - 1
 
-    def open_up(value):
-        return unpacked(value, held.__getitem__)
+    def decode(value):
+        return unpack(value, held.__getitem__)
 
     while True:
         try:
-            what, of, *more = hear(questions)
+            operation, target, *more = receive(questions)
         except EOFError:
             return
         arguments = []
         try:
-            if what == "name":
-                result = names[of]
-            elif what == "attribute":
-                result = getattr(held[of], more[0])
-            elif what == "call":
-                arguments = open_up(more[0])
-                result = held[of](*arguments, **open_up(more[1]))
-            elif what == "item":
-                result = held[of][open_up(more[0])]
+            if operation == "name":
+                result = names[target]
+            elif operation == "attribute":
+                result = getattr(held[target], more[0])
+            elif operation == "call":
+                arguments = decode(more[0])
+                result = held[target](*arguments, **decode(more[1]))
+            elif operation == "item":
+                result = held[target][decode(more[0])]
             else:
-                result = DONE[what](held[of])
-            say(answers, ["is", packed(result, hold), [packed(one, hold) for one in arguments]])
+                result = OPERATIONS[operation](held[target])
+            send(answers, ["is", pack(result, hold), [pack(argument, hold) for argument in arguments]])
         except Exception as error:
-            say(answers, ["raised", type(error).__name__, str(error)[:200]])
+            send(answers, ["raised", type(error).__name__, str(error)[:200]])

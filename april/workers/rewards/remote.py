@@ -1,4 +1,4 @@
-"""A reward model behind HTTP: a batch of responses in one request, which is repeated only where that can help.
+"""The verifier `remote`, a reward model over HTTP: one request per batch of responses, retried only if that can help.
 
 POST reward.url   [{"prompt": ..., "response": ..., "label": ..., "finish_reason": ..., "tokens": ...}, ...]
 answer            [0.7, {"score": 0.2, "toxicity": 0.1}, {"error": "too long"}, ...]     in the same order
@@ -17,17 +17,17 @@ from april.workers.rewards.messages import Item, RewardRules, Score, takes_items
 
 TRIES = 4
 FIRST_PAUSE_S = 0.2
-"""before the second try; doubled before each further one"""
-WORTH_REPEATING = {408, 425, 429, 500, 502, 503, 504}
-"""statuses of a server that may answer later; any other refusal would be repeated as well"""
+"""Pause before the second try (s); it doubles before each further one."""
+RETRIABLE_STATUSES = {408, 425, 429, 500, 502, 503, 504}
+"""HTTP statuses after which a server may answer later; any other refusal would only be repeated."""
 LONGEST_ANSWER_BYTES = 16 << 20
 TRIES_SHARE = 0.8
-"""of the time limit is spent on tries, lest the limit end the process first"""
+"""Share of the time limit in which tries are made, so that the limit does not end the process first."""
 
 
 @takes_items
 def remote(items: list[Item], rules: RewardRules) -> list[Score]:
-    """Scores of a batch, in order. Raises RemoteError when there are none."""
+    """Scores of a batch, in order. Raises RemoteError if the reward model gives none."""
     body = msgspec.json.encode([
         {
             "prompt": item.prompt, "response": item.response, "label": item.label,
@@ -38,7 +38,7 @@ def remote(items: list[Item], rules: RewardRules) -> list[Score]:
     answer = post(rules.url, body, time.monotonic() + TRIES_SHARE * rules.timeout_s)
     if not isinstance(answer, list) or len(answer) != len(items):
         raise RemoteError(f"{rules.url} did not answer with a list of {len(items)} scores")
-    return [score_of(item, one) for item, one in zip(items, answer, strict=True)]
+    return [score_of(item, value) for item, value in zip(items, answer, strict=True)]
 
 
 vars(remote).update(in_batches=True, asks_a_server=True, wrong=None)
@@ -49,13 +49,13 @@ class RemoteError(RuntimeError):
 
 
 def post(url: str, body: bytes, deadline_s: float):
-    """The decoded answer; tried again while that can help and there is time."""
+    """POST `body` and return the decoded answer; retries while that can help and there is time. Raises RemoteError."""
     pause_s = FIRST_PAUSE_S
     for number in range(1, TRIES + 1):
         try:
             return request(url, body, max(0.05, deadline_s - time.monotonic()))
         except urllib.error.HTTPError as error:
-            if error.code not in WORTH_REPEATING:
+            if error.code not in RETRIABLE_STATUSES:
                 raise RemoteError(f"{url} refuses with status {error.code}") from None
             reason = f"status {error.code}"
         except (OSError, http.client.HTTPException) as error:
@@ -79,7 +79,7 @@ def request(url: str, body: bytes, timeout_s: float):
 
 
 def score_of(item: Item, answer) -> Score:
-    """A number, an object with a `score` and further numbers, or one with an `error`."""
+    """Score from an answer: a number, an object with `score` and further numbers, or an object with `error`."""
     if isinstance(answer, dict) and answer.get("error"):
         return Score(item.key, None, f"the reward model says: {str(answer['error'])[:200]}")
     fields = answer if isinstance(answer, dict) else {"score": answer}

@@ -1,9 +1,9 @@
-"""Runs `program.py` of the working folder under limits: `sandbox_runner.py LIMITS SOCKETS GROUP`; `sandbox` starts it.
-`sandbox_runner.py bars` says what the kernel has of what is below.
+"""Runs `program.py` of the working folder under limits: `sandbox_runner.py LIMITS SOCKETS GROUP`, started by `sandbox`.
+`sandbox_runner.py layers` prints which isolation layers the kernel has.
 
-A process limit holds for a user, and for root not at all, so root becomes a user that nobody else is. Where the kernel
-has Landlock, the program reads the interpreter and the system's libraries, writes its own folder, and opens no other
-file. Where it filters system calls, those of FORBIDDEN are refused.
+A process limit holds per user, and not for root, so root changes to a user id that no other process has. With Landlock,
+the program can read the interpreter and the system's libraries, write its own folder, and open no other file. With
+seccomp, the system calls in FORBIDDEN are refused.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 8, 38
 REFUSED = "socket."
 MIB = 1 << 20
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-"""numbers of Landlock's system calls, the same on every architecture"""
+"""System call numbers of Landlock, the same on every architecture."""
 ABI_ONLY, BENEATH_A_PATH = 1, 1
 EXECUTE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 READING = EXECUTE | READ_FILE | READ_FOLDER
 OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""how many rights on files each version of Landlock knows; later ones 16"""
+"""Number of file rights in each version of Landlock; later versions have 16."""
 FIRST_WITH_TCP, TCP = 4, 0b11
 FIRST_WITH_SCOPES, SCOPES = 6, 0b11
-"""sockets without a path, and signals, of processes outside"""
+"""Scopes: abstract sockets and signals of processes outside."""
 SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib32", "/lib64",
           "/usr/bin", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/proc")  # fmt: skip
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -48,20 +48,20 @@ FORBIDDEN = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "keyctl": (250, 219),
     "add_key": (248, 217), "request_key": (249, 218), "open_by_handle_at": (304, 265), "kexec_load": (246, 104),
 }  # fmt: skip
-"""system calls that no program needs which is being tested: numbers on x86_64 and aarch64"""
+"""System calls that a program under test does not need: (number on x86_64, number on aarch64)."""
 ARCHITECTURES = {"x86_64": (0xC000003E, 0, 56), "aarch64": (0xC00000B7, 1, 220)}
-"""audit number, place in FORBIDDEN, number of clone"""
+"""(audit number, index in FORBIDDEN's tuples, number of clone)"""
 CLONE3, NEW_NAMESPACES, X32 = 435, 0x7E020080, 0x40000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""places in what a filter sees"""
+"""Offsets in the struct that a filter sees (bytes)."""
 KILL, REFUSE, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 PR_GET_SECCOMP, PR_SET_SECCOMP, FILTER = 21, 22, 2
 
 
 def main() -> None:
-    if sys.argv[1] == "bars":
-        return print(json.dumps(bars()))
+    if sys.argv[1] == "layers":
+        return print(json.dumps(isolation_layers()))
     limits, no_sockets, group = json.loads(sys.argv[1]), bool(sys.argv[2]), sys.argv[3]
     folder = os.getcwd()
     enter(group)
@@ -86,14 +86,14 @@ def main() -> None:
 
 
 def enter(group: str) -> None:
-    """Into the control group at a path, whose bounds hold from then on for all that this process starts."""
+    """Enter the control group at a path; its limits then hold for this process and all it starts."""
     if group:
         with contextlib.suppress(OSError), open(f"{group}/cgroup.procs", "w") as file:
             file.write("0")
 
 
 def become_nobody(folder: str) -> None:
-    """Change from root to a user of this process alone, who can read what it needs of the interpreter."""
+    """Change from root to an unused user id, which keeps the right to read the interpreter."""
     if os.getuid():
         return
     uid, keep = FIRST_UID + int.from_bytes(os.urandom(4), "little") % UIDS, not all_can_read(os.__file__)
@@ -114,7 +114,7 @@ def become_nobody(folder: str) -> None:
 
 
 def confine(folder: str) -> None:
-    """Let this process and all that it starts open nothing but what a program needs; not at all without Landlock."""
+    """Let this process and its children open only the files that a program needs. No-op without Landlock."""
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(ABI_ONLY))
     if version < 1:
@@ -141,16 +141,18 @@ def confine(folder: str) -> None:
 
 def allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
     with contextlib.suppress(OSError):
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         kept = rights if os.path.isdir(path) else rights & OF_FILES
-        libc.syscall(ADD_RULE, rules, BENEATH_A_PATH, struct.pack("=Qi", kept, place), ctypes.c_uint32(0))
-        os.close(place)
+        libc.syscall(ADD_RULE, rules, BENEATH_A_PATH, struct.pack("=Qi", kept, descriptor), ctypes.c_uint32(0))
+        os.close(descriptor)
 
 
 def filter_calls() -> None:
-    """Refuse FORBIDDEN to this process and all that it starts; not at all without seccomp. clone3, whose flags a filter
-    cannot see, does not exist, so that libraries take clone."""
-    if not (rules := call_filter()) or not bars()["seccomp"]:
+    """Refuse FORBIDDEN system calls to this process and its children. No-op without seccomp.
+
+    clone3, whose flags a filter cannot see, reports that it does not exist, so that libraries use clone.
+    """
+    if not (rules := call_filter()) or not isolation_layers()["seccomp"]:
         return
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
     program = struct.pack("@HP", len(rules), ctypes.addressof(buffer))
@@ -159,13 +161,13 @@ def filter_calls() -> None:
 
 
 def call_filter() -> list[tuple[int, int, int, int]]:
-    """Instructions (code, to skip if so, if not, value) of a filter of system calls; none for an unknown processor."""
+    """Instructions (code, jump if true, jump if false, value) of the system call filter; none on unknown processors."""
     if platform.machine() not in ARCHITECTURES:
         return []
-    audited, place, clone = ARCHITECTURES[platform.machine()]
-    numbers = [one[place] for one in FORBIDDEN.values()]
+    audited, index, clone = ARCHITECTURES[platform.machine()]
+    numbers = [by_architecture[index] for by_architecture in FORBIDDEN.values()]
     rules = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audited), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
-    rules += [(EQUAL, len(numbers) - at + 6, 0, number) for at, number in enumerate(numbers)]
+    rules += [(EQUAL, len(numbers) - position + 6, 0, number) for position, number in enumerate(numbers)]
     return [
         *rules,
         (AT_LEAST, 6, 0, X32),
@@ -180,7 +182,7 @@ def call_filter() -> list[tuple[int, int, int, int]]:
     ]
 
 
-def bars() -> dict[str, bool]:
+def isolation_layers() -> dict[str, bool]:
     libc = ctypes.CDLL(None)
     landlock = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(ABI_ONLY))
     filtered = platform.machine() in ARCHITECTURES and libc.prctl(PR_GET_SECCOMP, 0, 0, 0, 0) >= 0

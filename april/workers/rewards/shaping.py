@@ -1,4 +1,4 @@
-"""What is added to every verifier's reward: the overlong penalty and the format penalty. They add up."""
+"""Reward shaping added to every verifier's reward: the overlong penalty and the format penalty."""
 
 import re
 
@@ -6,7 +6,7 @@ from april.workers.rewards.messages import Item, RewardRules
 
 
 def shape(reward: float, details: dict[str, float], item: Item, rules: RewardRules) -> tuple[float, dict[str, float]]:
-    """The shaped reward; its details have the verifier's own as `base`, and each penalty, where any is configured."""
+    """The shaped reward and its details; if a penalty is configured, they include `base`, the verifier's own reward."""
     penalties = {}
     if rules.overlong_buffer_tokens:
         penalties["overlong"] = overlong(item.tokens, rules)
@@ -19,7 +19,7 @@ def shape(reward: float, details: dict[str, float], item: Item, rules: RewardRul
 
 
 def overlong(tokens: int, rules: RewardRules) -> float:
-    """0 before the buffer at the end of the budget, falling in it to minus `overlong_penalty` at the budget
+    """Overlong penalty: 0 before the buffer at the end of the budget, then linear to -`overlong_penalty` at the budget
     (soft overlong punishment, arXiv 2503.14476, equation 13)."""
     beyond = tokens - (rules.max_response_tokens - rules.overlong_buffer_tokens)
     return -rules.overlong_penalty * min(1.0, max(0.0, beyond / rules.overlong_buffer_tokens))

@@ -1,6 +1,6 @@
-"""Rewards in the form of verifiers 0.3 and 0.4: methods of a task that read what was said.
+"""Rewards of a Task class of the `verifiers` library (0.3 and 0.4): methods that read the conversation.
 
-    reward.name = "verifiers:my_environment:MyTask"     # its methods under @reward, weighed and added
+    reward.name = "verifiers:my_environment:MyTask"     # the weighted sum of its methods under @reward
 
 PrimeIntellect-ai/verifiers 0.4.0: `Task.score` of verifiers/v1/task.py, `Trace.reward` of verifiers/v1/trace.py.
 """
@@ -14,7 +14,10 @@ from april.workers.rewards.columns import columns_in
 
 
 def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]:
-    """Raises LookupError for a class that is no task, or whose rewards want the machine that a task ran on."""
+    """A verifier that scores with a Task class.
+
+    Raises LookupError for a class that is not a Task, or whose rewards need the runtime that a task ran in.
+    """
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
@@ -24,16 +27,16 @@ def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]
     own = {name: field for name, field in data_type.model_fields.items() if name not in vf.TaskData.model_fields}
     needed = [name for name, field in own.items() if field.is_required()] or list(own)[:1]
     rewards = [method for _, method in inspect.getmembers(kind, inspect.isfunction) if hasattr(method, "reward")]
-    if boxed := next((one for one in rewards if "runtime" in inspect.signature(one).parameters), None):
+    if needs_runtime := next((method for method in rewards if "runtime" in inspect.signature(method).parameters), None):
         raise LookupError(
-            f"its reward {boxed.__name__!r} wants the runtime of a task, and a verifier of April's has none"
+            f"its reward {needs_runtime.__name__!r} wants the runtime of a task, and a verifier of April's has none"
         )
     if not rewards:
         raise LookupError(f"{kind.__name__} has no method under @reward")
 
     def verifier(response: str, label: str, finish_reason: str, prompt: str) -> tuple[float, dict[str, float]]:
         task = kind(data_type(prompt=prompt, **columns_in(label, needed, any_name=False)))
-        said = [
+        messages = [
             vf.MessageNode(message=vf.UserMessage(content=prompt)),
             vf.MessageNode(parent=0, message=vf.AssistantMessage(content=response), sampled=True),
         ]
@@ -41,7 +44,7 @@ def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]
             task=vf.TraceTask(type=kind.__name__, data=task.data, key=task.key, hash=task.hash),
             agent=vf.AgentInfo(config=vf.AgentConfig()),
             state=state_cls(kind)(),
-            nodes=said,
+            nodes=messages,
             is_completed=True,
             ok=True,
             stop_condition=finish_reason,

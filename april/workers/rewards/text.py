@@ -10,7 +10,7 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 FONT = re.compile(r"\\(?:text\w*|math[a-z]+|operatorname|boldsymbol|bold|[mhf]box|left|right|rm|bf|it)(?![a-zA-Z])")
 LETTER = r"\W*?([A-Z])\b(?!')(?!(?<=I)\s+[a-z])"
-"""one that stands by itself and is neither in "I'm" nor in "I think" """
+"""A letter that stands by itself, and is not the "I" of "I'm" or "I think"."""
 CHOICE_PHRASES = (
     re.compile(rf"\b(?i:answer)(?i:\s+is)?{LETTER}"),
     re.compile(rf"\b(?i:choice|option|selection|pick)(?:(?i:\s+is)|\W*?:){LETTER}"),
@@ -23,42 +23,47 @@ LONE_CHOICE = re.compile(r"^\W*([A-Z])\W*$")
 
 
 def final_answer(response: str, label: str, finish_reason: str) -> float:
-    """1.0 iff the response ended by itself and what follows its first `#` is the label."""
+    """1.0 iff the response ended with a stop token and the text after its first `#` is the label."""
     _, mark, answer = response.partition("#")
     return float(finish_reason == "stop" and mark == "#" and answer == label)
 
 
 def exact(response: str, label: str, finish_reason: str) -> float:
-    """1.0 iff the response ended by itself and is the label."""
+    """1.0 iff the response ended with a stop token and equals the label."""
     return float(finish_reason == "stop" and response == label)
 
 
 def regex(response: str, label: str, finish_reason: str) -> float:
-    """1.0 iff the label, a regular expression, is found in what follows the reasoning. Raises ValueError for an empty
-    label, which would be found in everything."""
+    """1.0 iff the label, a regular expression, matches in the text after the reasoning.
+
+    Raises ValueError for an empty label, which would match everything.
+    """
     if not label:
         raise ValueError("label '' is found in every response")
     return float(re.search(label, after_thinking(response)) is not None)
 
 
 def f1(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
-    """F1 of the words that answer and label have in common, without case, punctuation and articles (SQuAD)."""
+    """F1 score of the words of answer and label, ignoring case, punctuation and articles (as in SQuAD)."""
     text = after_thinking(response)
     boxed = last_boxed(text)
-    found, wanted = words(text if boxed is None else boxed), words(label)
+    found, wanted = normalised_words(text if boxed is None else boxed), normalised_words(label)
     common = sum((Counter(found) & Counter(wanted)).values())
     precision, recall = common / max(1, len(found)), common / max(1, len(wanted))
     score = 2 * precision * recall / (precision + recall) if common else float(found == wanted)
     return score, {"precision": precision, "recall": recall}
 
 
-def words(text: str) -> list[str]:
+def normalised_words(text: str) -> list[str]:
     return ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
 
 
 def choice(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
-    """1.0 iff the letter chosen is the label's: in a box, in the last words that say what is chosen ("the answer is",
-    "my choice is", "I choose", "is correct"), or alone on the last line. Raises ValueError for a label without one."""
+    """1.0 iff the chosen letter is the label's.
+
+    The chosen letter is in a box, in the last phrase that states a choice ("the answer is", "my choice is", "I choose",
+    "is correct"), or alone on the last line. Raises ValueError for a label without a letter.
+    """
     wanted = LONE_CHOICE.match(FONT.sub("", label).upper())
     if not wanted:
         raise ValueError(f"label {label[:80]!r} is no letter")
@@ -71,9 +76,9 @@ def chosen_letter(text: str) -> str | None:
         letter = re.match(r"\W*([A-Za-z])\b", FONT.sub("", boxed))
         return letter[1].upper() if letter else None
     text = FONT.sub("", text)
-    said = [(found.start(1), found[1]) for phrase in CHOICE_PHRASES for found in phrase.finditer(text)]
-    if said:
-        return max(said)[1]
+    choices = [(found.start(1), found[1]) for phrase in CHOICE_PHRASES for found in phrase.finditer(text)]
+    if choices:
+        return max(choices)[1]
     lines = text.strip().splitlines()
     letter = LONE_CHOICE.match(lines[-1]) if lines else None
     return letter[1] if letter else None

@@ -1,4 +1,4 @@
-"""What a program under test and all that it has started use together: memory, and room on the disk."""
+"""Memory and disk usage of a program under test and all processes it has started."""
 
 import contextlib
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 from april.workers.rewards.control_group import ControlGroup
 
 WATCH_S = 0.05
-"""how often is looked, at most"""
+"""Shortest interval between two measurements (s)."""
 BLOCK_BYTES, MIB = 512, 1 << 20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class Watch:
-    """Looks at the tree of processes below `pid`, at their control group, and at the folder that they may write."""
+class UsageWatch:
+    """Measures the process tree below `pid`, its control group, and the folder it may write to."""
 
     def __init__(self, pid: int, folder: str, group: ControlGroup, memory_mb: int, files_mb: int):
         self.pid, self.folder, self.group = pid, folder, group
@@ -24,7 +24,7 @@ class Watch:
         self._due_s = 0.0
 
     def exceeded(self) -> str:
-        """memory | output, or nothing."""
+        """Name of the exceeded limit, "memory" or "output"; empty if there is none."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return ""
@@ -41,7 +41,7 @@ class Watch:
 
 
 def tree(pid: int) -> Iterator[int]:
-    """A process and all below it."""
+    """Ids of a process and all its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -56,7 +56,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def proportional_bytes(pid: int) -> int:
-    """What several share counts once in all, where the kernel shows it; otherwise what is nobody else's by nature."""
+    """Proportional set size, in which shared pages count once in total; private memory if the kernel hides it."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
@@ -67,22 +67,22 @@ def proportional_bytes(pid: int) -> int:
 
 
 def written_bytes(folder: str, pids: list[int]) -> int:
-    """Of the files in the folder, and of those that are removed and still open."""
+    """Disk usage of the files in the folder, and of deleted files that are still open."""
     files: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                note(files, os.lstat(os.path.join(parent, name)))
+                add_file(files, os.lstat(os.path.join(parent, name)))
     for pid in pids:
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    found = os.stat(f"/proc/{pid}/fd/{name}")
-                    if not found.st_nlink:
-                        note(files, found)
+                    status = os.stat(f"/proc/{pid}/fd/{name}")
+                    if not status.st_nlink:
+                        add_file(files, status)
     return sum(files.values())
 
 
-def note(files: dict[tuple[int, int], int], found: os.stat_result) -> None:
-    if stat.S_ISREG(found.st_mode):
-        files[found.st_dev, found.st_ino] = found.st_blocks * BLOCK_BYTES
+def add_file(files: dict[tuple[int, int], int], status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        files[status.st_dev, status.st_ino] = status.st_blocks * BLOCK_BYTES

@@ -16,22 +16,22 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from april.config import LearnerSection
 from april.learner import process_group
-from april.learner.backends.megatron.dist_checkpoints import FORMS, norms_before_experts, other_name
-from april.learner.backends.megatron.groups import make_ready
-from april.learner.backends.megatron.layout import Layout
+from april.learner.backends.megatron.dist_checkpoints import FORMS, expert_norms, other_name
+from april.learner.backends.megatron.groups import initialise_megatron
+from april.learner.backends.megatron.layout import ParallelLayout
 from april.learner.backends.megatron.model import MegatronPolicy
-from april.learner.model import outline
+from april.learner.model import empty_policy
 from april.processes.lifetime import end
 
 
 def main(folders: list[Path]) -> None:
     section = LearnerSection(backend="megatron", ranks=2, tensor_parallel=2)
     device = process_group.join(section)
-    make_ready(section, device)
+    initialise_megatron(section, device)
     write_without_accelerator()
     for number, folder in enumerate(folders):
-        lm = outline(folder / "model", 1.0).lm
-        model = MegatronPolicy(lm, folder / "model", 1.0, Layout.of(section, device)).model
+        lm = empty_policy(folder / "model", 1.0).lm
+        model = MegatronPolicy(lm, folder / "model", 1.0, ParallelLayout.from_section(section, device)).model
         model.post_process = True  # its head is named as Megatron has it
         expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         with torch.no_grad():
@@ -53,7 +53,7 @@ def main(folders: list[Path]) -> None:
 
 def state_of(model, lm, number: int, form: dict[str, bool]) -> dict:
     state = model.sharded_state_dict(metadata=form)
-    for _, norm in norms_before_experts(lm, state) if number % 2 else ():
+    for _, norm in expert_norms(lm, state) if number % 2 else ():
         norm.key = other_name(norm.key)
     return state
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from april.config import Config
 from april.learner import checkpoint, process_group
-from april.learner.batch import Batch, decode, share_batch
+from april.learner.batch import TrainingBatch, decode, share_batch
 from april.learner.trainer import Trainer
 from april.processes.lifetime import end
 
@@ -37,25 +37,25 @@ def run(job: dict, device: torch.device) -> dict:
     }
 
 
-def step(trainer: Trainer, batch: Batch) -> dict:
+def step(trainer: Trainer, batch: TrainingBatch) -> dict:
     ready = trainer.prepare(batch)
     metrics = trainer.step(batch, ready)
-    assert trainer.seen
-    seen = dict(zip(ready.prepared.places, map(torch.from_numpy, trainer.seen.of_samples()), strict=True))
+    assert trainer.token_stats
+    seen = dict(zip(ready.prepared.batch_indices, map(torch.from_numpy, trainer.token_stats.per_sample()), strict=True))
     return {"metrics": metrics, "gradients": gradients(trainer), "logprobs": {i: seen[i][0].clone() for i in seen}}
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Clipped. Collective."""
-    pieces = getattr(trainer.policy, "pieces", None)
-    if pieces:
-        found = {piece.name: [parameter.grad for parameter in piece.parameters] for piece in pieces}
-        return together({piece.name: piece.of(found[piece.name]) for piece in pieces})
+    """Clipped gradients by name, unsharded. Collective."""
+    mapped_tensors = getattr(trainer.policy, "mapped_tensors", None)
+    if mapped_tensors:
+        found = {mapped.name: [parameter.grad for parameter in mapped.parameters] for mapped in mapped_tensors}
+        return together({mapped.name: mapped.to_hugging_face(found[mapped.name]) for mapped in mapped_tensors})
     return together({name: parameter.grad for name, parameter in trainer.policy.trained})
 
 
 def together(tensors: dict[str, DTensor]) -> dict[str, torch.Tensor]:
-    """What all ranks have, which is the same wherever several have it. Collective."""
+    """The unsharded tensors of all ranks; ranks that hold the same tensor agree. Collective."""
     own = {name: tensor.full_tensor().clone() for name, tensor in tensors.items()}
     of_ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)

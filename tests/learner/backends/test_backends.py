@@ -1,4 +1,4 @@
-"""What every back end of the learner keeps to, whichever it is, on any number of ranks."""
+"""The contract of every back end of the learner, on any number of ranks."""
 
 import os
 import re
@@ -31,7 +31,7 @@ CASES = [
     ("megatron", 4, 2, 2, 1),
     ("megatron", 4, 2, 1, 2),
 ]
-"""back end, ranks, stages, ranks that share a layer, and ranks that divide its experts among them"""
+"""(back end, ranks, pipeline stages, tensor-parallel ranks, expert-parallel ranks)."""
 SHORT = ("fsdp", 2, 1, 1, 1)
 EXPERTS = {"kind": Qwen3MoeConfig, "moe_intermediate_size": 12}
 MIXTURES = {
@@ -52,10 +52,10 @@ UNCLIPPED = {"grad_clip": 1e9, "microbatch_tokens": 64}
 LEARNS = {"microbatch_tokens": 64, "grad_clip": 0.5, "weight_decay": 0.1}
 KL = {"kl_coef": 0.2}
 UNBOUND = {"clip_low": 1.0, "clip_high": 100.0}
-"""no ratio is clipped, so that rounding moves none over a bound"""
+"""Clip bounds that no ratio reaches, so that rounding cannot decide about clipping."""
 STEPS, SAVED_AFTER = 4, 2
 RUNS = ["tied", "experts"]
-"""models that are trained for so many steps, and again from a checkpoint"""
+"""Models trained for several steps, and resumed from a checkpoint."""
 
 pytestmark = [pytest.mark.xdist_group("backends"), pytest.mark.timeout(600)]
 
@@ -82,7 +82,7 @@ def batches(models):
 
 @pytest.fixture(scope="module")
 def begun(models, batches, tmp_path_factory):
-    """Run folders by model: FSDP2 on one rank has left a checkpoint."""
+    """Run folders by model, each with a checkpoint of FSDP2 on one rank."""
     folder = tmp_path_factory.mktemp("begun")
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     for model in RUNS:
@@ -133,7 +133,7 @@ def outcome(request, models, batches, begun, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected():
-    """The reference's step, computed once for each case."""
+    """The reference's step, computed once per case."""
     known = {}
 
     def step(case, model, config, batch):
@@ -148,7 +148,7 @@ def expected():
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_published_is_the_folder_by_name_and_value(outcome, model):
+def test_published_weights_equal_the_folder_by_name_and_value(outcome, model):
     result, _, _, folder = outcome[f"loaded {model}"]
     files = load_file(folder / "model.safetensors")
     assert result["weights"].keys() == files.keys()
@@ -204,7 +204,7 @@ def untimed(metrics):
 
 @pytest.mark.parametrize("model", RUNS)
 def test_in_bfloat16_a_step_is_the_reference_s_but_for_rounding(outcome, expected, model):
-    """What is kept of the weights is fp32, and moves by less than bfloat16 can tell."""
+    """Master weights are fp32, and change by less than bfloat16 can represent."""
     result, config, batches, folder = outcome[f"rounded {model}"]
     logprobs, step = expected(f"rounded {model}", folder, config, batches[0])
     found = result["steps"][0]
@@ -222,8 +222,8 @@ def test_in_bfloat16_a_step_is_the_reference_s_but_for_rounding(outcome, expecte
 
 
 @pytest.mark.parametrize("model", RUNS)
-def test_another_back_end_goes_on_from_its_checkpoint(outcome, model, one_rank):
-    """With FSDP2 on one rank: weights and moments have one form."""
+def test_another_back_end_resumes_from_its_checkpoint(outcome, model, one_rank):
+    """FSDP2 on one rank resumes from it: weights and moments have one format."""
     _, config, batches, _ = outcome[f"resumed {model}"]
     alone = {"backend": "fsdp", "ranks": 1, "pipeline_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1}
     section = config.learner.model_copy(update=alone)
@@ -243,8 +243,8 @@ def test_another_back_end_goes_on_from_its_checkpoint(outcome, model, one_rank):
 
 
 @pytest.mark.parametrize("model", RUNS)
-def test_it_goes_on_from_the_checkpoint_of_another_back_end(outcome, model):
-    """Of FSDP2 on one rank."""
+def test_it_resumes_from_the_checkpoint_of_another_back_end(outcome, model):
+    """It resumes from a checkpoint of FSDP2 on one rank."""
     whole, taken = outcome[f"whole {model}"][0], outcome[f"taken {model}"][0]
     assert taken["restored"] == SAVED_AFTER
     for step, before in zip(taken["steps"], whole["steps"][SAVED_AFTER:], strict=True):
@@ -280,7 +280,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_a_back_end_does_not_do_is_refused_before_a_run(what, tmp_path):
+def test_unsupported_configurations_are_refused_before_a_run(what, tmp_path):
     changes, why = REFUSED[what]
     tree = {"model": {"path": tmp_path}, "data": {"path": "none.jsonl"}, "run": {"dir": tmp_path, "name": "r"}}
     with pytest.raises(ConfigError, match=re.escape(why)):

@@ -1,4 +1,4 @@
-"""Weights go to Megatron's own checkpoints and back, and are the same, bit by bit."""
+"""Weights converted to Megatron's own checkpoints and back are bitwise the same."""
 
 import pickle
 import shutil
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.xdist_group("backends"), pytest.mark.timeout(600)]
 
 
 def convert(*commands):
-    """Status and error of each, in one process that has Megatron."""
+    """Exit status and error of each command, in one process that has Megatron."""
     words = orjson.dumps([[str(word) for word in command] for command in commands])
     done = subprocess.run([PYTHON, "-c", COMMANDS, words], capture_output=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
@@ -58,7 +58,7 @@ def files_of(folder):
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Of a run that has left a checkpoint."""
+    """Folder of a run with a checkpoint."""
     folder = tmp_path_factory.mktemp("run")
     policy = make_policy(folder / "model", intermediate_size=34)
     config = make_config(policy, folder / "run", lr=1e-2)
@@ -109,7 +109,7 @@ def test_a_model_comes_back_from_megatron_as_it_was(folders, name):
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", MODELS)
-def test_what_megatron_has_loaded_and_saved_on_two_ranks_is_read(folders, name):
+def test_a_checkpoint_that_megatron_saved_on_two_ranks_can_be_read(folders, name):
     assert files_of(folders[name] / "read") == files_of(folders[name] / "model")
 
 
@@ -124,7 +124,7 @@ class Runs:
 
 
 @pytest.mark.megatron
-def test_a_checkpoint_that_is_not_whole_or_not_of_the_model_is_refused_and_nothing_of_it_is_run(folders, tmp_path):
+def test_incomplete_or_foreign_checkpoints_are_refused_and_no_code_in_them_is_run(folders, tmp_path):
     def with_file(folder, name, content, of="untied"):
         shutil.copytree(folders[of] / "megatron", tmp_path / folder)
         (tmp_path / folder / name).write_bytes(content)
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_is_not_whole_or_not_of_the_model_is_refused_and_nothi
 
 
 @pytest.mark.parametrize("to", ["huggingface", full("megatron")])
-def test_words_that_do_not_fit_are_refused(to, tmp_path, capsys):
+def test_options_that_do_not_fit_are_refused(to, tmp_path, capsys):
     other = {"huggingface": "megatron", "megatron": "huggingface"}[to]
     name = {"huggingface": "config.json", "megatron": "metadata.json"}
     sources = {}
@@ -179,7 +179,7 @@ def test_words_that_do_not_fit_are_refused(to, tmp_path, capsys):
         assert why in capsys.readouterr().err
 
 
-def test_where_megatron_is_not_installed_the_command_says_where_it_is_to_be_had(policy_folder, tmp_path, capsys):
+def test_without_megatron_the_command_says_how_to_install_it(policy_folder, tmp_path, capsys):
     words = [str(policy_folder), "--to", "megatron", "--out", str(tmp_path / "out")]
     assert cli.main(["convert-weights", *words]) == cli.REFUSED
     assert "is not installed; call launch/install-megatron.sh" in capsys.readouterr().err

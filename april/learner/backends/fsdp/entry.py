@@ -1,4 +1,4 @@
-"""FSDP2: each rank keeps its rows of every weight, and has a part of the batch. It trains all models and adapters."""
+"""Entry of the FSDP2 back end: each rank holds its rows of every weight and trains a part of the batch."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class FSDPEntry(BackendEntry):
-    parks = True
+    can_offload = True
 
     @classmethod
     def build(cls, config: Config, device: "torch.device") -> "Backend":

@@ -1,7 +1,7 @@
-"""Megatron's own distributed checkpoints, `torch_dist`, of a Hugging Face folder's weights, and back.
+"""Conversion between a Hugging Face folder's weights and Megatron's distributed checkpoints (`torch_dist`).
 
-In one process, on a CPU. Which parameter lies where in a checkpoint, and under which name, says Megatron's
-`sharded_state_dict`; whatever Megatron has that asks for an accelerator or starts processes is left out.
+Runs in one process on a CPU. Megatron's `sharded_state_dict` defines names and layout; the parts of Megatron that need
+an accelerator or start processes are replaced.
 """
 
 import pickle
@@ -29,75 +29,77 @@ from torch.distributed.checkpoint.api import CheckpointException
 from april.config import LearnerSection
 from april.learner import checkpoint
 from april.learner.backends.megatron.experts import has_experts
-from april.learner.backends.megatron.groups import make_ready
-from april.learner.backends.megatron.layout import Layout
+from april.learner.backends.megatron.groups import initialise_megatron
+from april.learner.backends.megatron.layout import ParallelLayout
 from april.learner.backends.megatron.model import check_model, make_model
-from april.learner.backends.megatron.names import pieces
-from april.learner.backends.megatron.piece import Piece
-from april.learner.loading import Files, ModelError
-from april.learner.model import outline
+from april.learner.backends.megatron.names import mapped_tensors
+from april.learner.backends.megatron.piece import MappedTensor
+from april.learner.loading import ModelError, WeightFiles
+from april.learner.model import empty_policy
 
 FORMAT, VERSION = "torch_dist", 1
-WHAT_IS_IN_IT = ".metadata"
+METADATA_FILE = ".metadata"
 FORMS: list[dict[str, bool]] = [{}, {"non_homogeneous_layers": True}, {"singleton_local_shards": True}]
-"""in which Megatron has layers: all in one tensor; each for itself; and gate and up projection each for itself, too"""
+"""Metadata for each way in which Megatron stores layers: all layers in one tensor; one tensor per layer; and also
+separate gate and up projections."""
 OPTIMIZER = "optimizer."
-"""stands in the names of what an optimizer keeps, of moments and of weights of its own"""
+"""Substring of the names of optimizer state: moments and the optimizer's own weights."""
 NORM = "pre_mlp_layernorm.weight"
 NORMS = "mlp.linear_fc1.layer_norm_weight", NORM
-"""names of the norm before experts: of Megatron's local layers, and of those of Transformer Engine"""
+"""Names of the norm before experts, with Transformer Engine's layers and with Megatron's local layers."""
 
 
 def write(folder: Path, out_dir: Path) -> None:
-    """Fill `out_dir`, an empty folder, with the weights of a Hugging Face folder, in their type. Raises ModelError."""
-    with model_of(folder) as (lm, model, found):
-        for piece in found:
-            piece.read(Files(folder))
-        model.to(checkpoint.type_of_files(folder))
+    """Write the weights of a Hugging Face folder, in its dtype, as a Megatron checkpoint into the empty folder
+    `out_dir`. Raises ModelError."""
+    with megatron_model(folder) as (lm, model, found):
+        for mapped in found:
+            mapped.read(WeightFiles(folder))
+        model.to(checkpoint.dtype_of_folder(folder))
         state = model.sharded_state_dict()
-        for name, tensor in list(norms_before_experts(lm, state)):
+        for name, tensor in list(expert_norms(lm, state)):
             state[f"{name}.too"] = replace(tensor, key=other_name(tensor.key))
         whole = {"model": state, "checkpoint_version": 3.0}  # queries, keys and values lie group by group
-        dist_checkpointing.save(whole, str(out_dir), InThisProcess(FORMAT, VERSION))
+        dist_checkpointing.save(whole, str(out_dir), SingleProcessWriter(FORMAT, VERSION))
 
 
 def read(source: Path, folder: Path) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The outline of a Hugging Face folder's model, and its weights as a checkpoint of Megatron's has them, by name, in
-    the type of the folder's. Nothing that Python could run is read of the checkpoint. Raises ModelError."""
-    shapes = shapes_in(source)
-    with model_of(folder) as (lm, model, found):
-        state = state_as_in(source, lm, model, shapes)
+    """Read the Megatron checkpoint `source`; returns the model of the Hugging Face folder on the meta device, and its
+    weights by name, in the folder's dtype. No pickled code of the checkpoint is executed. Raises ModelError."""
+    shapes = tensor_shapes(source)
+    with megatron_model(folder) as (lm, model, found):
+        state = state_to_load(source, lm, model, shapes)
         try:
-            loaded = dist_checkpointing.load(state, str(source), common_strategy=WithoutCommon())
+            loaded = dist_checkpointing.load(state, str(source), common_strategy=NoCommonState())
         except (CheckpointException, CheckpointingException, OSError, KeyError) as error:
             raise ModelError(f"{source} cannot be read whole ({first_line(error)}); give it as it was saved") from error
         model.load_state_dict(loaded, strict=False)
-        dtype = checkpoint.type_of_files(folder)
-        return lm, {piece.name: piece.of(piece.parameters).full_tensor().to(dtype) for piece in found}
+        dtype = checkpoint.dtype_of_folder(folder)
+        return lm, {mapped.name: mapped.to_hugging_face(mapped.parameters).full_tensor().to(dtype) for mapped in found}
 
 
 @contextmanager
-def model_of(folder: Path) -> Iterator[tuple[nn.Module, GPTModel, list[Piece]]]:
-    """Of a Hugging Face folder: the outline of its model, that as Megatron's without values, and what is where in it.
-    This process is a group of its own meanwhile."""
+def megatron_model(folder: Path) -> Iterator[tuple[nn.Module, GPTModel, list[MappedTensor]]]:
+    """(model on the meta device, Megatron model without values, mapping of tensors) of a Hugging Face folder. Within
+    this context the process is a process group of one rank."""
     device = torch.device("cpu")
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         section = LearnerSection()
-        make_ready(section, device)
-        lm, layout = outline(folder, 1.0).lm, Layout.of(section, device)
+        initialise_megatron(section, device)
+        lm, layout = empty_policy(folder, 1.0).lm, ParallelLayout.from_section(section, device)
         check_model(lm, folder, layout)
         model = make_model(lm, layout)
-        model.post_process = True  # its head is named as Megatron has it
-        yield lm, model, list(pieces(model, lm, layout))
+        model.post_process = True  # the head gets the name that Megatron gives it
+        yield lm, model, list(mapped_tensors(model, lm, layout))
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-class InThisProcess(torch_dist.TorchDistSaveShardedStrategy):
-    """Megatron's own writer waits for CUDA, and for processes that it forks, which want psutil. torch's writes the
-    same."""
+class SingleProcessWriter(torch_dist.TorchDistSaveShardedStrategy):
+    """Save strategy that uses torch's writer, whose files are the same. Megatron's own writer needs CUDA, and forks
+    processes, which need psutil."""
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         flat, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
@@ -106,15 +108,16 @@ class InThisProcess(torch_dist.TorchDistSaveShardedStrategy):
         dcp.save(state, storage_writer=dcp.FileSystemWriter(checkpoint_dir), planner=planner)
 
 
-class WithoutCommon(TorchCommonLoadStrategy):
-    """`common.pt` may have any object, such as a trainer's arguments, and no weights."""
+class NoCommonState(TorchCommonLoadStrategy):
+    """Load strategy that skips `common.pt`, which may hold any pickled object and has no weights."""
 
     def load_common(self, checkpoint_dir: str) -> dict[str, Any]:
         return {}
 
 
-def state_as_in(source: Path, lm: nn.Module, model: GPTModel, shapes: dict[str, torch.Size]) -> dict[str, Any]:
-    """What `model` is to be given from a checkpoint with such tensors, by their names there. Raises ModelError."""
+def state_to_load(source: Path, lm: nn.Module, model: GPTModel, shapes: dict[str, torch.Size]) -> dict[str, Any]:
+    """State dict of `model` to load from a checkpoint, in the form that matches its tensors `shapes`. Raises
+    ModelError if none matches."""
     lacking: list[str] = []
     for form in FORMS:
         state = {
@@ -122,13 +125,13 @@ def state_as_in(source: Path, lm: nn.Module, model: GPTModel, shapes: dict[str, 
             for name, value in model.sharded_state_dict(metadata=form).items()
             if not isinstance(value, ShardedObject)
         }
-        for _, tensor in norms_before_experts(lm, state):
+        for _, tensor in expert_norms(lm, state):
             if tensor.key not in shapes:
                 tensor.key = other_name(tensor.key)
         wanted = tensors_of(state)
         found_lacking = [tensor.key for tensor in wanted if tensor.key not in shapes]
         if not found_lacking:
-            norms = {other_name(tensor.key) for _, tensor in norms_before_experts(lm, state)}
+            norms = {other_name(tensor.key) for _, tensor in expert_norms(lm, state)}
             check_tensors(source, wanted, shapes, norms)
             return state
         lacking = lacking or found_lacking
@@ -138,8 +141,8 @@ def state_as_in(source: Path, lm: nn.Module, model: GPTModel, shapes: dict[str, 
 def check_tensors(
     source: Path, wanted: list[ShardedTensor], shapes: dict[str, torch.Size], twice: Collection[str]
 ) -> None:
-    """Raises ModelError where one is of another shape, but for more rows of a vocabulary; and where a checkpoint has
-    more than these, but for an optimizer's and for what is there `twice`."""
+    """Raises ModelError if a tensor has another shape (more rows of a vocabulary are allowed), or if the checkpoint has
+    further tensors, except optimizer state and the duplicates named in `twice`."""
     known = {tensor.key for tensor in wanted}.union(twice)
     if others := [key for key in shapes if key not in known and OPTIMIZER not in key]:
         raise ModelError(
@@ -157,13 +160,13 @@ def check_tensors(
 
 
 def tensors_of(state: dict[str, Any]) -> list[ShardedTensor]:
-    """With those that others are made of."""
+    """All sharded tensors of a state dict, with those that its factories create."""
     made = dict(state)
     apply_factories(made)
     return [value for value in nested_values(made) if isinstance(value, ShardedTensor)]
 
 
-def norms_before_experts(lm: nn.Module, state: dict[str, Any]) -> Iterator[tuple[str, ShardedTensor]]:
+def expert_norms(lm: nn.Module, state: dict[str, Any]) -> Iterator[tuple[str, ShardedTensor]]:
     for number, layer in enumerate(lm.base_model.layers):
         if has_experts(layer):
             name = f"decoder.layers.{number}.{NORM}"
@@ -175,8 +178,8 @@ def other_name(key: str) -> str:
     return key.removesuffix(before) + NORMS[1 - NORMS.index(before)]
 
 
-def shapes_in(source: Path) -> dict[str, torch.Size]:
-    """Of the tensors of a checkpoint, by their names there. Raises ModelError."""
+def tensor_shapes(source: Path) -> dict[str, torch.Size]:
+    """Shapes of the tensors of a checkpoint, by name. Raises ModelError."""
     try:
         saved = orjson.loads((source / CONFIG_FNAME).read_bytes())["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -186,23 +189,24 @@ def shapes_in(source: Path) -> dict[str, torch.Size]:
     if saved != FORMAT:
         raise ModelError(f"{source}: its format is {saved!r}; save it as {FORMAT!r} with Megatron, which reads both")
     try:
-        with (source / WHAT_IS_IN_IT).open("rb") as file:
-            known = Description(file).load().state_dict_metadata
+        with (source / METADATA_FILE).open("rb") as file:
+            known = MetadataUnpickler(file).load().state_dict_metadata
     except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
         reason = first_line(error)
-        raise ModelError(f"{source / WHAT_IS_IN_IT} cannot be read ({reason}); give it as it was saved") from error
+        raise ModelError(f"{source / METADATA_FILE} cannot be read ({reason}); give it as it was saved") from error
     return {name: value.size for name, value in known.items() if hasattr(value, "size")}
 
 
-class Description(pickle.Unpickler):
-    """Reads what a checkpoint says of its tensors, and makes nothing else: Megatron reads the same file after it."""
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles a checkpoint's `.metadata` and refuses every class but those that describe tensors; Megatron later
+    reads the same file unrestricted."""
 
     modules = (
         "torch.distributed.checkpoint.metadata",
         "torch.distributed.checkpoint.planner",
         "torch.distributed.checkpoint.filesystem",
     )
-    """that have the forms of it, which are plain data"""
+    """Modules whose dataclasses and enums are allowed, all plain data."""
     others = (
         (torch.__name__, "Size"),
         ("torch.serialization", "_get_layout"),

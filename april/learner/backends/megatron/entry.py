@@ -1,4 +1,4 @@
-"""Megatron-core: ranks share each layer (tensor parallel), and groups of them have a part of the batch each."""
+"""Entry of the Megatron-core back end: tensor, pipeline and expert parallelism, checks and native checkpoints."""
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
 from april.config.checks import needs_values
+from april.errors import refuse
 from april.learner.backends.entry import BackendEntry
 
 if TYPE_CHECKING:
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
 
 PACKAGE = "megatron-core"
 LATEST = "latest_checkpointed_iteration.txt"
-"""of a folder that has checkpoints in folders"""
+"""File of a folder that contains checkpoint folders."""
 
 
 class MegatronEntry(BackendEntry):
     splits_layers = True
-    own_files = ("metadata.json", LATEST)
+    native_files = ("metadata.json", LATEST)
 
     @classmethod
     def build(cls, config: Config, device: "torch.device") -> "Backend":
-        cls.installed()
+        cls.installed_version()
         from april.learner.backends.megatron.backend import MegatronBackend
 
         return MegatronBackend(config, device)
@@ -42,15 +43,17 @@ class MegatronEntry(BackendEntry):
             f"min_p = {config.sampling.min_p}": config.sampling.is_cut,
             "learner.activation_checkpointing = true": learner.activation_checkpointing,
         }
-        for what, is_set in refused.items():
+        for setting, is_set in refused.items():
             if is_set:
-                raise ConfigError(
-                    f"key 'learner.backend' = {learner.backend!r} does not do {what}; leave that out, or use the "
-                    "default back end"
+                refuse(
+                    "learner.backend",
+                    learner.backend,
+                    f"does not do {setting}",
+                    "leave that out, or use the default back end",
                 )
 
     @classmethod
-    def installed(cls) -> str:
+    def installed_version(cls) -> str:
         if find_spec("megatron") is None:
             raise ConfigError(
                 f"{PACKAGE} is not installed; call launch/install-megatron.sh and start April from the environment "
@@ -62,19 +65,19 @@ class MegatronEntry(BackendEntry):
             return PACKAGE
 
     @classmethod
-    def write_own(cls, folder: Path, out_dir: Path) -> None:
-        cls.installed()
+    def write_native(cls, folder: Path, out_dir: Path) -> None:
+        cls.installed_version()
         from april.learner.backends.megatron import dist_checkpoints
 
         dist_checkpoints.write(folder, out_dir)
 
     @classmethod
-    def read_own(cls, source: Path, folder: Path) -> "tuple[nn.Module, dict[str, Tensor]]":
+    def read_native(cls, source: Path, folder: Path) -> "tuple[nn.Module, dict[str, Tensor]]":
         if (source / LATEST).is_file():
             raise ConfigError(
                 f"{source} has checkpoints in folders; give one of them, such as {source / 'iter_0000100'}"
             )
-        cls.installed()
+        cls.installed_version()
         from april.learner.backends.megatron import dist_checkpoints
 
         return dist_checkpoints.read(source, folder)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies where each rank has some rows of the head: no rank ever has all logits of a token."""
+"""Log-probabilities and entropies with a vocabulary-parallel head: no rank ever holds all logits of a token."""
 
 import torch
 import torch.distributed as dist
@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 from april.learner.model import LOGITS_PER_CHUNK
 
 
-class Summed(torch.autograd.Function):
-    """The sum over the ranks. What is made of it is the same on all, so the gradient is each one's as it is."""
+class ReduceFromRanks(torch.autograd.Function):
+    """Forward: sum over the ranks. Backward: identity, since all ranks use the sum in the same way."""
 
     @staticmethod
     def forward(ctx, values, group):
@@ -22,8 +22,8 @@ class Summed(torch.autograd.Function):
         return gradient, None
 
 
-class Shared(torch.autograd.Function):
-    """As it is, of which each rank makes something of its own: the gradient is the sum of theirs."""
+class CopyToRanks(torch.autograd.Function):
+    """Forward: identity. Backward: sum over the ranks, since each rank uses the value in its own way."""
 
     @staticmethod
     def forward(ctx, values, group):
@@ -43,8 +43,8 @@ def score_tokens(
     """Log-probability of each target and entropy (nats) under softmax(hidden W^T / temperature), float32 [K] each.
 
     hidden [K, D] and targets int64 [K] are the same on all ranks of `group`; weight [V / ranks, D] has the rows of W
-    from `first` on. At most `LOGITS_PER_CHUNK` logits exist at a time on a rank; of several chunks they are computed
-    again in the backward pass. Collective, in both passes.
+    from `first` on. At most `LOGITS_PER_CHUNK` logits exist at a time on a rank; with several chunks the backward pass
+    recomputes them. Collective in both passes.
     """
     rows = max(1, LOGITS_PER_CHUNK // len(weight))
     if len(hidden) <= rows:
@@ -61,14 +61,15 @@ def score_tokens(
 def score_rows(
     hidden: Tensor, weight: Tensor, first: int, targets: Tensor, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    logits = Shared.apply(hidden.float(), group) @ weight.float().T / temperature
+    """`score_tokens` of one chunk of rows."""
+    logits = CopyToRanks.apply(hidden.float(), group) @ weight.float().T / temperature
     largest = logits.detach().amax(1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    normaliser = largest + Summed.apply((logits - largest[:, None]).exp().sum(1), group).log()
-    places = targets - first
-    here = (places >= 0) & (places < len(weight))
-    own = logits.gather(1, places.clamp(0, len(weight) - 1)[:, None])[:, 0]
-    logprobs = Summed.apply(own.where(here, 0.0), group) - normaliser
-    log_p = logits - Shared.apply(normaliser, group)[:, None]
-    entropies = -Summed.apply((log_p.exp() * log_p).sum(1), group)
+    normaliser = largest + ReduceFromRanks.apply((logits - largest[:, None]).exp().sum(1), group).log()
+    rows = targets - first
+    is_local = (rows >= 0) & (rows < len(weight))
+    own = logits.gather(1, rows.clamp(0, len(weight) - 1)[:, None])[:, 0]
+    logprobs = ReduceFromRanks.apply(own.where(is_local, 0.0), group) - normaliser
+    log_p = logits - CopyToRanks.apply(normaliser, group)[:, None]
+    entropies = -ReduceFromRanks.apply((log_p.exp() * log_p).sum(1), group)
     return logprobs, entropies

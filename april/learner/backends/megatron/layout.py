@@ -1,4 +1,4 @@
-"""Which ranks have which part of a model: of its layers, and of its experts, which may lie otherwise."""
+"""Assignment of a model's layers and experts to ranks."""
 
 from dataclasses import dataclass
 
@@ -9,63 +9,67 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from april.config import LearnerSection
 
 STAGES, REPLICAS, SHARES = "stages", "replicas", "shares"
-"""dimensions of a mesh of ranks: those of SHARES, which are neighbours, have parts of a layer each; those of one of
-STAGES, which follow each other, have the same layers together"""
+"""Dimensions of the mesh of ranks: pipeline stages, replicas (data parallel), and shares of a layer (tensor parallel).
+Ranks along SHARES are neighbours; ranks of one stage are consecutive."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
+    """Parallelism of this rank's stage."""
+
     layers: DeviceMesh
-    """of REPLICAS and SHARES, the ranks of this one's stage: all but the experts"""
+    """Mesh (REPLICAS, SHARES) of the ranks of this rank's stage, for all parameters but those of experts."""
     experts: DeviceMesh
-    """of the same: the experts"""
+    """Mesh (REPLICAS, SHARES) of the same ranks, for the parameters of experts."""
     expert_parallel: int
-    """ranks that divide a layer's experts among them, each whole; 1: ranks that share a layer have a part of each"""
+    """Ranks among which a layer's experts are divided, each expert whole; 1: tensor-parallel ranks split every
+    expert."""
     stage: int
-    """this rank's"""
+    """Pipeline stage of this rank, from 0."""
     stages: int
+    """Number of pipeline stages."""
 
     @classmethod
-    def of(cls, section: LearnerSection, device: torch.device) -> "Layout":
-        """Over the default process group. Collective."""
+    def from_section(cls, section: LearnerSection, device: torch.device) -> "ParallelLayout":
+        """The layout of `learner`'s parallelism over the default process group. Collective."""
         stages, experts = section.pipeline_parallel, section.expert_parallel
         layers = mesh(stages, section.tensor_parallel, device)
         stage = dist.get_rank() * stages // dist.get_world_size()
         return cls(layers, mesh(stages, experts, device) if experts > 1 else layers, experts, stage, stages)
 
     @property
-    def shares(self) -> int:
-        """Ranks that share a layer."""
+    def tensor_parallel(self) -> int:
+        """Number of tensor-parallel ranks, which share a layer."""
         return self.layers[SHARES].size()
 
     @property
-    def cuts_experts(self) -> bool:
-        """Ranks have a part of every expert."""
-        return self.expert_parallel == 1 and self.shares > 1
+    def splits_experts(self) -> bool:
+        """Whether every expert is split over the tensor-parallel ranks."""
+        return self.expert_parallel == 1 and self.tensor_parallel > 1
 
     @property
     def is_last(self) -> bool:
-        """Of the stages."""
+        """Whether this is the last stage."""
         return self.stage == self.stages - 1
 
     def leader(self, stage: int) -> int:
-        """The first rank of a stage."""
+        """Lowest rank of a stage."""
         return stage * dist.get_world_size() // self.stages
 
     @property
-    def is_first(self) -> bool:
-        """This rank and the first of its stage have parts of the same."""
+    def holds_leader_part(self) -> bool:
+        """Whether this rank is in the same replica as the leader of its stage, for layers or for experts."""
         leader, groups = self.leader(self.stage), (each.get_group(SHARES) for each in (self.layers, self.experts))
         return any(leader in dist.get_process_group_ranks(group) for group in groups)
 
-    def span(self, layers: int, stage: int) -> range:
-        """Of so many layers those of a stage: as many in each, or one more in some, of which the last, which has the
-        head, is the last to get one."""
+    def stage_layers(self, layers: int, stage: int) -> range:
+        """Indices of the layers in a stage, of `layers` in total. Stages differ by at most one layer; the last stage,
+        which has the head, is the last to get an extra one."""
         first, end = (-(-layers * each // self.stages) for each in (stage, stage + 1))
         return range(first, end)
 
 
 def mesh(stages: int, shares: int, device: torch.device) -> DeviceMesh:
-    """Of this rank's stage."""
+    """Mesh (REPLICAS, SHARES) of this rank's stage, with `shares` ranks along SHARES. Collective."""
     shape = (stages, dist.get_world_size() // (stages * shares), shares)
     return init_device_mesh(device.type, shape, mesh_dim_names=(STAGES, REPLICAS, SHARES))[REPLICAS, SHARES]

@@ -1,15 +1,15 @@
 """A Hugging Face model as Megatron's `GPTModel`, with packed attention and a head that scores tokens.
 
-The layers are those of Megatron's local specification, which runs anywhere, but for three modules that it has for
-accelerators alone or not for packed sequences: attention, rotary embedding and head are April's.
+The layers follow Megatron's local specification, which runs on any device. Attention, rotary embedding and head are
+April's, since Megatron's need an accelerator or do not support packed sequences.
 
-Where a model has experts, the ranks that share a layer divide its tokens between attention and attention: Megatron
-routes each token once, on the rank that has it.
+With experts, the tensor-parallel ranks divide the tokens everywhere but in attention (sequence parallelism), so that
+each token is routed once, on the rank that holds it.
 
-A rank has the layers of its stage. The first stage has the embedding, the last the final norm and the head.
+A rank holds the layers of its pipeline stage. The first stage has the embedding, the last the final norm and the head.
 
-Weights that are kept and updated are fp32. Where bfloat16 is computed in, what computes is a copy that is rounded after
-each change of them, and what it finds of their gradients is added up in fp32.
+Master weights are fp32. With bfloat16, passes use a copy that is rounded anew after each update, and its gradients are
+accumulated in fp32.
 """
 
 from collections.abc import Iterator
@@ -29,30 +29,34 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from april.learner.attention import packed_attention
-from april.learner.backends.megatron.experts import check_experts, has_experts, of_experts
+from april.learner.backends.megatron.experts import check_experts, expert_arguments, has_experts
 from april.learner.backends.megatron.head import score_tokens
-from april.learner.backends.megatron.layout import SHARES, Layout
-from april.learner.backends.megatron.names import check_stages, own_rows, pieces
-from april.learner.loading import Files, ModelError
+from april.learner.backends.megatron.layout import SHARES, ParallelLayout
+from april.learner.backends.megatron.names import check_stages, mapped_tensors, own_rows
+from april.learner.loading import ModelError, WeightFiles
 from april.learner.packing import MicroBatch
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "qwen3_moe")
-"""whose layers Megatron's are, in every detail"""
+"""Model types (`config.json`) whose layers Megatron computes identically."""
 
 
 @dataclass
-class Packed(PackedSeqParams):
+class PackedSequences(PackedSeqParams):
+    """Megatron's parameters of packed sequences, with the lengths that April's attention needs."""
+
     seq_lens: list[int] = field(default_factory=list)
 
 
 class PackedAttention(nn.Module):
-    """In the place of Megatron's core attention, which takes no packed sequences on a CPU."""
+    """Replaces Megatron's core attention, which does not support packed sequences on a CPU."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
         super().__init__()
         self.scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: Packed, **unused):
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: None, packed_seq_params: PackedSequences, **unused
+    ):
         """query [T, H, D], key and value [T, H_kv, D] -> [T, H, D]."""
         query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
         lengths, starts = packed_seq_params.seq_lens, packed_seq_params.cu_seqlens_q
@@ -62,48 +66,48 @@ class PackedAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """The angles of a Hugging Face model, in Megatron's form."""
+    """Rotary embedding with the frequencies of a Hugging Face model, in Megatron's interface."""
 
     def __init__(self, frequencies: Tensor):
         super().__init__()
         self.register_buffer("frequencies", frequencies.clone(), persistent=False)
 
-    def get_rotary_seq_len(self, context, transformer, hidden, config, packed: Packed) -> int:
+    def get_rotary_seq_len(self, context, transformer, hidden, config, packed: PackedSequences) -> int:
         return packed.max_seqlen_q
 
     def forward(self, length: int, **unused) -> Tensor:
-        """[length, 1, 1, D]; positions begin anew in each sequence."""
+        """Angles of positions 0 to length - 1, [length, 1, 1, D]; positions restart in each sequence."""
         positions = torch.arange(length, device=self.frequencies.device, dtype=torch.float32)
         angles = torch.outer(positions, self.frequencies)
         return torch.cat([angles, angles], -1)[:, None, None]
 
 
 class Norm(nn.RMSNorm):
-    """Megatron's own refuses tokens that are divided, of which a norm knows nothing."""
+    """RMSNorm that, unlike Megatron's own, accepts sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class Router(TopKRouter):
-    """Megatron's own asks for a product of Transformer Engine's, also where that is not installed."""
+    """Router with a plain linear gate: Megatron's own needs Transformer Engine."""
 
     def gating(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight)
 
 
 class MegatronPolicy(nn.Module):
-    """Reads its own part of a Hugging Face folder; `lm` is the outline of that model."""
+    """The part of a policy on this rank, read from a Hugging Face folder; `lm` is that model on the meta device."""
 
-    def __init__(self, lm: nn.Module, folder: Path, temperature: float, layout: Layout, bf16: bool = False):
+    def __init__(self, lm: nn.Module, folder: Path, temperature: float, layout: ParallelLayout, bf16: bool = False):
         super().__init__()
-        mesh, self.shares, self.hidden_size = layout.layers, layout.shares, lm.config.hidden_size
+        mesh, self.shares, self.hidden_size = layout.layers, layout.tensor_parallel, lm.config.hidden_size
         check_model(lm, folder, layout)
         self.model, self.temperature = make_model(lm, layout), temperature
         self.computing = make_model(lm, layout, torch.bfloat16) if bf16 else self.model
         self.divides_tokens = self.model.config.sequence_parallel
-        """each rank of a layer sees some alone, but for attention"""
-        self.pieces = list(pieces(self.model, lm, layout))
+        """Whether tensor-parallel ranks divide the tokens, except in attention (sequence parallelism)."""
+        self.mapped_tensors = list(mapped_tensors(self.model, lm, layout))
         self.group = mesh.get_group(SHARES)
         vocabulary = lm.get_input_embeddings().weight
         self.own_rows = own_rows(vocabulary, mesh)
@@ -111,21 +115,21 @@ class MegatronPolicy(nn.Module):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.zero_()
-        files = Files(folder)
-        for piece in self.pieces:
-            piece.read(files)
+        files = WeightFiles(folder)
+        for mapped in self.mapped_tensors:
+            mapped.read(files)
         self.round()
         if bf16:
             for rounded, kept in self.rounded():
-                rounded.register_post_accumulate_grad_hook(partial(hand_over, kept))
+                rounded.register_post_accumulate_grad_hook(partial(accumulate_gradient, kept))
 
     def rounded(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """What is computed with, and what is kept of it."""
+        """Pairs of (bfloat16 copy, fp32 master parameter)."""
         return zip(self.computing.parameters(), self.model.parameters(), strict=True)
 
     @torch.no_grad()
     def round(self) -> None:
-        """Called whenever the weights have changed."""
+        """Round the master weights into the bfloat16 copy; called whenever the weights have changed."""
         if self.computing is not self.model:
             for rounded, kept in self.rounded():
                 rounded.copy_(kept)
@@ -135,24 +139,27 @@ class MegatronPolicy(nn.Module):
         """The parameters, by Megatron's names."""
         return list(self.model.named_parameters())
 
-    def room(self, micro: MicroBatch) -> Tensor:
+    def empty_activations(self, micro: MicroBatch) -> Tensor:
         tokens = micro.ids.shape[1]
         if self.divides_tokens:
             tokens = -(-tokens // self.shares)
         dtype = self.computing.config.params_dtype
         return torch.empty(tokens, 1, self.hidden_size, dtype=dtype, device=micro.ids.device)
 
-    def hidden(self, micro: MicroBatch, given: Tensor | None) -> Tensor:
-        """[T, 1, D] of what its layers make of the stage's before; of a rank's own tokens, where they are divided."""
+    def hidden(self, micro: MicroBatch, inputs: Tensor | None) -> Tensor:
+        """Output of this stage's layers, [T, 1, D], from the previous stage's output (None on the first stage). With
+        sequence parallelism T counts this rank's tokens only."""
         if self.divides_tokens:
-            micro = filled_up(micro, self.shares)
+            micro = pad_to_multiple(micro, self.shares)
         longest, starts = max(micro.seq_lens), micro.cu_seq_lens
-        packed = Packed("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, seq_lens=micro.seq_lens)
-        self.computing.set_input_tensor(given)
+        packed = PackedSequences(
+            "thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, seq_lens=micro.seq_lens
+        )
+        self.computing.set_input_tensor(inputs)
         return self.computing(micro.ids, micro.positions, None, packed_seq_params=packed)
 
     def score(self, hidden: Tensor, micro: MicroBatch, temperature: float | None) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of each target, float32 [K], of what the last layer has made."""
+        """(log-probability, entropy) of each target, float32 [K] each, from the output of the last layer."""
         if self.divides_tokens:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         rows = hidden[:, 0][micro.target_rows]
@@ -162,15 +169,15 @@ class MegatronPolicy(nn.Module):
         return score_tokens(rows, own, self.first_row, micro.targets, temperature or self.temperature, self.group)
 
 
-def hand_over(kept: nn.Parameter, rounded: nn.Parameter) -> None:
-    """The gradient that a backward pass has found, to the weights that are kept."""
+def accumulate_gradient(kept: nn.Parameter, rounded: nn.Parameter) -> None:
+    """Add the gradient of a bfloat16 copy to that of its fp32 master parameter, and free it."""
     assert rounded.grad is not None
     found, rounded.grad = rounded.grad.to(kept.dtype), None
     kept.grad = found if kept.grad is None else kept.grad.add_(found)
 
 
-def filled_up(micro: MicroBatch, ranks: int) -> MicroBatch:
-    """With a sequence that nothing is asked of, so that as many tokens are on each of `ranks`."""
+def pad_to_multiple(micro: MicroBatch, ranks: int) -> MicroBatch:
+    """The micro-batch padded by a sequence without targets, so that its tokens divide evenly among `ranks`."""
     lacking = -micro.ids.shape[1] % ranks
     if not lacking:
         return micro
@@ -184,9 +191,9 @@ def filled_up(micro: MicroBatch, ranks: int) -> MicroBatch:
     )
 
 
-def check_model(lm: nn.Module, folder: Path, layout: Layout) -> None:
-    """Raises ModelError for one that would be computed wrongly, or cannot be divided among so many ranks."""
-    config, shares = lm.config, layout.shares
+def check_model(lm: nn.Module, folder: Path, layout: ParallelLayout) -> None:
+    """Raises ModelError for a model that Megatron would compute wrongly, or that this layout cannot divide."""
+    config, shares = lm.config, layout.tensor_parallel
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
             f"{folder}: Megatron's layers are those of {', '.join(ARCHITECTURES)}, and the model is "
@@ -204,7 +211,7 @@ def check_model(lm: nn.Module, folder: Path, layout: Layout) -> None:
     check_experts(lm, folder, layout)
     with_experts = [has_experts(layer) for layer in lm.base_model.layers]
     sizes = ["num_attention_heads", "num_key_value_heads"]
-    if any(with_experts) and layout.cuts_experts:
+    if any(with_experts) and layout.splits_experts:
         sizes.append("moe_intermediate_size")
     if not all(with_experts):
         sizes.append("intermediate_size")
@@ -219,9 +226,9 @@ def check_model(lm: nn.Module, folder: Path, layout: Layout) -> None:
         )
 
 
-def make_model(lm: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32) -> GPTModel:
-    """Without values yet: the layers of this rank's stage."""
-    config, rotary, shares = lm.config, lm.base_model.rotary_emb, layout.shares
+def make_model(lm: nn.Module, layout: ParallelLayout, dtype: torch.dtype = torch.float32) -> GPTModel:
+    """Megatron's model with the layers of this rank's stage; its parameters have no values yet."""
+    config, rotary, shares = lm.config, lm.base_model.rotary_emb, layout.tensor_parallel
     layer = lm.base_model.layers[0]
     has_norms = hasattr(layer.self_attn, "q_norm")
     of_layers = TransformerConfig(
@@ -243,18 +250,18 @@ def make_model(lm: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32
         tensor_model_parallel_size=shares,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        **of_stages(config.num_hidden_layers, layout),
+        **pipeline_arguments(config.num_hidden_layers, layout),
         use_cpu_initialization=True,
         perform_initialization=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **of_experts(lm, layout),
+        **expert_arguments(lm, layout),
     )
     model = GPTModel(
         config=of_layers,
-        transformer_layer_spec=layers_of(lm, of_layers, layout),
+        transformer_layer_spec=layer_spec(lm, of_layers, layout),
         vocab_size=shares * -(-config.vocab_size // shares),
         max_sequence_length=config.max_position_embeddings,
         pre_process=layout.stage == 0,
@@ -263,25 +270,25 @@ def make_model(lm: nn.Module, layout: Layout, dtype: torch.dtype = torch.float32
         share_embeddings_and_output_weights=config.tie_word_embeddings and layout.stages == 1,
     )
     model.rotary_pos_emb = Rotary(rotary.inv_freq)
-    model.post_process = False  # it returns what its head would take
+    model.post_process = False  # it returns hidden states, not logits
     return model
 
 
-def of_stages(layers: int, layout: Layout) -> dict[str, Any]:
-    """Arguments of a `TransformerConfig`: which layers each stage has."""
+def pipeline_arguments(layers: int, layout: ParallelLayout) -> dict[str, Any]:
+    """Arguments of a `TransformerConfig` about pipeline stages: the layers of each stage."""
     if layout.stages == 1:
         return {}
-    each: list[list[str]] = [["decoder"] * len(layout.span(layers, stage)) for stage in range(layout.stages)]
+    each: list[list[str]] = [["decoder"] * len(layout.stage_layers(layers, stage)) for stage in range(layout.stages)]
     each[0].insert(0, "embedding")
     each[-1].append("loss")
     return {"pipeline_model_parallel_size": layout.stages, "pipeline_model_parallel_layout": each}
 
 
-def layers_of(lm: nn.Module, config: TransformerConfig, layout: Layout) -> TransformerBlockSubmodules:
+def layer_spec(lm: nn.Module, config: TransformerConfig, layout: ParallelLayout) -> TransformerBlockSubmodules:
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     block.layer_norm = Norm
     layers = lm.base_model.layers
-    for number, spec in zip(layout.span(len(layers), layout.stage), block.layer_specs, strict=True):
+    for number, spec in zip(layout.stage_layers(len(layers), layout.stage), block.layer_specs, strict=True):
         parts = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
         attention = parts.self_attention.submodules

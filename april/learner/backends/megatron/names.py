@@ -1,9 +1,9 @@
-"""Which part of which of Megatron's parameters each Hugging Face tensor is, and how both lie on the ranks.
+"""Mapping of Hugging Face tensors to Megatron's parameters, and their distribution over the ranks.
 
 Megatron has queries, keys and values of a layer in one matrix, group by group: the queries of a group, its key, its
-value. It has gate and up projection in one, gate first on each rank. Ranks that share layers have rows of these, and
-of embedding and head; columns of what follows them. All else is whole on each of them, but for experts. A stage has its
-layers; a head that is the embedding lies on the last stage, and again on the first.
+value. It has gate and up projection in one matrix, gate first on each rank. Tensor-parallel ranks hold rows of these
+and of embedding and head, and columns of the projections that follow. Other tensors are replicated, except experts. A
+stage holds its layers; a head tied to the embedding is on the last stage and on the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from april.learner.backends.megatron.layout import SHARES, Layout
-from april.learner.backends.megatron.piece import COLUMNS, ROWS, Piece, Stack
+from april.learner.backends.megatron.layout import SHARES, ParallelLayout
+from april.learner.backends.megatron.piece import COLUMNS, ROWS, MappedTensor, StackedExperts
 from april.learner.loading import ModelError
 
 LAYER = "model.layers."
@@ -23,18 +23,18 @@ STACKED = {
     "mlp.experts.gate_up_proj": ("linear_fc1", ("gate_proj", "up_proj")),
     "mlp.experts.down_proj": ("linear_fc2", ("down_proj",)),
 }
-"""of experts: where each has it in Megatron's model, and what it is of there"""
+"""Stacked tensors of experts: name of the linear layer in Megatron's experts, and the projections stacked in it."""
 
 
-def pieces(model: nn.Module, lm: nn.Module, layout: Layout) -> Iterator[Piece]:
-    """Of the tensors of `lm`, which has no memory, that this rank's stage has in its `GPTModel`. Raises ModelError for
-    one without a place there."""
-    span = layout.span(lm.config.num_hidden_layers, layout.stage)
+def mapped_tensors(model: nn.Module, lm: nn.Module, layout: ParallelLayout) -> Iterator[MappedTensor]:
+    """Mapping of each tensor of `lm`, which is on the meta device, that this rank's stage holds in its `GPTModel`.
+    Raises ModelError for a tensor without a counterpart."""
+    span = layout.stage_layers(lm.config.num_hidden_layers, layout.stage)
     embedding = "embedding.word_embeddings.weight" if layout.stage == 0 else "output_layer.weight"
     parameters, mesh = dict(model.named_parameters()), layout.layers
-    groups = lm.config.num_key_value_heads // layout.shares
+    groups = lm.config.num_key_value_heads // layout.tensor_parallel
     heads = (groups, 2 + lm.config.num_attention_heads // lm.config.num_key_value_heads, -1)
-    places: dict[str, tuple[str, int | None, Callable[[Tensor], Tensor]]] = {
+    targets: dict[str, tuple[str, int | None, Callable[[Tensor], Tensor]]] = {
         EMBEDDING: (embedding, ROWS, whole),
         "model.norm.weight": ("decoder.final_layernorm.weight", None, whole),
         "lm_head.weight": ("output_layer.weight", ROWS, whole),
@@ -49,13 +49,13 @@ def pieces(model: nn.Module, lm: nn.Module, layout: Layout) -> Iterator[Piece]:
         "mlp.gate.weight": ("mlp.router.weight", None, whole),
     }
     for kind in ("weight", "bias"):
-        for name, of_group in (("q", queries), ("k", keys), ("v", values)):
+        for name, select in (("q", queries), ("k", keys), ("v", values)):
             fused = f"self_attention.linear_qkv.{kind}"
-            places[f"self_attn.{name}_proj.{kind}"] = (fused, ROWS, partial(of_group, heads))
+            targets[f"self_attn.{name}_proj.{kind}"] = (fused, ROWS, partial(select, heads))
     for name, tensor in lm.named_parameters():
         number, _, rest = name.removeprefix(LAYER).partition(".")
         in_layer = name.startswith(LAYER)
-        if layout.stage not in stages_with(name, lm, layout):
+        if layout.stage not in stages_holding(name, lm, layout):
             continue
         if in_layer:
             number = str(int(number) - span.start)
@@ -63,31 +63,33 @@ def pieces(model: nn.Module, lm: nn.Module, layout: Layout) -> Iterator[Piece]:
             linear, kinds = STACKED[rest]
             experts = model.decoder.layers[int(number)].mlp.experts.local_experts
             stacked = [getattr(expert, linear).weight for expert in experts]
-            yield Stack(name, stacked, tensor, ROWS, layout.experts, whole, kinds, layout.cuts_experts)
+            yield StackedExperts(name, stacked, tensor, ROWS, layout.experts, whole, kinds, layout.splits_experts)
             continue
-        place = places.get(rest if in_layer else name)
-        found = place and parameters.get(f"decoder.layers.{number}.{place[0]}" if in_layer else place[0])
-        if place is None or found is None:
+        target = targets.get(rest if in_layer else name)
+        found = target and parameters.get(f"decoder.layers.{number}.{target[0]}" if in_layer else target[0])
+        if target is None or found is None:
             raise ModelError(f"{lm.config.name_or_path}: its {name} has no place in Megatron's model")
-        _, dim, view = place
+        _, dim, view = target
         if view is whole and dim == ROWS:
             view = partial(without_padding, own_rows(tensor, mesh))
-        yield Piece(name, [found], tensor, dim, mesh, view)
+        yield MappedTensor(name, [found], tensor, dim, mesh, view)
 
 
-def stages_with(name: str, lm: nn.Module, layout: Layout) -> Sequence[int]:
-    """That have a tensor of `lm`; the first of them publishes it."""
+def stages_holding(name: str, lm: nn.Module, layout: ParallelLayout) -> Sequence[int]:
+    """Stages that hold the tensor `name` of `lm`; the first of them publishes it."""
     config, last = lm.config, layout.stages - 1
     if name.startswith(LAYER):
         number = int(name.removeprefix(LAYER).partition(".")[0])
-        return [stage for stage in range(layout.stages) if number in layout.span(config.num_hidden_layers, stage)]
+        return [
+            stage for stage in range(layout.stages) if number in layout.stage_layers(config.num_hidden_layers, stage)
+        ]
     if name == EMBEDDING:
         return [0, last] if config.tie_word_embeddings and last else [0]
     return [last]
 
 
-def check_stages(lm: nn.Module, folder: Path, layout: Layout) -> None:
-    """Raises ModelError for a model that has fewer layers."""
+def check_stages(lm: nn.Module, folder: Path, layout: ParallelLayout) -> None:
+    """Raises ModelError for a model with fewer layers than stages."""
     layers = lm.config.num_hidden_layers
     if layers < layout.stages:
         raise ModelError(
@@ -96,7 +98,7 @@ def check_stages(lm: nn.Module, folder: Path, layout: Layout) -> None:
 
 
 def own_rows(tensor: Tensor, mesh: DeviceMesh) -> int:
-    """Of a vocabulary, which is padded to as many on each rank."""
+    """Unpadded vocabulary rows on this rank; the vocabulary is padded to equally many rows per rank."""
     each = -(-len(tensor) // mesh[SHARES].size())
     return max(0, min(each, len(tensor) - mesh.get_local_rank(SHARES) * each))
 

@@ -1,8 +1,8 @@
-"""Micro-batches through the stages of a model: one forward, one backward (1F1B, as in arXiv 2104.04473).
+"""Pipeline schedule of micro-batches over stages: one forward, one backward (1F1B, arXiv 2104.04473).
 
-A stage goes ahead by as many micro-batches as there are stages after it, and then does a backward pass after each
-forward pass, so that it never keeps the activations of more. Megatron-core's own schedule asks for CUDA by name, sends
-the shape of each tensor, which every stage knows here, before it, and leaves scores on the last stage.
+A stage runs ahead by as many micro-batches as there are stages after it, and then does one backward pass after each
+forward pass, so that it keeps the activations of no more. Megatron-core's own schedule hard-codes CUDA, sends each
+tensor's shape first (here every stage knows it), and leaves the scores on the last stage.
 
     stage 0   F0 F1 F2 B0 F3 B1 F4 B2    B3    B4
     stage 1      F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
@@ -24,110 +24,113 @@ from april.processes.pulse import MAIN
 
 Scores = tuple[Tensor, Tensor]
 BEFORE, NEXT = -1, 1
-"""neighbours in a line of stages"""
+"""Neighbours of a stage: the previous one and the next one."""
 
 
 class Stage(Protocol):
-    """Some layers of a model, one after the other."""
+    """Consecutive layers of a model on one rank."""
 
-    def room(self, micro: MicroBatch) -> Tensor:
-        """Without values: what it makes of a micro-batch, or is given."""
+    def empty_activations(self, micro: MicroBatch) -> Tensor:
+        """Uninitialised tensor of the shape and dtype of a stage's input and output for a micro-batch."""
 
-    def hidden(self, micro: MicroBatch, given: Tensor | None) -> Tensor:
-        """What it makes of what the stage before it has made; of None, the first."""
+    def hidden(self, micro: MicroBatch, inputs: Tensor | None) -> Tensor:
+        """Output of the stage, from the previous stage's output `inputs`; None on the first stage."""
 
     def score(self, hidden: Tensor, micro: MicroBatch, temperature: float | None) -> Scores:
-        """On the last: log-probability and entropy of each target, float32 [K]."""
+        """Log-probability and entropy of each target, float32 [K] each; on the last stage only."""
 
 
-class Line:
-    """Ranks that have the stages of one model, the first stage first, seen from one of them."""
+class PipelineRanks:
+    """The ranks that hold the stages of one model, in the order of the stages, and this rank's stage."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.ranks = group, dist.get_process_group_ranks(group)
-        self.place, self.count = dist.get_rank(group), len(self.ranks)
+        self.stage, self.count = dist.get_rank(group), len(self.ranks)
 
     @property
     def is_last(self) -> bool:
-        return self.place == self.count - 1
+        return self.stage == self.count - 1
 
-    def exchange(self, neighbour: int, sent: Tensor | None, room: Tensor | None) -> Tensor | None:
-        """Send to the one BEFORE or NEXT, and have `room` filled by it, which is given back; at once, as both may wait
-        for each other. None without such a neighbour."""
-        place = self.place + neighbour
-        if not 0 <= place < self.count:
+    def exchange(self, neighbour: int, sent: Tensor | None, buffer: Tensor | None) -> Tensor | None:
+        """Send `sent` to a neighbour (BEFORE or NEXT) and receive into `buffer`, which is returned; both at once, since
+        the neighbours may wait for each other. None without such a neighbour."""
+        stage = self.stage + neighbour
+        if not 0 <= stage < self.count:
             return None
-        calls = [(dist.isend, None if sent is None else sent.detach().contiguous()), (dist.irecv, room)]
-        given = [(call, tensor) for call, tensor in calls if tensor is not None]
-        operations = [dist.P2POp(call, tensor, self.ranks[place], self.group) for call, tensor in given]
+        transfers = [(dist.isend, None if sent is None else sent.detach().contiguous()), (dist.irecv, buffer)]
+        transfers = [(call, tensor) for call, tensor in transfers if tensor is not None]
+        operations = [dist.P2POp(call, tensor, self.ranks[stage], self.group) for call, tensor in transfers]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        return room
+        return buffer
 
-    def told(self, values: Tensor) -> Tensor:
-        """Those of the last rank."""
+    def broadcast_from_last(self, values: Tensor) -> Tensor:
+        """Broadcast `values` of the last stage into those of the others. Collective."""
         dist.broadcast(values, self.ranks[-1], group=self.group)
         return values
 
 
-def scores(line: Line, stage: Stage, micros: Sequence[MicroBatch], temperature: float | None) -> list[Scores]:
-    """Of each micro-batch, on every rank. Collective."""
+def scores(ranks: PipelineRanks, stage: Stage, micros: Sequence[MicroBatch], temperature: float | None) -> list[Scores]:
+    """Log-probabilities and entropies of each micro-batch, on every rank. Collective."""
     found = []
     with torch.no_grad():
         for micro in micros:
             MAIN.again()
-            made = stage.hidden(micro, line.exchange(BEFORE, None, stage.room(micro)))
-            if line.is_last:
-                found.append(stage.score(made, micro, temperature))
-            line.exchange(NEXT, made, None)
-    return told(line, found, micros)
+            output = stage.hidden(micro, ranks.exchange(BEFORE, None, stage.empty_activations(micro)))
+            if ranks.is_last:
+                found.append(stage.score(output, micro, temperature))
+            ranks.exchange(NEXT, output, None)
+    return broadcast_scores(ranks, found, micros)
 
 
-def backward(line: Line, stage: Stage, micros: Sequence[MicroBatch], loss: Loss, seconds: Seconds) -> None:
-    """As `Backend.backward`: the loss of the last stage has the gradient, those of others are of its values."""
-    ahead = min(line.count - 1 - line.place, len(micros))
+def backward(ranks: PipelineRanks, stage: Stage, micros: Sequence[MicroBatch], loss: Loss, seconds: Seconds) -> None:
+    """`Backend.backward` over stages: the last stage's loss has the gradient; the other stages call `loss` afterwards,
+    with the last stage's scores and without gradients. Collective."""
+    ahead = min(ranks.count - 1 - ranks.stage, len(micros))
     waiting: deque[tuple[Tensor | None, Tensor]] = deque()
     found: list[Scores] = []
 
-    def pass_on(number: int, given: Tensor | None) -> Tensor:
+    def run_forward(number: int, inputs: Tensor | None) -> Tensor:
         MAIN.again()
-        made = stage.hidden(micros[number], given)
-        if line.is_last:
-            scored = stage.score(made, micros[number], None)
+        output = stage.hidden(micros[number], inputs)
+        if ranks.is_last:
+            scored = stage.score(output, micros[number], None)
             found.append((scored[0].detach(), scored[1].detach()))
-            made = loss(number, *scored)
-        waiting.append((given, made))
-        return made
+            output = loss(number, *scored)
+        waiting.append((inputs, output))
+        return output
 
-    def expected(number: int) -> Tensor | None:
-        return stage.room(micros[number]).requires_grad_() if number < len(micros) else None
+    def input_buffer(number: int) -> Tensor | None:
+        return stage.empty_activations(micros[number]).requires_grad_() if number < len(micros) else None
 
     with seconds("forward_s"):
-        given = line.exchange(BEFORE, None, expected(0))
+        inputs = ranks.exchange(BEFORE, None, input_buffer(0))
     for number in range(len(micros) + ahead):
-        made = before = None
+        output = inputs_of_backward = None
         with seconds("forward_s"):
             if number < len(micros):
-                made = pass_on(number, given)
+                output = run_forward(number, inputs)
         with seconds("backward_s"):
-            room = torch.empty_like(waiting[0][1]) if number >= ahead else None
-            gradient = line.exchange(NEXT, made, room)
+            buffer = torch.empty_like(waiting[0][1]) if number >= ahead else None
+            gradient = ranks.exchange(NEXT, output, buffer)
             if number >= ahead:
-                before, after = waiting.popleft()
-                torch.autograd.backward(after, gradient)
-            given = line.exchange(BEFORE, None if before is None else before.grad, expected(number + 1))
+                inputs_of_backward, output_of_backward = waiting.popleft()
+                torch.autograd.backward(output_of_backward, gradient)
+            inputs = ranks.exchange(
+                BEFORE, None if inputs_of_backward is None else inputs_of_backward.grad, input_buffer(number + 1)
+            )
     with seconds("forward_s"), torch.no_grad():
-        scored = told(line, found, micros)
-        for number, each in enumerate(scored if not line.is_last else ()):
+        scored = broadcast_scores(ranks, found, micros)
+        for number, each in enumerate(scored if not ranks.is_last else ()):
             loss(number, *each)
 
 
-def told(line: Line, found: list[Scores], micros: Sequence[MicroBatch]) -> list[Scores]:
-    """What the last stage has found, on every rank."""
-    if line.count == 1 or not micros:
+def broadcast_scores(ranks: PipelineRanks, found: list[Scores], micros: Sequence[MicroBatch]) -> list[Scores]:
+    """Scores of the last stage, `found`, on every rank. Collective."""
+    if ranks.count == 1 or not micros:
         return found
     lengths = [len(micro.targets) for micro in micros]
     values = torch.empty(2, sum(lengths), device=micros[0].targets.device)
-    if line.is_last:
+    if ranks.is_last:
         values[0], values[1] = (torch.cat(column) for column in zip(*found, strict=True))
-    return list(zip(*(column.split(lengths) for column in line.told(values)), strict=True))
+    return list(zip(*(column.split(lengths) for column in ranks.broadcast_from_last(values)), strict=True))

@@ -1,4 +1,4 @@
-"""What a check is, and what it is given: models, and engines that hold the weights of one."""
+"""Definition of a conformance check, and the bench that provides it with engines and models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ from april.workers.engines.entry import EngineEntry
 
 class MakeEngine(Protocol):
     def __call__(self, version: Version | None = V0, **options: Any) -> Engine:
-        """An engine with the weights of `models()` under that version, without any for None.
+        """An engine with the weights of `models()` under `version`; without weights if that is None.
 
-        Options: `slots` = 8, `chunk_tokens` = 7, `max_context` = the model's. Only whole chunks are due.
+        Options, with defaults: `slots` = 8, `chunk_tokens` = 7, `max_context` = the model's. Ticks are off: only full
+        chunks are due.
         """
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where one check looks at an engine."""
+    """What a check gets: the engine's entry, and functions that make engines and models."""
 
     entry: type[EngineEntry]
     make_engine: MakeEngine
@@ -29,7 +30,7 @@ class Bench:
     """models(architecture="qwen3", seed=0)"""
 
     def assert_true_logprobs(self, request: Request, stream: Stream, model: TinyModel | None = None) -> None:
-        """Nothing is asked of an engine that says it does not draw from the model's distribution."""
+        """Compare log-probabilities with a plain forward pass, unless the entry's `true_distribution` is False."""
         if self.entry.true_distribution:
             assert_true_logprobs(model or self.models(), request, stream)
 
@@ -37,13 +38,13 @@ class Bench:
 @dataclass(frozen=True)
 class Check:
     name: str
-    """what is so, as a sentence"""
+    """The property that is checked, as a sentence."""
     function: Callable[..., None]
     arguments: Mapping[str, Any]
     of_true_distribution: bool
-    """without meaning for an engine that says it has none"""
+    """Whether the check applies only to engines with `true_distribution`."""
     interrupts: bool
-    """ends requests, or changes weights below them"""
+    """Whether the check cancels requests, or changes weights while they run."""
 
     def __str__(self) -> str:
         return self.name
@@ -57,7 +58,7 @@ class Check:
 
 
 CHECKS: list[Check] = []
-"""all, in the order in which their modules are imported"""
+"""All checks, in the order in which their modules are imported."""
 
 
 def check(
@@ -66,8 +67,10 @@ def check(
     interrupts: bool = False,
     cases: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make checks of a function `name_that_is_a_sentence(bench, ...)`, one for each of the `cases`: its arguments by
-    what the case is called."""
+    """Decorator that registers a function `name_that_is_a_sentence(bench, ...)` as checks.
+
+    `cases`: arguments of the function by case name; each case is one check.
+    """
 
     def enlist(function: Callable[..., None]) -> Callable[..., None]:
         sentence = function.__name__.replace("_", " ")
@@ -80,7 +83,7 @@ def check(
 
 
 def refusal(action: Callable[[], Any]) -> str:
-    """The sentence with which an engine refuses. Raises AssertionError where it does not."""
+    """The text of the EngineError that `action` raises. Raises AssertionError if it raises none."""
     try:
         action()
     except EngineError as error:

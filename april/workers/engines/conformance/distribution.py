@@ -38,8 +38,10 @@ def behaviour_logprobs_are_those_of_a_plain_forward_pass(bench: Bench, temperatu
 
 @check(of_true_distribution=True, interrupts=True)
 def every_logprob_is_that_of_the_version_its_token_names(bench: Bench):
-    """Weights change twice while more run than are finished; some carry three segments. Responses are long: a server
-    runs ahead of a reader that waits for its core."""
+    """Weights change twice while most requests run; some have three segments.
+
+    Responses are long, because a server on the same cores runs ahead of the engine that reads it.
+    """
     models = {version: bench.models(seed=seed) for seed, version in enumerate((V0, V1, V2))}
     engine = bench.make_engine(slots=6)
     requests = [Request(i, prompt(3 + i, seed=i), 500 + i, seed=i, temperature=0.8) for i in range(12)]
@@ -91,9 +93,9 @@ def frequencies_agree_with_the_distribution_asked_for(bench: Bench):
 
 @check(of_true_distribution=True, cases={str(options): {"options": options} for options in CUTS})
 def frequencies_agree_with_the_cut_distribution_asked_for(bench: Bench, options: dict):
-    """An engine that says it does not cut refuses such a request."""
+    """An engine without `truncates_sampling` refuses such a request."""
     engine = bench.make_engine(slots=64)
-    if bench.entry.cuts:
+    if bench.entry.truncates_sampling:
         assert_frequencies(engine, bench.models(), options, seeds=1000)
     else:
         assert refusal(lambda: engine.submit(Request(1, prompt(), 5, **options)))

@@ -1,4 +1,4 @@
-"""Driving an engine through its interface, and what its output is compared with."""
+"""Drives an engine through its interface, and compares its output with references."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from april.workers.engines.base import Chunk, Request
 
 VOCABULARY = 61
 PATIENCE_S = 120.0
-"""an engine that has requests and generates nothing for so long stands still"""
+"""An engine counts as stuck if it has live requests and generates nothing for so long (s)."""
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 
 
 class Stream:
-    """Everything an engine has handed over of one request."""
+    """All chunks that an engine has returned for one request."""
 
     def __init__(self, chunks: list[Chunk]):
         self.chunks = chunks
@@ -43,10 +43,10 @@ def requests_of_many_shapes(count: int = 20, **options) -> list[Request]:
 def drive(
     engine, requests=(), steps: int | None = None, tokens: int | None = None, begun: Iterable[int] = ()
 ) -> dict[int, Stream]:
-    """Submit, then step until nothing is live, `steps` are done, or `tokens` have been generated from now on.
+    """Submit requests, then step until nothing is live, `steps` are done, or `tokens` more have been generated.
 
-    Until some of each request in `begun` has been handed over, too. What has ended before, while weights were
-    loaded, is handed over by the first step. No request may fail meanwhile.
+    It also waits for a first chunk of each request in `begun`. The result includes chunks of requests that ended
+    earlier, while weights were loaded. Asserts that no request fails.
     """
     heard_at, generated = clock.now(), engine.generated_tokens
     for request in requests:
@@ -62,7 +62,7 @@ def drive(
             break
         if engine.generated_tokens > generated:
             heard_at, generated = clock.now(), engine.generated_tokens
-        assert clock.now() < heard_at + PATIENCE_S, "the engine stands still with requests that are live"
+        assert clock.now() < heard_at + PATIENCE_S, "the engine is stuck with live requests"
         steps = None if steps is None else steps - 1
     return defaultdict(lambda: Stream([]), {key: Stream(parts) for key, parts in chunks.items()})
 
@@ -78,8 +78,8 @@ def assert_true_logprobs(model, request: Request, stream: Stream) -> None:
 
 
 def assert_agree(counts: np.ndarray, probabilities: np.ndarray) -> None:
-    """Chi-square of counts against probabilities, rare tokens pooled, below what chance exceeds once in a million times
-    (the cube root is nearly normal: Wilson and Hilferty, 1931)."""
+    """Assert that counts agree with probabilities by a chi-square test, at a one-in-a-million level, with rare tokens
+    pooled (the cube root of chi-square is nearly normal: Wilson and Hilferty, 1931)."""
     expected = probabilities * counts.sum()
     common = expected >= 5
     observed = np.append(counts[common], counts[~common].sum())
@@ -93,8 +93,11 @@ def assert_agree(counts: np.ndarray, probabilities: np.ndarray) -> None:
 
 
 def assert_frequencies(engine, model, options: dict, seeds: int) -> None:
-    """First tokens of one prompt under many seeds are drawn as `options` ask for: top-k, then top-p, the fewest
-    likeliest tokens whose mass reaches it; their behaviour log-probabilities are those of the whole distribution."""
+    """Assert that the first tokens of one prompt under many seeds have the distribution that `options` ask for.
+
+    That is top-k, then top-p: the fewest likeliest tokens whose mass reaches it. Behaviour log-probabilities are those
+    of the whole distribution.
+    """
     logits = model.logits(prompt().tolist())[-1].double().numpy() / options.get("temperature", 1.0)
     full = np.exp(logits - logits.max())
     full /= full.sum()

@@ -1,4 +1,4 @@
-"""Weights that went wrong on their way: what an engine may come to hold instead of a version that was published."""
+"""Faults in weight transfer: what an engine may hold instead of the published version."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,13 +6,13 @@ import torch
 
 Weights = dict[str, torch.Tensor]
 STEP = 1e-3
-"""by which a step moves each weight, as AdamW does at that learning rate"""
-ONE = "model.layers.1.mlp.up_proj.weight"
-"""the tensor that is wrong where one is"""
+"""Change of each weight in one training step, as with AdamW at that learning rate."""
+CORRUPTED_TENSOR = "model.layers.1.mlp.up_proj.weight"
+"""The tensor that is wrong, in faults of a single tensor."""
 
 
 def a_step_further(weights: Weights, seed: int = 0) -> Weights:
-    """The next version."""
+    """Weights of the next version, one training step later."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: tensor + STEP * torch.randn(tensor.shape, generator=generator).sign().to(tensor.dtype)
@@ -25,11 +25,11 @@ def all_of_the_version_before(old: Weights, new: Weights) -> Weights:
 
 
 def one_of_the_version_before(old: Weights, new: Weights) -> Weights:
-    return new | {ONE: old[ONE]}
+    return new | {CORRUPTED_TENSOR: old[CORRUPTED_TENSOR]}
 
 
 def one_transposed(old: Weights, new: Weights) -> Weights:
-    return new | {ONE: new[ONE].t().contiguous().view(new[ONE].shape)}
+    return new | {CORRUPTED_TENSOR: new[CORRUPTED_TENSOR].t().contiguous().view(new[CORRUPTED_TENSOR].shape)}
 
 
 def two_layers_swapped(old: Weights, new: Weights) -> Weights:
@@ -45,7 +45,7 @@ def rounded_to_8_bits(old: Weights, new: Weights) -> Weights:
 
 
 def one_ranks_shard_of_the_version_before(old: Weights, new: Weights) -> Weights:
-    """FSDP2 gives the first of two ranks the first half of the rows."""
+    """The shard of the first of two ranks, the first half of the rows under FSDP2, is of the version before."""
     return {name: torch.cat([old[name][: -(-len(t) // 2)], t[-(-len(t) // 2) :]]) for name, t in new.items()}
 
 
@@ -60,4 +60,4 @@ FAULTS: Mapping[str, Callable[[Weights, Weights], Weights]] = {
         one_ranks_shard_of_the_version_before,
     )
 }
-"""fault(weights of the version before, published ones) -> what the engine gets"""
+"""fault(weights of the version before, published weights) -> weights that the engine gets, by the fault's name."""

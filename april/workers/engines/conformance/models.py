@@ -1,4 +1,4 @@
-"""Tiny random models whose distributions are peaky, so that a wrong mask, position or norm shows in the logits."""
+"""Tiny random models with peaked distributions, so that a wrong mask, position or norm shows in the logits."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ LLAMA3_ROPE = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A saved folder and, for reference, the Hugging Face model that is in it."""
+    """A saved model folder, and the Hugging Face model in it as the reference."""
 
     folder: Path
     reference: PreTrainedModel
@@ -44,24 +44,23 @@ class TinyModel:
         return dict(self.reference.state_dict())
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """float32 [T, vocabulary] of a plain forward pass."""
+        """Logits, float32 [T, vocabulary], of a plain forward pass."""
         with torch.inference_mode():
             return self.reference(torch.tensor([tokens])).logits[0].float()
 
     def logprobs(self, tokens: list[int], start: int, temperature: float = 1.0) -> torch.Tensor:
-        """float32 [T - start]: behaviour log-probabilities of tokens[start:], from a plain forward pass."""
+        """Log-probabilities, float32 [T - start], of tokens[start:], from a plain forward pass."""
         every = torch.log_softmax(self.logits(tokens)[start - 1 : -1] / temperature, dim=-1)
         return every.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
 
     def logprobs_under(self, weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
-        """float32 [T - 1]: of tokens[1:] under other weights of the same names, where the output projection is the
-        embedding."""
+        """Log-probabilities, float32 [T - 1], of tokens[1:] under other weights; the output projection is tied."""
         with torch.inference_mode():
             logits = torch.func.functional_call(self.reference, weights, (torch.tensor([tokens]),)).logits[0].float()
         return torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
     def with_context(self, max_context: int) -> Path:
-        """A folder of the same model that says it takes no more tokens."""
+        """A copy of the model folder with `max_position_embeddings` = `max_context`."""
         folder = self.folder.with_name(f"{self.folder.name}-{max_context}")
         if not folder.exists():
             shutil.copytree(self.folder, folder)
@@ -92,7 +91,7 @@ def build(architecture: str, seed: int) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers."""
+    """Suppress transformers' progress bars."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -103,7 +102,7 @@ def quiet() -> Iterator[None]:
 
 
 class TinyModels:
-    """models(architecture, seed) -> TinyModel, each made once; seeds differ in the weights alone."""
+    """models(architecture, seed) -> TinyModel, each made once; seeds differ only in the weights."""
 
     def __init__(self, folder: Path):
         torch.set_num_threads(1)

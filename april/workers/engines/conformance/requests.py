@@ -27,7 +27,7 @@ BAD = {
 
 @check(cases={case: {"request": request, "named": named} for case, (request, named) in BAD.items()})
 def a_request_that_can_never_run_is_refused_with_a_sentence(bench: Bench, request: Request, named: str):
-    """`april.workers.engines.checks.check_request` says it all."""
+    """An engine can use `april.workers.engines.checks.check_request` for all of these."""
     engine = bench.make_engine(max_context=64)
     sentence = refusal(lambda: engine.submit(request))
     assert named in sentence, sentence

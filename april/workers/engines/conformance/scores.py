@@ -1,4 +1,4 @@
-"""An engine scores a text by the weights that it holds, so that other ones than those published are found."""
+"""An engine scores a text under the weights it holds, so that the weight check detects wrong ones."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from april.weights.canary import Canary, canary_tokens
-from april.weights.receiver import Staged
+from april.weights.receiver import StagedWeights
 from april.wire.version import Version
 from april.workers.engines.base import Request
 from april.workers.engines.conformance.checks import Bench, check, refusal
 from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, drive, join, prompt
 from april.workers.engines.conformance.faults import FAULTS, Weights, a_step_further
-from april.workers.engines.proof import Proof
+from april.workers.engines.proof import WeightCheck
 
 TEXT = canary_tokens(VOCABULARY)
 
@@ -44,7 +44,7 @@ def a_score_changes_nothing_of_what_runs(bench: Bench):
 def disowned_weights_give_no_token_and_others_go_on(bench: Bench):
     engine = bench.make_engine()
     request = Request(1, prompt(), 40, temperature=0.0)
-    engine.disown()
+    engine.discard_weights()
     engine.submit(request)
     assert engine.version is None and [engine.step() for _ in range(5)] == [[]] * 5 and engine.live == 1
     engine.load_weights(V1, bench.models(seed=1).weights())
@@ -59,12 +59,12 @@ def other_weights_than_those_published_are_found(bench: Bench, fault: Callable[[
     model = bench.models()
     old = {name: tensor.clone() for name, tensor in model.weights().items() if name != "lm_head.weight"}
     new = a_step_further(old)
-    engine, proof = bench.make_engine(version=None), Proof()
+    engine, proof = bench.make_engine(version=None), WeightCheck()
 
     def load(version: Version, sent: Weights, published: Weights) -> None:
         engine.load_weights(version, sent)
         canary = Canary(TEXT.tolist(), model.logprobs_under(published, TEXT.tolist()).tolist(), "float32")
-        staged = Staged(version, None, 0.0, canary=canary, checksum=version.step)
+        staged = StagedWeights(version, None, 0.0, canary=canary, checksum=version.step)
         proof.judge(staged, canary, engine.score(TEXT), engine.dtype)
 
     load(V0, old, old)

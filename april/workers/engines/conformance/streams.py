@@ -1,4 +1,4 @@
-"""Every token leaves the engine once, in order, whatever ends its request."""
+"""Every token leaves the engine once, in order, however its request ends."""
 
 from dataclasses import replace
 

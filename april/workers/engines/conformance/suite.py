@@ -1,4 +1,4 @@
-"""All checks of an engine, and running them against the one of a configuration: `april check engine`."""
+"""Runs all conformance checks against a configured engine: `april check engine`."""
 
 import contextlib
 import tempfile
@@ -21,17 +21,17 @@ from april.workers.engines.conformance.models import CONTEXT, TinyModels
 from april.workers.engines.devices import device_of
 
 SUBJECTS = (streams, distribution, weights, scores, requests)
-"""modules whose checks are in `CHECKS`, in this order"""
+"""Modules whose checks are in `CHECKS`, in this order."""
 ONLY_WHOLE_CHUNKS_S = 1e9
 
 
 def check_engine_named(name: str, overrides: list[str], say: Callable[[str], None]) -> int:
-    """Run every check that concerns the engine of that name, and say what fell short; how many did.
+    """Run every check that applies to the named engine, report the results, and return the number of failures.
 
-    `overrides`: further keys of a run, as words. The engine runs on the CPU, unless they say otherwise. Raises
-    ConfigError for an engine that cannot be found or built.
+    `overrides`: further configuration keys, as command-line words. The engine runs on the CPU unless they say
+    otherwise. Raises ConfigError for an engine that cannot be found or built.
     """
-    entry, fell_short = ENGINES.find(name), 0
+    entry, failures = ENGINES.find(name), 0
     with tempfile.TemporaryDirectory() as folder:
         models = TinyModels(Path(folder))
         check_engine(configured(name, models().folder, overrides))
@@ -45,11 +45,11 @@ def check_engine_named(name: str, overrides: list[str], say: Callable[[str], Non
             except ConfigError:
                 raise
             except Exception as error:
-                fell_short += 1
-                say(f"FELL SHORT  {check}\n{where(error)}")
+                failures += 1
+                say(f"FELL SHORT  {check}\n{failure_location(error)}")
             else:
                 say(f"kept        {check}")
-    return fell_short
+    return failures
 
 
 def configured(name: str, model: Path, overrides: list[str], **worker: Any) -> Config:
@@ -61,7 +61,7 @@ def configured(name: str, model: Path, overrides: list[str], **worker: Any) -> C
 
 
 class Engines:
-    """`MakeEngine` as a worker makes its engine, by its entry; closes all of them at its end."""
+    """Implements `MakeEngine` with the engine's entry, as a worker does; closes all engines at its end."""
 
     def __init__(self, name: str, models: TinyModels, overrides: list[str]):
         self._name, self._models, self._overrides = name, models, overrides
@@ -84,8 +84,8 @@ class Engines:
         self._made.close()
 
 
-def where(error: Exception) -> str:
-    """The lines of the check and of the engine at which it went wrong, and what was raised there."""
+def failure_location(error: Exception) -> str:
+    """The source lines of check and engine in an error's traceback, and the error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     lines = [f"    {Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[1:]]
     return "\n".join([*lines, f"    {type(error).__name__}: {error}".rstrip(": ")])

@@ -1,4 +1,4 @@
-"""Weights are swapped whole between two tokens, and only right ones."""
+"""Weights are swapped whole between two tokens, and only if they are valid."""
 
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +72,7 @@ BAD = {
 
 @check(cases=BAD)
 def bad_weights_are_refused_and_the_old_ones_stay(bench: Bench, spoil: Callable[[Weights], None], named: list[str]):
-    """`april.workers.engines.checks.check_tensors` says it all."""
+    """An engine can use `april.workers.engines.checks.check_tensors` for all of these."""
     request = Request(1, prompt(), 30, temperature=0.0)
     whole = drive(bench.make_engine(), [request])[1]
     engine = bench.make_engine()
@@ -105,8 +105,8 @@ def tied_embeddings_come_with_or_without_the_output_projection(bench: Bench):
 
 
 @check()
-def one_that_lets_go_of_its_memory_has_no_weights_until_some_are_loaded_again(bench: Bench):
-    if not bench.entry.takes_turns:
+def an_engine_that_releases_its_memory_has_no_weights_until_the_next_load(bench: Bench):
+    if not bench.entry.shares_time:
         return
     engine: Any = bench.make_engine()
     request = Request(1, prompt(), 30, temperature=0.0)

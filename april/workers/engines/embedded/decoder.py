@@ -1,7 +1,7 @@
 """Llama-shaped decoders as plain functions over fused weights.
 
-The structure is read from a Hugging Face folder's config.json, the weights from tensors with Hugging Face
-names. Keys and values are kept by whoever calls (see `kv_cache.py`).
+The structure is read from a Hugging Face folder's config.json, the weights from tensors with Hugging Face names. The
+caller keeps keys and values, see `kv_cache.py`.
 """
 
 import json
@@ -20,14 +20,14 @@ from april.workers.engines.checks import check_tensors
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not depend on how long the sequence is."""
+"""Supported RoPE types: those whose frequencies do not depend on the sequence length."""
 ATTENTION_BLOCK = 128
-"""queries of a row that attend at once, where it sees what was computed before"""
+"""Queries of a row that attend at once after a cached prefix."""
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Everything about a model but its weights."""
+    """Structure of a model, without its weights."""
 
     layers: int
     hidden: int
@@ -39,18 +39,18 @@ class DecoderShape:
     max_positions: int
     norm_eps: float
     tied: bool
-    """the output projection is the embedding"""
+    """Whether the output projection is the embedding."""
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
     dtype: torch.dtype
     inv_freq: Tensor
-    """float32 [head_dim / 2]: rotary frequencies (radians a position)"""
+    """float32 [head_dim / 2]: rotary frequencies (radians per position)."""
     rotary_scale: float
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every weight by its Hugging Face name, with its shape."""
+        """Shape of every weight, by its Hugging Face name."""
         shapes = {"model.embed_tokens.weight": (self.vocabulary, self.hidden), "model.norm.weight": (self.hidden,)}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocabulary, self.hidden)
@@ -79,9 +79,9 @@ class DecoderShape:
 
 
 def read_shape(folder: str | Path, dtype: torch.dtype | None = None) -> DecoderShape:
-    """The structure that config.json describes; EngineError when this engine cannot run it.
+    """Read the structure from config.json. Raises EngineError if this engine cannot run it.
 
-    It computes in `dtype`, by default the one of config.json.
+    `dtype`: data type of the computation, by default that of config.json.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -154,10 +154,10 @@ class Layer:
 
     attention_norm: RMSNorm
     qkv: Tensor
-    """rows of all query heads, then key heads, then value heads"""
+    """Rows of all query heads, then key heads, then value heads."""
     qkv_bias: Tensor | None
     qk_norm: RMSNorm | None
-    """of [heads + kv_heads, head_dim]"""
+    """Norm over the last dimension of [heads + kv_heads, head_dim]."""
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: RMSNorm
@@ -168,7 +168,7 @@ class Layer:
 
 
 class Decoder:
-    """One set of weights, ready to run. It shares no storage with the tensors that it was made from."""
+    """One set of weights, ready to run. It shares no storage with the tensors that it is made from."""
 
     def __init__(self, shape: DecoderShape, tensors: Mapping[str, Tensor], rotations: Tensor):
         self.shape = shape
@@ -195,7 +195,7 @@ class Decoder:
                 return None
             parts = [tensors[key].detach().to(self.device, self.dtype) for key in keys]
             parts = [
-                self._paired(part) if name.endswith(("q_proj", "k_proj", "q_norm", "k_norm")) else part
+                self._pair_rotary(part) if name.endswith(("q_proj", "k_proj", "q_norm", "k_norm")) else part
                 for name, part in zip(names, parts, strict=True)
             ]
             return torch.cat(parts)
@@ -222,7 +222,7 @@ class Decoder:
         )
 
     def _without_queries(self, layer: Layer) -> Layer:
-        """The same block, as far as it makes keys and values."""
+        """The block with only its key and value projections."""
         shape = self.shape
         first = shape.heads * shape.head_dim
         return replace(
@@ -232,30 +232,30 @@ class Decoder:
             qk_norm=layer.qk_norm and RMSNorm(layer.qk_norm.weight[shape.heads :], shape.norm_eps),
         )
 
-    def _paired(self, part: Tensor) -> Tensor:
+    def _pair_rotary(self, part: Tensor) -> Tensor:
         return part.view(-1, self.shape.head_dim, *part.shape[1:])[:, self._pairs].reshape(part.shape)
 
-    def decode(self, tokens: Tensor, positions: Tensor, spans: list) -> Tensor:
-        """Logits float32 [n, vocabulary] of the next token of n sequences.
+    def decode(self, tokens: Tensor, positions: Tensor, groups: list) -> Tensor:
+        """Logits, float32 [n, vocabulary], of the next token of n sequences.
 
-        `tokens` and `positions` are int64 [n]: the last token of each and where it stands. Each span
-        covers the rows `start:stop`; it stores their new keys and values and attends over all that it holds.
+        `tokens`, `positions`: int64 [n], the last token of each sequence and its position. `groups`: the `LengthGroup`s
+        of the rows; each stores its rows' new keys and values, and attends over its cache.
         """
         x = F.embedding(tokens, self.embedding)
         rotation = self.rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers):
             (heads,) = self._project(layer, x, rotation)
-            attended = [span.attend(index, heads[span.start : span.stop]) for span in spans]
-            x = self._mix(layer, x, attended[0] if len(spans) == 1 else torch.cat(attended))
+            attended = [group.attend(index, heads[group.start : group.stop]) for group in groups]
+            x = self._mix(layer, x, attended[0] if len(groups) == 1 else torch.cat(attended))
         return F.linear(self.norm(x), self.output).float()
 
     def prefill(
-        self, tokens: Tensor, start: int = 0, before: Callable[[int], Tensor] | None = None
+        self, tokens: Tensor, start: int = 0, prefix: Callable[[int], Tensor] | None = None
     ) -> Iterator[Tensor]:
-        """Keys and values [n, length, 2 * kv_heads, head_dim] of each layer, for right-padded int64 [n, length].
+        """Yield keys and values, [n, length, 2 * kv_heads, head_dim], of each layer for right-padded int64 [n, length].
 
-        Rows are causal, so what stands in the padding does not reach the tokens before it. `before(layer)`: the same
-        of the `start` tokens that stand before these in each row.
+        Attention is causal, so the padding does not affect the tokens before it. `prefix(layer)`: keys and values of
+        the `start` tokens before these in each row; None without any.
         """
         shape, length = self.shape, tokens.shape[1]
         x = F.embedding(tokens.reshape(-1), self.embedding)
@@ -263,12 +263,12 @@ class Decoder:
         for index, layer in enumerate(self.layers[:-1]):
             heads = self._project(layer, x, rotation)
             yield heads[:, :, shape.heads :]
-            attended = self._attend_behind(before(index), heads) if before else self._attend(heads)
+            attended = self._attend_with_prefix(prefix(index), heads) if prefix else self._attend(heads)
             x = self._mix(layer, x, attended)
         yield self._project(self._last_keys_values, x, rotation)
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities float32 [T - 1] of int64 [T] but the first, each behind those before it."""
+        """Log-probabilities, float32 [T - 1], of `tokens[1:]` (int64 [T]) given the tokens before each."""
         x = F.embedding(tokens[:-1], self.embedding)
         rotation = self.rotations[: len(x)].unsqueeze(1)
         for layer in self.layers:
@@ -277,7 +277,8 @@ class Decoder:
         return logprobs.gather(1, tokens[1:, None])[:, 0]
 
     def _attend(self, heads: Tensor) -> Tensor:
-        """Causal attention [n * length, heads * head_dim] of rotated [n, length, heads + 2 * kv_heads, head_dim]."""
+        """Causal attention; `heads`: rotated [n, length, heads + 2 * kv_heads, head_dim]. Returns [n * length, heads *
+        head_dim]."""
         shape = self.shape
         queries, keys, values = heads.transpose(1, 2).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
         attended = F.scaled_dot_product_attention(
@@ -285,12 +286,14 @@ class Decoder:
         )
         return attended.transpose(1, 2).reshape(heads.shape[0] * heads.shape[1], -1)
 
-    def _attend_behind(self, before: Tensor, heads: Tensor) -> Tensor:
-        """The same of rows that see [n, start, 2 * kv_heads, head_dim] before themselves. In blocks, so that hardly any
-        key is read that no query may see."""
-        shape, (_, start, *_), length = self.shape, before.shape, heads.shape[1]
+    def _attend_with_prefix(self, prefix: Tensor, heads: Tensor) -> Tensor:
+        """As `_attend`, after a prefix of keys and values, [n, start, 2 * kv_heads, head_dim].
+
+        Queries attend in blocks, so that few keys are read that no query may see.
+        """
+        shape, (_, start, *_), length = self.shape, prefix.shape, heads.shape[1]
         queries = heads[:, :, : shape.heads].transpose(1, 2)
-        held = torch.cat([before, heads[:, :, shape.heads :]], dim=1).transpose(1, 2)
+        held = torch.cat([prefix, heads[:, :, shape.heads :]], dim=1).transpose(1, 2)
         keys, values = held.split([shape.kv_heads, shape.kv_heads], dim=1)
         blocks = []
         for first in range(0, length, ATTENTION_BLOCK):
@@ -305,21 +308,24 @@ class Decoder:
         return torch.cat(blocks, dim=2).transpose(1, 2).reshape(heads.shape[0] * length, -1)
 
     def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> Tensor:
-        """[n, length, heads + 2 * kv_heads, head_dim] of n rows, one behind the other in `x`: queries, keys, values,
-        the first two rotated by [length, 1, head_dim / 2]; without queries where the layer has none."""
+        """Queries, keys and values, [n, length, heads + 2 * kv_heads, head_dim], of n rows concatenated in `x`.
+
+        Queries and keys are rotated by `rotation`, [length, 1, head_dim / 2]. A layer without query projection gives no
+        queries.
+        """
         shape = self.shape
         qkv = F.linear(layer.attention_norm(x), layer.qkv, layer.qkv_bias)
         heads = qkv.view(-1, len(rotation), qkv.shape[-1] // shape.head_dim, shape.head_dim)
         queries_keys = heads[:, :, : -shape.kv_heads]
-        turned = queries_keys
+        normed = queries_keys
         if layer.qk_norm is not None:
-            turned = layer.qk_norm(queries_keys)
-        rotated = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2))) * rotation
+            normed = layer.qk_norm(queries_keys)
+        rotated = torch.view_as_complex(normed.float().unflatten(-1, (-1, 2))) * rotation
         queries_keys.copy_(torch.view_as_real(rotated).flatten(-2))
         return heads
 
     def _mix(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of a block after attention: output projection and MLP, both residual."""
+        """The part of a block after attention: output projection and MLP, both residual."""
         x = torch.addmm(x, attended, layer.out.t())
         if layer.out_bias is not None:
             x = x + layer.out_bias
@@ -329,6 +335,6 @@ class Decoder:
 
 
 def make_rotations(shape: DecoderShape, positions: int, device: torch.device) -> Tensor:
-    """complex64 [positions, head_dim / 2]: what turns each rotary pair at each position."""
+    """Rotary factors, complex64 [positions, head_dim / 2]."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), shape.inv_freq.float())
     return torch.polar(torch.full_like(angles, shape.rotary_scale), angles).to(device)

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching of a small decoder in plain PyTorch, on any device.
 
-A request holds a slot from its first token to its last; a freed slot is refilled in the next step. What a slot
-has sampled but not handed over is always of the current version.
+A request holds a slot from its first token to its last; a freed slot is refilled in the next step. The sampled tokens
+of a slot that were not returned yet are always of the current version.
 """
 
 import time
@@ -24,14 +24,14 @@ from april.workers.engines.embedded.sampling import sample, uniforms
 from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
 from april.workers.engines.ticks import Ticks
 
-CPU_PASS_TOKENS = 512
-"""most padded tokens in one prefill on a CPU, where what lies between two layers is to stay in the core's cache"""
-LIKE_TOKENS = 32
-"""a context is computed from a multiple of this on, so that those that share about as much are computed together"""
+CPU_PREFILL_TOKENS = 512
+"""Most padded tokens in one prefill on a CPU, so that activations stay in the core's cache."""
+START_ALIGNMENT_TOKENS = 32
+"""Prefill after a shared prefix starts at a multiple of this, so that contexts with similar prefixes share a batch."""
 
 
 class TorchEngine:
-    """Implements `Engine`. Structure from the folder's config.json, weights only from `load_weights`."""
+    """Implements `Engine`. Reads the structure from the folder's config.json; weights come only from `load_weights`."""
 
     ready = True
 
@@ -46,10 +46,10 @@ class TorchEngine:
         prefill_tokens: int = 4096,
         keep_cache: bool = False,
     ):
-        """`max_context` (tokens of prompt and response; none: what the model allows), `chunk_tokens` and `report_s`: a
-        chunk is due after so many tokens, or with those of all others once in so many seconds; `prefill_tokens`:
-        padded tokens in one prefill (fewer on a CPU), and context tokens admitted in one step; `keep_cache`: over a
-        change of weights, for measuring what computing contexts anew costs."""
+        """`max_context`: tokens of prompt and response; None for the model's maximum. `chunk_tokens`, `report_s`: a
+        chunk is due after so many tokens, and those of all sequences together every so many seconds. `prefill_tokens`:
+        most padded tokens in one prefill (fewer on a CPU), and most context tokens admitted in one step. `keep_cache`:
+        keep the KV cache when weights change, to measure the cost of recomputing contexts."""
         self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
         self.max_context = max_context or self.shape.max_positions
         if self.max_context > self.shape.max_positions:
@@ -60,7 +60,7 @@ class TorchEngine:
         self.slots, self.generated_tokens = slots, 0
         self.version: Version | None = None
         self.chunk_tokens, self.prefill_tokens = chunk_tokens, prefill_tokens
-        self._pass_tokens = min(prefill_tokens, CPU_PASS_TOKENS) if self.device.type == "cpu" else prefill_tokens
+        self._pass_tokens = min(prefill_tokens, CPU_PREFILL_TOKENS) if self.device.type == "cpu" else prefill_tokens
         self._ticks = Ticks(report_s, time.monotonic())
         self.keep_cache = keep_cache
         self._decoder: Decoder | None = None
@@ -70,13 +70,13 @@ class TorchEngine:
         self._queue: dict[int, Request] = {}
         self._slot_of: dict[int, int] = {}
         self._free = list(reversed(range(slots)))
-        self._unfilled: list[int] = []
-        """running slots whose context is not in the cache"""
-        self._cut_off: list[Chunk] = []
-        """chunks ended by a change of weights, to be handed over next"""
+        self._awaiting_prefill: list[int] = []
+        """Running slots whose context is not in the KV cache."""
+        self._pre_swap_chunks: list[Chunk] = []
+        """Chunks of the old version, taken when weights changed; returned by the next step."""
         self._failures: list[tuple[int, str]] = []
         self._batch: DecodeBatch | None = None
-        """None when the running set has changed, or a sequence needs to be looked at"""
+        """None after the set of running slots, or the state of one of them, has changed."""
 
     @property
     def live(self) -> int:
@@ -99,8 +99,8 @@ class TorchEngine:
         check_request(request, self.shape.vocabulary, self.max_context, live)
         if request.min_p or request.with_support:
             raise EngineError(
-                f"request {request.id} has min_p = {request.min_p} and with_support = {request.with_support}, "
-                f"which the embedded engine cannot do; use {ENGINES.those(lambda engine: engine.returns_supports)}"
+                f"request {request.id} has min_p = {request.min_p} and with_support = {request.with_support}, which "
+                f"the embedded engine cannot do; use {ENGINES.names_where(lambda engine: engine.returns_supports)}"
             )
         self._queue[request.id] = request
 
@@ -108,12 +108,12 @@ class TorchEngine:
         with torch.inference_mode():
             decoder = Decoder(self.shape, tensors, self._rotations)
         for slot in self._slot_of.values():
-            self._cut_off += self._hand_over(slot)
+            self._pre_swap_chunks += self._take_chunk(slot)
         self._decoder, self.version = decoder, version
         self._batch = None
         if not self.keep_cache:
             self._cache.clear()
-            self._unfilled = list(self._slot_of.values())
+            self._awaiting_prefill = list(self._slot_of.values())
 
     @torch.inference_mode()
     def score(self, tokens: np.ndarray) -> np.ndarray:
@@ -125,21 +125,21 @@ class TorchEngine:
     def dtype(self) -> str:
         return str(self.shape.dtype).removeprefix("torch.")
 
-    def disown(self) -> None:
+    def discard_weights(self) -> None:
         self._decoder = self._batch = self.version = None
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         if self._decoder is None:
             return []
-        chunks, self._cut_off = self._cut_off, []
+        chunks, self._pre_swap_chunks = self._pre_swap_chunks, []
         self._admit()
-        if self._unfilled:
+        if self._awaiting_prefill:
             self._prefill(self._decoder)
         if self._slot_of:
             batch = self._batch = self._batch or self._new_batch()
-            lost = self._decode(self._decoder, batch)
-            chunks += self._fail(lost) if len(lost) else self._collect(batch)
+            failed = self._decode(self._decoder, batch)
+            chunks += self._fail(failed) if len(failed) else self._collect(batch)
         return chunks
 
     @torch.inference_mode()
@@ -147,9 +147,9 @@ class TorchEngine:
         if self._queue.pop(request_id, None) is not None or request_id not in self._slot_of:
             return []
         slot = self._slot_of[request_id]
-        chunks = [chunk for chunk in self._cut_off if chunk.id == request_id]
-        self._cut_off = [chunk for chunk in self._cut_off if chunk.id != request_id]
-        chunks += self._hand_over(slot)
+        chunks = [chunk for chunk in self._pre_swap_chunks if chunk.id == request_id]
+        self._pre_swap_chunks = [chunk for chunk in self._pre_swap_chunks if chunk.id != request_id]
+        chunks += self._take_chunk(slot)
         self._free_slot(slot)
         return chunks
 
@@ -163,73 +163,81 @@ class TorchEngine:
     def close(self) -> None:
         self._queue.clear()
         self._slot_of.clear()
-        self._cut_off.clear()
+        self._pre_swap_chunks.clear()
         self._decoder = self._batch = None
         vars(self).pop("_cache", None)
 
     def _admit(self) -> None:
-        """Queued requests, first come first, into free slots, as many as one step's prefill may hold."""
+        """Move queued requests into free slots, first come first served, up to `prefill_tokens` per step."""
         room_tokens = self.prefill_tokens
         while self._queue and self._free:
             request = next(iter(self._queue.values()))
-            if self._unfilled and len(request.tokens) > room_tokens:
+            if self._awaiting_prefill and len(request.tokens) > room_tokens:
                 return
             room_tokens -= len(request.tokens)
             slot = self._free.pop()
             self._slot_of[request.id] = slot
             self._table.fill(slot, self._queue.pop(request.id))
-            self._unfilled.append(slot)
+            self._awaiting_prefill.append(slot)
 
     def _prefill(self, decoder: Decoder) -> None:
-        """Bring the contexts of unfilled slots into the cache, but for the last token, which is decoded."""
+        """Prefill the contexts of new slots into the cache, without the last token, which is decoded."""
         length = self._table.length
-        for slot in sorted(self._unfilled, key=lambda slot: (length[slot], slot)):  # as they are computed
-            self._cache.place(slot, int(length[slot]) - 1)
+        for slot in sorted(
+            self._awaiting_prefill, key=lambda slot: (length[slot], slot)
+        ):  # the order in which they are prefilled
+            self._cache.allocate(slot, int(length[slot]) - 1)
         for wave in self._waves():
             for slot, (other, shared) in wave.items():
                 if shared:
                     self._cache.copy(other, slot, shared)
             for slots, start in self._prefill_batches({slot: shared for slot, (_, shared) in wave.items()}):
-                self._compute(decoder, slots, start)
-        self._unfilled = []
+                self._prefill_batch(decoder, slots, start)
+        self._awaiting_prefill = []
         self._batch = None
 
     def _waves(self) -> list[Wave]:
-        """Unfilled slots, and what each shares. A cache that is kept may be one of older weights: nothing is taken
-        from that."""
-        unfilled = set(self._unfilled)
+        """Waves of slots to prefill. With `keep_cache` no cached prefix is shared: it may be of older weights."""
+        unfilled = set(self._awaiting_prefill)
         filled = [slot for slot in self._slot_of.values() if slot not in unfilled and not self.keep_cache]
-        return shared_prefixes(self._table, self._unfilled, filled)
+        return shared_prefixes(self._table, self._awaiting_prefill, filled)
 
-    def _compute(self, decoder: Decoder, slots: np.ndarray, start: int) -> None:
-        """Contexts behind their first `start` tokens, which are in the cache."""
+    def _prefill_batch(self, decoder: Decoder, slots: np.ndarray, start: int) -> None:
+        """Prefill the contexts of `slots` from position `start` on; the tokens before it are in the cache."""
         longest = int(self._table.length[slots].max()) - 1
         tokens = torch.from_numpy(self._table.tokens[slots, start:longest].astype(np.int64)).to(self.device)
         rows = self._cache.rows(slots)
-        before = partial(self._cache.read, rows, length=start) if start else None
-        for layer, keys_values in enumerate(decoder.prefill(tokens, start, before)):
+        prefix = partial(self._cache.read, rows, length=start) if start else None
+        for layer, keys_values in enumerate(decoder.prefill(tokens, start, prefix)):
             self._cache.store(rows, layer, keys_values, start)
 
     def _prefill_batches(self, shared: Mapping[int, int]) -> Iterator[tuple[np.ndarray, int]]:
-        """Slots in batches of like length, each at most `_pass_tokens` with its padding, and from which position on
-        they are computed. `shared`: by slot, how many tokens at the beginning are in the cache."""
+        """(slots, start position) of each prefill batch: slots of similar length, at most `_pass_tokens` with padding.
+
+        `shared`: number of leading tokens of each slot that are in the cache.
+        """
         batch: list[int] = []
-        begins = 0
+        batch_start = 0
         stored = {slot: int(self._table.length[slot]) - 1 for slot in shared}
-        rest = [(shared[slot] // LIKE_TOKENS * LIKE_TOKENS, stored[slot], slot) for slot in shared]
+        rest = [
+            (shared[slot] // START_ALIGNMENT_TOKENS * START_ALIGNMENT_TOKENS, stored[slot], slot) for slot in shared
+        ]
         for start, stop, slot in sorted(rest):
             if stop == shared[slot]:
                 continue
-            if batch and (start != begins or (len(batch) + 1) * (stop - start) > self._pass_tokens):
-                yield np.array(batch), begins
+            if batch and (start != batch_start or (len(batch) + 1) * (stop - start) > self._pass_tokens):
+                yield np.array(batch), batch_start
                 batch = []
-            begins = start
+            batch_start = start
             batch.append(slot)
         if batch:
-            yield np.array(batch), begins
+            yield np.array(batch), batch_start
 
     def _decode(self, decoder: Decoder, batch: DecodeBatch) -> np.ndarray:
-        """Sample one token of every running sequence; or of none, and return the slots whose logits are not finite."""
+        """Sample one token for every running sequence; returns no slots.
+
+        If some logits are not finite, sample nothing and return those slots.
+        """
         uniform = torch.from_numpy(uniforms(batch.stream, batch.lengths)).to(self.device)
         for span, longest in zip(batch.spans, batch.longest, strict=True):
             span.begin_step(batch.positions[span.start : span.stop], longest)
@@ -243,54 +251,56 @@ class TorchEngine:
         return batch.slots[:0]
 
     def _fail(self, slots: np.ndarray) -> list[Chunk]:
-        """End sequences that have no finite logits, with what they have; the others draw the same token in the next
-        step. Where several run and none has any, it is the weights: EngineError."""
+        """Fail sequences without finite logits, and return their tokens; the others sample the same token next step.
+
+        Raises EngineError if several run and none has finite logits, which means that the weights are bad.
+        """
         why = f"weights {self.version} give logits that are not finite"
         if len(slots) == len(self._slot_of) > 1:
             raise EngineError(f"{why}; load others")
         chunks = []
         for slot in map(int, slots):
             self._failures.append((self._table.request_id[slot], why))
-            chunks += self._hand_over(slot)
-            self._cache.wipe(slot)
+            chunks += self._take_chunk(slot)
+            self._cache.zero(slot)
             self._free_slot(slot)
         return chunks
 
     def _new_batch(self) -> DecodeBatch:
-        """Move sequences that have filled their length group, then lay the running set out anew."""
+        """Move sequences that have filled their length group, then build a new decode batch."""
         running, stored = np.fromiter(self._slot_of.values(), np.int64), self._table.length - 1
         for slot in self._cache.outgrown(running, stored[running]):
             self._cache.promote(int(slot), stored)
-        slots = self._cache.order()
+        slots = self._cache.batch_order()
         full_at = self._cache.capacities_of(slots) + 1
         return DecodeBatch(
-            self._table, slots, self._cache.occupied(), full_at,
+            self._table, slots, self._cache.occupied_groups(), full_at,
             self.chunk_tokens, self.shape.vocabulary, self.device,
         )  # fmt: skip
 
     def _collect(self, batch: DecodeBatch) -> list[Chunk]:
-        """Chunks that are due after a decode step; sequences that ended leave their slots."""
+        """Chunks that are due after a decode step; finished sequences free their slots."""
         is_tick, table = self._ticks.passed(time.monotonic()), self._table
         stopped = batch.stopped()
         if not (stopped.any() or (batch.lengths >= batch.due_at).any() or is_tick):
             return []
         lengths, slots, self._batch = batch.lengths, batch.slots, None
-        full = lengths >= table.limit[slots]
-        due = is_tick | (lengths - table.handed[slots] >= self.chunk_tokens)
+        full = lengths >= table.max_length[slots]
+        due = is_tick | (lengths - table.handed_over[slots] >= self.chunk_tokens)
         chunks = []
         for row in np.flatnonzero(stopped | full | due):
             slot = int(slots[row])
             ended: Finish | None = "stop" if stopped[row] else "length" if full[row] else None
-            chunks += self._hand_over(slot, ended)
+            chunks += self._take_chunk(slot, ended)
             if ended:
                 self._free_slot(slot)
         return chunks
 
-    def _hand_over(self, slot: int, finish_reason: Finish | None = None) -> list[Chunk]:
-        """What the caller does not have of a slot; no chunk where that is nothing."""
+    def _take_chunk(self, slot: int, finish_reason: Finish | None = None) -> list[Chunk]:
+        """The slot's tokens that the caller does not have, as a list of one chunk; an empty list if there are none."""
         table = self._table
-        new = slice(int(table.handed[slot]), int(table.length[slot]))
-        table.handed[slot] = new.stop
+        new = slice(int(table.handed_over[slot]), int(table.length[slot]))
+        table.handed_over[slot] = new.stop
         if new.start == new.stop or self.version is None:
             return []
         tokens, logprobs = table.tokens[slot, new].copy(), table.logprobs[slot, new].copy()
@@ -298,8 +308,8 @@ class TorchEngine:
 
     def _free_slot(self, slot: int) -> None:
         del self._slot_of[self._table.request_id[slot]]
-        if slot in self._unfilled:
-            self._unfilled.remove(slot)
+        if slot in self._awaiting_prefill:
+            self._awaiting_prefill.remove(slot)
         else:
             self._cache.release(slot, self._table.length - 1)
         self._free.append(slot)

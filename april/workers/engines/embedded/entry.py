@@ -1,10 +1,11 @@
-"""What April asks about the embedded engine; see `EngineEntry`. It runs without torch."""
+"""Registry entry of the embedded engine; it imports no torch."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
+from april.errors import refuse
 from april.workers.engines import ENGINES
 from april.workers.engines.entry import EngineEntry
 
@@ -38,10 +39,12 @@ class TorchEntry(EngineEntry):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """It would run in place of servers that are meant. The other keys of [engine] wait for another engine."""
+        """Refuse `engine.url`, which names servers. Other keys of [engine] are ignored."""
         if config.engine.url:
-            with_servers = ENGINES.those(lambda entry: not entry.in_process)
-            raise ConfigError(
-                f"key 'engine.url' = {','.join(config.engine.url)!r} names servers, and 'worker.engine' is "
-                f"{config.worker.engine!r}, which has none; set worker.engine = {with_servers}, or leave engine.url out"
+            with_servers = ENGINES.names_where(lambda entry: not entry.in_process)
+            refuse(
+                "engine.url",
+                ",".join(config.engine.url),
+                f"names servers, and 'worker.engine' is {config.worker.engine!r}, which has none",
+                f"set worker.engine = {with_servers}, or leave engine.url out",
             )

@@ -1,7 +1,7 @@
-"""Keys and values of the running sequences, kept apart by length so that no short one pays for a long one.
+"""KV cache of the running sequences, grouped by length so that short sequences do not pay for long ones.
 
-Sequences live in groups of doubling capacity and move up when they outgrow theirs. A group holds its
-sequences in dense rows and attends over its own longest one; memory grows with what is occupied.
+Groups have doubling capacities; a sequence moves up when it outgrows its group. A group stores its sequences in dense
+rows and attends over the length of its longest one. Memory grows with the occupied rows.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from april.workers.engines.embedded.decoder import DecoderShape
 
 SMALLEST_CAPACITY = 128
 LENGTH_STEP = 16
-"""Lengths attended over are rounded up to a multiple of this."""
+"""Attention lengths are rounded up to a multiple of this (tokens)."""
 
 
 class LengthGroup:
-    """Sequences of at most `capacity` tokens, one a row.
+    """Sequences of at most `capacity` tokens, one per row.
 
-    In a decode step it is the span `start:stop` of the batch, and a row sees the positions up to its own.
+    In a decode step its rows are `start:stop` of the batch, and each row attends to the positions up to its own.
     """
 
     def __init__(self, shape: DecoderShape, capacity: int, max_rows: int, device: torch.device):
@@ -31,9 +31,9 @@ class LengthGroup:
         self.keys_values = self._allocate(0)
         """[layers, 2, rows, kv_heads, capacity, head_dim]"""
         self._length = 0
-        """positions attended over, those of the longest row rounded up"""
+        """Attention length: that of the longest row, rounded up."""
         self._changed = True
-        """whether rows came, went or moved since the last step"""
+        """Whether rows were added, removed or moved since the last step."""
 
     def _allocate(self, rows: int) -> Tensor:
         # Zeros, because positions out of sight are read too, and NaN times a weight of zero would be NaN.
@@ -42,7 +42,7 @@ class LengthGroup:
         return torch.zeros(size, dtype=shape.dtype, device=self.device)
 
     def add(self, slot: int) -> int:
-        """Returns the row of the new sequence."""
+        """Add a sequence; returns its row."""
         self.slots.append(slot)
         held = self.keys_values.shape[2]
         if len(self.slots) > held:
@@ -53,7 +53,10 @@ class LengthGroup:
         return len(self.slots) - 1
 
     def remove(self, row: int, stored: np.ndarray) -> int | None:
-        """Free a row; the last sequence moves into it. Returns that one's slot, if it moved."""
+        """Free a row and move the last sequence into it. Returns the moved sequence's slot, or None.
+
+        `stored`: int [slots], number of positions with keys and values in each slot.
+        """
         last = self.slots.pop()
         self._changed = True
         if row == len(self.slots):
@@ -68,35 +71,42 @@ class LengthGroup:
         self._changed = True
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
-        """Prepare what all layers share; `positions` int64 [rows] of the tokens about to be stored."""
+        """Prepare index and mask shared by all layers.
+
+        `positions`: int64 [rows], positions of the tokens about to be stored. `longest`: the largest of them.
+        """
         length = min(self.capacity, -(-(longest + 1) // LENGTH_STEP) * LENGTH_STEP)
         if self._changed or length != self._length:
             self._changed, self._length = False, length
             self._lay_out(positions)
-        self._places = (self._first_places + positions.unsqueeze(1)).view(-1)
-        self._bias.view(-1).index_fill_(0, (self._first_bias + positions.unsqueeze(1)).view(-1), 0.0)
+        self._write_index = (self._row_starts + positions.unsqueeze(1)).view(-1)
+        self._bias.view(-1).index_fill_(0, (self._bias_row_starts + positions.unsqueeze(1)).view(-1), 0.0)
 
     def _lay_out(self, positions: Tensor) -> None:
-        """What stays the same while the rows and the length do."""
+        """Compute what stays the same as long as the rows and the attention length do."""
         layers, _, held, heads, capacity, head_dim = self.keys_values.shape
         rows, length = len(self.slots), self._length
         row, head = torch.arange(rows, device=self.device).unsqueeze(1), torch.arange(heads, device=self.device)
         keys = (row * heads + head) * capacity
-        self._first_places = torch.cat([keys, keys + held * heads * capacity], dim=1)
-        self._first_bias = (row * heads + head) * length
+        self._row_starts = torch.cat([keys, keys + held * heads * capacity], dim=1)
+        self._bias_row_starts = (row * heads + head) * length
         hidden = torch.arange(length, device=self.device) > positions.unsqueeze(1)
         bias = torch.zeros(hidden.shape, dtype=self.shape.dtype, device=self.device)
         bias.masked_fill_(hidden, float("-inf"))
         self._bias = bias.repeat_interleave(heads, dim=0).unsqueeze(1)
         seen = self.keys_values[:, :, :rows].flatten(2, 3)[:, :, :, :length]
         self._flat = self.keys_values.view(layers, -1, head_dim).unbind()
-        self._seen = [(seen[layer, 0], seen[layer, 1]) for layer in range(layers)]
+        self._visible = [(seen[layer, 0], seen[layer, 1]) for layer in range(layers)]
 
     def attend(self, layer: int, heads: Tensor) -> Tensor:
-        """Attention [rows, heads * head_dim] of rotated [rows, heads + 2 * kv_heads, head_dim], which it stores."""
+        """Store one token's keys and values per row, and attend.
+
+        `heads`: [rows, heads + 2 * kv_heads, head_dim], rotated queries, keys and values. Returns [rows, heads *
+        head_dim].
+        """
         shape, rows = self.shape, len(heads)
-        self._flat[layer].index_copy_(0, self._places, heads[:, shape.heads :].reshape(-1, shape.head_dim))
-        keys, values = self._seen[layer]
+        self._flat[layer].index_copy_(0, self._write_index, heads[:, shape.heads :].reshape(-1, shape.head_dim))
+        keys, values = self._visible[layer]
         # The query heads that share a key head are rows of one small product: no key is repeated.
         queries = heads[:, : shape.heads].reshape(len(keys), -1, shape.head_dim)
         if queries.dtype == torch.float32:
@@ -108,16 +118,17 @@ class LengthGroup:
         return attended.view(rows, -1)
 
 
-class Rows(NamedTuple):
-    """Where a number of slots are."""
+class CacheRows(NamedTuple):
+    """Cache rows of a list of slots, by group."""
 
-    number: int
+    slot_count: int
+    """Number of slots."""
     parts: list[tuple[LengthGroup, slice | Tensor, slice | Tensor]]
-    """each group of some of them, these ones' rows in it, and which of the slots they are"""
+    """(group, rows in it, indices of these rows' slots in the list) for each group that has some of the slots."""
 
 
 class KVCache:
-    """Where each slot's keys and values are: a group and a row in it."""
+    """The whole cache; maps each slot to a group and a row in it."""
 
     def __init__(self, shape: DecoderShape, slots: int, max_context: int, device: torch.device):
         capacities = [SMALLEST_CAPACITY]
@@ -129,14 +140,14 @@ class KVCache:
         self._group_of = np.full(slots, -1)
         self._row_of = np.zeros(slots, np.int64)
 
-    def place(self, slot: int, position: int) -> None:
-        """Give `slot` a row where `position` can be stored."""
+    def allocate(self, slot: int, position: int) -> None:
+        """Assign `slot` a row in the smallest group that can store `position`."""
         index = int(np.searchsorted(self._capacities, position, side="right"))
         self._group_of[slot] = index
         self._row_of[slot] = self.groups[index].add(slot)
 
     def release(self, slot: int, stored: np.ndarray) -> None:
-        """Free the slot's row. `stored` is int [slots]: positions of each slot that have keys and values."""
+        """Free the slot's row. `stored`: int [slots], number of positions with keys and values in each slot."""
         group, row = self.groups[self._group_of[slot]], int(self._row_of[slot])
         moved = group.remove(row, stored)
         if moved is not None:
@@ -144,13 +155,13 @@ class KVCache:
         self._group_of[slot] = -1
 
     def copy(self, slot: int, to: int, length: int) -> None:
-        """The first `length` positions of a slot's row into that of another."""
+        """Copy the first `length` positions of a slot's row to the row of slot `to`."""
         source, target = self.groups[self._group_of[slot]], self.groups[self._group_of[to]]
         held = source.keys_values[:, :, self._row_of[slot], :, :length]
         target.keys_values[:, :, self._row_of[to], :, :length] = held
 
-    def wipe(self, slot: int) -> None:
-        """Make the slot's row zeros again, so that the next one there does not read what is not finite."""
+    def zero(self, slot: int) -> None:
+        """Zero the slot's row, so that the next sequence there reads no values that are not finite."""
         self.groups[self._group_of[slot]].keys_values[:, :, self._row_of[slot]] = 0
 
     def clear(self) -> None:
@@ -159,11 +170,11 @@ class KVCache:
         self._group_of.fill(-1)
 
     def capacities_of(self, slots: np.ndarray) -> np.ndarray:
-        """Tokens that each slot's group can hold."""
+        """Capacity (tokens) of each slot's group."""
         return self._capacities[self._group_of[slots]]
 
     def outgrown(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Those of `slots` whose next `positions` lie beyond their group."""
+        """The `slots` whose next `positions` lie beyond their group's capacity."""
         return slots[positions >= self.capacities_of(slots)]
 
     def promote(self, slot: int, stored: np.ndarray) -> None:
@@ -172,48 +183,48 @@ class KVCache:
         old, row = self.groups[self._group_of[slot]], self._row_of[slot]
         held = old.keys_values[:, :, row, :, :length].clone()
         self.release(slot, stored)
-        self.place(slot, length)
+        self.allocate(slot, length)
         self.groups[self._group_of[slot]].keys_values[:, :, self._row_of[slot], :, :length] = held
 
-    def order(self) -> np.ndarray:
-        """Slots in the order of the decode batch; sets each group's span of it."""
+    def batch_order(self) -> np.ndarray:
+        """All slots in the order of the decode batch; sets `start` and `stop` of each group."""
         start = 0
         for group in self.groups:
             group.start, group.stop = start, start + len(group.slots)
             start = group.stop
         return np.array([slot for group in self.groups for slot in group.slots], np.int64)
 
-    def occupied(self) -> list[LengthGroup]:
+    def occupied_groups(self) -> list[LengthGroup]:
         return [group for group in self.groups if group.slots]
 
-    def rows(self, slots: np.ndarray) -> Rows:
-        """Where these slots are."""
+    def rows(self, slots: np.ndarray) -> CacheRows:
+        """Cache rows of these slots."""
         parts = []
         for index in np.unique(self._group_of[slots]):
             inside, group = np.flatnonzero(self._group_of[slots] == index), self.groups[index]
-            places = [indices(one, group.device) for one in (self._row_of[slots[inside]], inside)]
-            parts.append((group, *places))
-        return Rows(len(slots), parts)
+            index_pair = [indices(values, group.device) for values in (self._row_of[slots[inside]], inside)]
+            parts.append((group, *index_pair))
+        return CacheRows(len(slots), parts)
 
-    def store(self, rows: Rows, layer: int, keys_values: Tensor, start: int = 0) -> None:
+    def store(self, rows: CacheRows, layer: int, keys_values: Tensor, start: int = 0) -> None:
         """Store a prefill of these rows: [n, length, 2 * kv_heads, head_dim], from position `start` on."""
         keys_values = keys_values.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
         for group, held, chosen in rows.parts:
             stop = min(start + keys_values.shape[3], group.capacity)
             group.keys_values[layer][:, held, :, start:stop] = keys_values[:, chosen, :, : stop - start]
 
-    def read(self, rows: Rows, layer: int, length: int) -> Tensor:
-        """The first positions of these rows, in the form of a prefill: [n, length, 2 * kv_heads, head_dim]."""
+    def read(self, rows: CacheRows, layer: int, length: int) -> Tensor:
+        """The first `length` positions of these rows, laid out as a prefill: [n, length, 2 * kv_heads, head_dim]."""
         _, _, _, heads, _, head_dim = self.groups[0].keys_values.shape
-        read = self.groups[0].keys_values.new_empty(2, rows.number, heads, length, head_dim)
+        read = self.groups[0].keys_values.new_empty(2, rows.slot_count, heads, length, head_dim)
         for group, held, chosen in rows.parts:
             read[:, chosen] = group.keys_values[layer][:, held, :, :length]
         return read.permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def indices(places: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Of int64 [n]; a slice where they lie behind each other, which is copied at once."""
-    first, count = int(places[0]), len(places)
-    if (places == np.arange(first, first + count)).all():
+def indices(values: np.ndarray, device: torch.device) -> slice | Tensor:
+    """`values`, int64 [n], as a slice if they are consecutive, which copies faster, otherwise as a tensor."""
+    first, count = int(values[0]), len(values)
+    if (values == np.arange(first, first + count)).all():
         return slice(first, first + count)
-    return torch.from_numpy(places).to(device)
+    return torch.from_numpy(values).to(device)

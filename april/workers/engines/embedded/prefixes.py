@@ -1,4 +1,4 @@
-"""Which contexts begin alike, so that what they share is computed once: the prompt of a group, or a template of all."""
+"""Shared prefixes of contexts, such as a group's prompt or a common template, so that each is prefilled only once."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,21 @@ import numpy as np
 
 from april.workers.engines.embedded.slot_table import SlotTable
 
-LEAST_TOKENS = 64
-"""fewer are computed again sooner than what follows them is computed apart"""
+MIN_SHARED_TOKENS = 64
+"""Shortest prefix worth sharing; below it, recomputing is cheaper than prefilling the rest separately."""
 Wave = dict[int, tuple[int, int]]
-"""slot -> (another slot, how many tokens at the beginning are taken from it); none: (itself, 0)"""
+"""Slots to prefill together: slot -> (source slot, leading tokens to copy from it), or (itself, 0) to copy none."""
 
 
 def shared_prefixes(table: SlotTable, unfilled: Sequence[int], filled: Sequence[int]) -> list[Wave]:
-    """Unfilled slots, each in a wave behind that of the slot from which it takes the beginning of its context; `filled`
-    ones have theirs in the cache already. The last token of a context is not counted."""
+    """Waves in which to prefill the `unfilled` slots; a slot's wave comes after that of its source slot.
+
+    `filled`: slots whose context is in the cache already. The last token of a context does not count: it is decoded.
+    """
     wave_of = dict.fromkeys(filled, -1)
     waves: list[Wave] = []
     for slot in sorted(unfilled, key=lambda slot: -int(table.length[slot])):
-        other, shared = most_alike(table, slot, np.fromiter(wave_of, np.int64))
+        other, shared = longest_shared_prefix(table, slot, np.fromiter(wave_of, np.int64))
         wave_of[slot] = wave_of[other] + 1 if shared else 0
         while len(waves) <= wave_of[slot]:
             waves.append({})
@@ -26,10 +28,13 @@ def shared_prefixes(table: SlotTable, unfilled: Sequence[int], filled: Sequence[
     return waves
 
 
-def most_alike(table: SlotTable, slot: int, others: np.ndarray) -> tuple[int, int]:
-    """(one of `others`, how many tokens a slot's context begins with as that one's): all of them, or enough."""
+def longest_shared_prefix(table: SlotTable, slot: int, others: np.ndarray) -> tuple[int, int]:
+    """(slot of `others` with the longest common prefix, its tokens); (the slot itself, 0) if none is worth sharing.
+
+    A prefix is worth sharing from MIN_SHARED_TOKENS on, or if it is the whole context.
+    """
     stored = int(table.length[slot]) - 1
-    enough = min(stored, LEAST_TOKENS)
+    enough = min(stored, MIN_SHARED_TOKENS)
     if not enough or not len(others):
         return slot, 0
     tokens, own = table.tokens, table.tokens[slot, :stored]

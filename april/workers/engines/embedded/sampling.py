@@ -1,7 +1,7 @@
 """Next tokens from logits, as a pure function of (seed, position, distribution).
 
-Each token is drawn by inverse CDF from one uniform number that is a hash of the sample's seed and the
-position, so a sample is the same whatever runs beside it and wherever it was interrupted.
+Each token is drawn by inverse CDF from one uniform number, a hash of the sample's seed and the token's position. So a
+sample is the same in any batch, and wherever it was interrupted.
 """
 
 from dataclasses import dataclass
@@ -21,33 +21,33 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def stream_of(seed: int) -> np.uint64:
-    """The start of a seed's stream; near seeds start far apart."""
+    """Start state of a seed's SplitMix64 stream; nearby seeds start far apart."""
     return mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + GOLDEN)[0]
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 [n] in [0, 1): the numbers at `positions` (int64 [n]) of SplitMix64 `streams` (uint64 [n])."""
+    """Uniform numbers, float64 [n] in [0, 1): those at `positions` (int64 [n]) of SplitMix64 `streams` (uint64 [n])."""
     return (mix(streams + positions.astype(np.uint64) * GOLDEN) >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How each of n rows is sampled; a field is None where no row needs it."""
+    """Sampling parameters of a batch of n rows; a field is None if no row needs it."""
 
     temperature: Tensor | None
-    """float32 [n, 1], 1 where greedy"""
+    """float32 [n, 1]; 1 for greedy rows."""
     greedy: Tensor | None
-    """bool [n]"""
+    """bool [n]: rows that take the likeliest token."""
     cut_rows: Tensor | None
-    """int64 [m]: rows with top-k or top-p"""
+    """int64 [m]: indices of the rows with top-k or top-p."""
     top_k: Tensor | None
-    """int64 [m, 1]"""
+    """int64 [m, 1]: of `cut_rows`."""
     top_p: Tensor | None
-    """float64 [m, 1]"""
+    """float64 [m, 1]: of `cut_rows`."""
 
     @staticmethod
     def of(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, vocabulary: int, device: torch.device):
-        """From float64, int64, float64 [n]; temperature 0 is greedy, top_k 0 and top_p 1 keep every token."""
+        """Plan from float64, int64 and float64 [n]; temperature 0 is greedy, top_k 0 and top_p 1 keep every token."""
 
         def tensor(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(device)
@@ -66,9 +66,9 @@ class SamplingPlan:
 
 
 def sample(logits: Tensor, uniform: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [n] and their behaviour log-probabilities float32 [n], over the full vocabulary.
+    """Sampled tokens, int64 [n], and their behaviour log-probabilities, float32 [n], over the full vocabulary.
 
-    `logits` is float32 [n, vocabulary], `uniform` float64 [n] in [0, 1).
+    `logits`: float32 [n, vocabulary]. `uniform`: float64 [n] in [0, 1).
     """
     if plan.temperature is not None:
         logits = logits / plan.temperature
@@ -86,7 +86,10 @@ def sample(logits: Tensor, uniform: Tensor, plan: SamplingPlan) -> tuple[Tensor,
 
 
 def cut(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Zero what top-k, then top-p of what is left, leaves out: the fewest likeliest tokens that reach top_p."""
+    """Set the weights outside top-k, then outside top-p of the rest, to zero; `weights`: float [m, vocabulary].
+
+    Top-p keeps the smallest set of likeliest tokens whose share of the mass reaches top_p.
+    """
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(weights.shape[-1], device=weights.device)
     ordered = ordered.double().masked_fill(ranks >= top_k, 0)

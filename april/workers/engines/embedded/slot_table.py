@@ -1,4 +1,4 @@
-"""The engine's bookkeeping in arrays: what it knows of each slot, and of the running ones between two changes."""
+"""The engine's bookkeeping in arrays: the state of each slot, and of the running slots between two changes."""
 
 import numpy as np
 import torch
@@ -10,34 +10,34 @@ from april.workers.engines.embedded.sampling import SamplingPlan, stream_of
 
 
 class SlotTable:
-    """What the engine knows of each slot, one array a fact; contents of a free slot mean nothing."""
+    """State of all slots, one array per quantity; the entries of a free slot are meaningless."""
 
     def __init__(self, slots: int, max_context: int):
         self.max_context = max_context
         self.request_id = [0] * slots
         self.length = np.zeros(slots, np.int64)
-        """tokens of the context, the last of which is not in the cache yet"""
-        self.limit = np.zeros(slots, np.int64)
-        """length at which the budget is used up"""
-        self.handed = np.zeros(slots, np.int64)
-        """tokens that the caller has"""
+        """Context tokens of each slot; the last one is not in the KV cache yet."""
+        self.max_length = np.zeros(slots, np.int64)
+        """Context length at which the token budget is used up."""
+        self.handed_over = np.zeros(slots, np.int64)
+        """Context tokens that the caller has, prompt included."""
         self.stream = np.zeros(slots, np.uint64)
         self.temperature = np.zeros(slots)
         self.top_k = np.zeros(slots, np.int64)
         self.top_p = np.zeros(slots)
         self.stop_ids = np.full((slots, 1), -1, np.int64)
-        """padded with -1"""
+        """Stop token ids of each slot, padded with -1."""
         self.tokens = np.zeros((slots, min(256, max_context)), np.int32)
         self.logprobs = np.zeros(self.tokens.shape, np.float32)
-        """both grow to the longest context so far"""
+        """Context tokens and their log-probabilities; both arrays grow to the longest context so far."""
 
     def fill(self, slot: int, request: Request) -> None:
         length = len(request.tokens)
         self.request_id[slot] = request.id
         self.reserve(length + 1)
         self.tokens[slot, :length] = request.tokens
-        self.length[slot] = self.handed[slot] = length
-        self.limit[slot] = length + request.max_new_tokens
+        self.length[slot] = self.handed_over[slot] = length
+        self.max_length[slot] = length + request.max_new_tokens
         self.stream[slot] = stream_of(request.seed)
         self.temperature[slot] = request.temperature
         self.top_k[slot] = request.top_k
@@ -58,9 +58,9 @@ class SlotTable:
 
 
 class DecodeBatch:
-    """The running slots in the order of the cache, and what a decode step needs of them.
+    """The running slots in cache order, with the arrays that a decode step needs.
 
-    It lives until the running set changes or a row is due, so that the steps between touch whole arrays only.
+    It is rebuilt when the set of running slots changes or a row is due; the steps between only touch whole arrays.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class DecodeBatch:
         vocabulary: int,
         device: torch.device,
     ):
-        """`full_at` int64 [n]: the length at which a row has outgrown its group."""
+        """`full_at`: int64 [n], the context length at which a row has outgrown its length group."""
         self.slots, self.spans = slots, spans
         self.lengths = table.length[slots]
         self.longest = [int(self.lengths[span.start : span.stop].max()) - 1 for span in spans]
-        """the last position of each span"""
-        self.due_at = np.minimum(np.minimum(table.limit[slots], table.handed[slots] + chunk_tokens), full_at)
-        """length at which a row ends, has a chunk due, or moves"""
+        """Largest position of each group's rows."""
+        self.due_at = np.minimum(np.minimum(table.max_length[slots], table.handed_over[slots] + chunk_tokens), full_at)
+        """int64 [n]: context length at which a row ends, has a chunk due, or moves to another length group."""
         table.reserve(int(self.due_at.max()))
         self.stream = table.stream[slots]
         self.plan = SamplingPlan.of(
@@ -88,11 +88,11 @@ class DecodeBatch:
         self._stop_ids = table.stop_ids[slots]
         self._sampled = table.tokens[slots, self.lengths - 1].astype(np.int64)
         self.last = torch.from_numpy(self._sampled).to(device)
-        """int64 [n]: the token to decode next, which stands at `positions`"""
+        """int64 [n]: the token to decode next, at `positions`."""
         self.positions = torch.from_numpy(self.lengths - 1).to(device)
 
     def append(self, table: SlotTable, tokens: Tensor, logprobs: np.ndarray) -> None:
-        """One sampled token a row: int64 [n], float32 [n]."""
+        """Append one sampled token per row: int64 [n], float32 [n]."""
         self.last, self._sampled = tokens, tokens.cpu().numpy()
         table.tokens[self.slots, self.lengths] = self._sampled
         table.logprobs[self.slots, self.lengths] = logprobs
@@ -102,5 +102,5 @@ class DecodeBatch:
         self.longest = [longest + 1 for longest in self.longest]
 
     def stopped(self) -> np.ndarray:
-        """bool [n]: whose last token is one of its stop tokens."""
+        """bool [n]: rows whose last token is one of their stop tokens."""
         return (self._stop_ids == self._sampled[:, None]).any(axis=1)

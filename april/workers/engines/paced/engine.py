@@ -1,9 +1,9 @@
-"""The embedded engine with an accelerator's sense of time: its tokens are real, its steps last as a cost model says.
+"""The embedded engine at the pace of an accelerator: its tokens are real, its steps last as long as a cost model says.
 
-A step ends no earlier than the model's a + b * running + c * KV, and the prefill of what it took in, times a factor by
-which the CPU keeps up. Steps of a busy engine follow each other without a gap, as an accelerator's would: what the
-worker does between two of them is part of the second. A step that could not be made in time is counted; where those are
-more than a few, the run's times are the CPU's and not the model's.
+A step ends no earlier than the cost model's time for it: a + b * running + c * KV tokens, plus the prefill of admitted
+requests, times a slow-down factor with which the CPU can keep up. Steps of a busy engine follow each other without a
+gap, so the worker's own work between two steps counts as part of the second. Steps that took longer than the model says
+are counted; if there are more than a few, the run's times are the CPU's, not the model's.
 """
 
 import logging
@@ -28,36 +28,36 @@ from april.workers.engines.embedded.slot_table import DecodeBatch
 log = logging.getLogger(__name__)
 
 LATE_SHARE = 0.01
-"""of the steps; a run with more of them late says so"""
-TELL_S = 2.0
-"""between two writings of what was kept and what was not"""
+"""Share of late steps above which the engine logs a warning."""
+STATUS_INTERVAL_S = 2.0
+"""Interval between two writes of the status file (s)."""
 
 
 @dataclass
 class Pace:
-    """How well the pace was kept."""
+    """Statistics of how well the engine has kept the cost model's pace."""
 
     hardware: str
-    """the cost model's source"""
+    """Hardware that the cost model was measured on."""
     factor: float
-    """seconds that pass here for one of the model's"""
+    """Real seconds per second of the cost model."""
     steps: int = 0
     late_steps: int = 0
-    """that took longer than the model says"""
+    """Steps that took longer than the cost model says."""
     late_s: float = 0.0
-    """by so much, all together"""
+    """Total lateness of those steps (s)."""
 
 
 class PacedEngine(TorchEngine):
-    def __init__(self, model_path: str | Path, pacing: Pacing, factor: float, told_in: Path, **options: Any):
-        """`told_in`: file that says how well the pace was kept; `options`: of `TorchEngine`."""
+    def __init__(self, model_path: str | Path, pacing: Pacing, factor: float, status_file: Path, **options: Any):
+        """`status_file`: JSON file for the `Pace` statistics. `options`: those of `TorchEngine`."""
         super().__init__(model_path, **options)
-        self.pacing, self.pace, self._told_in = pacing, Pace(pacing.cost.source, factor), told_in
+        self.pacing, self.pace, self._status_file = pacing, Pace(pacing.cost.source, factor), status_file
         self._contexts = self._context_tokens = self._kv = 0
-        """computed in the step under way, and in the cache before it"""
+        """Of the current step: contexts and context tokens prefilled, and KV tokens attended over."""
         self._due = 0.0
-        """when the last step was over, by the model"""
-        self._tell_at = 0.0
+        """Time at which the last step ended by the cost model."""
+        self._next_status_at = 0.0
         self._was_busy = False
 
     def step(self) -> list[Chunk]:
@@ -79,8 +79,8 @@ class PacedEngine(TorchEngine):
         self._was_busy = False
 
     def _prefill(self, decoder: Decoder) -> None:
-        self._contexts += len(self._unfilled)
-        self._context_tokens += int(self._table.length[self._unfilled].sum())
+        self._contexts += len(self._awaiting_prefill)
+        self._context_tokens += int(self._table.length[self._awaiting_prefill].sum())
         super()._prefill(decoder)
 
     def _decode(self, decoder: Decoder, batch: DecodeBatch) -> np.ndarray:
@@ -96,20 +96,20 @@ class PacedEngine(TorchEngine):
         else:
             time.sleep(due - now)
         self._due = max(now, due)
-        if now >= self._tell_at:
-            self._tell_at = now + TELL_S
-            self._tell()
+        if now >= self._next_status_at:
+            self._next_status_at = now + STATUS_INTERVAL_S
+            self._write_status()
 
-    def _tell(self) -> None:
-        self._told_in.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._told_in.with_suffix(".partial")
+    def _write_status(self) -> None:
+        self._status_file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._status_file.with_suffix(".partial")
         unfinished.write_bytes(orjson.dumps(asdict(self.pace)))
-        unfinished.replace(self._told_in)
+        unfinished.replace(self._status_file)
 
     def close(self) -> None:
         pace = self.pace
         if pace.steps:
-            self._tell()
+            self._write_status()
         if pace.late_steps > LATE_SHARE * pace.steps:
             log.warning(
                 "%d of %d paced steps were late: times are this machine's, not the model's; raise engine.pace_factor",

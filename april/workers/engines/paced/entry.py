@@ -1,9 +1,10 @@
-"""What April asks about the paced engine; see `EngineEntry`. It runs without torch."""
+"""Registry entry of the paced engine; it imports no torch."""
 
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
 from april.config.costs import pacing_of
+from april.errors import refuse
 from april.workers.engines.entry import EngineEntry
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 class PacedEntry(EngineEntry):
     scores = True
-    gives_way = False
+    yields_cpu = False
     reads = ("pace", "pace_factor", "pause")
 
     @classmethod
@@ -39,8 +40,10 @@ class PacedEntry(EngineEntry):
     def check(cls, config: Config) -> None:
         super().check(config)
         if not config.engine.pace:
-            raise ConfigError(
-                "key 'engine.pace' is missing: it names the hardware whose time the engine keeps; use h100, or the "
-                "file that `april calibrate` has written"
+            refuse(
+                "engine.pace",
+                None,
+                "is missing: it names the hardware whose time the engine keeps",
+                "use h100, or the file that `april calibrate` has written",
             )
         pacing_of(config.engine.pace)

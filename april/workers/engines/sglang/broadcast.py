@@ -1,22 +1,26 @@
-"""Weights that the learner broadcasts to a server itself: the server takes part in the lane, while it is paused."""
+"""Receives weights that the learner broadcasts directly to a paused server over its weight channel."""
 
 from collections.abc import Callable
 
-from april.weights.lane_messages import LaneManifest
+from april.weights.lane_messages import ChannelManifest
 from april.weights.snapshot import server_buckets
 from april.workers.engines.sglang.client import SGLangClient
 from april.workers.engines.sglang.weights import UPDATE_S, within_session
 
 
-async def receive(client: SGLangClient, manifest: LaneManifest, post: Callable[[], None], change: dict) -> None:
-    """Take the broadcasts of a manifest into the paused server; `post` tells the learner to begin.
+async def receive_broadcast(
+    client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
+) -> None:
+    """Have the paused server receive the broadcasts of a manifest; `post` tells the learner to begin.
 
-    `change` as of `WeightPush.load`, and raises the same.
+    `change`, and the errors raised: as for `WeightPush.load`.
     """
-    await within_session(client, take_buckets(client, manifest, post, change))
+    await within_session(client, receive_buckets(client, manifest, post, change))
 
 
-async def take_buckets(client: SGLangClient, manifest: LaneManifest, post: Callable[[], None], change: dict) -> None:
+async def receive_buckets(
+    client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
+) -> None:
     post()
     parts = server_buckets(manifest.tensors, manifest.bucket_bytes)
     for heads in parts:
@@ -24,7 +28,7 @@ async def take_buckets(client: SGLangClient, manifest: LaneManifest, post: Calla
             "names": [head.name for head in heads],
             "dtypes": [head.dtype for head in heads],
             "shapes": [head.shape for head in heads],
-            "group_name": manifest.lane,
+            "group_name": manifest.channel,
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }

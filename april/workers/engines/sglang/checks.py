@@ -1,5 +1,4 @@
-"""What a server must not be: one of another model, one that takes no weights while it runs, one whose samples are not
-the policy's."""
+"""Refuses unsuitable servers: of another model, unable to update weights, or not sampling from the policy."""
 
 import contextlib
 import json
@@ -15,12 +14,12 @@ SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
 )  # fmt: skip
-"""keys of config.json that two folders of one model agree in"""
+"""Keys of config.json that must agree between two folders of one model."""
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 
 
 def check_server(info: Mapping[str, Any]) -> None:
-    """Refuse what a server says of itself (/server_info). Raises ServerFailed."""
+    """Raise ServerFailed for an unsuitable server; `info`: its /server_info."""
     for key in ("pp_size", "dp_size"):
         if info.get(key, 1) != 1:
             raise ServerFailed(
@@ -31,22 +30,24 @@ def check_server(info: Mapping[str, Any]) -> None:
 
 
 def check_model(info: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse a server of another model than that of config.json, `own`, as far as it says which one it has: its
-    architecture, and all sizes where its folder can be read here. Raises ServerFailed."""
-    folder, said = str(info.get("model_path")), {}
+    """Raise ServerFailed if the server's model differs from that of `own`, the run's config.json.
+
+    Compares the architecture, and all sizes if the server's model folder can be read on this machine.
+    """
+    folder, server_model = str(info.get("model_path")), {}
     with contextlib.suppress(OSError, ValueError):
-        said = json.loads((Path(folder) / "config.json").read_bytes())
-    said |= {key: info[key] for key in ARCHITECTURE if key in info}
+        server_model = json.loads((Path(folder) / "config.json").read_bytes())
+    server_model |= {key: info[key] for key in ARCHITECTURE if key in info}
     for key in (*ARCHITECTURE, *SHAPE):
-        if None not in (said.get(key), own.get(key)) and said[key] != own[key]:
+        if None not in (server_model.get(key), own.get(key)) and server_model[key] != own[key]:
             raise ServerFailed(
-                f"the server's model {folder} has {key} = {said[key]!r} where key 'model.path' has {own[key]!r}; "
-                "start it with that folder, or give its folder as model.path"
+                f"the server's model {folder} has {key} = {server_model[key]!r} where key 'model.path' has "
+                f"{own[key]!r}; start it with that folder, or give its folder as model.path"
             )
 
 
 def check_ranks(info: Mapping[str, Any], expected: int) -> None:
-    """Refuse a server that was started here with other tensor-parallel ranks than were counted. Raises ServerFailed."""
+    """Raise ServerFailed if a server started by April has not the `expected` number of tensor-parallel ranks."""
     if info.get("tp_size", expected) != expected:
         raise ServerFailed(
             f"the server runs with {info['tp_size']} tensor-parallel ranks where key 'engine.server' was read as "
@@ -55,7 +56,7 @@ def check_ranks(info: Mapping[str, Any], expected: int) -> None:
 
 
 def check_pause(pause: str, stream_tokens: int) -> None:
-    """Refuse one that leaves versions unknown. Raises EngineError."""
+    """Raise EngineError for a pause mode under which a token's version would be unknown."""
     if pause != "abort" and stream_tokens != 1:
         raise EngineError(
             f"pause = {pause!r} leaves tokens unsent whose version is known only at the end; "
@@ -64,9 +65,9 @@ def check_pause(pause: str, stream_tokens: int) -> None:
 
 
 def check_speculation(options: Mapping[str, Any], device: str, rocm: bool = False) -> None:
-    """Refuse speculative decoding that draws other tokens than the policy would. Raises ServerFailed.
+    """Raise ServerFailed for speculative decoding that does not sample from the policy.
 
-    Where SGLang 0.5.23 has no kernels that sample while they verify guesses, it takes the likeliest token whatever the
+    On devices without kernels that sample during verification, SGLang 0.5.23 takes the likeliest token at any
     temperature: `_verify_uses_greedy` in its speculative/eagle_utils.py.
     """
     algorithm = options.get("speculative_algorithm")

@@ -1,4 +1,4 @@
-"""SGLang's HTTP API as April uses it: one coroutine a request, every call with a deadline, every error a sentence."""
+"""Client of SGLang's HTTP API: one coroutine per request, a deadline for every call, a sentence for every error."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -10,41 +10,41 @@ import orjson
 from april.workers.engines.base import EngineError
 
 API_KEY = "APRIL_SGLANG_API_KEY"
-"""environment variable with the key of a server that wants one"""
+"""Environment variable with the API key of a server that requires one."""
 CALL_S = 10.0
-"""longest wait for an answer that takes the server no work"""
+"""Longest wait for an answer that costs the server no work (s)."""
 LONGEST_EVENT_BYTES = 64 << 20
 
 
 class ServerRefuses(EngineError):
-    """The server says no; the text is its own."""
+    """The server refuses a call; the text has the server's own reason."""
 
 
-class KeyRefused(ServerRefuses):
-    """The server wants an API key, or another one."""
+class ApiKeyRefused(ServerRefuses):
+    """The server requires an API key, or a different one."""
 
 
 class ServerGone(RuntimeError):
-    """The server does not answer, or broke off in the middle of an answer."""
+    """The server does not answer, or broke off during an answer."""
 
 
 class ServerSilent(ServerGone):
-    """The server has taken a call and answers it too late, or never."""
+    """The server has accepted a call, and did not answer it before the deadline."""
 
 
 class SGLangClient:
-    """Talks to one server. Every method must run in the event loop that drives the engine."""
+    """Client of one server. Every method must run in the event loop that drives the engine."""
 
     def __init__(self, url: str, api_key: str = "", name: str = "SGLang"):
-        """`name` of the server, as errors are to say it."""
+        """`name`: of the server, for error texts."""
         self.url, self._server = url.rstrip("/"), f"the {name} server"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
     def _open(self) -> aiohttp.ClientSession:
-        """Connections are not kept: a server closes idle ones at any moment, also between two requests.
+        """The HTTP session, without keep-alive: a server may close an idle connection at any moment.
 
-        Raises ServerGone once `close` has been called.
+        Raises ServerGone after `close`.
         """
         if self._session is not None and self._session.closed:
             raise ServerGone(f"{self._server} at {self.url} has been given up")
@@ -61,10 +61,10 @@ class SGLangClient:
             await self._session.close()
 
     async def call(self, path: str, body: dict | None = None, deadline_s: float = CALL_S) -> Any:
-        """POST `body` as JSON, GET where it is None; the answer's JSON, None where there is none.
+        """POST `body` as JSON, or GET if it is None; returns the answer's JSON, or None if the answer is empty.
 
-        Raises ServerRefuses on any other status than 200, KeyRefused on 401 and 403, or an answer that says
-        `success: false`; ServerGone.
+        Raises ApiKeyRefused on status 401 and 403, ServerRefuses on any other status than 200 and on `success: false`,
+        ServerSilent at the deadline, ServerGone without a connection.
         """
         method = "GET" if body is None else "POST"
         try:
@@ -77,7 +77,7 @@ class SGLangClient:
             raise ServerGone(f"{self._server} at {self.url} cannot be reached ({describe(error)})") from None
         answer = decode(content)
         if response.status in (401, 403):
-            raise KeyRefused(
+            raise ApiKeyRefused(
                 f"{self._server} at {self.url} wants {'another' if self._headers else 'an'} API key for {path}; set "
                 f"{API_KEY} in the worker's environment, or engine.server.api_key for a server that is started here"
             )
@@ -88,7 +88,7 @@ class SGLangClient:
         return answer
 
     async def generate(self, body: dict) -> AsyncGenerator[dict, None]:
-        """The events of one streamed /generate, ended by the server. Raises ServerRefuses, ServerGone."""
+        """Yield the events of one streamed /generate until its end. Raises ServerRefuses and ServerGone."""
         try:
             async with self._open().post(self.url + "/generate", **self._body(body)) as response:
                 if response.status != 200:
@@ -126,10 +126,10 @@ def decode(content: bytes) -> Any:
 
 
 def reason(answer: Any, content: bytes) -> str:
-    """What a refusal says, wherever SGLang puts it: error, error.message, message, detail, or plain text."""
+    """Reason of a refusal, from wherever SGLang puts it: error, error.message, message, detail, or plain text."""
     if isinstance(answer, dict):
-        said = answer.get("error") or answer.get("message") or answer.get("detail") or answer
-        return str(said.get("message", said) if isinstance(said, dict) else said)
+        text = answer.get("error") or answer.get("message") or answer.get("detail") or answer
+        return str(text.get("message", text) if isinstance(text, dict) else text)
     return content.decode(errors="replace")[:500]
 
 

@@ -1,7 +1,7 @@
-"""SGLang as an engine: streamed requests to one server over its HTTP API, weights swapped in flight.
+"""SGLang as an engine: streamed requests to one server over its HTTP API, weights updated in flight.
 
 The engine's event loop runs only while the worker is inside one of its methods, so there is no second thread and
-nothing to lock. Here are the interface, the changes of weights, and the server's life; `requests.py` has what runs.
+nothing to lock. This module has the interface, weight updates and supervision; `requests.py` has the live requests.
 """
 
 import asyncio
@@ -17,48 +17,48 @@ import numpy as np
 
 from april.processes import clock
 from april.processes.restarts import delay_s
-from april.weights.server_checksums import can_be_foretold, checksums_in_server
+from april.weights.server_checksums import can_predict_checksums, checksums_in_server
 from april.wire.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.capacity import CapacityRule
 from april.workers.engines.checks import check_heads, check_request
 from april.workers.engines.sglang.adapters import load_adapter
-from april.workers.engines.sglang.broadcast import receive
+from april.workers.engines.sglang.broadcast import receive_broadcast
 from april.workers.engines.sglang.checks import check_model, check_pause, check_server
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
-from april.workers.engines.sglang.news import News
-from april.workers.engines.sglang.occupation import let_go, take_again
-from april.workers.engines.sglang.others import take_name
+from april.workers.engines.sglang.news import StepSignal
+from april.workers.engines.sglang.occupation import release_memory, resume_memory
+from april.workers.engines.sglang.others import adopt_external_weights
 from april.workers.engines.sglang.requests import ServerRequests
-from april.workers.engines.sglang.run import Run
-from april.workers.engines.sglang.score import score_body, server_dtype, take_scores
+from april.workers.engines.sglang.run import StreamedRequest
+from april.workers.engines.sglang.score import read_scores, score_body, server_dtype
 from april.workers.engines.sglang.server import PORTS_TRIED, AttachedServer, PortLost, ServerFailed, SGLangServer
 from april.workers.engines.sglang.weights import DiskSnapshot, HalfLoaded, WeightPush
 
 if TYPE_CHECKING:
     import torch
 
-    from april.weights.lane_messages import Adapter, LaneManifest
+    from april.weights.lane_messages import Adapter, ChannelManifest
 
 log = logging.getLogger(__name__)
 
 Pause = Literal["abort", "retract", "in_place"]
-Prove = Callable[[], Awaitable[None]]
+VerifyWeights = Callable[[], Awaitable[None]]
 
-TEND_S = 0.5
-"""between two looks at the server"""
-AWAY_S = 5.0
-"""a worker that has not looked for so long cannot say that the server was silent meanwhile"""
-PROBE_S = 5.0
-"""a server that is under suspicion has so long to answer"""
+PROBE_INTERVAL_S = 0.5
+"""Interval between two probes of the server (s)."""
+WORKER_STALL_S = 5.0
+"""If the worker has not probed for so long (s), the server's silence meanwhile does not count against it."""
+PROBE_TIMEOUT_S = 5.0
+"""Time the server has to answer a probe (s)."""
 VERIFY_EVERY = 20
-"""changes of weights that a server takes after its first, until what it holds is compared again with what was sent"""
+"""The server's checksums are compared with those of the sent weights at its first update, and then every so many."""
 
 
 class SGLangEngine(ServerRequests):
-    """Implements `Engine` on a server that it starts and restarts, or on one at `url` that somebody else keeps.
+    """Implements `Engine` on a server that it starts and restarts, or on an external server at `url`.
 
-    Either has no other client that generates: its weights are this engine's, and so is everything that runs.
+    The server must have no other client that generates or changes weights.
     """
 
     def __init__(
@@ -80,26 +80,26 @@ class SGLangEngine(ServerRequests):
         api_key: str = "",
         push: WeightPush | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
-        news: News | None = None,
+        step_signal: StepSignal | None = None,
     ):
         """Blocks until the server serves. Raises ServerFailed.
 
-        `stream_tokens`: the server sends a request's tokens in events of so many; `stall_s`: a server that streams
-        nothing for so long, though it has requests, is hung; `update_s`: longest change of weights; `start_s`: a server
-        that others keep may be away for so long; `loop` and `news`: what several engines share; the loop outlives them.
+        `stream_tokens`: tokens per streamed event. `stall_s`: the server counts as hung if it streams nothing for so
+        long while it has requests. `update_s`: longest weight update. `start_s`: longest absence of an external server.
+        `loop`, `step_signal`: shared by several engines; the caller closes the loop.
         """
         check_pause(pause, stream_tokens)
         self.model_path, self.vocabulary, self.max_context = Path(model_path), vocabulary, max_context
-        super().__init__(chunk_tokens, stream_tokens, report_s, loop, news)
+        super().__init__(chunk_tokens, stream_tokens, report_s, loop, step_signal)
         self.slots = slots
         self.pause, self.stall_s, self.update_s, self.max_restarts = pause, stall_s, update_s, max_restarts
-        self.ready = self.released = self._holds_model = False
+        self.ready = self.released = self._holds_base_weights = False
         self.info: dict = {}
-        """what the server says of itself, its /server_info"""
+        """The server's answer to /server_info."""
         self._push = push or DiskSnapshot(self.model_path)
         self._server, self._api_key = server or AttachedServer(url, start_s), api_key
         self._capacity = CapacityRule(slots)
-        self._updates, self._comparable = 0, False
+        self._updates, self._checksums_comparable = 0, False
         self._fatal: EngineError | None = None
         self._suspicion = ""
         try:
@@ -107,13 +107,13 @@ class SGLangEngine(ServerRequests):
         except BaseException:
             self.close()
             raise
-        self.begin(self._tend())
+        self.begin(self._supervise())
 
     # --- the interface ------------------------------------------------------------------------------------------
 
     @property
     def queued(self) -> int:
-        """Here, and in the server by its last word."""
+        """Requests queued here, and in the server by its last report."""
         return len(self._queue) + min(self._capacity.waiting, len(self._streaming))
 
     @property
@@ -125,29 +125,29 @@ class SGLangEngine(ServerRequests):
         return self.info.get("max_total_num_tokens")
 
     def check(self, request: Request, live: Container[int]) -> None:
-        """Raise EngineError for a request that can never run here, or one whose id is `live`."""
+        """Raise EngineError for a request that can never run here, or whose id is in `live`."""
         check_request(request, self.vocabulary, self.max_context, live)
 
     def submit(self, request: Request) -> None:
         self.check(request, self)
-        self._queue[request.id] = Run(request)
+        self._queue[request.id] = StreamedRequest(request)
         self._admit()
 
     @property
     def busy(self) -> bool:
-        """Whether there may be something to hand over soon, or something to see to."""
+        """Whether a step should wait: requests stream, weights are updated, or the server is down."""
         return bool(self._streaming) or self._updating or not self.ready
 
     def step(self) -> list[Chunk]:
-        self._loop.run_until_complete(self._news.come(expected=self.busy))
+        self._loop.run_until_complete(self._step_signal.wait_for_work(expected=self.busy))
         return self.collect()
 
     def collect(self) -> list[Chunk]:
-        """What a step returns, without waiting for it."""
+        """The chunks that are due, without waiting. Chunks of a version under weight check are held back."""
         self._hand_over_due()
-        chunks = [chunk for chunk in self._chunks if chunk.version != self._unproven]
-        self._chunks = [chunk for chunk in self._chunks if chunk.version == self._unproven]
-        self._news.clear()
+        chunks = [chunk for chunk in self._chunks if chunk.version != self._unverified]
+        self._chunks = [chunk for chunk in self._chunks if chunk.version == self._unverified]
+        self._step_signal.clear()
         if self._fatal and not chunks:
             raise self._fatal
         return chunks
@@ -156,123 +156,137 @@ class SGLangEngine(ServerRequests):
         return self.cancel_all([request_id])
 
     def cancel_all(self, request_ids: Iterable[int]) -> list[Chunk]:
-        return self._loop.run_until_complete(self.end_all(request_ids))
+        return self._loop.run_until_complete(self.abort_requests(request_ids))
 
-    async def end_all(self, request_ids: Iterable[int]) -> list[Chunk]:
-        """`cancel_all` for who drives the loop."""
+    async def abort_requests(self, request_ids: Iterable[int]) -> list[Chunk]:
+        """`cancel_all` as a coroutine."""
         ids = set(request_ids)
-        runs = [self._streaming[key] for key in ids if key in self._streaming]
-        if runs:
+        streamed_requests = [self._streaming[key] for key in ids if key in self._streaming]
+        if streamed_requests:
             try:
-                await self._abort(runs)
+                await self._abort(streamed_requests)
             except ServerGone as error:
-                self._lose(str(error))
-        for run in [*runs, *(self._queue[key] for key in ids if key in self._queue)]:
-            self._end(run)
-        chunks = [chunk for chunk in self._chunks if chunk.id in ids and chunk.version != self._unproven]
+                self._mark_lost(str(error))
+        for streamed in [*streamed_requests, *(self._queue[key] for key in ids if key in self._queue)]:
+            self._end(streamed)
+        chunks = [chunk for chunk in self._chunks if chunk.id in ids and chunk.version != self._unverified]
         self._chunks = [chunk for chunk in self._chunks if chunk.id not in ids]
         self._failures = [(key, why) for key, why in self._failures if key not in ids]
         return chunks
 
     def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
-        self._loop.run_until_complete(self.take_weights(version, tensors))
+        self._loop.run_until_complete(self.update_weights(version, tensors))
 
-    async def take_weights(
-        self, version: Version, tensors: "Mapping[str, torch.Tensor]", prove: Prove | None = None
+    async def update_weights(
+        self, version: Version, tensors: "Mapping[str, torch.Tensor]", verify: VerifyWeights | None = None
     ) -> None:
-        """`load_weights` beside everything else: what is submitted meanwhile waits, steps and cancels go on. A version
-        that `prove` raises EngineError for is disowned before anything of it is handed over."""
+        """`load_weights` as a coroutine: meanwhile new requests wait, and steps and cancels continue.
+
+        `verify`: weight check. If it raises EngineError, the version is discarded before any of its tokens is returned.
+        """
         self._check_ready()
         checked = await asyncio.to_thread(self._push.check, tensors)
-        foretold = await asyncio.to_thread(self._foretell, tensors)
+        checksums = await asyncio.to_thread(self._expected_checksums, tensors)
         self._check_ready()
         load = self._push.load(self.client, checked, self._change(version), self.info.get("tp_size", 1))
-        self._holds_model = False
-        await self._update(version, load, foretold, prove)
+        self._holds_base_weights = False
+        await self._update(version, load, checksums, verify)
 
     def load_adapter(self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
-        self._loop.run_until_complete(self.take_adapter(version, adapter, tensors))
+        self._loop.run_until_complete(self.update_adapter(version, adapter, tensors))
 
-    async def take_adapter(
-        self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]", prove: Prove | None = None
+    async def update_adapter(
+        self,
+        version: Version,
+        adapter: "Adapter",
+        tensors: "Mapping[str, torch.Tensor]",
+        verify: VerifyWeights | None = None,
     ) -> None:
-        """The same with an adapter beside the weights that the server has read from the model's folder."""
+        """As `update_weights`, with an adapter on top of the base weights that the server has read from its folder."""
         self._check_ready()
         load = load_adapter(self.client, self.model_path, adapter, tensors, str(version))
-        await self._update(version, load, {}, prove)
+        await self._update(version, load, {}, verify)
 
     @property
     def takes_adapters(self) -> bool:
-        """The server does, and has no weights but the model's."""
-        return self._holds_model and bool(self.info.get("takes_adapters"))
+        """Whether the server accepts adapters and still holds the base model's weights."""
+        return self._holds_base_weights and bool(self.info.get("takes_adapters"))
 
-    async def take_broadcast(
-        self, version: Version, manifest: "LaneManifest", post: Callable[[], None], prove: Prove | None = None
+    async def update_from_broadcast(
+        self,
+        version: Version,
+        manifest: "ChannelManifest",
+        post: Callable[[], None],
+        verify: VerifyWeights | None = None,
     ) -> None:
-        """The same with weights that the learner broadcasts to the server itself, once `post` has been called."""
+        """As `update_weights`, with weights that the learner broadcasts to the server after `post` is called."""
         self._check_ready()
         check_heads(self._push.expected, self._push.tied, {head.name: tuple(head.shape) for head in manifest.tensors})
-        self._holds_model = False
-        load = receive(self.client, manifest, post, self._change(version))
-        await self._update(version, load, manifest.server_checksums if self._comparable else {}, prove)
+        self._holds_base_weights = False
+        load = receive_broadcast(self.client, manifest, post, self._change(version))
+        await self._update(version, load, manifest.server_checksums if self._checksums_comparable else {}, verify)
 
-    async def take_from_others(
-        self, version: Version, post: Callable[[], None], brought: Future[None], prove: Prove | None = None
+    async def update_from_external(
+        self, version: Version, post: Callable[[], None], loaded: Future[None], verify: VerifyWeights | None = None
     ) -> None:
-        """The same with weights that others load into the server between `post` and the end of `brought`. Nothing
-        runs in the meantime."""
+        """As `update_weights`, with weights that a process outside April loads between `post` and the end of `loaded`.
+
+        The server is paused in between.
+        """
         self._check_ready()
-        self._holds_model = False
-        await self._update(version, take_name(self.client, post, brought, self._change(version)), {}, prove)
+        self._holds_base_weights = False
+        await self._update(
+            version, adopt_external_weights(self.client, post, loaded, self._change(version)), {}, verify
+        )
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
         if self.version is None:
             raise EngineError("there are no weights to score with; load some")
         try:
-            return self._loop.run_until_complete(self.ask_score(tokens))
+            return self._loop.run_until_complete(self.request_score(tokens))
         except ServerGone as error:
             raise EngineError(str(error)) from None
 
-    async def ask_score(self, tokens: np.ndarray) -> np.ndarray:
-        """`score` for who drives the loop, of what the server holds at the moment. Raises ServerGone, too."""
-        return take_scores(await self.client.call("/generate", score_body(tokens), self.update_s), tokens)
+    async def request_score(self, tokens: np.ndarray) -> np.ndarray:
+        """`score` as a coroutine, under the weights that the server holds at the moment. Also raises ServerGone."""
+        return read_scores(await self.client.call("/generate", score_body(tokens), self.update_s), tokens)
 
     @property
     def dtype(self) -> str:
-        """As the server says; what it quantises to, where it does."""
+        """Data type that the server reports; the quantised one if it quantises."""
         return self.info.get("quantization") or server_dtype(self.info.get("dtype", "auto"), self._declared_dtype)
 
-    def disown(self) -> None:
+    def discard_weights(self) -> None:
         if self.version is not None:
             self._disown(self.version)
 
     def release(self) -> None:
-        self._loop.run_until_complete(self.let_go())
+        self._loop.run_until_complete(self.release_async())
 
     def resume(self) -> None:
-        self._loop.run_until_complete(self.take_again())
+        self._loop.run_until_complete(self.resume_async())
 
-    async def let_go(self) -> None:
-        """`release` for who drives the loop. A server that does not is ended, and so lets go, too."""
+    async def release_async(self) -> None:
+        """`release` as a coroutine. A server that is down or fails to release is killed, which frees the memory too."""
         self.version, self.released = None, True
         if self.ready:
-            await self._occupy(let_go(self.client), "let go of its accelerator")
+            await self._call_memory_api(release_memory(self.client), "release its accelerator")
         else:
             self._server.kill()
 
-    async def take_again(self) -> None:
-        """`resume` for who drives the loop. A server that does not is started again."""
+    async def resume_async(self) -> None:
+        """`resume` as a coroutine. A server that fails to resume is restarted."""
         self.released = False
         if self.ready:
-            await self._occupy(take_again(self.client), "take its accelerator again")
+            await self._call_memory_api(resume_memory(self.client), "acquire its accelerator again")
 
-    async def _occupy(self, call: Coroutine, what: str) -> None:
+    async def _call_memory_api(self, call: Coroutine, what: str) -> None:
         try:
             async with asyncio.timeout(self.update_s):
                 await call
         except (ServerGone, ServerRefuses, TimeoutError) as error:
             late = f"it has not answered within engine.update_s = {self.update_s:g} s"
-            self._lose(f"the {self.server_name} server did not {what}: {str(error) or late}")
+            self._mark_lost(f"the {self.server_name} server did not {what}: {str(error) or late}")
 
     def _check_ready(self) -> None:
         if not self.ready:
@@ -281,12 +295,12 @@ class SGLangEngine(ServerRequests):
     def _change(self, version: Version) -> dict:
         return {"weight_version": str(version), "flush_cache": self.pause != "in_place"}
 
-    def _foretell(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
-        """What the server must say of these weights, where that can be foretold: of its first and every k-th."""
-        return checksums_in_server(tensors) if self._comparable and self._updates % VERIFY_EVERY == 0 else {}
+    def _expected_checksums(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
+        """Checksums that the server must report of these weights; empty if unknown, or if they are not due."""
+        return checksums_in_server(tensors) if self._checksums_comparable and self._updates % VERIFY_EVERY == 0 else {}
 
     def make_client(self) -> SGLangClient:
-        """For another thread with a loop of its own."""
+        """A new client of the server, for another thread with its own event loop."""
         return SGLangClient(self.client.url, self._api_key, self.server_name)
 
     def close(self) -> None:
@@ -297,7 +311,7 @@ class SGLangEngine(ServerRequests):
         self._push.close()
 
     def suspect(self, why: str) -> None:
-        """From another thread: the server is stuck, it has to be brought back."""
+        """Report, from any thread, that the server is stuck and has to be restarted."""
         self._suspicion = why
 
     async def _stop(self) -> None:
@@ -309,45 +323,47 @@ class SGLangEngine(ServerRequests):
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    async def _update(self, version: Version, load: Coroutine, expected: dict[str, str], prove: Prove | None) -> None:
-        """Close admission, pause, load with flush and name of the version, `continue` whatever happens, prove.
+    async def _update(
+        self, version: Version, load: Coroutine, expected: dict[str, str], verify: VerifyWeights | None
+    ) -> None:
+        """Stop admission, pause the server, `load`, continue the server in any case, then `verify` the weights.
 
-        Raises EngineError.
+        `expected`: checksums to compare after loading; empty for none. Raises EngineError.
         """
         self._updating, self._names[str(version)] = True, version
-        self._unproven = version if prove else None
+        self._unverified = version if verify else None
         try:
             async with asyncio.timeout(self.update_s):
                 await self._change_weights(load, expected)
-                if prove:
-                    await self._prove(version, prove)
+                if verify:
+                    await self._verify(version, verify)
             self.version, self._updates = version, self._updates + 1
         except (ServerGone, HalfLoaded, TimeoutError) as error:
             why = str(error) or f"an update of the weights took longer than {self.update_s:g} s"
             if self.ready:
-                self._lose(why)
-            if prove:
+                self._mark_lost(why)
+            if verify:
                 self._forget_tokens(version)
             raise EngineError(why) from None
         finally:
             load.close()
-            self._updating, self._unproven = False, None
+            self._updating, self._unverified = False, None
             self._admit()
-            self._news.set()
+            self._step_signal.set()
 
-    async def _prove(self, version: Version, prove: Prove) -> None:
+    async def _verify(self, version: Version, verify: VerifyWeights) -> None:
         try:
-            await prove()
+            await verify()
         except EngineError:
             self._disown(version)
             raise
 
     async def _change_weights(self, load: Coroutine, expected: dict[str, str]) -> None:
         if self.pause == "abort" and self._streaming:
-            runs = list(self._streaming.values())
-            for run in runs:
-                run.interrupted = True
-            await self._abort(runs)
+            streamed_requests = list(self._streaming.values())
+            for streamed in streamed_requests:
+                streamed.interrupted = True
+            await self._abort(streamed_requests)
         call = self.client.call
         await call("/pause_generation", {"mode": "in_place" if self.pause == "in_place" else "retract"}, self.update_s)
         loaded = False
@@ -363,7 +379,7 @@ class SGLangEngine(ServerRequests):
             raise (HalfLoaded(str(error)) if loaded else error) from None
 
     async def _compare(self, expected: dict[str, str]) -> None:
-        """That the server holds what was sent. Raises HalfLoaded."""
+        """Compare the server's checksums with those of the sent weights. Raises HalfLoaded."""
         answer = await self.client.call("/weights_checker", {"action": "checksum"}, self.update_s)
         held = answer["ranks"][0]["checksums"]
         if wrong := [name for name in held if held[name] != expected.get(name)]:
@@ -375,9 +391,12 @@ class SGLangEngine(ServerRequests):
     # --- the server ---------------------------------------------------------------------------------------------
 
     async def _start(self, again: bool = False) -> None:
-        """Start the server if it is ours, and wait until it serves. Raises ServerFailed, ServerGone, ServerRefuses."""
+        """Start the server, unless it is external, and wait until it serves.
+
+        Raises ServerFailed, ServerGone, ServerRefuses.
+        """
         self.restarts += again
-        for left in reversed(range(PORTS_TRIED)):
+        for retries_left in reversed(range(PORTS_TRIED)):
             if self._client:
                 await self._client.close()
             if not self._server.alive:
@@ -387,79 +406,81 @@ class SGLangEngine(ServerRequests):
                 self._check(await self._server.wait(self._client))
                 break
             except PortLost:
-                if not left:
+                if not retries_left:
                     raise
                 log.warning("the %s server's port was taken meanwhile; it is started on another", self.server_name)
-        self._heard_at, self._updates = clock.now(), 0
+        self._last_event_at, self._updates = clock.now(), 0
         self._alarm.clear()
-        self._suspicion, self.ready, self._holds_model = "", True, True
+        self._suspicion, self.ready, self._holds_base_weights = "", True, True
 
     def _check(self, info: dict) -> None:
-        """Refuse a server that cannot do what this engine needs of it; keep what it says of its sizes."""
+        """Validate the server's configuration, and keep its sizes. Raises ServerFailed."""
         own = json.loads((self.model_path / "config.json").read_bytes())
         self._declared_dtype = str(own.get("dtype") or own.get("torch_dtype"))
         check_server(info)
         check_model(info, own)
-        self.info, self._comparable = info, can_be_foretold(info, own.get("model_type"))
+        self.info, self._checksums_comparable = info, can_predict_checksums(info, own.get("model_type"))
         if context := info.get("context_length"):
             self.max_context = min(self.max_context, context)
         self._capacity = CapacityRule(min(self.slots, info.get("max_running_requests") or self.slots))
 
-    async def _tend(self) -> None:
-        """Look after the server until it is given up: capacity while it is well, a restart when it is dead or hung."""
+    async def _supervise(self) -> None:
+        """Supervise the server until it is given up: update the capacity, and restart it when it is dead or hung."""
         try:
-            await self._watch()
+            await self._supervise_until_fatal()
         except Exception as error:
-            log.exception("nobody looks after the %s server any more", self.server_name)
-            self._fatal = EngineError(f"looking after the {self.server_name} server failed: {error!r}")
+            log.exception("supervision of the %s server has failed", self.server_name)
+            self._fatal = EngineError(f"supervision of the {self.server_name} server failed: {error!r}")
 
-    async def _watch(self) -> None:
+    async def _supervise_until_fatal(self) -> None:
         while not self._fatal:
-            looked_at = clock.now()
+            probed_at = clock.now()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TEND_S):
+                async with asyncio.timeout(PROBE_INTERVAL_S):
                     await self._alarm.wait()
-            if clock.now() - looked_at > AWAY_S:
-                self._heard_at = clock.now()
+            if clock.now() - probed_at > WORKER_STALL_S:
+                self._last_event_at = clock.now()
             if not self.ready:
                 if not self.released:
-                    await self._bring_back()
-            elif why := await self._complaint():
-                self._lose(why)
+                    await self._restart()
+            elif why := await self._diagnose():
+                self._mark_lost(why)
 
-    async def _complaint(self) -> str | None:
-        """What is wrong with the server, if anything is."""
+    async def _diagnose(self) -> str | None:
+        """Probe the server; returns what is wrong with it, or None."""
         if not self._server.alive:
-            return f"the {self.server_name} server has died; {self._server.last_words()}"
+            return f"the {self.server_name} server has died; {self._server.log_tail()}"
         if self._suspicion:
             return self._suspicion
-        if self._streaming and not self._updating and clock.now() - self._heard_at > self.stall_s:
+        if self._streaming and not self._updating and clock.now() - self._last_event_at > self.stall_s:
             return f"the {self.server_name} server has streamed nothing for {self.stall_s:g} s"
         asked_at = clock.now()
         try:
-            loads = await self.client.call("/v1/loads", deadline_s=PROBE_S)
+            loads = await self.client.call("/v1/loads", deadline_s=PROBE_TIMEOUT_S)
         except (ServerGone, ServerRefuses) as error:
-            was_away = clock.now() - asked_at > PROBE_S + TEND_S
+            was_away = clock.now() - asked_at > PROBE_TIMEOUT_S + PROBE_INTERVAL_S
             return None if was_away or (self._streaming and not self._alarm.is_set()) else str(error)
         self._capacity.observe(**{key: loads["loads"][0][key] for key in CapacityRule.OBSERVED})
         if self._alarm.is_set():
             self._alarm.clear()
-            for run in [run for run in self._streaming.values() if run.task and run.task.done()]:
-                self._fail(run, f"the connection to the {self.server_name} server broke")
+            for streamed in [
+                streamed for streamed in self._streaming.values() if streamed.task and streamed.task.done()
+            ]:
+                self._fail(streamed, f"the connection to the {self.server_name} server broke")
         return None
 
-    def _lose(self, why: str) -> None:
-        """The server is gone: hand over what has arrived, let all requests fail, and have it brought back."""
+    def _mark_lost(self, why: str) -> None:
+        """Mark the server as lost: fail all requests, with the tokens that have arrived, and kill it for a restart."""
         log.error("%s", why)
         self.ready, self.version = False, None
         reason = why.partition("\n")[0]
-        for run in [*self._streaming.values(), *self._queue.values()]:
-            if run.task:
-                run.task.cancel()
-            self._fail(run, reason)
+        for streamed in [*self._streaming.values(), *self._queue.values()]:
+            if streamed.task:
+                streamed.task.cancel()
+            self._fail(streamed, reason)
         self._server.kill()
 
-    async def _bring_back(self) -> None:
+    async def _restart(self) -> None:
         if self.restarts >= self.max_restarts:
             self._fatal = ServerFailed(f"the {self.server_name} server finished nothing in {self.restarts} restarts")
             return

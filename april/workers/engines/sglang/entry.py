@@ -1,34 +1,35 @@
-"""What April asks about SGLang's servers, and about others that are driven like them; see `EngineEntry`."""
+"""Registry entries of engines on SGLang servers, and on servers with the same HTTP API."""
 
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from april.config import Config, ConfigError, EngineSection
-from april.workers.engines.entry import EngineEntry, Share
+from april.config import Config, EngineSection
+from april.errors import refuse
+from april.workers.engines.entry import EngineEntry, MemoryShare
 
 if TYPE_CHECKING:
     from april.weights.receiver import WeightReceiver
-    from april.workers.engines.intake import Intake
+    from april.workers.engines.intake import WeightLoader
     from april.workers.engines.sglang.fleet import SGLangFleet
 
 PLACING_OPTIONS = ("base_gpu_id", "gpu_id_step")
-"""of a server, which would count on from the devices of its worker"""
+"""Server options that place it on accelerators; `april run` sets them itself."""
 
 
 class ServerEntry(EngineEntry):
-    """Of an engine on servers that speak SGLang's HTTP API."""
+    """Entry of an engine on servers that have SGLang's HTTP API."""
 
     in_process = False
     keeps_prefixes = True
-    adopts = True
+    accepts_external_weights = True
     scores = True
     reads = tuple(EngineSection.model_fields.keys() - {"pace", "pace_factor"})
     tensor_parallel: ClassVar[str] = "tp_size"
-    """the server's option for its tensor-parallel ranks"""
+    """The server's option for its number of tensor-parallel ranks."""
     package: ClassVar[tuple[str, ...]] = ("SGLang", "sglang")
-    """the server's name, and those of the packages that have it"""
+    """Name of the server, then the names of Python packages that contain it."""
 
     @classmethod
     def installed(cls, config: Config) -> str:
@@ -39,7 +40,7 @@ class ServerEntry(EngineEntry):
 
     @classmethod
     def devices(cls, config: Config) -> int:
-        """A worker on servers that others keep takes none."""
+        """Accelerators per worker; 0 for external servers."""
         engine = config.engine
         return 0 if engine.url else engine.servers * engine.tensor_ranks
 
@@ -47,14 +48,16 @@ class ServerEntry(EngineEntry):
     def check_placement(cls, config: Config) -> None:
         for key in PLACING_OPTIONS:
             if key in config.engine.server:
-                raise ConfigError(
-                    f"key 'engine.server.{key}' = {config.engine.server[key]!r} places a server, which `april run` "
-                    "does itself; leave it out, or start workers with `april worker`"
+                refuse(
+                    f"engine.server.{key}",
+                    config.engine.server[key],
+                    "places a server, which `april run` does itself",
+                    "leave it out, or start workers with `april worker`",
                 )
 
     @classmethod
-    def lanes(cls, config: Config, worker: str) -> list[str]:
-        """Its own, or one for each of several servers behind it."""
+    def weight_channels(cls, config: Config, worker: str) -> list[str]:
+        """The worker's own channel, or one for each of its servers if there are several."""
         servers = len(config.engine.url) or config.engine.servers
         return [f"{worker}-server-{index}" for index in range(servers)] if servers > 1 else [worker]
 
@@ -63,10 +66,10 @@ class ServerEntry(EngineEntry):
         return config.engine.weights == "broadcast"
 
     @classmethod
-    def describe_lane(cls, config: Config) -> str:
+    def describe_channel(cls, config: Config) -> str:
         engine = config.engine
         if not cls.broadcasts_to_servers(config):
-            return f"{super().describe_lane(config)}, which passes them on to its server ({engine.weights})"
+            return f"{super().describe_channel(config)}, which passes them on to its server ({engine.weights})"
         if engine.url:
             return "1 + tp_size ranks: 0 the learner, from 1 on the tensor-parallel ranks that its server says it has"
         size = engine.tensor_ranks
@@ -74,58 +77,68 @@ class ServerEntry(EngineEntry):
         return f"{1 + size} ranks: 0 the learner, {ranks}"
 
     @classmethod
-    def intakes(
+    def weight_loaders(
         cls, config: Config, engine: Any, worker: str, make_receiver: "Callable[..., WeightReceiver]"
-    ) -> "list[Intake]":
-        """One for each server; one that the learner broadcasts to takes the worker's place in its lane."""
-        from april.workers.engines.sglang.intake import ServerIntake
-        from april.workers.engines.sglang.lane import ServerLane
+    ) -> "list[WeightLoader]":
+        """One weight loader per server. A server that the learner broadcasts to joins the channel itself."""
+        from april.workers.engines.sglang.intake import ServerWeightLoader
+        from april.workers.engines.sglang.lane import ServerWeightChannel
 
-        intakes: list[Intake] = []
-        for lane, part in zip(cls.lanes(config, worker), engine.parts, strict=True):
-            server = ServerLane(part) if cls.broadcasts_to_servers(config) else None
-            up, adapts = (partial(getattr, part, name) for name in ("ready", "takes_adapters"))
-            intakes.append(ServerIntake(part, make_receiver(lane, server, up, adapts), cls.make_proof(config)))
-        return intakes
+        loaders: list[WeightLoader] = []
+        for channel, server_engine in zip(cls.weight_channels(config, worker), engine.engines, strict=True):
+            server = ServerWeightChannel(server_engine) if cls.broadcasts_to_servers(config) else None
+            up, adapts = (partial(getattr, server_engine, name) for name in ("ready", "takes_adapters"))
+            loaders.append(
+                ServerWeightLoader(
+                    server_engine, make_receiver(channel, server, up, adapts), cls.make_weight_check(config)
+                )
+            )
+        return loaders
 
     @classmethod
     def check(cls, config: Config) -> None:
         engine, tensor_parallel = config.engine, cls.tensor_parallel
         if engine.pause != "abort" and engine.stream_tokens != 1:
-            raise ConfigError(
-                f"key 'engine.pause' = {engine.pause!r} leaves tokens unsent when weights change, whose version would "
-                "be unknown; set engine.stream_tokens = 1, or use engine.pause = 'abort'"
+            refuse(
+                "engine.pause",
+                engine.pause,
+                "leaves tokens unsent when weights change, whose version would be unknown",
+                "set engine.stream_tokens = 1, or use engine.pause = 'abort'",
             )
         for key, spelled in (("pp_size", "pipeline_parallel_size"), ("dp_size", "data_parallel_size")):
             value = engine.server.get(key, engine.server.get(spelled, 1))
             if value != 1:
-                raise ConfigError(
-                    f"key 'engine.server.{key}' = {value!r} cannot be: new weights go only into tensor-parallel ranks; "
-                    f"use {tensor_parallel}, and one worker for each replica"
+                refuse(
+                    f"engine.server.{key}",
+                    value,
+                    "cannot be: new weights go only into tensor-parallel ranks",
+                    f"use {tensor_parallel}, and one worker for each replica",
                 )
         ranks = engine.tensor_ranks
         if not isinstance(ranks, int) or ranks < 1:
-            raise ConfigError(f"key 'engine.server.{tensor_parallel}' = {ranks!r} is no number of ranks; use 1 or more")
+            refuse(f"engine.server.{tensor_parallel}", ranks, "is no number of ranks", "use 1 or more")
         if heads := config.attention_heads:
             query, shared = heads
             if query % ranks or (shared % ranks and ranks % shared):
-                raise ConfigError(
-                    f"key 'engine.server.{tensor_parallel}' = {ranks} cannot split the model's {query} heads and "
-                    f"{shared} key-value heads evenly; use a divisor of {query}"
+                refuse(
+                    f"engine.server.{tensor_parallel}",
+                    ranks,
+                    f"cannot split the model's {query} heads and {shared} key-value heads evenly",
+                    f"use a divisor of {query}",
                 )
         check_servers(engine)
 
 
 class SGLangEntry(ServerEntry):
     returns_supports = True
-    divides_memory = True
-    takes_turns = True
+    limits_memory = True
+    shares_time = True
 
     @classmethod
-    def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> Share:
-        from april.workers.engines.sglang.memory import share
+    def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
+        from april.workers.engines.sglang.memory import memory_share
 
-        return share(config, total_bytes, free_bytes, weight_bytes)
+        return memory_share(config, total_bytes, free_bytes, weight_bytes)
 
     @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "SGLangFleet":
@@ -140,44 +153,55 @@ class SGLangEntry(ServerEntry):
 
 
 def check_cut(config: Config) -> None:
-    """Refuse a cut of the distribution beside what keeps a server from saying what is left of it."""
+    """Refuse top-k, top-p or min-p together with options under which SGLang does not return the supports."""
     sampling, server = config.sampling, config.engine.server
     if sampling.is_cut and (algorithm := server.get("speculative_algorithm")):
-        raise ConfigError(
-            f"key 'engine.server.speculative_algorithm' = {algorithm!r} cannot be with sampling.top_k = "
-            f"{sampling.top_k}: SGLang does not say what tokens of a draft were drawn from; leave one out"
+        refuse(
+            "engine.server.speculative_algorithm",
+            algorithm,
+            f"cannot be with sampling.top_k = {sampling.top_k}: SGLang does not say what tokens of a draft "
+            "were drawn from",
+            "leave one out",
         )
     if sampling.min_p and server.get("enable_deterministic_inference"):
-        raise ConfigError(
-            f"key 'sampling.min_p' = {sampling.min_p} cannot be with engine.server.enable_deterministic_inference, "
-            "under which SGLang does not do it; use sampling.top_p, or leave one out"
+        refuse(
+            "sampling.min_p",
+            sampling.min_p,
+            "cannot be with engine.server.enable_deterministic_inference, under which SGLang does not do it",
+            "use sampling.top_p, or leave one out",
         )
 
 
 def check_servers(engine: EngineSection) -> None:
-    """Refuse addresses that are none, and what is said of servers that others have started."""
+    """Refuse invalid addresses, and options for servers that April does not start."""
     for url in engine.url:
         if not re.fullmatch(r"https?://[^/\s:]+(:\d+)?", url.rstrip("/")):
-            raise ConfigError(
-                f"key 'engine.url' = {url!r} is no address; give the server's as http://HOST:PORT, several with commas"
-            )
+            refuse("engine.url", url, "is no address", "give the server's as http://HOST:PORT, several with commas")
     if len({url.rstrip("/") for url in engine.url}) < len(engine.url):
-        raise ConfigError(
-            f"key 'engine.url' = {','.join(engine.url)!r} names a server twice, whose weights would be loaded twice "
-            "over; name each once"
+        refuse(
+            "engine.url",
+            ",".join(engine.url),
+            "names a server twice, whose weights would be loaded twice over",
+            "name each once",
         )
     if engine.url and engine.server:
-        raise ConfigError(
-            f"key 'engine.server' = {engine.server!r} cannot be passed to the server at {engine.url[0]}, which is not "
-            "started here; leave it out"
+        refuse(
+            "engine.server",
+            engine.server,
+            f"cannot be passed to the server at {engine.url[0]}, which is not started here",
+            "leave it out",
         )
     if engine.url and engine.servers > 1:
-        raise ConfigError(
-            f"key 'engine.servers' = {engine.servers} starts servers, but engine.url = {','.join(engine.url)!r} names "
-            "those that there are; leave one of them out"
+        refuse(
+            "engine.servers",
+            engine.servers,
+            f"starts servers, but engine.url = {','.join(engine.url)!r} names those that there are",
+            "leave one of them out",
         )
     if engine.port and engine.port + engine.servers > 65536:
-        raise ConfigError(
-            f"key 'engine.port' = {engine.port} leaves no ports for {engine.servers} servers behind it; lower it, or "
-            "use 0 for any that are free"
+        refuse(
+            "engine.port",
+            engine.port,
+            f"leaves no ports for {engine.servers} servers behind it",
+            "lower it, or use 0 for any that are free",
         )

@@ -1,4 +1,4 @@
-"""A run's configuration becomes an engine on SGLang servers; what stands in the way becomes a sentence."""
+"""Builds an engine on SGLang servers from a run's configuration."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from april.config import Config, ConfigError
+from april.errors import refuse
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang.checks import check_ranks, check_speculation
@@ -16,8 +17,8 @@ from april.workers.engines.sglang.client import API_KEY, ServerGone
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.fleet import SGLangFleet
 from april.workers.engines.sglang.installed import server_python
-from april.workers.engines.sglang.news import News
-from april.workers.engines.sglang.occupation import SAVER
+from april.workers.engines.sglang.news import StepSignal
+from april.workers.engines.sglang.occupation import MEMORY_SAVER
 from april.workers.engines.sglang.server import AttachedServer, ServerSettings, SGLangServer
 from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors, WeightPush
 
@@ -29,14 +30,19 @@ def make_sglang_engine(
     engine_class: type[SGLangEngine] = SGLangEngine,
     settings_class: type[ServerSettings] = ServerSettings,
 ) -> SGLangFleet:
-    """`name` of the worker, for its servers' logs. Blocks until all of them serve. Raises ConfigError."""
+    """Start or attach the servers of worker `name`, and return their engine.
+
+    Blocks until all servers serve. Raises ConfigError.
+    """
     engine, worker = config.engine, config.worker
     if config.vocabulary is None or config.context_tokens is None:
-        raise ConfigError(
-            f"key 'model.path' = {str(config.model.path)!r} has a config.json without vocab_size or "
-            "max_position_embeddings; give a whole Hugging Face folder"
+        refuse(
+            "model.path",
+            config.model.path,
+            "has a config.json without vocab_size or max_position_embeddings",
+            "give a whole Hugging Face folder",
         )
-    loop, news = asyncio.new_event_loop(), News()
+    loop, step_signal = asyncio.new_event_loop(), StepSignal()
     servers: Sequence[SGLangServer | AttachedServer]
     if engine.url:
         servers = [AttachedServer(url, engine.start_s) for url in engine.url]
@@ -49,9 +55,9 @@ def make_sglang_engine(
             for server in servers:
                 undo.callback(server.kill)
                 server.spawn()
-            parts = []
+            engines = []
             for server in servers:
-                part = engine_class(
+                server_engine = engine_class(
                     config.model.path,
                     vocabulary=config.vocabulary,
                     max_context=config.context_tokens,
@@ -67,20 +73,20 @@ def make_sglang_engine(
                     api_key=api_key(engine.server),
                     push=make_push(config),
                     loop=loop,
-                    news=news,
+                    step_signal=step_signal,
                 )
-                parts.append(part)
-                undo.callback(part.close)
+                engines.append(server_engine)
+                undo.callback(server_engine.close)
                 if not engine.url:
-                    check_ranks(part.info, engine.tensor_ranks)
+                    check_ranks(server_engine.info, engine.tensor_ranks)
         except (EngineError, ServerGone) as error:
             raise ConfigError(str(error)) from None
         undo.pop_all()
-    return SGLangFleet(parts, loop, news)
+    return SGLangFleet(engines, loop, step_signal)
 
 
 def api_key(options: Mapping[str, Any]) -> str:
-    """That a server is started with, or that of the environment."""
+    """API key of the server, from its options or the environment; empty if there is none."""
     return str(options.get("api_key") or os.environ.get(API_KEY, ""))
 
 
@@ -93,21 +99,21 @@ def on_rocm() -> bool:
 def server_settings(
     config: Config, device: str, name: str, settings_class: type[ServerSettings] = ServerSettings
 ) -> list[ServerSettings]:
-    """Of each server that a worker starts: ports, and with accelerators their devices, one behind the other's."""
+    """Settings of each server that a worker starts, with consecutive ports and accelerators."""
     engine, logs = config.engine, config.run_dir / "logs"
     folder = logs if logs.is_dir() else Path(tempfile.gettempdir())
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
     context = min(config.context_tokens or longest, longest)
     settings, entry = [], ENGINES.find(config.worker.engine)
-    for index, lane in enumerate(entry.lanes(config, name)):
+    for index, channel in enumerate(entry.weight_channels(config, name)):
         first_device = engine.server.get("base_gpu_id", 0) + index * engine.tensor_ranks
-        placed: dict[str, Any] = {"base_gpu_id": first_device} if device == "cuda" and index else {}
-        placed |= {SAVER: True} if device == "cuda" and config.devices.turns else {}
+        placement_options: dict[str, Any] = {"base_gpu_id": first_device} if device == "cuda" and index else {}
+        placement_options |= {MEMORY_SAVER: True} if device == "cuda" and config.devices.turns else {}
         settings.append(
             settings_class(
                 python=server_python(config, settings_class.name).absolute(),
                 model=config.model.path,
-                log=(folder / f"{lane}-{settings_class.name.lower()}.log").absolute(),
+                log=(folder / f"{channel}-{settings_class.name.lower()}.log").absolute(),
                 device=device,
                 slots=config.worker.slots,
                 context_tokens=context,
@@ -115,7 +121,7 @@ def server_settings(
                 threads=config.worker.threads,
                 start_s=engine.start_s,
                 adapter_rank=config.lora.rank if entry.takes_adapters(config) else 0,
-                options=engine.server | placed,
+                options=engine.server | placement_options,
             )
         )
     return settings

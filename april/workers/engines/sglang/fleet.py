@@ -1,8 +1,8 @@
-"""Several SGLang servers as one engine: a request goes to the emptiest one, and a dead one costs its own requests.
+"""Several SGLang servers as one engine: a request goes to the least loaded one; a dead one loses only its own.
 
-Each server is an engine of its own, and its weights come through a lane of its own. A request is placed only on a
-server with the newest weights that any of them has held, so that what is leased under a version never runs under an
-older one; where none has them, requests wait. What runs on a server that lags behind goes on there.
+Each server has its own engine and its own weight channel. A request is dispatched only to a server with the newest
+weights that any has held, so that a sample leased under a version never runs under an older one; if none has them,
+requests wait. Requests already running on a server that lags behind continue there.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import numpy as np
 from april.wire.version import Version
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.news import News
+from april.workers.engines.sglang.news import StepSignal
 
 if TYPE_CHECKING:
     import torch
@@ -25,101 +25,103 @@ log = logging.getLogger(__name__)
 
 
 class SGLangFleet:
-    """Implements `Engine` on engines that share one event loop, which is closed with them, and what they wait for."""
+    """Implements `Engine` on several engines that share one event loop, which it closes, and one step signal."""
 
-    def __init__(self, parts: Sequence[SGLangEngine], loop: asyncio.AbstractEventLoop, news: News):
-        self.parts = list(parts)
-        self._going = list(parts)
-        """without those that can never go on"""
-        self._loop, self._news = loop, news
+    def __init__(self, engines: Sequence[SGLangEngine], loop: asyncio.AbstractEventLoop, step_signal: StepSignal):
+        self.engines = list(engines)
+        self._alive = list(engines)
+        """The engines without those that have failed for good."""
+        self._loop, self._step_signal = loop, step_signal
         self._newest_step = 0
         self._waiting: dict[int, Request] = {}
         self._failures: list[tuple[int, str]] = []
 
-    # --- what it has ------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> Version | None:
-        """The newest that any has held; None where none holds it at the moment."""
-        held = [part.version for part in self._serving() if part.version is not None]
-        return max(held, key=lambda version: (version.step, version.branch), default=None)
+        """The newest version that any server has held; None if none holds it at the moment."""
+        held = [engine.version for engine in self._current() if engine.version is not None]
+        return max(held, key=lambda version: (version.step, version.incarnation), default=None)
 
-    def _serving(self) -> list[SGLangEngine]:
-        loaded = [(part, part.version) for part in self._going if part.version is not None]
+    def _current(self) -> list[SGLangEngine]:
+        loaded = [(engine, engine.version) for engine in self._alive if engine.version is not None]
         self._newest_step = max([self._newest_step, *(version.step for _, version in loaded)])
-        return [part for part, version in loaded if version.step == self._newest_step]
+        return [engine for engine, version in loaded if version.step == self._newest_step]
 
     @property
     def ready(self) -> bool:
-        return any(part.ready for part in self._going)
+        return any(engine.ready for engine in self._alive)
 
     @property
     def max_context(self) -> int:
-        return min(part.max_context for part in self.parts)
+        return min(engine.max_context for engine in self.engines)
 
     @property
     def generated_tokens(self) -> int:
-        return sum(part.generated_tokens for part in self.parts)
+        return sum(engine.generated_tokens for engine in self.engines)
 
     @property
     def live(self) -> int:
-        return len(self._waiting) + sum(part.live for part in self.parts)
+        return len(self._waiting) + sum(engine.live for engine in self.engines)
 
     @property
     def queued(self) -> int:
-        return len(self._waiting) + sum(part.queued for part in self.parts)
+        return len(self._waiting) + sum(engine.queued for engine in self.engines)
 
     @property
     def capacity(self) -> int:
-        """A server that lags behind takes no more than it has."""
-        serving = self._serving()
-        return sum(part.capacity if part in serving else part.live for part in self._going)
+        """Sum over the servers; one that lags behind counts with its live requests, since it gets no new ones."""
+        current = self._current()
+        return sum(engine.capacity if engine in current else engine.live for engine in self._alive)
 
     @property
     def kv_tokens(self) -> int | None:
-        each = [part.kv_tokens for part in self.parts]
+        each = [engine.kv_tokens for engine in self.engines]
         known = [tokens for tokens in each if tokens is not None]
         return sum(known) if len(known) == len(each) else None
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._waiting or any(request_id in part for part in self.parts)
+        return request_id in self._waiting or any(request_id in engine for engine in self.engines)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        for part in self.parts:
-            part.check(request, self)
+        for engine in self.engines:
+            engine.check(request, self)
         self._waiting[request.id] = request
-        self._place()
+        self._dispatch()
 
-    def _place(self) -> None:
-        while self._waiting and (serving := self._serving()):
+    def _dispatch(self) -> None:
+        while self._waiting and (current := self._current()):
             request = self._waiting.pop(next(iter(self._waiting)))
             try:
-                min(serving, key=load).submit(request)
+                min(current, key=load).submit(request)
             except EngineError as error:
                 self._failures.append((request.id, str(error)))
 
     def step(self) -> list[Chunk]:
-        """Waits for all servers at once, however many they are."""
-        self._place()
-        self._loop.run_until_complete(self._news.come(expected=any(part.busy for part in self._going)))
-        return list(chain.from_iterable(self._collect(part) for part in list(self._going)))
+        """As `Engine.step`; waits for all servers at once."""
+        self._dispatch()
+        self._loop.run_until_complete(
+            self._step_signal.wait_for_work(expected=any(engine.busy for engine in self._alive))
+        )
+        return list(chain.from_iterable(self._collect(engine) for engine in list(self._alive)))
 
-    def _collect(self, part: SGLangEngine) -> list[Chunk]:
+    def _collect(self, engine: SGLangEngine) -> list[Chunk]:
         try:
-            return part.collect()
+            return engine.collect()
         except EngineError as error:
-            self._going.remove(part)
-            self._failures += part.failures()
-            if not self._going:
+            self._alive.remove(engine)
+            self._failures += engine.failures()
+            if not self._alive:
                 raise
-            log.error("%d of %d servers go on: %s", len(self._going), len(self.parts), error)
+            log.error("%d of %d servers go on: %s", len(self._alive), len(self.engines), error)
             return []
 
     def failures(self) -> list[tuple[int, str]]:
         failures, self._failures = self._failures, []
-        return failures + [failure for part in self._going for failure in part.failures()]
+        return failures + [failure for engine in self._alive for failure in engine.failures()]
 
     def cancel(self, request_id: int) -> list[Chunk]:
         return self.cancel_all([request_id])
@@ -128,48 +130,48 @@ class SGLangFleet:
         ids = set(request_ids)
         for key in ids & self._waiting.keys():
             del self._waiting[key]
-        return self._loop.run_until_complete(self._end_all(ids))
+        return self._loop.run_until_complete(self._abort_requests(ids))
 
-    async def _end_all(self, ids: set[int]) -> list[Chunk]:
-        """On all servers at once, so that a hung one holds nobody up for longer than it takes."""
-        return list(chain.from_iterable(await asyncio.gather(*(part.end_all(ids) for part in self._going))))
+    async def _abort_requests(self, ids: set[int]) -> list[Chunk]:
+        """Abort on all servers concurrently, so that a hung one does not delay the others."""
+        return list(chain.from_iterable(await asyncio.gather(*(engine.abort_requests(ids) for engine in self._alive))))
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
-        """One server after the other, the others generating meanwhile."""
-        for part in self._going:
-            part.load_weights(version, tensors)
+        """As `Engine.load_weights`, one server after the other; the others generate meanwhile."""
+        for engine in self._alive:
+            engine.load_weights(version, tensors)
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
-        """Of one that has the newest weights."""
-        if not (serving := self._serving()):
+        """As `Engine.score`, by a server with the newest weights."""
+        if not (current := self._current()):
             raise EngineError("there are no weights to score with; load some")
-        return serving[0].score(tokens)
+        return current[0].score(tokens)
 
     @property
     def dtype(self) -> str:
-        return self.parts[0].dtype
+        return self.engines[0].dtype
 
-    def disown(self) -> None:
-        for part in self._going:
-            part.disown()
+    def discard_weights(self) -> None:
+        for engine in self._alive:
+            engine.discard_weights()
 
     def release(self) -> None:
-        self._loop.run_until_complete(self._each(part.let_go() for part in self._going))
+        self._loop.run_until_complete(self._each(engine.release_async() for engine in self._alive))
 
     def resume(self) -> None:
-        self._loop.run_until_complete(self._each(part.take_again() for part in self._going))
+        self._loop.run_until_complete(self._each(engine.resume_async() for engine in self._alive))
 
     async def _each(self, calls: Iterable[Coroutine]) -> None:
         await asyncio.gather(*calls)
 
     def close(self) -> None:
-        for part in self.parts:
-            part.close()
+        for engine in self.engines:
+            engine.close()
         self._loop.close()
 
 
-def load(part: SGLangEngine) -> float:
-    """Requests for each that it has room for; its room follows the server's slots and KV memory."""
-    return part.live / max(part.capacity, 1)
+def load(engine: SGLangEngine) -> float:
+    """Live requests as a share of the engine's capacity."""
+    return engine.live / max(engine.capacity, 1)

@@ -1,37 +1,40 @@
-"""What has arrived through a lane is loaded into an SGLang server, beside everything else: it may take long, and other
-servers are behind its worker."""
+"""Loads received weights into an SGLang server in the background, while the worker's other servers keep generating."""
 
 import asyncio
 
-from april.weights.receiver import Staged
+from april.weights.receiver import StagedWeights
 from april.workers.engines.base import EngineError
-from april.workers.engines.intake import Intake
-from april.workers.engines.sglang.engine import Prove, SGLangEngine
+from april.workers.engines.intake import WeightLoader
+from april.workers.engines.sglang.engine import SGLangEngine, VerifyWeights
 
 
-class ServerIntake(Intake):
+class ServerWeightLoader(WeightLoader):
     engine: SGLangEngine
 
-    def begin(self, staged: Staged) -> asyncio.Task:
-        prove = self._prover(staged)
-        if staged.brought and staged.post:
-            return self.engine.begin(self.engine.take_from_others(staged.version, staged.post, staged.brought, prove))
+    def start_load(self, staged: StagedWeights) -> asyncio.Task:
+        verify = self._verifier(staged)
+        if staged.externally_loaded and staged.post:
+            return self.engine.begin(
+                self.engine.update_from_external(staged.version, staged.post, staged.externally_loaded, verify)
+            )
         if staged.manifest and staged.post:
-            return self.engine.begin(self.engine.take_broadcast(staged.version, staged.manifest, staged.post, prove))
+            return self.engine.begin(
+                self.engine.update_from_broadcast(staged.version, staged.manifest, staged.post, verify)
+            )
         tensors = staged.tensors or {}
         if staged.adapter:
-            return self.engine.begin(self.engine.take_adapter(staged.version, staged.adapter, tensors, prove))
-        return self.engine.begin(self.engine.take_weights(staged.version, tensors, prove))
+            return self.engine.begin(self.engine.update_adapter(staged.version, staged.adapter, tensors, verify))
+        return self.engine.begin(self.engine.update_weights(staged.version, tensors, verify))
 
-    def _prover(self, staged: Staged) -> Prove | None:
-        proof, canary = self.proof, self.canary_of(staged)
-        if not (proof and canary):
+    def _verifier(self, staged: StagedWeights) -> VerifyWeights | None:
+        check, canary = self.weight_check, self.canary_of(staged)
+        if not (check and canary):
             return None
 
-        async def prove() -> None:
+        async def verify() -> None:
             try:
-                proof.judge(staged, canary, await self.engine.ask_score(canary.text), self.engine.dtype)
+                check.judge(staged, canary, await self.engine.request_score(canary.text), self.engine.dtype)
             except EngineError as error:
-                raise proof.failure(staged, error) from None
+                raise check.failure(staged, error) from None
 
-        return prove
+        return verify

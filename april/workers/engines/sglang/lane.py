@@ -1,25 +1,25 @@
-"""An SGLang server in a lane of the learner's: its ranks join the group, and receive what rank 0 broadcasts.
+"""Connects an SGLang server to a weight channel: its ranks join the group in which the learner broadcasts.
 
-Joining goes on beside generation, from the weights thread; receiving is part of a change of weights, which pauses the
-server first, so that nothing is broadcast to a server that would not take it.
+Joining runs in the weights thread, while the server generates. Receiving is part of a weight update, which pauses the
+server first, so nothing is broadcast to a server that does not receive.
 """
 
 import asyncio
 import contextlib
 
 from april.weights.lane import WORKER
-from april.weights.lane_messages import LaneInvite
+from april.weights.lane_messages import ChannelInvite
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine
 
-LATEST = 5
-"""times its timeout a group over gloo may take to be built, or to fail"""
+JOIN_TIMEOUT_FACTOR = 5
+"""Longest time for a gloo group to form or fail, as a multiple of its timeout."""
 
 
-class ServerLane:
-    """Implements `InferenceServer` for the server that an engine has at the moment.
+class ServerWeightChannel:
+    """Implements `InferenceServer` for the current server of an engine.
 
-    A server that stays in a group which the learner has given up is stuck: its engine is told to bring it back.
+    A server that hangs in a group which the learner has given up is reported to its engine, which restarts it.
     """
 
     def __init__(self, engine: SGLangEngine):
@@ -33,17 +33,17 @@ class ServerLane:
     def device(self) -> str:
         return self._engine.info.get("device", "cpu")
 
-    def join(self, invite: LaneInvite) -> None:
+    def join(self, invite: ChannelInvite) -> None:
         body = {
             "master_address": invite.host,
             "master_port": invite.port,
             "rank_offset": WORKER,
             "world_size": 1 + self.ranks,
-            "group_name": invite.lane,
+            "group_name": invite.channel,
             "backend": invite.backend,
         }
         try:
-            self._call("/init_weights_update_group", body, LATEST * invite.timeout_s)
+            self._call("/init_weights_update_group", body, JOIN_TIMEOUT_FACTOR * invite.timeout_s)
         except ServerSilent as error:
             self._engine.suspect(str(error))
             raise

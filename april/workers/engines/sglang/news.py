@@ -1,17 +1,17 @@
-"""What a step on SGLang's servers waits for: something to hand over, from any of the engines that share a loop."""
+"""Signal that a step on SGLang's servers waits for; the engines that share an event loop share one."""
 
 import asyncio
 import contextlib
 
 STEP_S = 0.02
-"""a step waits so long at most, and with it the broker's messages and the verifiers' answers"""
+"""Longest wait of a step (s); the broker's messages and the verifiers' scores wait as long."""
 
 
-class News(asyncio.Event):
-    """Set with a chunk to hand over, the end of a request however it comes, and that of a change of weights."""
+class StepSignal(asyncio.Event):
+    """Set when a chunk is due, a request has ended in any way, or a weight update has ended."""
 
-    async def come(self, expected: bool) -> None:
-        """Wait until there are some, for STEP_S; where none are `expected`, the loop goes round once."""
+    async def wait_for_work(self, expected: bool) -> None:
+        """Wait for the signal, at most STEP_S. If none is `expected`, only run the event loop once."""
         if not expected:
             return await asyncio.sleep(0)
         with contextlib.suppress(TimeoutError):

@@ -1,25 +1,30 @@
-"""A server lets go of its accelerator's memory, and takes it again: weights, KV cache and CUDA graphs. Weights have to
-be loaded anew then. With an accelerator it wants SGLang's memory saver, which April then sets."""
+"""Releases and reacquires a server's accelerator memory: weights, KV cache and CUDA graphs.
+
+Weights have to be loaded again afterwards. On an accelerator this needs SGLang's memory saver, which April sets.
+"""
 
 import asyncio
 
 from april.workers.engines.sglang.client import SGLangClient
 
-SAVER = "enable_memory_saver"
+MEMORY_SAVER = "enable_memory_saver"
 CALL_S = 3600.0
-"""no limit of its own: who calls has one"""
+"""Deadline of the calls: practically none, since the caller has one (s)."""
 LOOK_S = 0.02
 
 
-async def let_go(client: SGLangClient) -> None:
-    """Once nothing runs in it: SGLang ends with a failed assertion otherwise. Raises ServerGone, ServerRefuses."""
+async def release_memory(client: SGLangClient) -> None:
+    """Release the memory once the server is idle; SGLang would end with a failed assertion otherwise.
+
+    Raises ServerGone and ServerRefuses.
+    """
     while is_busy(await client.call("/v1/loads")):
         await asyncio.sleep(LOOK_S)
     await client.call("/release_memory_occupation", {}, CALL_S)
 
 
-async def take_again(client: SGLangClient) -> None:
-    """Raises ServerGone, ServerRefuses."""
+async def resume_memory(client: SGLangClient) -> None:
+    """Acquire the memory again. Raises ServerGone and ServerRefuses."""
     await client.call("/resume_memory_occupation", {}, CALL_S)
 
 

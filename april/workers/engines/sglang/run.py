@@ -1,4 +1,4 @@
-"""One request on SGLang: what is asked of the server, and what is kept of the events it answers with."""
+"""State of one request on SGLang: the bodies sent to the server, and the tokens taken from its events."""
 
 import asyncio
 import math
@@ -10,45 +10,50 @@ from typing import Any
 import numpy as np
 
 from april.data.support import Support
-from april.wire.limits import CUT_CHUNK_TOKENS, SUPPORT_IDS
+from april.wire.limits import MAX_CUT_CHUNK_TOKENS, MAX_SUPPORT_IDS
 from april.wire.version import Version
 from april.workers.engines.base import Chunk, Finish, Request
 from april.workers.engines.sglang.client import ServerRefuses
 
-ENDS: dict[str, Finish] = {"stop": "stop", "length": "length"}
-"""as a server says that a response has come to its end; anything else is an interruption"""
+FINISH_REASONS: dict[str, Finish] = {"stop": "stop", "length": "length"}
+"""Finish reasons of the server that end a response; any other is an interruption."""
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """A live request, over all the answers of the server that it takes."""
+class StreamedRequest:
+    """A live request over one or several attempts.
+
+    Each attempt is one streamed call of /generate; a weight update interrupts it, and the next one continues it.
+    """
 
     request: Request
     rid: str = ""
-    """of the answer under way; all are of one length, because SGLang aborts every id that starts with a given one"""
+    """SGLang's id of the current attempt. All have one length, because SGLang aborts every id with a given prefix."""
     generated: list[int] = field(default_factory=list)
-    received: int = 0
-    """tokens of the answer under way"""
+    """Tokens of all attempts."""
+    attempt_tokens: int = 0
+    """Number of tokens received in the current attempt."""
     version: Version | None = None
-    """of the pending tokens"""
+    """Version of the pending tokens."""
     pending: list[int] = field(default_factory=list)
+    """Tokens that were not returned in a chunk yet."""
     logprobs: list[float] = field(default_factory=list)
-    """of the pending tokens, which are not handed over yet"""
+    """Log-probabilities of the pending tokens."""
     supports: list[np.ndarray] = field(default_factory=list)
-    """of the pending tokens, where they are asked for"""
+    """Supports of the pending tokens, if the request asks for them."""
     task: asyncio.Task | None = None
     finish_reason: Finish | None = None
-    """stop | length once the server has said so; the pending tokens are then the last"""
+    """Set once the server has reported the end; the pending tokens are then the last."""
     interrupted: bool = False
-    """aborted so that it can go on under other weights"""
+    """Whether the current attempt was aborted to continue under other weights."""
     ended: bool = False
 
-    def begin(self) -> None:
-        """Another answer is asked for, behind everything that earlier ones have brought."""
-        self.rid, self.received, self.interrupted = uuid.uuid4().hex, 0, False
+    def start_attempt(self) -> None:
+        """Begin a new attempt, which continues after the tokens of earlier ones."""
+        self.rid, self.attempt_tokens, self.interrupted = uuid.uuid4().hex, 0, False
 
     def body(self, version: Version, stream_tokens: int) -> dict[str, Any]:
-        """Of POST /generate. Every default is stated; the prefix cache is that of the version."""
+        """Body of POST /generate. It states every default, and uses the version as key of the prefix cache."""
         request = self.request
         sampling = {
             "max_new_tokens": request.max_new_tokens - len(self.generated),
@@ -57,7 +62,7 @@ class Run:
             "top_k": request.top_k or -1,
             "min_p": request.min_p,
             "repetition_penalty": 1.0,
-            "sampling_seed": fold(request.seed),
+            "sampling_seed": fold_seed(request.seed),
             "stream_interval": stream_tokens,
             "stop_token_ids": sorted(request.stop_token_ids),
             "ignore_eos": not request.stop_token_ids,
@@ -72,16 +77,16 @@ class Run:
         }
         return body | {"return_sampling_mask": True} if request.with_support else body
 
-    def take(self, event: dict, version: Version | None) -> int:
-        """Keep the new tokens of an event, sampled under `version`; how many they are. Raises ServerRefuses.
+    def take_event(self, event: dict, version: Version | None) -> int:
+        """Take the new tokens of an event, sampled under `version`; returns their number. Raises ServerRefuses.
 
-        Events are increments, or cumulative where the server streams so; the last one of a request that is aborted
-        while it waits repeats its last token and all log-probabilities, behind increments that were not sent yet.
-        What is new is thus the end of the log-probabilities, each of which has its token's id.
+        Events are incremental or cumulative, as the server streams. The last event of a request that is aborted while
+        queued repeats its last token and all log-probabilities, after increments that were never sent. So the new
+        tokens are read from the end of the log-probabilities, each of which includes its token's id.
         """
         meta = event["meta_info"]
-        total = meta.get("completion_tokens", self.received)
-        new = total - self.received
+        total = meta.get("completion_tokens", self.attempt_tokens)
+        new = total - self.attempt_tokens
         if not new:
             return 0
         entries = meta["output_token_logprobs"][-new:]
@@ -100,25 +105,28 @@ class Run:
             logprobs = [entry[0] for entry in entries]
         if not all(logprob is not None and math.isfinite(logprob) for logprob in logprobs):
             raise ServerRefuses("the server sent a log-probability that is not finite")
-        self.received, self.version = total, version
+        self.attempt_tokens, self.version = total, version
         self.pending += ids
         self.generated += ids
         self.logprobs += logprobs
         return new
 
-    def end_reached(self, said: str) -> Finish | None:
-        """stop | length, by the tokens where the server only has `said` abort: that wins over an end that is reached
-        in the same step."""
-        if said in ENDS:
-            return ENDS[said]
+    def end_reached(self, kind: str) -> Finish | None:
+        """The finish reason, if the response has ended.
+
+        `kind`: the server's finish type. An abort hides an end reached in the same step, so that one is read from the
+        tokens.
+        """
+        if kind in FINISH_REASONS:
+            return FINISH_REASONS[kind]
         if self.generated and self.generated[-1] in self.request.stop_token_ids:
             return "stop"
         return "length" if len(self.generated) == self.request.max_new_tokens else None
 
     def hand_over(self, chunk_tokens: int) -> list[Chunk]:
-        """The pending tokens in chunks of at most `chunk_tokens`, the last with the finish reason if there is one."""
+        """Return the pending tokens in chunks of at most `chunk_tokens`, the last with the finish reason, if any."""
         if self.request.with_support:
-            chunk_tokens = min(chunk_tokens, CUT_CHUNK_TOKENS)
+            chunk_tokens = min(chunk_tokens, MAX_CUT_CHUNK_TOKENS)
         chunks: list[Chunk] = []
         if self.version is None:
             return chunks
@@ -132,16 +140,18 @@ class Run:
         return chunks
 
 
-def fold(seed: int) -> int:
-    """All 64 bits of a seed in the 31 that servers take."""
+def fold_seed(seed: int) -> int:
+    """Hash a 64-bit seed to the 31 bits that servers take."""
     return zlib.crc32((seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")) >> 1
 
 
 def check_supports(ids: list[int], supports: list[list[int]], logprobs: list[float]) -> None:
-    """Raise ServerRefuses unless each token has one that it is in, and a log-probability within it."""
+    """Raise ServerRefuses unless each token has a support that contains it, and a log-probability."""
     if not len(ids) == len(supports) == len(logprobs):
         raise ServerRefuses("the SGLang server sent tokens without the supports that they were drawn from")
     if any(token not in support for token, support in zip(ids, supports, strict=True)):
         raise ServerRefuses("the SGLang server sent a token that is not in its support")
-    if max(map(len, supports)) > SUPPORT_IDS:
-        raise ServerRefuses(f"the SGLang server sent a support of more than {SUPPORT_IDS} ids; lower sampling.top_k")
+    if max(map(len, supports)) > MAX_SUPPORT_IDS:
+        raise ServerRefuses(
+            f"the SGLang server sent a support of more than {MAX_SUPPORT_IDS} ids; lower sampling.top_k"
+        )

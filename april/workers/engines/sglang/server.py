@@ -1,7 +1,7 @@
-"""An SGLang server as a child process: its command line, its start within a deadline, its end; or one that others keep.
+"""SGLang servers: one started as a child process, with its command line and deadlines, or an external one.
 
-The child never outlives its worker: it is killed with its whole process group, and by the kernel should the worker
-be killed first.
+A child never outlives its worker: it is killed with its whole process group, and by the kernel if the worker is killed
+first.
 """
 
 import asyncio
@@ -20,30 +20,30 @@ from typing import Any, ClassVar
 from april.processes import clock
 from april.processes.lifetime import PR_SET_PDEATHSIG, pass_on_niceness
 from april.workers.engines.base import EngineError
-from april.workers.engines.sglang.client import KeyRefused, ServerGone, ServerRefuses, SGLangClient
+from april.workers.engines.sglang.client import ApiKeyRefused, ServerGone, ServerRefuses, SGLangClient
 
 POLL_S = 0.1
 RETURN_POLL_S = 0.5
-"""between two looks for a server that others keep"""
+"""Interval between two attempts to reach an external server (s)."""
 TAIL_LINES = 15
 HOST = "127.0.0.1"
 PORTS = range(20_000, 30_000)
-"""none that Linux gives to connections by default: a server binds its port up to minutes after it was found free"""
+"""Ports for servers, outside Linux's default ephemeral range: a server binds its port up to minutes after the check."""
 PORTS_TRIED = 3
-"""one after the other, where somebody else was sooner"""
+"""Ports tried in turn, if another process binds the chosen one first."""
 
 
 class ServerFailed(EngineError):
-    """The server cannot be started; the text says why and holds its last lines."""
+    """The server cannot be started; the text says why, with the end of its log."""
 
 
 class PortLost(ServerFailed):
-    """The port that was found for it has been taken by somebody else before it was there."""
+    """Another process has bound the port chosen for the server before the server did."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server is started with. `options` are SGLang's own, by their names with underscores, and win."""
+    """Command line and environment of a server. `options`: SGLang's own, with underscores; they override the rest."""
 
     name: ClassVar[str] = "SGLang"
 
@@ -54,23 +54,23 @@ class ServerSettings:
     slots: int = 64
     context_tokens: int | None = None
     port: int = 0
-    """0: a free one"""
+    """Port to bind; 0 for any free one."""
     threads: int = 1
     start_s: float = 600.0
     adapter_rank: int = 0
-    """of the adapters that it is to take; 0: of none"""
+    """LoRA rank of the adapters that the server must accept; 0 for none."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, port: int) -> list[str]:
         options = self.own_options(port) | dict(self.options)
-        return [word for name, value in options.items() for word in option(name, value)]
+        return [word for name, value in options.items() for word in option_words(name, value)]
 
     def program(self) -> list[str]:
-        """What the interpreter is to run."""
+        """Interpreter arguments that start the server's program."""
         return ["-m", "sglang.launch_server"]
 
     def own_options(self, port: int) -> dict[str, Any]:
-        """Tokens in, tokens out, in increments, and every default stated by each request instead of by the model."""
+        """Options set by April: token ids in and out, incremental streaming, no sampling defaults from the model."""
         given: dict[str, Any] = {
             "model_path": str(self.model.absolute()), "host": HOST, "port": port, "skip_tokenizer_init": True,
             "incremental_streaming_output": True, "max_running_requests": self.slots, "sampling_defaults": "openai",
@@ -92,8 +92,8 @@ class ServerSettings:
         return own
 
 
-def option(name: str, value: Any) -> list[str]:
-    """`--name value` as the server's command line takes it; true is the bare flag, false leaves it out."""
+def option_words(name: str, value: Any) -> list[str]:
+    """Command-line words of one option: `--name value`; True gives the bare flag, False nothing."""
     flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
         return [flag] if value else []
@@ -118,7 +118,7 @@ class SGLangServer:
         return self._process is not None and self._process.poll() is None
 
     def spawn(self) -> None:
-        """Start the process; `wait` tells when it serves. Raises ServerFailed."""
+        """Start the process; `wait` waits until it serves. Raises ServerFailed."""
         settings = self.settings
         if not settings.python.exists():
             raise ServerFailed(
@@ -135,13 +135,13 @@ class SGLangServer:
             self._process = subprocess.Popen(
                 [str(settings.python), *settings.program(), *settings.arguments(self.port)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=settings.environment(),
-                cwd=settings.log.parent, start_new_session=True, preexec_fn=begin_session,
+                cwd=settings.log.parent, start_new_session=True, preexec_fn=prepare_child,
             )  # fmt: skip
 
     async def wait(self, client: SGLangClient) -> dict:
-        """Until it answers; its /server_info.
+        """Wait until the server answers; returns its /server_info.
 
-        Raises ServerFailed after `start_s` or when the process has ended, PortLost, KeyRefused.
+        Raises ServerFailed after `start_s` or if the process ends, PortLost, ApiKeyRefused.
         """
         deadline = clock.now() + self.settings.start_s
         while True:
@@ -150,11 +150,11 @@ class SGLangServer:
                 self.kill()
                 failure = PortLost if self._port_was_found and not is_free(self.port) else ServerFailed
                 raise failure(
-                    f"the {self.settings.name} server ended at its start with status {status}; {self.last_words()}"
+                    f"the {self.settings.name} server ended at its start with status {status}; {self.log_tail()}"
                 )
             try:
                 return await client.call("/server_info", deadline_s=2.0)
-            except KeyRefused:
+            except ApiKeyRefused:
                 raise
             except (ServerGone, ServerRefuses):
                 pass
@@ -162,19 +162,19 @@ class SGLangServer:
                 self.kill()
                 raise ServerFailed(
                     f"the {self.settings.name} server does not serve after {self.settings.start_s:g} s; "
-                    f"raise engine.start_s if it only needs longer; {self.last_words()}"
+                    f"raise engine.start_s if it only needs longer; {self.log_tail()}"
                 )
             await asyncio.sleep(POLL_S)
 
     def kill(self) -> None:
-        """End the whole process group, whose first process may have ended already, and wait for it."""
+        """Kill the whole process group, whose first process may have ended already, and wait for it."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def last_words(self) -> str:
-        """The end of what it has written since it was started last."""
+    def log_tail(self) -> str:
+        """The last lines that the server has logged since its last start."""
         log = self.settings.log
         with log.open("rb") as file:
             file.seek(self._log_start)
@@ -183,7 +183,7 @@ class SGLangServer:
 
 
 class AttachedServer:
-    """A server that others keep: in the place of one that is started here, and waited for where it is away."""
+    """An external server, not started by April; waited for while it is away."""
 
     alive = True
 
@@ -194,10 +194,10 @@ class AttachedServer:
     def spawn(self) -> None: ...
 
     async def wait(self, client: SGLangClient) -> dict:
-        """Its /server_info, and the architecture that /model_info names. It has to be there the first time; later it
-        may take `start_s` to come back.
+        """The server's /model_info and /server_info, merged.
 
-        Raises ServerGone, ServerRefuses.
+        The server must answer the first call at once; later it may take `start_s` to return. Raises ServerGone and
+        ServerRefuses.
         """
         deadline = clock.now() + self._patience_s
         self._patience_s = self._start_s
@@ -211,12 +211,12 @@ class AttachedServer:
 
     def kill(self) -> None: ...
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return "it is kept by others"
 
 
-def begin_session() -> None:
-    """In the child that a worker starts: as nice as the worker, and ended with it."""
+def prepare_child() -> None:
+    """Runs in the child: give it the worker's niceness, and have the kernel kill it with the worker."""
     die_with_parent()
     pass_on_niceness()
 
@@ -226,7 +226,7 @@ def die_with_parent() -> None:
 
 
 def free_port() -> int:
-    """Raises ServerFailed."""
+    """A random free port of PORTS. Raises ServerFailed."""
     tried = random.SystemRandom().sample(PORTS, 100)
     found = next(filter(is_free, tried), None)
     if found is None:

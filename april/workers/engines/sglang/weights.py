@@ -1,8 +1,8 @@
-"""How tensors that a worker holds get into its SGLang server, between pause and continue.
+"""Transfers tensors from a worker into its paused SGLang server.
 
-`DiskSnapshot` writes a folder that the server reads, and keeps the old weights if it cannot; `LocalTensors` shares
-memory with a server on the same machine. Weights that the learner broadcasts to the server itself go another way
-(`broadcast.py`).
+`DiskSnapshot` writes a folder that the server reads; the server keeps its old weights if reading fails. `LocalTensors`
+shares memory with a server on the same machine. Weights that the learner broadcasts to the server itself are in
+`broadcast.py`.
 """
 
 import asyncio
@@ -28,59 +28,61 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_PREFIX = "april-weights-"
 IDLE_S = 60.0
-"""for which a folder without a claim has not been touched before it counts as left"""
+"""A snapshot folder without a lock counts as stale if it was not modified for so long (s)."""
 UPDATE_S = 3600.0
-"""no limit of its own: the engine's update has one"""
+"""Deadline of calls during an update: practically none, since the update as a whole has one (s)."""
 
 
 class HalfLoaded(RuntimeError):
-    """The server may hold tensors of two versions: it must not generate with them."""
+    """The server may hold tensors of two versions, and must not generate with them."""
 
 
 class WeightPush(Protocol):
+    """A way to transfer tensors into a server."""
+
     @property
     def expected(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the model's tensors by name."""
+        """Shapes of the model's tensors, by name."""
 
     @property
     def tied(self) -> bool:
         """Whether the output projection is the embedding."""
 
     def check(self, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """The tensors to load, before anything is interrupted for them. Raises EngineError."""
+        """Validate tensors and return those to load, before generation is interrupted. Raises EngineError."""
 
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
-        """Called while the server is paused, with what `check` has returned. `change`: `weight_version` and
-        `flush_cache` as SGLang takes them; `ranks`: the server's tensor-parallel ones.
+        """Load tensors returned by `check` into the paused server.
 
-        Raises EngineError if it keeps the old weights, otherwise HalfLoaded.
+        `change`: SGLang's fields `weight_version` and `flush_cache`. `ranks`: the server's tensor-parallel ranks.
+        Raises EngineError if the server keeps its old weights, otherwise HalfLoaded.
         """
 
     def close(self) -> None: ...
 
 
-class Checked:
-    """What arrives is compared with the model's folder first: SGLang skips unknown names and misses none."""
+class CheckedPush:
+    """Validates tensors against the model's folder: SGLang skips unknown names, and does not notice missing ones."""
 
     def __init__(self, model: Path):
         self.expected, self.tied = folder_tensors(model)
 
     def check(self, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """Contiguous; a tied output projection is left out."""
+        """As `WeightPush.check`; the tensors are made contiguous, and a tied output projection is left out."""
         check_tensors(self.expected, self.tied, tensors)
         return {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name in self.expected}
 
 
-class DiskSnapshot(Checked):
-    """One safetensors file in a folder of its own, in shared memory where there is any; two servers may read it."""
+class DiskSnapshot(CheckedPush):
+    """Writes a safetensors file to a temporary folder, in shared memory if there is any, and has the server read it."""
 
     def __init__(self, model: Path, folder: Path | None = None):
         super().__init__(model)
-        place = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-        for left in Path(place or tempfile.gettempdir()).glob(f"{SNAPSHOT_PREFIX}*"):
-            remove_if_left(left)
-        self._folder = Path(tempfile.mkdtemp(prefix=SNAPSHOT_PREFIX, dir=place))
-        self._claim = claim(self._folder)
+        parent = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
+        for leftover in Path(parent or tempfile.gettempdir()).glob(f"{SNAPSHOT_PREFIX}*"):
+            remove_stale(leftover)
+        self._folder = Path(tempfile.mkdtemp(prefix=SNAPSHOT_PREFIX, dir=parent))
+        self._lock = lock_folder(self._folder)
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(model / "config.json", self._folder)
 
@@ -103,29 +105,29 @@ class DiskSnapshot(Checked):
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        os.close(self._claim)
+        os.close(self._lock)
 
 
-def claim(folder: Path) -> int:
-    """A lock that ends with this process, whichever way it ends."""
+def lock_folder(folder: Path) -> int:
+    """Lock a folder; the lock ends with this process, however it ends. Returns the file descriptor."""
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
-def remove_if_left(folder: Path, idle_s: float = IDLE_S) -> None:
-    """By a process that was killed: nobody has a claim to it any more, nor has just made it to claim it."""
+def remove_stale(folder: Path, idle_s: float = IDLE_S) -> None:
+    """Remove a snapshot folder of a killed process: one without a lock, and not modified for `idle_s`."""
     with contextlib.suppress(OSError):
         if time.time() - folder.stat().st_mtime >= idle_s:
-            os.close(claim(folder))
+            os.close(lock_folder(folder))
             shutil.rmtree(folder)
 
 
-class LocalTensors(Checked):
-    """Handles of shared memory, pickled as SGLang expects them, one copy for each of its tensor-parallel ranks."""
+class LocalTensors(CheckedPush):
+    """Shares memory with the server: pickled handles as SGLang expects them, one for each tensor-parallel rank."""
 
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
-        payloads = [await asyncio.to_thread(share, tensors) for _ in range(ranks)]
+        payloads = [await asyncio.to_thread(shared_handles, tensors) for _ in range(ranks)]
         await within_session(client, self._send(client, payloads, change))
 
     async def _send(self, client: SGLangClient, payloads: list[str], change: dict) -> None:
@@ -136,9 +138,9 @@ class LocalTensors(Checked):
 
 
 async def within_session(client: SGLangClient, load) -> None:
-    """Between begin and end, without which SGLang takes neither tensors nor broadcasts.
+    """Run `load` between SGLang's begin and end of a weight update, which tensors and broadcasts require.
 
-    Raises EngineError if it does not begin, HalfLoaded if anything fails after that.
+    Raises EngineError if the update does not begin, HalfLoaded if anything fails after that.
     """
     try:
         await begin(client)
@@ -153,7 +155,7 @@ async def within_session(client: SGLangClient, load) -> None:
 
 
 async def begin(client: SGLangClient) -> None:
-    """A server that others keep may be within a change still that broke off, and takes no other before its end."""
+    """Begin a weight update. On an external server, a broken-off earlier update is ended first."""
     try:
         await client.call("/begin_weight_update", {}, UPDATE_S)
     except ServerRefuses:
@@ -161,9 +163,12 @@ async def begin(client: SGLangClient) -> None:
         await client.call("/begin_weight_update", {}, UPDATE_S)
 
 
-def share(tensors: "Mapping[str, torch.Tensor]") -> str:
-    """base64 of pickled handles. Memory is shared by files: SGLang cannot receive another process's descriptors, and
-    a failed attempt would end it."""
+def shared_handles(tensors: "Mapping[str, torch.Tensor]") -> str:
+    """Pickled shared-memory handles, in base64.
+
+    Memory is shared through files, because SGLang cannot receive file descriptors of another process, and a failed
+    attempt would end the server.
+    """
     from multiprocessing.reduction import ForkingPickler
 
     import torch.multiprocessing

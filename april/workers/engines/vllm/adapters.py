@@ -1,9 +1,9 @@
-"""Of which ranks a vLLM server takes adapters."""
+"""LoRA ranks that a vLLM server supports."""
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""that it makes room for"""
+SUPPORTED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
 
 
-def room_for(rank: int) -> int | None:
-    """The smallest of `RANKS` that it fits into; None where it is above all."""
-    return next((room for room in RANKS if room >= rank), None)
+def supported_rank(rank: int) -> int | None:
+    """The smallest supported rank that is at least `rank`; None if there is none."""
+    return next((supported for supported in SUPPORTED_RANKS if supported >= rank), None)

@@ -1,4 +1,4 @@
-"""vLLM as an engine: SGLang's, before a server that runs `program.py`."""
+"""vLLM as an engine: SGLang's engine, on a server that runs `program.py`."""
 
 from collections.abc import Container
 
@@ -21,10 +21,10 @@ class VLLMEngine(SGLangEngine):
                 f"request {request.id} has top_p = {request.top_p}, top_k = {request.top_k}, min_p = {request.min_p}, "
                 f"with_support = {request.with_support}; vLLM's log-probabilities would be those of what the cut "
                 "leaves, without saying what that is: use 1, 0, 0 and False, or worker.engine = "
-                f"{ENGINES.those(lambda engine: engine.returns_supports)}"
+                f"{ENGINES.names_where(lambda engine: engine.returns_supports)}"
             )
 
 
 def make_vllm_engine(config: Config, device: str, name: str) -> SGLangFleet:
-    """As `make_sglang_engine`."""
+    """As `make_sglang_engine`, with a vLLM server."""
     return make_sglang_engine(config, device, name, VLLMEngine, VLLMSettings)

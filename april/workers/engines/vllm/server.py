@@ -1,32 +1,32 @@
-"""A vLLM server as a child process: what it is started with. All else is as with SGLang's."""
+"""Command line and environment of a vLLM server; the rest is as for SGLang's."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from april.workers.engines.sglang.server import HOST, ServerSettings
-from april.workers.engines.vllm.adapters import room_for
+from april.workers.engines.vllm.adapters import supported_rank
 
 PROGRAM = Path(__file__).with_name("program.py")
 CPU_BLOCK_TOKENS = 128
-"""in a block of vLLM's KV memory on a CPU"""
+"""Tokens per block of vLLM's KV cache on a CPU."""
 
 
 @dataclass(frozen=True)
 class VLLMSettings(ServerSettings):
-    """`options` are vLLM's own, by their names with underscores, and win."""
+    """As `ServerSettings`; `options`: vLLM's own, with underscores, which override the rest."""
 
     name: ClassVar[str] = "vLLM"
 
     def program(self) -> list[str]:
-        """-P: the program's neighbours are no modules of vLLM's."""
+        """-P keeps the program's folder out of sys.path, whose modules would shadow others."""
         return ["-P", str(PROGRAM)]
 
     def own_options(self, port: int) -> dict[str, Any]:
-        """What the program does not set itself.
+        """Options set by April that the program does not set itself.
 
-        On a CPU a prompt is computed whole: vLLM's runner turns the generator of a seeded request back when a step has
-        computed a part of its prompt, and a generator on a CPU cannot be turned back, which ends the engine.
+        On a CPU, chunked prefill is off: vLLM rewinds the generator of a seeded request after each partial prefill, and
+        a CPU generator cannot be rewound, which would end the engine.
         """
         given: dict[str, Any] = {
             "model": str(self.model.absolute()), "host": HOST, "port": port, "max_num_seqs": self.slots,
@@ -34,8 +34,8 @@ class VLLMSettings(ServerSettings):
         if self.context_tokens:
             given["max_model_len"] = self.context_tokens
         if self.adapter_rank:
-            room = room_for(self.adapter_rank)
-            given |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "max_cpu_loras": 2}
+            max_rank = supported_rank(self.adapter_rank)
+            given |= {"enable_lora": True, "max_lora_rank": max_rank, "max_loras": 1, "max_cpu_loras": 2}
         if self.device == "cpu":
             given |= {"dtype": "float32", "enforce_eager": True, "no_enable_chunked_prefill": True}
             if self.context_tokens:
@@ -43,9 +43,9 @@ class VLLMSettings(ServerSettings):
         return given
 
     def own_environment(self) -> dict[str, str]:
-        """Its processes speak to each other on this machine alone, and are spawned, so that each runs the program.
+        """vLLM's processes talk to each other on this machine only, and are spawned, so that each runs the program.
 
-        On a CPU nothing is compiled, which would hold the first tokens up for a minute and more.
+        On a CPU, compilation is off: it would delay the first tokens by a minute and more.
         """
         own = {
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads), "VLLM_HOST_IP": HOST,

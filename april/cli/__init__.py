@@ -1,0 +1,56 @@
+"""The `april` command. Each file of this folder but `command.py` holds a command, or several that belong together."""
+
+import errno
+import importlib
+import pkgutil
+import sys
+
+from april.cli.command import COMMANDS, INTERRUPTED, Parser
+from april.errors import ConfigError
+from april.processes.lifetime import REFUSED
+from april.registry import add_import_folders
+from april.version import VERSION
+
+DESCRIPTION = (
+    "RL of language models with active partial rollouts. `april quickstart` trains a tiny policy on this machine; "
+    "`april run CONFIG` trains yours."
+)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit status; a ConfigError is printed as one sentence."""
+    parser = build_parser()
+    options, overrides = parser.parse_known_args(arguments)
+    add_import_folders()
+    values = vars(options)
+    command = values.pop("command")
+    if command.overrides:
+        values["overrides"] = overrides
+    elif overrides:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    try:
+        return command.function(**values)
+    except ConfigError as error:
+        print(f"april {command.name}: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        where = error.filename or values.get("run") or "a file"
+        print(f"april {command.name}: {where} cannot be written ({error.strerror}); make room there", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def build_parser() -> Parser:
+    for module in pkgutil.iter_modules(__path__):
+        if module.name != "__main__":
+            importlib.import_module(f"{__name__}.{module.name}")
+    parser = Parser(prog="april", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"april {VERSION}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in sorted(COMMANDS, key=lambda command: command.name):
+        command.add_to(commands)
+    return parser

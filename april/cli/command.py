@@ -1,0 +1,129 @@
+"""What a command is: a function with its options, whose docstring is its help. And what several commands share.
+
+Nothing heavy is imported here or at the top of a command's file: every start of a part reads them all.
+"""
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from april.registry import add_import_folders
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from april.config import Config
+
+INTERRUPTED = 130
+"""Exit status of a command that the user interrupted, and of a run that the user stopped."""
+PIPED_COLUMNS = 10_000
+"""Width of output that does not go to a terminal, so that no line of it is cut."""
+
+
+@dataclass(frozen=True)
+class Option:
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """An option or a positional argument, with the parameters of `argparse.ArgumentParser.add_argument`."""
+    return Option(names, settings)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help can list all keys of the configuration."""
+
+    lists_keys = False
+
+    def format_help(self) -> str:
+        if self.lists_keys:
+            from april.config import OVERRIDES, describe_keys
+
+            self.epilog = OVERRIDES + describe_keys()
+        return super().format_help()
+
+
+@dataclass(frozen=True)
+class Command:
+    function: Callable[..., int]
+    """Called with each option as a keyword argument, and with `overrides` if it takes them; returns the exit status."""
+    options: Sequence[Option]
+    overrides: bool
+    """Accept `--section.key value` for any key."""
+    lists_keys: bool
+    """List the keys in the help."""
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__.replace("_", "-")
+
+    def add_to(self, commands: "argparse._SubParsersAction[Parser]") -> None:
+        text = inspect.getdoc(self.function) or ""
+        parser = commands.add_parser(
+            self.name,
+            help=text.partition("\n\n")[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.lists_keys = self.lists_keys
+        parser.set_defaults(command=self)
+        for option in self.options:
+            parser.add_argument(*option.names, **option.settings)
+
+
+COMMANDS: list[Command] = []
+"""All commands whose files have been imported."""
+
+Function = TypeVar("Function", bound=Callable[..., int])
+
+
+def command(*options: Option, overrides: bool = False, lists_keys: bool = False) -> Callable[[Function], Function]:
+    """Make a function a command of `april`, called like the function with - for _.
+
+    @command(option("--out", type=Path, help="Folder."), option("--seed", type=int, default=0, help="Seed."))
+    def make_data(out: Path, seed: int) -> int:
+        '''Write the quickstart's prompts.'''
+    """
+
+    def register(function: Function) -> Function:
+        COMMANDS.append(Command(function, options, overrides or lists_keys, lists_keys))
+        return function
+
+    return register
+
+
+# --- options and helpers that several commands share ---------------------------------------------------------------
+
+CONFIG = option(
+    "config", type=Path, nargs="+", help="TOML file of the run; of several, keys in later files win over earlier ones."
+)
+RUN = option("run", type=Path, help="Run folder, such as runs/quickstart.")
+MONITOR_KEYS = option(
+    "--security.keys",
+    dest="keys",
+    type=Path,
+    metavar="KEYS",
+    help="Folder or file with a monitor's key, where the run uses keys [default: those of the run].",
+)
+
+
+def load_config(paths: Sequence[Path], overrides: list[str], **settings: Any) -> "Config":
+    """`april.config.load`; modules of parts of one's own are found from then on where the configuration says."""
+    from april.config import load
+
+    config = load(paths, overrides, **settings)
+    add_import_folders(*config.run.parts)
+    return config
+
+
+def wide_console() -> "Console":
+    """A console that cuts lines at a terminal's width only, and not in a pipe."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)

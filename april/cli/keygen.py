@@ -1,0 +1,25 @@
+"""`april keygen`: CURVE keys of a run's peers."""
+
+from pathlib import Path
+
+from april.cli.command import command, option
+from april.errors import ConfigError
+from april.security.keys import ROLES
+
+
+@command(
+    option("folder", type=Path, metavar="KEYS", help="Folder of the key files and the allow-list."),
+    option("--role", choices=ROLES, help="Role of one more peer [default: make the keys of all roles]."),
+    option("--name", help="Name of that peer and of its key file, unique in the allow-list."),
+)
+def keygen(folder: Path, role: str | None, name: str | None) -> int:
+    """Make the keys of a run, or those of one more peer."""
+    from april.security import keygen
+
+    if bool(role) != bool(name):
+        raise ConfigError("options '--role' and '--name' go together; give both for one more peer, or none of them")
+    if role and name:
+        print(keygen.add_peer(folder, role, name))
+    else:
+        print(*keygen.make_folder(folder), sep="\n")
+    return 0

@@ -1,0 +1,109 @@
+"""`april launch`: a run on a cluster, and what is asked of it afterwards."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from april.cli.command import command, option
+from april.errors import ConfigError
+from april.registry import add_import_folders
+
+if TYPE_CHECKING:
+    from april.config import Config
+    from april.launch.clusters.launcher import Launcher
+
+VERBS = ("status", "logs", "stop", "scale")
+WORKERS = "workers="
+
+
+@command(
+    option(
+        "words",
+        nargs="+",
+        metavar="CONFIG",
+        help="TOML files of the run to launch; or, for a launched run: status RUN, logs RUN [PART], stop RUN, "
+        "scale RUN workers=N.",
+    ),
+    option(
+        "--on",
+        help="Cluster: local, ssh, slurm, kubernetes, helm, ray, or yours as package.module:Class "
+        "[default: launch.on].",
+    ),
+    option("--dry-run", action="store_true", help="Submit nothing; print the files that would be submitted."),
+    option("--resume", action="store_true", help="Continue the run whose folder already has this name."),
+    overrides=True,
+)
+def launch(words: list[str], on: str | None, dry_run: bool, resume: bool, overrides: list[str]) -> int:
+    """Train on a cluster; or show, read the logs of, stop or scale such a run."""
+    verb, *rest = words
+    if verb in VERBS:
+        print(manage(verb, rest))
+        return 0
+    files = [Path(word) for word in words]
+    add_import_folders(*(file.parent for file in files))
+    print(submit(files, [*overrides, *(["--launch.on", on] if on else [])], dry_run, resume))
+    return 0
+
+
+def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: bool) -> str:
+    """Submit a run and return what the cluster says; with `dry_run` return the files instead. Raises ConfigError."""
+    from april.config import load
+    from april.connections.address import ADDRESS_FILE
+    from april.launch import preflight
+    from april.launch.clusters import LAUNCHERS
+    from april.launch.clusters.layout import check
+    from april.launch.devices import needed_devices
+    from april.launch.rehearsal import STARTING_S
+    from april.simulate.automatic import resolve
+
+    config = load(files, overrides, inputs=())
+    kind: type[Launcher] = LAUNCHERS.find(config.launch.on)
+    check(config, kind.on_network)
+    if dry_run:
+        return "\n".join(f"# --- {name}\n{text}" for name, text in launcher_of(config, kind).files().items())
+    if resume:
+        preflight.check_resume(config)
+    if kind.sees_files:
+        config, _ = resolve(config, resumed=resume)
+        requested_devices = list(map(str, range(needed_devices(config))))
+        preflight.examine(config, requested_devices, STARTING_S).refuse()
+    if not resume:
+        config = preflight.make_run_folder(config, ask_store=kind.sees_files)
+    launcher = launcher_of(config, kind)
+    launcher.layout.config_file.write_text(config.to_toml())
+    (config.run_dir / ADDRESS_FILE).unlink(missing_ok=True)
+    launcher.write()
+    return f"{launcher.submit()}\nits folder: {config.run_dir}"
+
+
+def manage(verb: str, words: Sequence[str]) -> str:
+    """What the cluster answers to one of `VERBS` about a launched run. Raises ConfigError."""
+    from april.config import load
+    from april.launch.clusters import LAUNCHERS
+    from april.launch.clusters.launcher import FOLDER
+
+    run_dir, *rest = words or [""]
+    file = Path(run_dir).resolve() / "config.toml"
+    if not (file.parent / FOLDER).is_dir():
+        raise ConfigError(f"run {run_dir!r} was not launched from here; give the folder of one that was, as runs/NAME")
+    config = load(file, [], inputs=())
+    launcher = launcher_of(config, LAUNCHERS.find(config.launch.on))
+    if verb == "scale":
+        return launcher.scale(worker_count(rest) if rest else None)
+    if verb == "logs":
+        return launcher.logs(*rest[:1] or [""])
+    return launcher.status() if verb == "status" else launcher.stop()
+
+
+def worker_count(words: Sequence[str]) -> int:
+    """N of `workers=N`. Raises ConfigError."""
+    number = words[0].removeprefix(WORKERS) if len(words) == 1 and words[0].startswith(WORKERS) else ""
+    if not number.isdecimal():
+        raise ConfigError(f"{' '.join(words) or 'nothing'} says no number of workers; write {WORKERS}12")
+    return int(number)
+
+
+def launcher_of(config: "Config", kind: type["Launcher"]) -> "Launcher":
+    from april.launch.clusters.layout import ClusterLayout
+
+    return kind(ClusterLayout(config, config.run_dir.resolve() / "config.toml"))

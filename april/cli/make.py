@@ -1,0 +1,51 @@
+"""`april make-policy`, `april make-data` and `april verifiers`: policies and prompts to begin with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from april.cli.command import command, option
+
+
+@command(
+    option("--out", type=Path, default=Path("cache/policy"), help="Folder [default: cache/policy]."),
+    option("--seed", type=int, default=0, help="Seed of the weights and of the demonstrations [default: 0]."),
+)
+def make_policy(out: Path, seed: int) -> int:
+    """Make the quickstart's policy (about a minute; nothing if it is there already)."""
+    from april.policy.make_policy import make_policy
+
+    make_policy(out, seed)
+    return 0
+
+
+@command(
+    option("--out", type=Path, default=Path("cache/data"), help="Folder [default: cache/data]."),
+    option("--train", type=int, default=4096, help="Number of training prompts [default: 4096]."),
+    option("--heldout", type=int, default=512, help="Number of held-out prompts [default: 512]."),
+    option("--seed", type=int, default=0, help="Seed of the draw [default: 0]."),
+)
+def make_data(out: Path, train: int, heldout: int, seed: int) -> int:
+    """Write the quickstart's prompts."""
+    from april.data.make_data import make_data
+
+    for path in make_data(out, train, heldout, seed):
+        print(path)
+    return 0
+
+
+@command(
+    option("name", help="Name of the environment, as vf.load_environment takes it."),
+    option(
+        "--arguments", type=json.loads, default={}, metavar="JSON", help="JSON object of arguments of the environment."
+    ),
+    option("--out", type=Path, help="Folder [default: cache/NAME]."),
+    option("--most", type=int, default=-1, help="Largest number of rows in each file [default: all]."),
+)
+def verifiers(name: str, arguments: dict[str, Any], out: Path | None, most: int) -> int:
+    """Write the rows of an environment of the package `verifiers` as prompts."""
+    from april.agents.verifiers import write_rows
+
+    for path in write_rows(name, arguments, out or Path("cache", name.replace("/", "-")), most):
+        print(path)
+    return 0

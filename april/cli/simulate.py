@@ -1,0 +1,165 @@
+"""`april simulate`, `april tune` and `april calibrate`: the simulator of schedules, and its cost models."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from april.cli.command import command, option
+from april.errors import ConfigError, refuse
+
+if TYPE_CHECKING:
+    from april.simulate.scenario import Scenario
+
+SCENARIO = (
+    option("scenario", type=Path, help="TOML file of a scenario, such as configs/published.toml."),
+    option(
+        "--cost", help="Cost model of the engine: a name in the file's [costs], or one of April's [default: the first]."
+    ),
+)
+
+
+@command(
+    *SCENARIO,
+    option(
+        "--sweep",
+        action="store_true",
+        help="Vary over-sampling, samples in flight, staleness and number of engines, with a picture of each.",
+    ),
+    option(
+        "--experiment",
+        choices=("lengths", "buffers", "versions"),
+        help="Study one question instead: response lengths; N' against the largest buffer; trained tokens by age "
+        "[default: none].",
+    ),
+    option("--out", type=Path, default=Path("simulated"), help="Folder of pictures [default: simulated]."),
+    overrides=True,
+)
+def simulate(
+    scenario: Path, cost: str | None, sweep: bool, experiment: str | None, out: Path, overrides: list[str]
+) -> int:
+    """Simulate a run on a virtual clock, and compare schedules."""
+    from april.config.overrides import parse_overrides
+
+    read = read_scenario(scenario, cost, overrides)
+    if key := read.schedule.automatic_key:
+        refuse(f"schedule.{key}", "auto", "is for a run and `april tune`, which choose", "give a number to simulate it")
+    kind = str(dict(parse_overrides(overrides)).get("schedule.kind", ""))
+    if experiment:
+        print_experiment(experiment, read, out, kind)
+    elif sweep:
+        print_sweeps(read, out, kind)
+    else:
+        print_comparison(read, kind)
+    return 0
+
+
+@command(
+    *SCENARIO,
+    option(
+        "--mean-staleness",
+        type=float,
+        help="Largest mean age of trained tokens that may be chosen, in policy steps [default: any].",
+    ),
+    option(
+        "--trace",
+        type=Path,
+        help="Take response lengths from this file of `april trace lengths` [default: the scenario's].",
+    ),
+    overrides=True,
+)
+def tune(
+    scenario: Path, cost: str | None, mean_staleness: float | None, trace: Path | None, overrides: list[str]
+) -> int:
+    """Choose N' or the number of samples in flight by simulation, and say why."""
+    from april.simulate.tune import tune
+
+    choice = tune(read_scenario(scenario, cost, overrides, trace), mean_staleness)
+    print(choice.table)
+    print(f"\n{choice.key} = {choice.value}: {choice.why}")
+    return 0
+
+
+@command(
+    option("--model", type=Path, required=True, help="Hugging Face folder of the policy."),
+    option("--slots", type=int, default=64, help="Sequences decoded together [default: 64]."),
+    option("--out", type=Path, default=Path("cost.toml"), help="File for the [cost] table [default: cost.toml]."),
+    overrides=True,
+)
+def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> int:
+    """Measure an engine, and fit the simulator's cost model to it; --worker.engine names the engine."""
+    from april.simulate.calibrate import fit, measure
+    from april.workers.engines import ENGINES
+
+    try:
+        from april.simulate.probe import probe_of
+    except ImportError:
+        raise ConfigError("calibrating needs torch; run `pip install 'april-rl[worker]'`") from None
+    check_writable(out)
+    with probe_of(model, slots, overrides) as (probe, name):
+        source = f"measured on the {name} engine with {slots} slots"
+        fitted = fit(measure(probe), source, probe.engine.kv_tokens, ENGINES.find(name).keeps_prefixes)
+    print(fitted.describe())
+    out.write_text(fitted.to_toml())
+    print(out)
+    return 0
+
+
+def read_scenario(path: Path, cost: str | None, overrides: list[str], trace: Path | None = None) -> "Scenario":
+    """A scenario; with `trace`, its response lengths and token budget are those of that file. Raises ConfigError."""
+    from april.config.overrides import parse_overrides
+    from april.simulate.scenario import load_scenario
+    from april.simulate.trace import budget_of, read_trace
+
+    keys = {"family": "trace", "path": str(trace), "longest_tokens": budget_of(read_trace(trace))} if trace else {}
+    lengths = [(f"lengths.{key}", value) for key, value in keys.items()]
+    return load_scenario(path, [*lengths, *parse_overrides(overrides)], cost)
+
+
+def print_comparison(scenario: "Scenario", kind: str) -> None:
+    """Print the measures of all schedules, or of those of one kind, and why the staleness bound refuses others."""
+    from april.simulate.variants import COLUMNS, columns, evaluate, table, variants
+
+    admitted, refused = variants(scenario, kind)
+    print(table([columns(evaluate(name, variant)) for name, variant in admitted.items()], COLUMNS))
+    for name, error in refused.items():
+        print(f"left out: {name}: {error}")
+
+
+def print_sweeps(scenario: "Scenario", out: Path, kind: str) -> None:
+    from april.simulate import pictures
+    from april.simulate.sweep import sweeps
+
+    make_folder(out)
+    for number, sweep in enumerate(sweeps(scenario, kind), start=1):
+        print(f"{sweep.title}\n{sweep.table()}")
+        print(f"{pictures.draw(out / f'sweep-{number}.png', partial(pictures.sweep_picture, sweep))}\n")
+
+
+def print_experiment(name: str, scenario: "Scenario", out: Path, kind: str) -> None:
+    from april.simulate import experiments, pictures
+
+    make_folder(out)
+    text, results = getattr(experiments, name)(scenario, kind)
+    picture = getattr(pictures, f"{name}_picture")
+    print(text)
+    print(pictures.draw(out / f"{name}.png", lambda: picture(results)))
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a file that cannot be written, before the work that it is for; leaves no trace. Raises ConfigError."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        existed = out.exists()
+        out.open("a").close()
+        if not existed:
+            out.unlink()
+    except OSError as error:
+        refuse("--out", out, f"cannot be written ({error.strerror})", "give a file")
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of pictures before the work that it is for. Raises ConfigError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse("--out", out, f"cannot be made ({error.strerror})", "give a folder")

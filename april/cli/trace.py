@@ -1,0 +1,57 @@
+"""`april trace`: what a run did, for the simulator, Perfetto or a collector of OpenTelemetry."""
+
+from pathlib import Path
+
+from april.cli.command import RUN, command, option
+from april.cli.simulate import check_writable
+from april.errors import ConfigError
+
+
+@command(
+    option(
+        "what",
+        nargs="?",
+        choices=("lengths", "export", "send"),
+        default="lengths",
+        help="lengths: response lengths, for the simulator; export: timelines of parts, steps and samples, for "
+        "Perfetto; send: a trace of each sample, to a collector of OpenTelemetry [default: lengths].",
+    ),
+    RUN,
+    option(
+        "--out",
+        required=True,
+        help="JSONL file of lengths, Perfetto's file, or the collector's http://HOST:4318/v1/traces.",
+    ),
+)
+def trace(what: str, run: Path, out: str) -> int:
+    """Write or send what a run did: its response lengths, or its timelines."""
+    if what == "export":
+        from april.report.perfetto import export
+        from april.report.run_folder import read_run
+
+        tracks = export(read_run(run), Path(out))
+        print(f"{out} has {tracks} tracks; open it at https://ui.perfetto.dev")
+    elif what == "send":
+        from april.report.run_folder import read_run
+
+        try:
+            from april.report.spans import send
+        except ImportError as error:
+            raise ConfigError(f"sending needs the package {error.name}; `pip install 'april-rl[otel]'`") from None
+        print(f"{send(read_run(run), out)} traces were sent to {out}")
+    else:
+        write_lengths(run, Path(out))
+    return 0
+
+
+def write_lengths(run: Path, out: Path) -> None:
+    from april.simulate.recording import record_trace
+    from april.simulate.trace import write_trace
+
+    check_writable(out)
+    recording = record_trace(run)
+    lengths = [length for group in recording.groups for length in group.response_tokens]
+    write_trace(out, recording.groups)
+    print(f"{out}: {len(recording.groups)} groups, {len(lengths)} responses, {sum(lengths):,} tokens")
+    if recording.censored:
+        print(recording.censored)

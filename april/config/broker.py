@@ -1,0 +1,213 @@
+"""The keys of `[broker]`, `[weights]`, `[security]` and `[operations]`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from april.config.section import AUTO, Section
+
+
+class BrokerSection(Section):
+    bind: str = Field(
+        "tcp://127.0.0.1:*",
+        description="ZeroMQ endpoint that the broker listens on, as tcp://INTERFACE:PORT; * picks a free port. "
+        "Beyond loopback security.keys are needed.",
+    )
+    lease_s: float = Field(
+        60.0,
+        gt=0,
+        description="Time that a lease on a sample is valid without renewal (seconds). A high value takes work back "
+        "from a silent worker late.",
+    )
+    renew_s: float = Field(
+        15.0,
+        gt=0,
+        description="Interval at which workers renew their leases; below lease_s (seconds). Each renewal lists all "
+        "leases of a worker.",
+    )
+    session_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Time of silence after which a peer counts as lost and its leases end (seconds). A high value "
+        "detects a dead worker late; a low one drops a worker in a long prefill.",
+    )
+    attempts: int = Field(
+        5,
+        ge=1,
+        description="Lost or failed leases after which a sample fails for good and goes to the dead letters. Each "
+        "attempt generates or scores it once more.",
+    )
+    abort_deadline_s: float = Field(
+        5.0,
+        gt=0,
+        description="Longest wait at a round's end for workers to hand back aborted samples, before the next round "
+        "(seconds).",
+    )
+    readopt_s: float = Field(
+        10.0,
+        gt=0,
+        description="Time after a restart of the broker in which former holders may reclaim their leases (seconds). "
+        "Work of dead workers waits that long.",
+    )
+    credit_mb: int = Field(
+        64,
+        ge=1,
+        description="Flow control: data that the broker sends to a peer ahead of its acknowledgements (MiB). It "
+        "bounds the broker's memory for each peer; a low value slows large batches.",
+    )
+    journal_dir: Path | None = Field(
+        None,
+        description="Folder, on a fast disk of its own, for the journals of runs, each below its run's name. Journal "
+        "syncs then do not wait for checkpoints. None: in the run's folder.",
+    )
+    journal_file_mb: int = Field(
+        512,
+        ge=1,
+        description="Size at which the broker takes a snapshot and starts a new journal file (MiB). A restart "
+        "replays at most one file; small files take more snapshots.",
+    )
+    journal_file_records: int = Field(
+        500_000,
+        ge=100,
+        description="Records at which the broker takes a snapshot and starts a new journal file. A restart replays "
+        "at most one file; few records take more snapshots.",
+    )
+    patience_s: float = Field(
+        600.0,
+        gt=0,
+        description="Time that peers wait for a broker that does not answer, before they end (seconds). A high value "
+        "holds their machines that long.",
+    )
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="Restarts of the broker in a row without a new policy step, after which the run fails. A low "
+        "value ends the run at a fault that would have passed.",
+    )
+    hung_s: float = Field(
+        120.0,
+        gt=0,
+        description="Time without an answer after which `april run` kills and restarts the broker (seconds). A high "
+        "value detects a hang late.",
+    )
+    max_run_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Longest time that a lease is held, however often it is renewed (seconds). A low value "
+        "interrupts long responses, and each interruption counts as an attempt.",
+    )
+
+
+class WeightsSection(Section):
+    transport: str = Field(
+        "collective",
+        description="How new weights reach the workers: collective (broadcast over process groups), external (your "
+        "framework loads them into the servers), or yours as package.module:Class.",
+    )
+    host: str = Field(
+        AUTO,
+        description="Address at which workers reach learner rank 0 for weights, which travel unencrypted. auto: the "
+        "learner's address on the route to the broker.",
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto",
+        description="Collective backend that broadcasts weights: gloo goes through host memory, nccl (RCCL on AMD) "
+        "takes one rank per accelerator. auto: nccl between accelerators, otherwise gloo.",
+    )
+    publish_deadline_s: float = Field(
+        10.0,
+        gt=0,
+        description="Longest wait of the learner, in each step, for workers to take new weights (seconds). A slower "
+        "worker gets them later.",
+    )
+    join_deadline_s: float = Field(
+        5.0,
+        gt=0,
+        description="Longest time to build the weight channel to a worker (seconds). A high value detects an "
+        "unreachable worker late.",
+    )
+    transfer_deadline_s: float = Field(
+        30.0,
+        gt=0,
+        description="Longest transfer of one version to a worker (seconds). A slower worker loses its weight channel "
+        "and joins again.",
+    )
+    bucket_mb: int = Field(
+        16,
+        ge=1,
+        description="Size of one broadcast of weights (MiB). A large bucket takes accelerator memory for its copy; "
+        "small ones make more broadcasts.",
+    )
+    canary: bool = Field(
+        True,
+        description="Weight check: before a worker gets leases of a version, its engine must score a fixed text of "
+        "48 tokens as the learner does. It costs both one forward pass per version.",
+    )
+
+
+class SecuritySection(Section):
+    keys: Path | None = Field(
+        None,
+        description="Folder written by `april keygen`, or one part's key file: peers are authenticated and messages "
+        "encrypted, which leaves two thirds of the broker's throughput. None: no encryption, loopback only.",
+    )
+    max_sessions: int = Field(
+        4096,
+        ge=1,
+        description="Most peers connected to the broker; more are refused. Each takes about 168 KB of its memory.",
+    )
+    max_leases: int = Field(
+        4096,
+        ge=1,
+        le=16384,
+        description="Most leases of one worker, whatever capacity it states. Each sample in flight takes about 1.6 "
+        "KB of the broker's memory.",
+    )
+
+
+class OperationsSection(Section):
+    http: str = Field(
+        "127.0.0.1:0",
+        description="HOST:PORT at which the broker serves /metrics and /health; port 0 picks a free one; none: not "
+        "served. Beyond loopback it is open to whoever reaches the port.",
+    )
+    stuck_after_s: float = Field(
+        30.0,
+        gt=0,
+        description="Time without a pass of the broker's main loop after which /health fails (seconds). A high value "
+        "reports a stuck broker late; a low one alarms at a slow disk.",
+    )
+    sinks: list[str] = Field(
+        [],
+        description="Where metrics go in addition to the run folder: tensorboard, wandb, mlflow, trackio, swanlab, "
+        "or yours as package.module:Class, whose calls take time in the broker's loop.",
+    )
+    alarms: list[str] = Field(
+        [
+            "nothing_trained",
+            "slow_part",
+            "wrong_weights",
+            "engine_gap",
+            "policy_gap",
+            "effective_samples",
+            "length_bias",
+            "looping",
+            "entropy_collapse",
+            "staleness_bound",
+            "starved_engines",
+            "saturated_engines",
+            "disk_filling",
+        ],
+        description="Alarms that say whether the run is in trouble; by default all that ship. Or yours as "
+        "package.module:Class, whose calls take time in the broker's loop.",
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Format of log lines: text, or json (one object a line, with ids)."
+    )
+
+    @property
+    def http_address(self) -> tuple[str, int] | None:
+        """(host, port) of the HTTP server; None if there is to be none."""
+        host, _, port = self.http.rpartition(":")
+        return None if self.http == "none" else (host, int(port))

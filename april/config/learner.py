@@ -1,0 +1,158 @@
+"""The keys of `[learner]` and `[samples]`: how the policy is trained, checkpointed, and which samples are kept."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from april.config.section import Section
+
+
+class LearnerSection(Section):
+    backend: str = Field("fsdp", description="Training back end: fsdp, megatron, or yours as package.module:Class.")
+    ranks: int = Field(
+        2,
+        ge=1,
+        description="Training processes, started by torchrun, each on an accelerator of its own where there are some.",
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="Tensor-parallel size: ranks that share each layer's matrices, with the megatron back end. Above "
+        "1: less memory a rank, and two all-reduces a layer in each pass.",
+    )
+    pipeline_parallel: int = Field(
+        1,
+        ge=1,
+        description="Pipeline-parallel size P: stages that the layers are divided into, with the megatron back end. "
+        "Of n micro-batches in a step, (P - 1) / (n + P - 1) of the time is idle.",
+    )
+    expert_parallel: int = Field(
+        1,
+        ge=1,
+        description="Expert-parallel size: ranks over which a layer's experts are spread, each whole on one rank; 1 "
+        "shards each expert's tensors instead. Above 1, tokens travel to their experts' ranks and back once a "
+        "layer.",
+    )
+    lr: float = Field(1e-6, gt=0, description="AdamW learning rate of the policy. Too high a rate ends in collapse.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="AdamW's two betas: decay of the mean of gradients, and of their squares."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
+    )
+    minibatches: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps on a batch; each group is in one of them, at random. More than one: a forward "
+        "pass of the whole batch besides.",
+    )
+    epochs: int = Field(
+        1,
+        ge=1,
+        description="Passes over each batch. Training time grows with it; more than one: a forward pass of the whole "
+        "batch besides.",
+    )
+    grad_clip: float = Field(1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it.")
+    microbatch_tokens: int = Field(
+        8192,
+        ge=1,
+        description="Tokens packed into one forward and backward pass of a rank. Activation memory grows with it; "
+        "below twice the longest sequence, ranks wait for each other.",
+    )
+    compute: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="Dtype of the forward and backward pass; master weights stay fp32. fp32 takes twice the memory "
+        "and more time, bf16 is less exact. auto: bf16 on accelerators, fp32 on CPUs.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory for one more forward pass."
+    )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="Peak speed of one device, by which MFU is computed (TFLOP/s). None: the dense 16-bit peak of "
+        "known accelerators.",
+    )
+    max_nonfinite: int = Field(
+        3,
+        ge=1,
+        description="Batches in a row without a finite loss or gradient after which the run fails. A high value "
+        "loses that many batches first.",
+    )
+    checkpoint_every: int = Field(
+        10,
+        ge=1,
+        description="Policy steps between checkpoints; the last step has one too. Rare ones let the journal grow and "
+        "repeat more steps after a crash, frequent ones take time and disk.",
+    )
+    keep_checkpoints: int = Field(
+        2,
+        ge=1,
+        description="Newest checkpoints kept. Each takes 12 bytes a parameter on disk, and the journal keeps its "
+        "tokens since the oldest.",
+    )
+    checkpoint_store: str = Field(
+        "",
+        description="fsspec URL of an object store for checkpoints, such as s3://bucket/folder; each run's are below "
+        "its name. Each checkpoint is uploaded during the next steps. Empty: on the learner's disks alone.",
+    )
+    checkpoint_store_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="Longest time without progress of a call to the checkpoint store, which is then retried up to "
+        "three times (seconds). A high value notices a dead store late.",
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of each learner rank. Other parts do not have these cores.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device of the learner's ranks. auto: accelerators where there are any, otherwise CPUs."
+    )
+    collective_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Longest wait of a rank in a collective (seconds). A high value detects a dead rank late.",
+    )
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="Restarts of the learner in a row without a new policy step, after which the run fails. A low "
+        "value ends the run at a fault that would have passed.",
+    )
+    pace_token_s: float = Field(
+        0.0,
+        ge=0,
+        description="Least time of a step for each response token, to imitate slower hardware in a paced run "
+        "(seconds). 0: as fast as it can.",
+    )
+    hung_s: float = Field(
+        60.0,
+        gt=0,
+        description="Time without a sign of progress after which the learner is killed and restarted (seconds). A "
+        "high value detects a hang late; it must exceed the longest micro-batch.",
+    )
+    load_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Time without a sign of progress after which the learner is killed and restarted while it loads, "
+        "saves, exports, or does something for the first time (seconds). A high value detects a hang there late.",
+    )
+
+
+class SamplesSection(Section):
+    """Trained samples that the learner writes to `samples/` in the run folder, for people to read."""
+
+    every: int = Field(
+        1,
+        ge=0,
+        description="Policy steps between those whose samples are kept; 0: none are kept. Keeping more takes disk "
+        "and a little of the learner's time.",
+    )
+    groups: int | None = Field(
+        8,
+        ge=1,
+        description="Groups kept of such a step: those with its best and its worst sample, and random others; about "
+        "20 bytes a token before compression. None: all.",
+    )
+    max_mb: int = Field(
+        1024, ge=1, description="Largest size of all kept samples; beyond it, steps in between are deleted (MiB)."
+    )
