@@ -11,7 +11,7 @@ class BuildWithQuickstart(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            copyfile("configs/quickstart.toml", Path(self.build_lib, "april/launch/quickstart.toml"))
+            copyfile("configs/quickstart.toml", Path(self.build_lib, "april/cli/quickstart.toml"))
 
 
 setup(cmdclass={"build_py": BuildWithQuickstart})

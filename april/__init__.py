@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from april.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from april.rollouts import connect as connect
+    from april.trainers.rollouts import connect as connect
 
 __all__ = ["__version__", "connect"]
 
@@ -17,6 +17,6 @@ def __getattr__(name: str) -> Any:
     """Import `april.connect`, which needs torch, only when it is asked for."""
     if name != "connect":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from april.rollouts import connect
+    from april.trainers.rollouts import connect
 
     return connect

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError
-from april.report.run_folder import RunFolder, read_run
-from april.report.samples import sample_files
+from april.observe.report.run_folder import RunFolder, read_run
+from april.observe.report.samples import sample_files
 
 TOKEN_STATES = ("trained", "delivered", "ready", "open")
 """States of tokens that are not discarded."""

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from april import config as configuration
 from april.config import Config
 from april.learner.batch import TrainingBatch, TrainSample
-from april.rollouts.aio import AsyncRollouts
-from april.rollouts.run import Rollouts
-from april.wire.version import Version
+from april.trainers.rollouts.aio import AsyncRollouts
+from april.trainers.rollouts.run import Rollouts
+from april.wire.message import Version
 
 STEPS = 6
 """The first is a rehearsal."""
@@ -64,7 +64,7 @@ class Instant:
 
 
 def of_trl(config: Config, tokens: int) -> Callable[[], None]:
-    from april.adapters.trl import TrlRollouts, WeightsToApril
+    from april.trainers.adapters.trl import TrlRollouts, WeightsToApril
 
     model = AutoModelForCausalLM.from_pretrained(config.model.path)
     trainer = SimpleNamespace(model=model.train(), accelerator=SimpleNamespace(unwrap_model=lambda model: model))
@@ -84,7 +84,7 @@ def of_slime(config: Config, tokens: int) -> Callable[[], None]:
     from tests.rollouts import slime_types
 
     slime_types.install(pytest.MonkeyPatch())
-    from april.adapters.slime import SlimeRollouts
+    from april.trainers.adapters.slime import SlimeRollouts
 
     folder = Path(tempfile.mkdtemp(), "weight_v000001")
     folder.mkdir()
@@ -97,7 +97,7 @@ def of_slime(config: Config, tokens: int) -> Callable[[], None]:
 
 
 def of_openrlhf(config: Config, tokens: int) -> Callable[[], None]:
-    from april.adapters.openrlhf import OpenRlhfEngine
+    from april.trainers.adapters.openrlhf import OpenRlhfEngine
 
     model, tokenizer = (auto.from_pretrained(config.model.path) for auto in (AutoModelForCausalLM, AutoTokenizer))
     source, loop = Instant(config, tokens), asyncio.new_event_loop()
@@ -120,7 +120,7 @@ def of_areal(config: Config, tokens: int) -> Callable[[], None]:
     from tests.rollouts import areal_types
 
     areal_types.install(pytest.MonkeyPatch())
-    from april.adapters.areal import ArealEngine, CountingLoader
+    from april.trainers.adapters.areal import ArealEngine, CountingLoader
 
     folder = Path(tempfile.mkdtemp())
     model = AutoModelForCausalLM.from_pretrained(config.model.path)

@@ -13,12 +13,11 @@ from statistics import median
 
 import numpy as np
 import orjson
-from common import Row, parser, report
-from end_to_end import CORES, ROOT, configuration_file, execute, run_april, run_trl
+from common import ROOT, Row, execute, parser, quickstart_policy, read_lines, report
+from end_to_end import CORES, configuration_file, run_april, run_trl
 
-from april.data.make_data import make_data
-from april.policy.make_policy import make_policy
-from april.report.run_folder import read_records
+from april.data.arithmetic import make_data
+from april.observe.report.run_folder import read_records
 
 STEPS, SEEDS = 8, 3
 LEARNING_STEPS = 10
@@ -44,10 +43,6 @@ class Steps:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
-
-
 def steps_of_run(run_dir: Path) -> Steps:
     lines = read_records(run_dir / "metrics.jsonl")
     return Steps(*([line[key] for line in lines] for key in ("time", "reward", "tokens")))
@@ -62,8 +57,8 @@ def steps_of_trl(log: Path) -> Steps:
 
 def run_example(name: str, output: list[str], folder: Path, overrides: list[str], threads: int) -> Steps:
     """`examples/NAME.py` as it is, on so many threads, as what it is compared with."""
-    chosen = ["--run.dir", str(folder), "--run.name", name, *output, "--save-every", "1000"]
-    command = [sys.executable, str(ROOT / f"examples/{name}.py"), str(configuration_file(folder)), *chosen, *overrides]
+    chosen = ["--run.dir", folder, "--run.name", name, *output, "--save-every", "1000", *overrides]
+    command = [sys.executable, ROOT / f"examples/{name}.py", configuration_file(folder), *chosen]
     execute(command, folder / f"{name}.log", threads)
     return steps_of_run(folder / name)
 
@@ -80,7 +75,7 @@ def adapter_seconds(adapter: str, configuration: Path, tokens: int, threads: int
     """Median time of an adapter's calls in a step whose samples have `tokens` together."""
     script = Path(__file__).with_name("adapter_times.py")
     log = configuration.with_name(f"{adapter}-times.log")
-    execute([sys.executable, str(script), adapter, str(configuration), str(tokens)], log, threads)
+    execute([sys.executable, script, adapter, configuration, tokens], log, threads)
     return median(orjson.loads(log.read_bytes().splitlines()[-1]))
 
 
@@ -135,7 +130,7 @@ def main() -> None:
     steps, seeds = (3, 1) if options.quick else (options.steps, options.seeds)
     measured: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
-        policy = make_policy(ROOT / "cache/policy")
+        policy = quickstart_policy(Path(name), quick=False)
         prompts, held_out = make_data(Path(name, "data"))
         inputs = ["--model.path", str(policy), "--data.path", str(prompts)]
         if options.learns:
@@ -153,7 +148,7 @@ def main() -> None:
             found["trl_grpo"] = run_example(
                 "trl_grpo", ["--output", str(folder / "trl")], folder, of_seed, threads=options.threads
             )
-            run_trl(folder, policy, prompts, seed, same, "continuous", options.threads)
+            run_trl(folder, policy, prompts, seed, same, options.threads)
             found["trl"] = steps_of_trl(folder / f"trl{seed}.jsonl")
             for what, of in found.items():
                 rewards = f"reward {of.rewards[0]:.3f} to {of.rewards[-1]:.3f}"

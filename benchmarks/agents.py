@@ -1,15 +1,17 @@
 """What the gateway of agents adds to a turn, and how many turns a second it carries: HTTP, broker, journal and all.
 
-A broker and an agents process as they are; in place of engines a worker that answers at once. A harness of many
-sessions asks over HTTP. Then whole runs: `agent_runs.py`. `--quick`: a few sessions for a few seconds.
+Broker and agents process are those of a run; in place of engines there is a worker that answers at once. Many sessions
+ask over HTTP. Then two whole runs: how many slots idle while tools work, and what a program of one's own costs beside
+the built-in environment.
 """
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -18,23 +20,24 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import numpy as np
-from agent_runs import against_environment, idle_slots
-from common import Row, parser, report
+import orjson
+from common import APRIL, ROOT, Row, execute, parser, process, quickstart_policy, report, wait_for
+from gauged_engine import GAUGE
 
 from april import wire
-from april.connections.broker import BrokerConnection
-from april.data.arithmetic import ALPHABET
-from april.data.make_data import make_data
-from april.policy.make_policy import Recipe, make_policy
-from april.processes import clock
+from april.data.arithmetic import ALPHABET, make_data
+from april.util import clock
+from april.wire.message import Version
 from april.wire.rows import chunk_row, pack_rows, padded
-from april.wire.version import Version
+from april.wire.sockets.broker import BrokerConnection
 from april.workers.scoring import leases_of
 
 TURN_TOKENS, CONTEXT_TOKENS = 16, 1024
 GROUP = 8
 PIECE = "+1"
-"""what an agent adds to the policy's answer"""
+"""An agent's message behind each answer."""
+API_AT = "the API is at "
+"""What the agents process prints before its address."""
 SECONDS = 20.0
 ALONE_TURNS = 200
 
@@ -62,6 +65,55 @@ device = "cpu"
 [learner]
 device = "cpu"
 """
+TOOL_SLOTS = 32
+STEP_S = 0.1
+"""The paced engine's decode step (seconds): a turn lasts about three seconds, not much longer than a tool."""
+TOOL_WARM_S, TOOL_RUN_S = 30.0, 90.0
+LEAVE_S = 120.0
+"""Longest time in which a run leaves (seconds)."""
+VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)])}
+"""Environment in which a run finds the engine and the program that are here."""
+ARMS = {"agent": "configs/agent.toml", "environment": "configs/calculator.toml"}
+PACE = """
+[cost]
+source = "a step takes {step_s} s, whatever runs"
+decode_base_s = {step_s}
+decode_running_s = 0.0
+decode_kv_s = 0.0
+prefill_s = 0.0
+"""
+TOOL_CONFIG = """
+[run]
+name = "tools"
+dir = "{folder}/runs"
+[model]
+path = "{policy}"
+[data]
+path = "{data}"
+[agent]
+program = "tool_agent:run"
+sessions = {sessions}
+chat_template = "{{% for message in messages %}}{{{{ message.content }}}}{{% endfor %}}"
+[schedule]
+kind = "continuous"
+rollout_batch_size = 4
+n_samples_per_prompt = 4
+in_flight = {sessions}
+max_steps = 1000
+[sampling]
+max_response_tokens = 256
+[worker]
+engine = "gauged_engine:Entry"
+count = 1
+slots = {slots}
+device = "cpu"
+[engine]
+pace = "{folder}/pace.toml"
+[learner]
+ranks = 1
+device = "cpu"
+checkpoint_every = 1000
+"""
 
 
 def main() -> None:
@@ -69,7 +121,7 @@ def main() -> None:
     sessions, seconds = (64, 3.0) if given.quick else (1000, SECONDS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        policy = make_policy(folder / "policy", recipe=Recipe(easy_steps=2, clean_steps=2, noisy_steps=2))
+        policy = quickstart_policy(folder, quick=True)
         make_data(folder / "data", train_prompts=512, heldout_prompts=8)
         stretch_context(policy)
         rows = measure(folder, policy, sessions, seconds, 40 if given.quick else ALONE_TURNS)
@@ -90,46 +142,23 @@ def measure(folder: Path, policy: Path, sessions: int, seconds: float, alone: in
     values = {"runs": folder / "runs", "policy": policy, "data": folder / "data/train.jsonl"}
     quoted = {key: f'"{value}"' for key, value in values.items()}
     config.write_text(CONFIG.format(**quoted, sessions=sessions, groups=max(1, sessions // GROUP)))
-    started: list[subprocess.Popen] = []
-    try:
-        started.append(april("broker", config))
-        address = wait_for(run / "address", started[0])
+    log, command = folder / "agents.log", [*APRIL, "agents", config, "--name", "agents-0", "--connect"]
+    with process([*APRIL, "broker", config], folder / "broker.log") as broker:
+        wait_for((run / "address").exists, "the broker's address", alive=broker)
+        address = (run / "address").read_text()
         worker = multiprocessing.get_context("spawn").Process(target=answer_at_once, args=(address,), daemon=True)
         worker.start()
-        log = folder / "agents.log"
-        with log.open("wb") as stderr:
-            started.append(april("agents", config, "--connect", address, "--name", "agents-0", stderr=stderr))
-        url = api_of(log, started[1])
-        rows = asyncio.run(converse(url, sessions, seconds, alone))
+        with process([*command, address], log) as agents:
+            wait_for(lambda: API_AT in log.read_text(), "the address of the API", alive=agents)
+            url = log.read_text().partition(API_AT)[2].partition(";")[0]
+            rows = asyncio.run(converse(url, sessions, seconds, alone))
         sync_s = median_sync(folder)
         worker.terminate()
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
     return [*rows, Row("sync_median", [1000 * sync_s], "ms")]
 
 
-def april(*arguments: object, **more: object) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-m", "april.cli", *map(str, arguments)], **more)
-
-
-def wait_for(path: Path, process: subprocess.Popen) -> str:
-    while not path.exists():
-        assert process.poll() is None, "it has ended"
-        time.sleep(0.05)
-    return path.read_text()
-
-
-def api_of(log: Path, process: subprocess.Popen) -> str:
-    while "the API is at " not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.05)
-    return log.read_text().partition("the API is at ")[2].partition(";")[0]
-
-
 def median_sync(folder: Path) -> float:
-    """Of a small append on this disk, in seconds."""
+    """Median time of a small append and its sync on this disk (seconds)."""
     times = []
     with (folder / "probe").open("wb") as file:
         for _ in range(200):
@@ -223,6 +252,58 @@ class Agent:
         took = time.perf_counter() - begin
         self.messages = [*self.messages, {"role": "assistant", "content": said}, {"role": "user", "content": PIECE}]
         return took
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def idle_slots(folder: Path, policy: Path, data: Path, quick: bool) -> list[Row]:
+    """Idle slots of an engine whose agents have tools of two seconds and twice as many sessions as it has slots."""
+    config, gauge = folder / "tools.toml", folder / "runs/tools" / GAUGE
+    (folder / "pace.toml").write_text(PACE.format(step_s=STEP_S))
+    values = {"folder": folder, "policy": policy, "data": data, "slots": TOOL_SLOTS, "sessions": 2 * TOOL_SLOTS}
+    config.write_text(TOOL_CONFIG.format(**values))
+    warm_s, seconds = (8.0, 4.0) if quick else (TOOL_WARM_S, TOOL_RUN_S)
+    with process([*APRIL, "run", config], folder / "tools.log", env=os.environ | VARIABLES) as run:
+        first = line_after(gauge, run, 0.0)
+        begin = line_after(gauge, run, first["at"] + warm_s)
+        end = line_after(gauge, run, begin["at"] + seconds)
+        run.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(LEAVE_S)
+    busy_slot_s, turns = (end[key] - begin[key] for key in ("busy_slot_s", "turns"))
+    return [
+        Row("slots_idle_while_tools_run", [1 - busy_slot_s / (TOOL_SLOTS * (end["at"] - begin["at"]))], "share"),
+        Row("turn_mean", [busy_slot_s / turns], "s"),
+    ]
+
+
+def line_after(gauge: Path, run: subprocess.Popen, at: float) -> dict:
+    """The gauge's first line at that moment or later, once a turn has begun."""
+
+    def found() -> dict | None:
+        whole = gauge.read_bytes().rpartition(b"\n")[0] if gauge.exists() else b""
+        lines = map(orjson.loads, whole.splitlines())
+        return next((line for line in lines if line["at"] >= at and line["turns"]), None)
+
+    return wait_for(found, f"the gauge of the run in {gauge.parent}", run, poll_s=0.2)
+
+
+def against_environment(folder: Path, quick: bool) -> list[Row]:
+    """The calculator as a program that speaks the OpenAI API, and as the built-in environment: the same task, policy
+    and steps, one run after the other."""
+    policy = quickstart_policy(folder, quick=False)
+    train, heldout = make_data(folder / "calculator-data")
+    speeds = {}
+    for arm, config in ARMS.items():
+        keys = ["--run.dir", folder / "runs", "--run.name", arm, "--model.path", policy, "--data.path", train]
+        keys += ["--data.eval_path", heldout, *(["--schedule.max_steps", 1] if quick else [])]
+        execute([*APRIL, "run", ROOT / config, *keys], folder / f"{arm}.log", threads=1, **VARIABLES)
+        summary = orjson.loads((folder / "runs" / arm / "summary.json").read_bytes())
+        speeds[arm] = summary["rollout_tokens_per_s"]
+    ratio = speeds["agent"] / speeds["environment"]
+    rows = [Row(f"{arm}_tokens_per_s", [speed], "tokens/s") for arm, speed in speeds.items()]
+    return [Row("agent_vs_environment_tokens_per_s", [ratio], "ratio"), *rows]
 
 
 if __name__ == "__main__":

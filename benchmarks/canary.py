@@ -24,20 +24,19 @@ from common import Row, parser, report
 
 from april.config import Config
 from april.learner.batch import TrainingBatch, TrainSample
+from april.learner.policy.warm_start import VOCABULARY, make_policy
 from april.learner.trainer import Trainer
-from april.policy.make_policy import make_policy
-from april.policy.model import VOCABULARY
-from april.weights.canary import Canary
 from april.weights.receiver import StagedWeights
 from april.weights.snapshot import pack
-from april.wire.version import Version
+from april.weights.verification import Canary
+from april.wire.message import Version
 from april.workers.engines.base import Engine
-from april.workers.engines.conformance.faults import FAULTS
+from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.proof import WeightCheck, WrongWeights
 from april.workers.engines.sglang.client import SGLangClient
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.server import ServerSettings, SGLangServer
+from april.workers.engines.weight_intake import WeightCheck, WrongWeights
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

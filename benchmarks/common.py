@@ -1,4 +1,4 @@
-"""The harness of all benchmarks: command line, rows, turns of two sides, processes, the machine, table and JSON file."""
+"""The harness of all benchmarks: command line, rows, turns, processes, and the table and JSON file of the results."""
 
 import argparse
 import contextlib
@@ -51,7 +51,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def report(rows: list[Row], json_path: Path | None, tables: dict | None = None, **machine_facts) -> None:
-    """Print the rows, and write them to the JSON file, if there is one, with further tables and facts of the machine."""
+    """Print the rows; write them to the JSON file, if there is one, with further tables and facts of the machine."""
     print(table(rows))
     if json_path is not None:
         result = {"machine": machine() | machine_facts, "commit": commit(), "rows": [row.to_json() for row in rows]}
@@ -91,8 +91,7 @@ def ratios(ours: Iterable[float], theirs: Iterable[float]) -> list[float]:
 
 def quickstart_policy(folder: Path, quick: bool) -> Path:
     """The quickstart's warm-started policy, from the cache; a quick one has hardly been trained."""
-    from april.policy.make_policy import make_policy
-    from april.policy.warm_start import Recipe
+    from april.learner.policy.warm_start import Recipe, make_policy
 
     if quick:
         return make_policy(folder / "policy", recipe=Recipe(easy_steps=2, clean_steps=2, noisy_steps=2))
@@ -134,13 +133,19 @@ def process(command: Iterable[object], log: Path, **options) -> Iterator[subproc
         started.wait()
 
 
-def wait_for(condition: Callable, what: str, timeout_s: float = 300.0, alive: subprocess.Popen | None = None):
-    """Poll until the condition is true, and return its value. Ends the benchmark after the time, or with the process."""
+def wait_for(
+    condition: Callable,
+    what: str,
+    alive: subprocess.Popen | None = None,
+    timeout_s: float = 300.0,
+    poll_s: float = 0.005,
+):
+    """The condition's value, once it is true. Ends the benchmark after the time, or when the process has ended."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         if time.monotonic() > deadline or (alive and alive.poll() is not None):
             sys.exit(f"{what}: not within {timeout_s:g} s, or its process has ended")
-        time.sleep(0.005)
+        time.sleep(poll_s)
     return found
 
 

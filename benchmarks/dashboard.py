@@ -34,7 +34,7 @@ SEEN = "() => document.querySelector('.samples tbody tr') && /%s/.test(document.
 
 
 def write_run(folder: Path, steps: int, samples: int, workers: int) -> Path:
-    from april.formats.versions import RUN_FOLDER
+    from april.util.versions import RUN_FOLDER
     from tests.report.synthetic_run import CONFIG, make_records, make_summary
 
     run = folder / "runs" / "long"

@@ -14,12 +14,23 @@ from pathlib import Path
 
 import orjson
 from common import (
-    APRIL, ROOT, Row, execute, in_turns, parser, quickstart_policy, ratios, read_lines, read_runs, report, write_run,
+    APRIL,
+    ROOT,
+    Row,
+    execute,
+    in_turns,
+    parser,
+    quickstart_policy,
+    ratios,
+    read_lines,
+    read_runs,
+    report,
+    write_run,
 )  # fmt: skip
 
 from april import config as configuration
-from april.data.make_data import make_data
-from april.report.run_folder import read_records
+from april.data.arithmetic import make_data
+from april.observe.report.run_folder import read_records
 
 STEPS, SEEDS = 12, 5
 REWARD = 0.8
@@ -69,9 +80,7 @@ def run_april(folder: Path, policy: Path, prompts: Path, seed: int, overrides: l
     return Course.of_steps(read_records(folder / f"april{seed}/metrics.jsonl"), started)
 
 
-def run_trl(
-    folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str], threads: int = CORES
-) -> Course:
+def run_trl(folder: Path, policy: Path, prompts: Path, seed: int, overrides: list[str], threads: int = CORES) -> Course:
     config = configuration.load(
         configuration_file(folder), ["--model.path", str(policy), "--data.path", str(prompts), *overrides]
     )
@@ -109,7 +118,7 @@ def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=SEEDS)
-    arguments.add_argument("--runs", type=Path, metavar="FILE", help="JSONL file of runs; those in it are not run again")
+    arguments.add_argument("--runs", type=Path, metavar="FILE", help="JSONL file of runs, which are not run again")
     options = arguments.parse_args()
     if options.quick and options.runs:
         arguments.error("--runs keeps runs that count, and those of --quick do not; leave one of them out")

@@ -19,10 +19,10 @@ from common import Row, parser, report
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from april.wire.version import Version
+from april.simulate.probe import load_folder_weights
+from april.wire.message import Version
 from april.workers.engines.base import Request
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.folder_weights import load_folder_weights
 
 SLOTS = 32
 """of the engine, and rows of a `generate` batch"""

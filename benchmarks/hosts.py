@@ -24,10 +24,9 @@ from statistics import median
 import orjson
 from common import Row, parser, report
 
-from april.data.make_data import make_data
-from april.policy.make_policy import make_policy
-from april.policy.warm_start import Recipe
-from april.security import keygen
+from april.data.arithmetic import make_data
+from april.learner.policy.warm_start import Recipe, make_policy
+from april.wire.security import keygen
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -11,24 +11,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import signal
 import sys
 import tempfile
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
 
 import torch
-from common import Row, parser, report
-from end_to_end import ROOT, SEEDS
-from learning import AS_IT_IS, STEPS, Outcome, end_reward, half_width, train
-from staleness import HELD_OUT
+from common import Row, parser, quickstart_policy, report
+from end_to_end import SEEDS
+from learning import AS_IT_IS, HELD_OUT, STEPS, Outcome, end_reward, gap_rows, train
 
-from april.data.make_data import make_data
-from april.policy.make_policy import make_policy
-from april.policy.warm_start import Recipe
-from april.report.run_folder import read_records
+from april.data.arithmetic import make_data
+from april.observe.report.run_folder import read_records
 
 KILLS = ((4, "april.learner "), (8, "april.cli worker"), (12, "april.cli broker"), (16, "april.learner "))
-"""(batches that were trained, what is in the command line of a process that is killed then)"""
+"""(batches after which it is killed, part of the killed process' command line)"""
 LOOK_S = 0.05
 
 
@@ -53,7 +49,7 @@ class Killer(Thread):
         return len(read_records(self.run_dir / "metrics.jsonl"))
 
     def processes(self, part: str) -> list[int]:
-        """Those of the run with that in their command line, by age."""
+        """Processes of the run whose command line contains `part`, by age."""
         found = []
         for process in sorted(int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
             try:
@@ -66,7 +62,7 @@ class Killer(Thread):
 
 
 def rows_of(pairs: list[tuple[Outcome, Outcome]], killed: list[int]) -> list[Row]:
-    """Of (left alone, killed) by seed."""
+    """Rows of the pairs (left alone, killed), one a seed."""
     rows = [Row("kills", killed, "kills")]
     for measure, of, unit in (
         ("reward_at_end", end_reward, "reward"),
@@ -76,20 +72,9 @@ def rows_of(pairs: list[tuple[Outcome, Outcome]], killed: list[int]) -> list[Row
         rows += [
             Row(f"{measure}_left_alone", [of(alone) for alone, _ in pairs], unit, of=fmean),
             Row(f"{measure}_killed", [of(hit) for _, hit in pairs], unit, of=fmean),
-            Row(f"{measure}_gap", gaps, unit, of=fmean),
-            Row(f"{measure}_gap_95", [half_width(gaps)], unit),
-            Row(f"{measure}_gap_p", [two_sided_p(gaps)], "p"),
+            *gap_rows(f"{measure}_gap", gaps, unit, two_sided=True),
         ]
     return rows
-
-
-def two_sided_p(differences: list[float]) -> float:
-    """Of the paired permutation test: how often random signs give a mean as far from zero."""
-    sums = [
-        abs(sum(sign * one for sign, one in zip(signs, differences, strict=True)))
-        for signs in product((1, -1), repeat=len(differences))
-    ]
-    return fmean(one >= abs(sum(differences)) - 1e-12 for one in sums)
 
 
 def main() -> None:
@@ -108,10 +93,7 @@ def main() -> None:
     pairs, killed = [], []
     with tempfile.TemporaryDirectory(prefix="april-killed-") as made:
         folder = Path(made)
-        if options.quick:
-            policy = make_policy(folder / "policy", recipe=Recipe(easy_steps=2, clean_steps=2, noisy_steps=2))
-        else:
-            policy = make_policy(ROOT / "cache/policy", log=lambda line: print(line, file=sys.stderr)).absolute()
+        policy = quickstart_policy(folder, options.quick)
         prompts, _ = make_data(folder / "data")
         for seed in range(seeds):
             runs = {}

@@ -8,11 +8,8 @@ budget of a forward pass. The model is a random Qwen3 of 3 million parameters.
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import tomllib
@@ -21,30 +18,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import head_memory
-import load_memory
 import numpy as np
-import orjson
+import peak_memory
 import torch
 import torch.distributed as dist
-import trl_trainer
-from common import Row, parser, report
+import trl_side
+from common import ROOT, Row, in_turns, parser, ratios, report
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from april.config import Config, WeightsSection
-from april.learner import flops
-from april.learner.batch import TrainingBatch, TrainSample, encode
+from april.learner import performance
+from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.model import Policy, load, score_tokens
 from april.learner.packing import input_tokens, pack, plan
+from april.learner.policy.warm_start import Recipe, build_model, build_tokenizer, save_policy
 from april.learner.samples import SampleWriter
 from april.learner.trainer import Trainer
-from april.policy.model import build_model, build_tokenizer, save_policy
-from april.policy.warm_start import Recipe
 from april.weights.base import AdapterWeights
 from april.weights.publisher import WeightPublisher
+from april.wire.message import Version
 from april.wire.training import SampleSpan
-from april.wire.version import Version
 
 BUDGET_TOKENS = 4096
 LONGEST = 2048
@@ -53,18 +47,11 @@ RANKS = 4
 LR = 1e-6
 CPU = torch.device("cpu")
 STEP_MEASURES = ("step_vs_bare", "step_vs_padded", "step_vs_trl")
-STAYS = tuple(SampleSpan("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _ in range(3))
+SPANS = tuple(SampleSpan("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _ in range(3))
 LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full", "lora_worker")
 PUBLISH_MEASURES = ("lora_publish_vs_full", "lora_publish")
 MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
 MEASURES = (*STEP_MEASURES, *LORA_MEASURES, *PUBLISH_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES)
-TENSOR = {"backend": "megatron", "tensor_parallel": 2}
-BACKENDS = {
-    "megatron_vs_fsdp_step": (TENSOR, {"backend": "fsdp"}),
-    "megatron_pipeline_vs_tensor_step": ({"backend": "megatron", "pipeline_parallel": 2}, TENSOR),
-}
-"""keys of two learners of two ranks, ours and theirs; asked for by name: they make .venv-megatron"""
-ROOT = Path(__file__).parents[1]
 LORA_RANK = 16
 SMALL = {
     "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -120,7 +107,7 @@ class Bare:
         self.policy = load(folder, temperature=1.0)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LR, fused=True)
         self.samples = batch.samples
-        self.packs = [pack(samples, CPU) for (samples,) in planned(self.policy, self.samples, ranks=1)]
+        self.packs = [pack(samples, CPU) for (samples,) in plan_passes(self.policy, self.samples, ranks=1)]
         self.tokens = sum(sample.response_tokens for sample in self.samples)
 
     def step(self) -> None:
@@ -168,9 +155,9 @@ class Padded:
         self.optimizer.zero_grad()
 
 
-def planned(policy: Policy, samples: list[TrainSample], ranks: int) -> list[list[list[TrainSample]]]:
-    """The samples of each rank's passes, as the trainer plans them."""
-    cost = flops.cost(policy.lm)
+def plan_passes(policy: Policy, samples: list[TrainSample], ranks: int) -> list[list[list[TrainSample]]]:
+    """Samples by pass and rank, as the trainer plans them."""
+    cost = performance.cost(policy.lm)
     costs = [cost.of(input_tokens(sample), sample.sampled_tokens) for sample in samples]
     passes = plan(list(map(input_tokens, samples)), ranks, BUDGET_TOKENS, costs)
     return [[[samples[i] for i in indices] for indices in abreast] for abreast in passes]
@@ -197,12 +184,11 @@ def compare(
     name: str, ours: Callable, theirs: Callable, rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> Row:
     """Speed of ours over theirs on the same work, taking turns at going first; the first round is for warming up."""
-    ratios = []
+    speeds = []
     for turn in range(rounds + 1):
-        order = (ours, theirs) if turn % 2 else (theirs, ours)
-        taken = {side: seconds(side, clock) for side in order}
-        ratios.append(taken[theirs] / taken[ours])
-    return Row(name, ratios[1:], "ratio")
+        taken = {side: seconds(side, clock) for side in in_turns(turn, theirs, ours)}
+        speeds.append(taken[theirs] / taken[ours])
+    return Row(name, speeds[1:], "ratio")
 
 
 def rank_imbalance(policy: Policy, batch: TrainingBatch, rounds: int) -> float:
@@ -212,7 +198,7 @@ def rank_imbalance(policy: Policy, batch: TrainingBatch, rounds: int) -> float:
     which is the one that the machine's other work has disturbed least. One half of the rounds says which rank is the
     slowest, the other how slow it is, and the other way round: the largest of several noisy times is too large.
     """
-    packs = [[pack(samples, CPU) for samples in abreast] for abreast in planned(policy, batch.samples, RANKS)]
+    packs = [[pack(samples, CPU) for samples in abreast] for abreast in plan_passes(policy, batch.samples, RANKS)]
 
     def run(micro) -> float:
         return seconds(lambda: policy(micro)[0].sum().backward())
@@ -229,7 +215,7 @@ def slowest(chosen_by: np.ndarray, taken_from: np.ndarray) -> np.ndarray:
 
 
 def step_rows(folder: Path, vocabulary: int, wanted: set[str], quick: bool) -> list[Row]:
-    """Of `Trainer.step` over other ways to do the same."""
+    """Speed of `Trainer.step` over that of other ways to do the same."""
     rounds, groups = (1, 1) if quick else (5, 6)
     batch, trainer, rows = longtail_batch(vocabulary, groups, seed=1), trainer_of(folder), []
 
@@ -244,17 +230,15 @@ def step_rows(folder: Path, vocabulary: int, wanted: set[str], quick: bool) -> l
         small, our_seconds = longtail_batch(vocabulary, min(groups, 4), seed=2), []
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         steps = 2 if quick else 4
-        their_seconds = trl_trainer.train_steps(
+        their_seconds = trl_side.train_steps(
             model, vocabulary, small, steps, LR, between=lambda: our_seconds.append(seconds(lambda: ours(small)))
         )
-        ratios = [theirs / mine for theirs, mine in zip(their_seconds, our_seconds, strict=True)]
-        rows.append(Row("step_vs_trl", ratios[1:], "ratio"))
+        rows.append(Row("step_vs_trl", ratios(their_seconds, our_seconds)[1:], "ratio"))
     return rows
 
 
 def lora_rows(folder: Path, quick: bool) -> list[Row]:
-    """Of a trainer of an adapter in all linear layers and one of all parameters: speed of a step, by processor time of
-    their one thread, and size of the state."""
+    """An adapter in all linear layers against all parameters: speed of a step by processor time, size of the state."""
     vocabulary = make_model(folder, SMALL if quick else FIFTY_MILLION).vocab_size
     batch, trainers = longtail_batch(vocabulary, 1, seed=6), [trainer_of(folder, rank=LORA_RANK), trainer_of(folder)]
 
@@ -268,8 +252,8 @@ def lora_rows(folder: Path, quick: bool) -> list[Row]:
 
 
 def worker_row(trainer: Trainer) -> Row:
-    """What it costs a worker to make the weights of a version, in bfloat16, of what it is sent; the first time its
-    files are mapped."""
+    """Processor time in which a worker makes a version's bfloat16 weights of the adapter that it is sent. The first
+    time, which maps the files, is left out."""
     published, seconds = trainer.backend.weights_to_publish(torch.bfloat16), []
     assert isinstance(published, AdapterWeights)
     for _ in range(4):
@@ -280,7 +264,7 @@ def worker_row(trainer: Trainer) -> Row:
 
 
 def publish_rows(folder: Path) -> list[Row]:
-    """Of a version of `configs/quickstart-lora.toml`, as the lanes are given it, and of one with all weights."""
+    """Published bytes of a version of `configs/quickstart-lora.toml`, and over those of a version with all weights."""
     recipe = Recipe()
     save_policy(build_model(recipe.hidden_size, recipe.layers, seed=0), folder)
     lora = tomllib.loads((ROOT / "configs/quickstart-lora.toml").read_text())["lora"]
@@ -296,7 +280,7 @@ def publish_rows(folder: Path) -> list[Row]:
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Of this rank's parameters, gradients and moments, after a step."""
+    """Bytes of this rank's parameters, gradients and moments after a step."""
     parameters = list(trainer.policy.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
@@ -304,13 +288,13 @@ def state_bytes(trainer: Trainer) -> int:
 
 
 def keeping_row(folder: Path, vocabulary: int, quick: bool) -> Row:
-    """Processor time of writing a step's samples, by default 8 groups and their lives, over that of the step."""
+    """Processor time of writing a step's samples, by default 8 groups and their histories, over that of the step."""
     build_tokenizer().save_pretrained(folder)
     trainer, shares = trainer_of(folder), []
     keeper = SampleWriter(trainer.config)
     batch = longtail_batch(vocabulary, 4 if quick else 16, seed=5)
     batch = TrainingBatch(
-        0, [[replace(sample, spans=STAYS, details={"correct": 1.0}) for sample in one] for one in batch.groups]
+        0, [[replace(sample, spans=SPANS, details={"correct": 1.0}) for sample in one] for one in batch.groups]
     )
     for _ in range(2 if quick else 4):
         ready, began = trainer.prepare(batch), time.process_time()
@@ -330,33 +314,12 @@ def balance_rows(folder: Path, vocabulary: int, quick: bool) -> list[Row]:
 
 def loading_row(folder: Path, quick: bool) -> Row:
     make_model(folder, SMALL if quick else FIFTY_MILLION)
-    return Row("load_peak_bytes_per_rank", load_memory.peaks_over_bound(folder), "of model / ranks + largest tensor")
-
-
-def backend_row(folder: Path, name: str, quick: bool) -> Row:
-    """Speed of a step of one of two learners of two ranks over the other's. Both in Megatron's environment, taking
-    turns. A pass of stages is of half as many tokens, so that a batch has several."""
-    ours, theirs = BACKENDS[name]
-    budget = BUDGET_TOKENS // ours.get("pipeline_parallel", 1)
-    subprocess.run([ROOT / "launch/install-megatron.sh"], check=True, stdout=sys.stderr)
-    vocabulary = make_model(folder, SMALL).vocab_size
-    config = {
-        "model": {"path": str(folder)},
-        "data": {"path": "none.jsonl"},
-        "run": {"dir": str(folder.parent), "name": "of-back-ends"},
-        "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": budget, "ranks": 2},
-    }
-    (folder / "run.json").write_bytes(orjson.dumps({"base": config, "learners": [ours, theirs]}))
-    (folder / "batch.msgpack").write_bytes(encode(longtail_batch(vocabulary, 1 if quick else 4, seed=7)))
-    python, script = ROOT / ".venv-megatron/bin/python", Path(__file__).with_name("backend_step.py")
-    launch = [python, "-m", "april.learner.launch", "--nproc-per-node=2", script, folder, "1" if quick else "5"]
-    subprocess.run(launch, check=True, cwd=ROOT, stdout=sys.stderr)
-    turns = orjson.loads((folder / "seconds.json").read_bytes())
-    return Row(name, [second / first for first, second in turns], "ratio")
+    peaks = peak_memory.loading_peaks_over_bound(folder)
+    return Row("load_peak_bytes_per_rank", peaks, "of model / ranks + largest tensor")
 
 
 def memory_rows(quick: bool) -> list[Row]:
-    peaks = [head_memory.peak_bytes(score, quick) for score in (head_memory.ours, head_memory.ordinary)]
+    peaks = [peak_memory.head_peak_bytes(score, quick) for score in (peak_memory.chunked_head, peak_memory.full_head)]
     return [
         Row("logits_memory_ratio", [peaks[0] / peaks[1]], "ratio"),
         Row("logits_memory", [peaks[0] / 2**20], "MiB"),
@@ -365,7 +328,7 @@ def memory_rows(quick: bool) -> list[Row]:
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--only", nargs="+", choices=(*MEASURES, *BACKENDS), metavar="NAME", help="these rows")
+    arguments.add_argument("--only", nargs="+", choices=MEASURES, metavar="NAME", help="these rows")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -388,8 +351,6 @@ def main() -> None:
         dist.destroy_process_group()
         if "load_peak_bytes_per_rank" in wanted:
             rows.append(loading_row(Path(made) / "to load", options.quick))
-        for name in wanted.intersection(BACKENDS):
-            rows.append(backend_row(Path(made) / name, name, options.quick))
     if "logits_memory_ratio" in wanted:
         rows += memory_rows(options.quick)
     report(rows, options.json)

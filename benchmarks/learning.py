@@ -24,16 +24,15 @@ import torch
 from common import APRIL, Row, execute, parser, quickstart_policy, read_runs, report, write_run
 from end_to_end import REWARD, SEEDS, WINDOW_STEPS, Course, configuration_file, note, ratio_of_times
 
-from april.data.arithmetic import draw_task
-from april.data.make_data import make_data
+from april.data.arithmetic import draw_task, make_data
 from april.data.tokenizer import Tokenizer
-from april.report.drawing import BLUE, GREEN, ORANGE, new_figure
-from april.report.run_folder import read_run
-from april.simulate.pictures import draw
-from april.wire.version import Version
+from april.observe.report.drawing import BLUE, GREEN, ORANGE, new_figure
+from april.observe.report.run_folder import read_run
+from april.simulate.probe import load_folder_weights
+from april.simulate.sweep import draw
+from april.wire.message import Version
 from april.workers.engines.base import Request
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.rewards.text import final_answer
 
 STEPS, END_STEPS = 24, 5
@@ -218,7 +217,7 @@ def half_width(values: list[float]) -> float:
 
 
 def sign_flip_p(differences: list[float], two_sided: bool = False) -> float:
-    """The p of the paired permutation test: how often random signs give a mean as large or larger (or as far from 0)."""
+    """The p of the paired permutation test: how often random signs give as large a mean, or one as far from 0."""
     size = abs if two_sided else float
     sums = [
         size(sum(sign * difference for sign, difference in zip(signs, differences, strict=True)))
@@ -261,7 +260,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, help="batches of a run [default 24, paced 16]")
     arguments.add_argument("--seeds", type=int, default=SEEDS, help="at least 2, for the spread between them")
     arguments.add_argument("--picture", type=Path, metavar="PNG", help="where the reward curves are drawn")
-    arguments.add_argument("--runs", type=Path, metavar="FILE", help="JSONL file of runs; those in it are not run again")
+    arguments.add_argument("--runs", type=Path, metavar="FILE", help="JSONL file of runs, which are not run again")
     arguments.add_argument("--paced", action="store_true", help="engines and learner keep an accelerator's time")
     options = arguments.parse_args()
     if options.quick and options.runs:

@@ -10,9 +10,9 @@ import orjson
 import tomli_w
 from core_time import CoreTime, server_processes
 
-from april.policy.model import build_model, save_policy
+from april.learner.policy.warm_start import build_model, save_policy
+from april.simulate.probe import load_folder_weights
 from april.simulate.scenario import Scenario
-from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.engines.sglang.client import SGLangClient
 from april.workers.engines.sglang.server import ServerSettings, SGLangServer
 

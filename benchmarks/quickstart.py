@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 from common import Row, parser, report
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 
 SEEDS = (0, 1, 2, 3, 4)
 ROOT = Path(__file__).parent.parent

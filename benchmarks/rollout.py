@@ -12,7 +12,7 @@ import migration
 import numpy as np
 from common import Row, parser, report
 
-from april.broker.telemetry.length_drift import drift_of
+from april.broker.telemetry.lengths import drift_of
 from april.simulate.pipeline import Pipeline
 from april.simulate.scenario import Scenario, load_scenario
 from april.simulate.variants import COLUMNS, SimulationResult, columns, evaluate, table, variants, with_schedule

@@ -23,12 +23,12 @@ from april import config as configuration
 from april import wire
 from april.broker.telemetry.recorder import describe_ages
 from april.config import Config, WeightsSection
-from april.connections.broker import BrokerConnection
-from april.launch.operate import content
 from april.learner.source import BrokerSource
-from april.report.run_folder import read_records
+from april.observe.operate import content
+from april.observe.report.run_folder import read_records
 from april.simulate.scenario import Scenario
 from april.weights.publisher import WeightPublisher
+from april.wire.sockets.broker import BrokerConnection
 from april.workers.engines.sglang.server import die_with_parent
 
 START_S = 60.0

@@ -13,10 +13,10 @@ import numpy as np
 
 from april import config as configuration
 from april.data.tokenizer import Tokenizer
+from april.simulate.probe import load_folder_weights
 from april.simulate.scenario import load_scenario
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.engines.base import Request
-from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.process import make_engine
 
 WARM_UP_RESPONSES = 3

@@ -29,13 +29,13 @@ from common import Row, parser, report
 from april import wire
 from april.config import WeightsSection
 from april.data.tokenizer import Tokenizer
-from april.launch.operate import RunAddress
+from april.learner.policy.warm_start import make_policy
 from april.learner.source import BrokerSource
-from april.policy.make_policy import make_policy
+from april.observe.operate import RunAddress
+from april.simulate.probe import load_folder_weights
 from april.weights.publisher import WeightPublisher
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.engines.base import Request
-from april.workers.engines.folder_weights import load_folder_weights
 from april.workers.engines.sglang.client import SGLangClient
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.run import StreamedRequest

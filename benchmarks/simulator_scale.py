@@ -40,7 +40,8 @@ def main() -> int:
         "warmup_steps": BATCHES_IN_FLIGHT,
         "steps": options.steps,
     }
-    shards = ShardedSimulation(with_schedule(base.with_keys(**keys), "continuous", in_flight=in_flight), options.brokers)
+    scenario = with_schedule(base.with_keys(**keys), "continuous", in_flight=in_flight)
+    shards = ShardedSimulation(scenario, options.brokers)
     started_s, instants_s = time.process_time(), []
     last = shards.pipelines[-1].measures
     note = last.trained

@@ -20,13 +20,13 @@ from mkdocs.structure.files import File, Files
 
 from april import wire
 from april.broker.ledger.events import AnyEvent
-from april.broker.views.exporter import Exporter, MetricsSnapshot
+from april.broker.views.metrics import Exporter, MetricsSnapshot
 from april.broker.views.metrics import METRICS, SYNC_BUCKETS_S, Histogram
 from april.config import Config, SourceSection, known_keys
-from april.config.evaluation import EvaluationSetSection
-from april.config.overrides import FLAGS
-from april.registry import PART_SYNTAX, REGISTRIES, registry_of
-from april.weights.lane_messages import AnyChannelMessage
+from april.config.data import EvaluationSetSection
+from april.config.loading import FLAGS
+from april.util.registry import PART_SYNTAX, REGISTRIES, registry_of
+from april.weights.channel import AnyChannelMessage
 
 PROTOCOL = Path(__file__).with_name("protocol.md")
 UNITS = ("seconds", "tokens", "MiB", "GiB", "TFLOP/s", "policy steps")

@@ -8,7 +8,7 @@ import sys
 
 from areal.api.cli_args import GRPOConfig, load_expr_config
 
-from april.adapters.areal import ArealTrainer
+from april.trainers.adapters.areal import ArealTrainer
 
 
 def main() -> None:

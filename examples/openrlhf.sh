@@ -10,7 +10,7 @@ run=${1:?the TOML file of the run}
 shift
 key() { python -c "import operator, sys; from april import config; c = config.load(sys.argv[1]); print(operator.attrgetter(sys.argv[2])(c))" "$run" "$1"; }
 
-exec python -m april.adapters.openrlhf --april.config "$run" \
+exec python -m april.trainers.adapters.openrlhf --april.config "$run" \
     --actor.model_name_or_path "$(key model.path)" \
     --rollout.batch_size "$(key schedule.rollout_batch_size)" \
     --rollout.n_samples_per_prompt "$(key schedule.n_samples_per_prompt)" \

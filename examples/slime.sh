@@ -12,7 +12,7 @@ april_options=$(mktemp --suffix .yaml)
 echo "run_config: $(realpath "$april_run")" >"$april_options"
 
 APRIL_ARGS=(
-    --rollout-function-path april.adapters.slime.generate_rollout
+    --rollout-function-path april.trainers.adapters.slime.generate_rollout
     --update-weight-transport disk
     --update-weight-disk-dir "$april_weights"
     --update-weight-disk-keep-files

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from april import config as configuration
-from april.adapters import trl as adapter
 from april.config import LearnerSection
+from april.trainers.adapters import trl as adapter
 
 ROWS = 32
 """of a micro-batch, at most"""

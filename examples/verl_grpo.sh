@@ -19,10 +19,10 @@ exec python -m verl.trainer.main_ppo trainer.use_v1=False \
     actor_rollout_ref.model.path="$(key model.path)" \
     $rollout.name=sglang $rollout.n="$(key schedule.n_samples_per_prompt)" \
     $rollout.temperature="$(key sampling.temperature)" $rollout.calculate_log_probs=True \
-    $rollout.agent.agent_loop_manager_class=april.adapters.verl.AgentLoopManager \
-    $rollout.checkpoint_manager_class=april.adapters.verl.CheckpointManager \
+    $rollout.agent.agent_loop_manager_class=april.trainers.adapters.verl.AgentLoopManager \
+    $rollout.checkpoint_manager_class=april.trainers.adapters.verl.CheckpointManager \
     $rollout.checkpoint_engine.backend=april \
-    $rollout.checkpoint_engine.custom_backend_module=april.adapters.verl \
+    $rollout.checkpoint_engine.custom_backend_module=april.trainers.adapters.verl \
     +$rollout.custom.april.config="$run" \
     trainer.test_freq=-1 trainer.val_before_train=False \
     trainer.total_training_steps="$(key schedule.max_steps)" "$@"

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 pytest.register_assert_rewrite("april.workers.engines.conformance", "april.broker.conformance")
 pytest_plugins = ["tests.run.fixtures", "tests.stores"]
 
-from april.policy.model import EOS, VOCABULARY, build_model, save_policy  # noqa: E402
+from april.learner.policy.warm_start import EOS, VOCABULARY, build_model, save_policy  # noqa: E402
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

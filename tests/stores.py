@@ -9,8 +9,8 @@ from subprocess import Popen
 
 import pytest
 
-from april.files.objects import ObjectStore
-from april.processes.lifetime import end_with_parent
+from april.util.lifetime import end_with_parent
+from april.util.objects import ObjectStore
 
 KINDS = ["file", "memory", *(["s3"] if find_spec("s3fs") and find_spec("moto") else [])]
 BUCKET = "checkpoints"

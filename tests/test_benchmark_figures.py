@@ -10,11 +10,11 @@ from types import SimpleNamespace as Has
 import numpy as np
 import pytest
 
-from april.broker.desks.grants import sample_seed
+from april.broker.handlers.lease_holders import sample_seed
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
-from april.simulate.lengths import Lengths, LengthsSection
-from april.wire.version import Version
+from april.simulate.scenario import Lengths, LengthsSection
+from april.wire.message import Version
 from april.workers.engines.base import Request
 from tests.simulate.journals import add_group, recorded
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from april.processes import clock
+from april.util import clock
 
 HOUR_S, YEAR_S = 3600.0, 365 * 86400.0
 

@@ -7,7 +7,7 @@ import pytest
 
 from april import config as configuration
 from april.config import ConfigError, known_keys
-from april.config.synonyms import SYNONYMS
+from april.config.loading import SYNONYMS
 
 MINIMAL = """
 [model]

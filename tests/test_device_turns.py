@@ -12,10 +12,10 @@ from torch import nn
 
 from april.config import ConfigError, load
 from april.launch.memory import plan_memory, with_memory_limits
-from april.learner.parking import HostOffload, offload_to_memory
-from april.processes.device_turns import EngineTimeSharing, LearnerTimeSharing, TimeSliceLate
-from april.workers.device_turns import WorkerTimeSharing
+from april.learner.time_sharing import HostOffload, offload_to_memory
+from april.util.time_sharing import EngineTimeSharing, LearnerTimeSharing, TimeSliceLate
 from april.workers.engines.sglang.factory import server_settings
+from april.workers.time_sharing import WorkerTimeSharing
 from tests.test_sharing import SHARED
 
 TIME_SHARED = [*SHARED, "--devices.turns", "true"]
@@ -93,7 +93,7 @@ def test_engines_share_a_time_slice_and_the_learner_has_its_own(time_sharing):
 HOLD = """
 import sys, time
 from pathlib import Path
-from april.processes.device_turns import {kind}
+from april.util.time_sharing import {kind}
 sharing = {kind}(Path(sys.argv[1]), ["GPU-a/1", "GPU-b"])
 {take}
 print("has it", flush=True)

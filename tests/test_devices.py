@@ -8,7 +8,7 @@ from april.cli import main
 from april.config import ConfigError, load
 from april.launch import devices, supervisor
 from april.launch.devices import place_parts, visible_devices
-from april.workers.engines.devices import devices_wanted
+from april.workers.engines.entry import devices_wanted
 
 SGLANG, VLLM = ["--worker.engine", "sglang"], ["--worker.engine", "vllm"]
 TP2 = ["--engine.server.tp_size", "2"]
@@ -111,7 +111,7 @@ def test_each_part_sees_only_its_own_devices_and_others_inherit_the_environment(
 
 
 def test_a_dry_run_counts_and_places_the_servers_accelerators(config_file, capsys, monkeypatch):
-    monkeypatch.setattr("april.workers.engines.sglang.installed.installed_server", lambda *_: "SGLang")
+    monkeypatch.setattr("april.workers.engines.sglang.server.installed_server", lambda *_: "SGLang")
     words = [*SGLANG, *TP2, "--engine.servers", "2", "--worker.count", "2", "--learner.ranks", "2"]
     assert main(["run", str(config_file), "--dry-run", *words]) == 0
     assert "devices    none here: learner and workers compute on the CPU" in capsys.readouterr().out

@@ -18,9 +18,9 @@ from april import cli
 from april import config as configuration
 from april.config import ConfigError
 from april.launch.dry_run import describe
+from april.launch.memory import read_shape
 from april.launch.preflight import examine
-from april.launch.shape import read_shape
-from april.policy.model import build_tokenizer
+from april.learner.policy.warm_start import build_tokenizer
 from tests.conftest import full, write_config
 from tests.published import RECORDS
 

@@ -12,21 +12,20 @@ import pytest
 import torch
 
 from april import config as configuration
+from april.broker.filters.filters import CompleteGroup, GroupFilters
 from april.broker.views.metrics import MetricsReader
 from april.cli import main
 from april.config import Config
 from april.config.broker import WeightsSection
-from april.environments.messages import EnvironmentCall
-from april.environments.process import answer_call
-from april.filters.filters import CompleteGroup, GroupFilters
 from april.launch.supervisor import Supervisor
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.diagnostics import StepTotals
 from april.learner.objective import Objective
-from april.registry import REGISTRIES
+from april.util.registry import REGISTRIES
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.wire.version import Version
+from april.wire.message import Version
+from april.workers.environments.process import EnvironmentCall, answer_call
 from april.workers.rewards.messages import Item, RewardRules
 from april.workers.rewards.process import verify
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker, make_batch
@@ -147,7 +146,7 @@ def test_the_filter_discards_easy_groups(config_file):
 
 def test_the_sink_has_every_step_and_evaluation_and_one_that_raises_is_left_out(files, config_file, caplog):
     (files / "bad_sink.py").write_text(
-        "from april.broker.telemetry.sink import Sink\n\n\nclass Bad(Sink):\n"
+        "from april.broker.telemetry.sinks import Sink\n\n\nclass Bad(Sink):\n"
         "    def step(self, record):\n        raise OSError('the service is away')\n"
     )
     options = ["--operations.sinks", '["bad_sink:Bad", "my_sink:Rewards"]', "--evaluation.prompts", "1"]

@@ -12,9 +12,9 @@ from april.broker.journal.journal import Journal
 from april.broker.server import Server
 from april.cli import main
 from april.config import load
-from april.connections import sockets
-from april.connections.broker import AccessDenied, BrokerConnection
-from april.formats.versions import FILE, JOURNAL, PROTOCOLS, RUN_FOLDER, OtherApril, minor
+from april.util.versions import FILE, JOURNAL, PROTOCOLS, RUN_FOLDER, OtherApril, minor
+from april.wire.sockets import base
+from april.wire.sockets.broker import AccessDenied, BrokerConnection
 from tests.run.processes import APRIL
 
 EVENT = ["RunStarted", "small", "a dataset", 0, 4, 2, 5, 5, None, 24, False, 1.0]
@@ -141,7 +141,7 @@ def test_a_peer_of_an_older_broker_ends_with_a_sentence(tmp_path):
     try:
         connection.send(wire.Hello("worker", "w", "u", []))
         route, *_ = router.recv_multipart()
-        sockets.send(router, [route, *wire.encode(wire.Refused("not a message of protocol 3"), protocol=3)])
+        base.send(router, [route, *wire.encode(wire.Refused("not a message of protocol 3"), protocol=3)])
         with pytest.raises(AccessDenied, match=r"the broker speaks protocol 3 \(an earlier April\), this worker prot"):
             list(connection.receive(30_000))
     finally:

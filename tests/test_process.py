@@ -7,7 +7,7 @@ import orjson
 
 SCRIPT = """
 import logging
-from april.processes.logs import log_to_stderr
+from april.util.logs import log_to_stderr
 log_to_stderr("worker-0", "{log_format}", run="small", worker="worker-0")
 logging.getLogger("april.x").info("sample %d.%d\\ncame back", 7, 1, extra={{"group": 7, "sample": 1, "secret": "s"}})
 logging.getLogger("april.x").info("plain")
@@ -39,7 +39,7 @@ def test_text_lines_name_the_process():
 
 GIVES_WAY = """
 import os, pathlib
-from april.processes.lifetime import give_way
+from april.util.lifetime import give_way
 session = pathlib.Path("/proc/self/autogroup")
 give_way()
 print(os.nice(0), *(session.read_text().split()[-1:] if session.exists() else ["10"]))
@@ -53,7 +53,7 @@ def test_a_low_priority_process_lowers_its_session_s_priority_too():
 
 REPLACED = """
 import logging, sys
-from april.processes.logs import log_to_stderr
+from april.util.logs import log_to_stderr
 log_to_stderr("broker")
 sys.stderr.close()
 sys.stderr = sys.stdout

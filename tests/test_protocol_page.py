@@ -266,8 +266,7 @@ def rows(text):
 def name_of(kind):
     """A field's type in the notation of the page."""
     from april.wire import Name
-    from april.wire.message import Address, Seconds
-    from april.wire.version import Number
+    from april.wire.message import Address, Number, Seconds
 
     for annotated, name in ((Number, "count"), (Name, "name"), (Address, "address"), (Seconds, "seconds")):
         if kind == annotated:
@@ -292,8 +291,8 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
     import msgspec
 
     from april import wire
-    from april.weights.canary import Canary
-    from april.weights.lane_messages import Adapter, AnyChannelMessage, TensorHead
+    from april.weights.channel import Adapter, AnyChannelMessage, TensorHead
+    from april.weights.verification import Canary
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from april.config import ConfigError, load
-from april.registry import FOLDERS_VARIABLE, REGISTRIES, Registry, add_import_folders, import_object, registry_of
+from april.util.registry import FOLDERS_VARIABLE, REGISTRIES, Registry, add_import_folders, import_object, registry_of
 from april.workers.engines import ENGINES
 from april.workers.engines.entry import EngineEntry
 
@@ -62,7 +62,7 @@ def test_a_part_beside_the_configuration_is_found_by_every_process_of_the_run(tm
     monkeypatch.setenv(FOLDERS_VARIABLE, "")
     monkeypatch.setattr(sys, "path", list(sys.path))
     add_import_folders(tmp_path)
-    program = "from april.registry import *; add_import_folders(); print(import_object('beside_it:reward')('x'))"
+    program = "from april.util.registry import *; add_import_folders(); print(import_object('beside_it:reward')('x'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "1.0\n", done.stderr
 
@@ -117,35 +117,38 @@ CONFIGURATION = {
 }
 """Files that mention names as defaults and presets, or as translations of other frameworks' names."""
 ANOTHER_MEANING = {
-    ("april/adapters/openrlhf.py", "truncated"): "a field of OpenRLHF's responses",
-    ("april/adapters/verl.py", "april"): "what its adapter is called in verl's options",
+    ("april/trainers/adapters/openrlhf.py", "truncated"): "a field of OpenRLHF's responses",
+    ("april/trainers/adapters/verl.py", "april"): "what its adapter is called in verl's options",
     ("april/agents/gateway.py", "april"): "who owns the model, in the API's own form",
     ("april/agents/dialects/chat.py", "code"): "of an error, in the API's own form",
-    ("april/environments/__init__.py", "environment"): "what its parts are called",
+    ("april/workers/environments/__init__.py", "environment"): "what its parts are called",
     ("april/launch/dry_run.py", "environment"): "what its processes are called",
     ("april/launch/devices.py", "torch"): "the package",
     ("april/launch/check.py", "torch"): "the package",
     ("april/data/tokenizer.py", "torch"): "the package",
-    ("april/launch/quickstart.py", "torch"): "the package",
-    ("april/files/objects.py", "local"): "a protocol of fsspec's",
-    ("april/files/objects.py", "ssh"): "the same",
+    ("april/cli/run.py", "torch"): "the package",
+    ("april/util/objects.py", "local"): "a protocol of fsspec's",
+    ("april/util/objects.py", "ssh"): "the same",
     ("april/config/addresses.py", "local"): "the same",
-    ("april/rollouts/run.py", "local"): "broker and workers as children of the trainer",
+    ("april/trainers/rollouts/run.py", "local"): "broker and workers as children of the trainer",
     ("april/broker/telemetry/recorder.py", "environment"): "a key of metrics.jsonl",
-    ("april/report/corrections.py", "truncated"): "a line of the picture: the share of tokens that a cap has touched",
+    (
+        "april/observe/report/learner_pictures.py",
+        "truncated",
+    ): "a line of the picture: the share of tokens that a cap has touched",
     ("april/data/rows.py", "dapo"): "what a mapping of a published dataset says in its rows, as anybody's data do",
     ("april/data/rows.py", "deepscaler"): "the same",
     ("april/data/rows.py", "final_answer"): "the same",
     ("april/data/rows.py", "math"): "the same",
     ("april/data/rows.py", "gsm8k"): "the same",
-    ("april/data/make_data.py", "final_answer"): "the same",
+    ("april/data/arithmetic.py", "final_answer"): "the same",
     ("april/cli/__init__.py", "april"): "the program",
-    ("april/report/live.py", "april"): "the program",
-    ("april/launch/clusters/helm.py", "april"): "the chart",
+    ("april/observe/report/live.py", "april"): "the program",
+    ("april/launch/clusters/kubernetes.py", "april"): "the chart",
     ("april/launch/clusters/kubernetes.py", "environment"): "a value",
     ("april/launch/clusters/manifests.py", "april"): "the program",
     ("april/launch/clusters/manifests.py", "environment"): "a value",
-    ("april/launch/clusters/layout.py", "april"): "the program",
+    ("april/launch/clusters/launcher.py", "april"): "the program",
 }
 """Mentions of a name that mean something else, by file and name."""
 

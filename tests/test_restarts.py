@@ -8,8 +8,8 @@ import pytest
 from april.config import load
 from april.launch import supervisor
 from april.launch.supervisor import RunFailed, Supervisor
-from april.processes import clock, restarts
-from april.processes.lifetime import STEPPED_ASIDE
+from april.util import clock, lifetime
+from april.util.lifetime import STEPPED_ASIDE
 
 FAULT_S = 60.0
 
@@ -98,15 +98,15 @@ def test_a_permanent_fault_ends_the_run_with_the_part_s_last_lines(watched, name
 
 def test_the_first_restart_is_immediate_and_no_delay_exceeds_the_last(watched):
     for most in (1, 2, 3, 5, 20, 5000):
-        delays = [restarts.delay_s(number, most) for number in range(1, most + 1)]
+        delays = [lifetime.delay_s(number, most) for number in range(1, most + 1)]
         assert delays[0] == 0.0 and delays == sorted(delays)
-        assert most == 1 or delays[-1] == restarts.LONGEST_DELAY_S
+        assert most == 1 or delays[-1] == lifetime.LONGEST_DELAY_S
 
 
 def test_a_worker_that_works_for_a_while_gets_its_restarts_back_without_a_step(watched):
     run, part, _ = watched("worker-0")
     part.start()
-    for seconds, restarts_used in ((1.0, 2), (restarts.STEADY_S, 0)):
+    for seconds, restarts_used in ((1.0, 2), (lifetime.STEADY_S, 0)):
         part.restarts = 2
         run._note_liveness(status(tokens_per_s=5.0))
         watched.now[0] += seconds
@@ -124,7 +124,7 @@ def test_an_idle_worker_gets_no_restarts_back_by_waiting(watched):
     part.restarts = 2
     for _ in range(3):
         run._note_liveness(status())
-        watched.now[0] += restarts.STEADY_S
+        watched.now[0] += lifetime.STEADY_S
     assert part.restarts == 2
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from april.config import ConfigError, load
 from april.launch import devices
-from april.launch.clusters.layout import check
-from april.launch.memory import activations_bytes, plan_memory, states_bytes, with_memory_limits
-from april.launch.shape import read_shape
+from april.launch.clusters.launcher import check
+from april.launch.memory import activations_bytes, plan_memory, read_shape, states_bytes, with_memory_limits
 from april.weights.publisher import weights_towards
 from april.workers.engines.sglang.factory import server_settings
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from april import wire
 from april.wire import limits
-from april.wire.version import Version
+from april.wire.message import Version
 
 TASK = wire.Task(4, False, "12", "final_answer", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
 GRANT = wire.Grant(

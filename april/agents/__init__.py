@@ -1,6 +1,6 @@
 """Agents: the user's programs, which call the policy over HTTP in durable sessions. See `docs/agents.md`."""
 
-from april.registry import Registry
+from april.util.registry import Registry
 
 PROGRAMS = Registry(
     "agent.program",

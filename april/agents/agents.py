@@ -8,14 +8,14 @@ import asyncio
 import logging
 
 from april import wire
-from april.agents.elsewhere import OVER_STATUS
+from april.agents.conversation_tree import ConversationTree
+from april.agents.forwarding import OVER_STATUS
 from april.agents.gateway import Gateway, task_of
 from april.agents.host import StartProgram
 from april.agents.link import BrokerLink, RowWithPayload
 from april.agents.listening import Addresses
 from april.agents.programs import Runner
 from april.agents.rendering import Renderer
-from april.agents.session import ConversationTree
 from april.config import AgentSection
 from april.wire.limits import clip
 

@@ -12,12 +12,12 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from april.agents.conversation_tree import ConversationTree, Refusal, Turn
 from april.agents.dialects import Dialect
 from april.agents.dialects.base import StreamEvent
-from april.agents.elsewhere import MOVED_STATUS, OVER_STATUS, SESSION_KEY, SessionForwarder, session_key
+from april.agents.forwarding import MOVED_STATUS, OVER_STATUS, SESSION_KEY, SessionForwarder, session_key
 from april.agents.host import pack_state
 from april.agents.rendering import BadMessages
-from april.agents.session import ConversationTree, Refusal, Turn
 
 MAX_BODY_BYTES = 8 << 20
 """Largest request body."""

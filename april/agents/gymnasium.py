@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from april.agents.host import HostedSession
-from april.errors import refuse
+from april.util.errors import refuse
 
 HIGHLIGHT, COLOUR = re.compile(r"\x1b\[[\d;]*m(.+?)\x1b\[0m"), re.compile(r"\x1b\[[\d;]*m")
 """Text that an environment has highlighted by a colour code, and any colour code."""

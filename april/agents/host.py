@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from april.agents import PROGRAMS
-from april.processes.blame import raised
-from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
-from april.processes.lifetime import die_with_parent, end
+from april.util.lifetime import die_with_parent, end
+from april.util.logs import raised
+from april.util.pool import LENGTH_BYTES, READY, frame, private_pipes, send
 from april.wire.limits import MAX_AGENT_STATE_BYTES, MAX_REWARD, is_reward
 
 HEARTBEAT_S = 1.0

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from april import wire
-from april.connections.broker import BrokerConnection, BrokerUnreachable
 from april.wire.rows import ReportRow, padded, read_rows
+from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
 from april.workers.reports import Reports
 
 log = logging.getLogger(__name__)

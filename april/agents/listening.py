@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from april.config import AgentSection, is_loopback
-from april.errors import refuse
+from april.util.errors import refuse
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -16,9 +16,8 @@ import msgspec
 import orjson
 
 from april.agents.host import CancelProgram, ProgramEnded, StartProgram
-from april.processes.frames import LENGTH_BYTES, frame
-from april.processes.lifetime import SUPERVISED, end_with_parent
-from april.processes.tree import end_marked, new_mark
+from april.util.lifetime import SUPERVISED, end_marked, end_with_parent, new_mark
+from april.util.pool import LENGTH_BYTES, frame
 
 GRACE_S = 5.0
 """Grace period of a cancelled program before its process is killed."""

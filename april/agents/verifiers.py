@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from april.agents.host import HostedSession
-from april.errors import refuse
+from april.util.errors import refuse
 
 COLUMNS = ("example_id", "answer", "info", "task")
 """Columns of an environment's row that are kept besides its prompt."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import zmq
 
 from april import wire
-from april.broker.sessions import HOLDERS, Peer
-from april.connections import sockets
+from april.broker.peers import HOLDERS, Peer
 from april.wire import limits
+from april.wire.sockets import base
 
 INBOX_BYTES = 64 << 20
 INBOX_MESSAGES = 2048
@@ -60,12 +60,12 @@ class Inbox:
 
     @property
     def has_message(self) -> bool:
-        return bool(self._urgent.messages or self._reports.messages) or sockets.has_message(self.socket)
+        return bool(self._urgent.messages or self._reports.messages) or base.has_message(self.socket)
 
     def next(self, peers: Mapping[int, Peer]) -> Frames | None:
         """The message to handle now; None if nothing is left. `peers`: by number."""
-        while self._has_room and sockets.has_message(self.socket):
-            self._take_in(sockets.receive(self.socket), peers)
+        while self._has_room and base.has_message(self.socket):
+            self._take_in(base.receive(self.socket), peers)
         if self._urgent.messages and (self._urgent_in_a_row < URGENT_IN_A_ROW or not self._reports.messages):
             lane, self._urgent_in_a_row = self._urgent, self._urgent_in_a_row + 1
         elif self._reports.messages:

@@ -9,8 +9,8 @@ from zlib_ng.zlib_ng import crc32
 from april import wire
 from april.broker.journal.files import Reference
 from april.broker.journal.journal import Journal
+from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import RowsAccepted
-from april.broker.ledger.places import ChunkRef
 from april.broker.ledger.samples import Sample
 from april.broker.prompts import PromptBook
 from april.data.rows import GROUP_REWARD, DatasetRow

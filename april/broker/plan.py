@@ -1,11 +1,10 @@
 """From the configuration's [schedule] to the ledger's rules, the schedule and the plan that April prints."""
 
-from april.broker.ledger.prompts import Prompts
-from april.broker.ledger.rules import Rules
+from april.broker.ledger.rules import Prompts, Rules
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import Schedule
 from april.config import Config, ScheduleSection
-from april.config.algorithm import AlgorithmSection
+from april.config.training import AlgorithmSection
 
 EXAMPLE_RATIO = 10.0
 """Ratio of longest to mean response length in the plan's example."""

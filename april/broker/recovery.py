@@ -17,18 +17,16 @@ import orjson
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
-from april.broker.journal.files import SUFFIX, Damaged, JournalError
+from april.broker.journal.files import SUFFIX, Damaged, JournalError, journal_folder
 from april.broker.journal.journal import Journal
-from april.broker.journal.place import journal_folder
 from april.broker.journal.snapshot import SnapshotStore
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
-from april.broker.replay import rebuild_ledger
-from april.broker.telemetry.lives import SampleHistory
-from april.broker.telemetry.past import read_lines
+from april.broker.snapshots import rebuild_ledger
+from april.broker.telemetry.metrics_file import read_lines
+from april.broker.telemetry.sample_history import SampleHistory
 from april.config import Config
-from april.formats.metrics import is_step
-from april.formats.stored import StoredCheckpoints
+from april.config.stored import StoredCheckpoints, is_step
 
 log = logging.getLogger(__name__)
 

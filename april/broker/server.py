@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import logging
 import math
 import os
@@ -14,30 +15,70 @@ from pathlib import Path
 import zmq
 
 from april import wire
-from april.broker import memory
 from april.broker.inbox import Inbox
-from april.broker.journal.files import JournalError
+from april.broker.journal.files import JournalError, locate_journal
 from april.broker.journal.journal import Journal
-from april.broker.journal.place import locate_journal
-from april.broker.prompts import PromptBook
+from april.broker.peers import Outgoing
+from april.broker.prompts import PromptBook, open_prompts
 from april.broker.service import Service
-from april.broker.sessions import Outgoing
-from april.broker.submitted import open_prompts
-from april.broker.views.exporter import Exporter, MetricsSnapshot
-from april.broker.views.health import health_snapshot
-from april.broker.views.metrics import MetricsReader, SyncTimes
+from april.broker.views.metrics import Exporter, MetricsReader, MetricsSnapshot, SyncTimes
+from april.broker.views.status import health_snapshot
 from april.config import Config, is_loopback
-from april.connections import sockets
-from april.connections.address import ADDRESS_FILE
-from april.files.replace import replace_file
-from april.formats.versions import RUN_FOLDER
-from april.processes import clock
-from april.processes.descriptors import NO_DESCRIPTORS, raise_limit
-from april.processes.lifetime import STEP_ASIDE
-from april.security.allow_list import AllowList
-from april.security.door import AccessControl
-from april.security.keys import ALLOW_LIST, load_keys
+from april.util import clock, resources
+from april.util.files import replace_file
+from april.util.lifetime import STEP_ASIDE
+from april.util.resources import NO_DESCRIPTORS, raise_limit
+from april.util.versions import RUN_FOLDER
 from april.wire import limits
+from april.wire.security.access import AccessControl
+from april.wire.security.allow_list import AllowList
+from april.wire.security.keys import ALLOW_LIST, load_keys
+from april.wire.sockets import base
+from april.wire.sockets.base import ADDRESS_FILE
+
+# --- memory settings of the broker, whose heap has many small long-lived objects and a few large short-lived ones ---
+
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Collection thresholds, above the defaults: scanning the ledger's many live objects is rarely worth it."""
+LARGE_BLOCK_BYTES = 1 << 20
+KEPT_FREE_BYTES = 64 << 20
+TRIM_S, TRIM_SHARE = 5.0, 0.001
+"""Least interval of giving back free memory, and the largest share of time it may take."""
+
+
+def apply_settings() -> None:
+    """Apply the settings; call it once everything is loaded.
+
+    glibc maps large blocks separately and returns them to the system when freed, but raises its threshold for "large"
+    with each one freed, so that large messages would soon fragment the heap. Here the threshold stays at
+    `LARGE_BLOCK_BYTES`. Up to `KEPT_FREE_BYTES` at the end of the heap are kept; otherwise the pages of messages would
+    be released and faulted in again for each message.
+    """
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    resources.tune(LARGE_BLOCK_BYTES, KEPT_FREE_BYTES)
+
+
+class Trimmer:
+    """Gives free memory between live objects back to the system, tens of megabytes after each batch.
+
+    It takes a millisecond or two; with a larger heap, where it takes longer, it is done less often.
+    """
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def trim_if_due(self) -> None:
+        """Give memory back if it is time; call it in each pass of the broker's loop."""
+        if (began := clock.now()) >= self._at:
+            resources.give_back()
+            now = clock.now()
+            self._at = now + max(TRIM_S, (now - began) / TRIM_SHARE)
+
+
+# --- the broker's process ---
+
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +166,7 @@ class Server:
         self._metrics_reader, self._sync_times = MetricsReader(), SyncTimes()
         self._leave_s = max(LEAVE_S, config.learner.load_s)
         self._signal = ""
-        self._trimmer = memory.Trimmer()
+        self._trimmer = Trimmer()
         self._retry_at = 0.0
         self._ended: tuple[str, str] | None = None
         """(reason, state) of a run that was over when its disk failed."""
@@ -175,7 +216,7 @@ class Server:
         self.write_address()
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
-        memory.apply_settings()
+        apply_settings()
         self.service.begin(clock.now())
         self.service.verifier.start()
         try:
@@ -337,7 +378,7 @@ class Server:
             return True
         frames = wire.encode(message.message, message.arrays, message.session, message.sequence, message.protocol)
         try:
-            sockets.send(self.socket, [message.route, *frames])
+            base.send(self.socket, [message.route, *frames])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

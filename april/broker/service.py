@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from april import wire
-from april.broker.books import BrokerContext
-from april.broker.desks.agents import AgentHandler
-from april.broker.desks.evaluations import Evaluations
-from april.broker.desks.holders import LeaseHolderHandler
-from april.broker.desks.learner import LearnerHandler
-from april.broker.desks.monitors import MonitorHandler
-from april.broker.desks.nodes import NodeHandler
-from april.broker.desks.scorers import ScorerHandler
-from april.broker.desks.workers import WorkerHandler
-from april.broker.header import check_header, make_header
+from april.broker.context import BrokerContext, check_header, make_header
+from april.broker.filters.filters import FilterFailed, GroupFilters
+from april.broker.handlers.agents import AgentHandler
+from april.broker.handlers.learner import Evaluations, LearnerHandler, NodeHandler
+from april.broker.handlers.lease_holders import LeaseHolderHandler, ScorerHandler
+from april.broker.handlers.monitors import MonitorHandler
+from april.broker.handlers.workers import WorkerHandler
 from april.broker.journal.files import Damaged, Reference
 from april.broker.journal.journal import Journal
 from april.broker.ledger import events
@@ -27,20 +24,19 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState
 from april.broker.ledger.state import DEAD_ROUNDS
 from april.broker.payloads import Payloads
+from april.broker.peers import HOLDERS, Peer, Peers
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recovery import SyncNote, check_complete, rebuild
-from april.broker.sessions import HOLDERS, Peer, Peers
 from april.broker.snapshots import Snapshots
 from april.broker.telemetry.census import QueueScanner
-from april.broker.telemetry.lives import SampleHistory
 from april.broker.telemetry.recorder import Recorder, SyncMark
+from april.broker.telemetry.sample_history import SampleHistory
 from april.broker.verification import JournalVerifier, groups_with_damage
 from april.config import Config
-from april.filters.filters import FilterFailed, GroupFilters
-from april.formats.versions import protocols_differ
-from april.security.allow_list import KeyOwner
+from april.util.versions import protocols_differ
 from april.wire import limits
+from april.wire.security.allow_list import KeyOwner
 
 log = logging.getLogger(__name__)
 

@@ -6,26 +6,105 @@ its lock and keep the next broker out.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from april.broker.journal.files import file_path, file_starts, reclaimable_files
-from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions
+from april.broker.journal.files import JournalError, Reference, file_path, file_starts, read_closed, reclaimable_files
+from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions, thaw
+from april.broker.ledger.events import Event
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
-from april.broker.snapshot_process import DONE, MODULE, NOT_READ
-from april.broker.telemetry.lives import SampleHistory
-from april.processes.restarts import delay_s
+from april.broker.telemetry.sample_history import SampleHistory
+from april.util.lifetime import delay_s, end, end_with_parent, give_way
+
+# --- rebuilding a ledger from a snapshot and the events after it ---
+
+
+def rebuild_ledger(
+    ledger: Ledger,
+    history: SampleHistory,
+    snapshots: SnapshotStore,
+    events_from: Callable[[int], Iterable[tuple[Event, Reference]]],
+) -> int:
+    """Rebuild an empty ledger and its sample history from the newest whole snapshot and the events after it.
+
+    `events_from(position)`: (event, reference) of each record from that position on. Returns the snapshot's position, 0
+    without a snapshot.
+    """
+    position, image = next(snapshots.newest_first(), (0, None))
+    if image:
+        history.thaw(thaw(image, ledger))
+    image = None
+    for event, reference in events_from(position):
+        history.record(event)
+        ledger.apply(event, reference)
+    return position
+
+
+# --- the process that makes the next snapshot ---
+
 
 log = logging.getLogger(__name__)
+
+MODULE = "april.broker.snapshots"
+DONE, NOT_WRITTEN, NOT_READ = 0, 3, 4
+"""Exit statuses: the snapshot is on disk; it could not be written; the journal files cannot be read."""
+
+
+def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]:
+    """Make the snapshot at position `until`, in two phases around one yield.
+
+    First it rebuilds the ledger and yields the starts of the files no longer needed; when resumed, it deletes them and
+    writes the snapshot. Only files before the older of the two snapshots on disk are deleted, so that a failure here
+    loses nothing. Raises JournalError if the journal cannot be read, OSError if the disk fails.
+    """
+    ledger, store = Ledger(rules), SnapshotStore(folder)
+    history = SampleHistory(ledger)
+    position = rebuild_ledger(ledger, history, store, partial(read_closed, folder, until=until))
+    starts = [start for start in file_starts(folder) if start <= until]
+    older = [0, *(other for other in store.positions() if other < position)][-1]
+    dead = reclaimable_files(starts, older, chain(live_positions(ledger), history.discards.positions()))
+    yield dead
+    for start in dead:
+        file_path(folder, start).unlink(missing_ok=True)
+    store.write(until, freeze(ledger, history.freeze()), previous=position)
+
+
+def main(folder: str, position: str, rules: str) -> int:
+    gc.disable()
+    try:
+        for dead in make_snapshot(Path(folder), int(position), msgspec.json.decode(rules, type=Rules)):
+            sys.stdout.write(f"{msgspec.json.encode(dead).decode()}\n")
+            sys.stdout.flush()
+            if not sys.stdin.readline():
+                return NOT_WRITTEN
+    except JournalError as error:
+        log.error("%s", error)
+        return NOT_READ
+    except OSError as error:
+        log.error("%s", error)
+        return NOT_WRITTEN
+    return DONE
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    give_way()
+    end(main(*sys.argv[1:]))
+
+
+# --- keeps the newest snapshot up to date with the closed journal files, with one helper process per snapshot ---
+
 
 DEADLINE_S = 600.0
 """Longest time for one snapshot; its process is killed after that."""

@@ -6,9 +6,9 @@ import pkgutil
 import sys
 
 from april.cli.command import COMMANDS, INTERRUPTED, Parser
-from april.errors import ConfigError
-from april.processes.lifetime import REFUSED
-from april.registry import add_import_folders
+from april.util.errors import ConfigError
+from april.util.lifetime import REFUSED
+from april.util.registry import add_import_folders
 from april.version import VERSION
 
 DESCRIPTION = (

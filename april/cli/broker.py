@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from april.cli.command import CONFIG, command, load_config
-from april.processes.lifetime import REFUSED, RUN_FAILED, STEPPED_ASIDE
+from april.util.lifetime import REFUSED, RUN_FAILED, STEPPED_ASIDE
 
 BROKER_PARTS = ("schedule.kind", "schedule.group_filter", "operations.sinks", "operations.alarms")
 """Keys that name parts which the broker imports: one of the user's own may need torch."""
@@ -19,9 +19,9 @@ def broker(config: list[Path], overrides: list[str]) -> int:
     from april.config.checks import check_schedule
     from april.config.naming import is_shipped
     from april.data.tokenizer import import_without_torch
-    from april.processes.lifetime import die_with_parent
-    from april.processes.logs import log_to_stderr
-    from april.simulate.automatic import resolve_as_recorded
+    from april.simulate.tune import resolve_as_recorded
+    from april.util.lifetime import die_with_parent
+    from april.util.logs import log_to_stderr
 
     die_with_parent()
     loaded = load_config(config, overrides)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from april.cli.command import command, option
-from april.errors import ConfigError
+from april.util.errors import ConfigError
 
 
 @command(

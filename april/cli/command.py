@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from april.registry import add_import_folders
+from april.util.registry import add_import_folders
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from april.cli.command import command, option
-from april.errors import refuse
+from april.util.errors import refuse
 
 if TYPE_CHECKING:
-    from april.convert.framework import Framework
-    from april.convert.translation import Translation
+    from april.trainers.convert.framework import Framework
+    from april.trainers.convert.translation import Translation
 
 DIFFERS = 5
 """Exit status where an option of the script could not be translated, or is still to be decided."""
@@ -41,8 +41,8 @@ HEADINGS = {
 )
 def convert(framework: str, script: Path, out: Path | None, variables: list[str], overrides: list[str]) -> int:
     """Translate another framework's script to a configuration of April's; --section.key VALUE decides open keys."""
-    from april.config.overrides import parse_overrides
-    from april.convert import FRAMEWORKS
+    from april.config.loading import parse_overrides
+    from april.trainers.convert import FRAMEWORKS
 
     source = FRAMEWORKS.find(framework)()
     translation = source.translate(script, os.environ | parse_variables(variables))

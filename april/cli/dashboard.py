@@ -1,11 +1,15 @@
 """`april dashboard`: runs in a browser."""
 
+import os
 import secrets
 import socket
+import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 from april.cli.command import MONITOR_KEYS, command, option
-from april.errors import ConfigError
+from april.util import resources
+from april.util.errors import ConfigError
 
 PORT = 8642
 CLOSE_S = 2
@@ -28,17 +32,18 @@ def dashboard(run: str, host: str, port: int, token: str | None, keys: Path | No
     try:
         import uvicorn
 
-        from april.dashboard.app import make_app
+        from april.observe.dashboard.app import make_app
     except ImportError as error:
         raise ConfigError(
             f"the dashboard needs the package {error.name}, which is not installed; "
             "run `pip install 'april-rl[dashboard]'`"
         ) from None
     from april.config import is_loopback
-    from april.dashboard import memory
-    from april.dashboard.folder import Runs
 
-    memory.configure_heap()
+    pass
+    from april.observe.dashboard.folder import Runs
+
+    configure_heap()
     token = token or ("" if is_loopback(host) else secrets.token_urlsafe(24))
     listener = listen(host, port)
     app = make_app(Runs(run, keys), token)
@@ -64,3 +69,28 @@ def url_of(listener: socket.socket, host: str) -> str:
     port = listener.getsockname()[1]
     shown = socket.gethostname() if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}"
+
+
+# --- settings that keep the dashboard's memory small while many threads allocate and free large arrays ---
+
+
+LARGE_BLOCK_BYTES = 256 << 10
+"""Blocks from this size on are mapped separately, and returned to the system when freed."""
+
+
+def configure_heap() -> None:
+    """Use one heap for all threads; call before threads start and before pyarrow is imported.
+
+    By default each thread has its own heap, which keeps freed memory. With one heap, large blocks go back to the
+    system, and Arrow allocates from it, too."""
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    sys.meta_path.insert(0, BlockPandas())
+    resources.tune(LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, arenas=1)
+
+
+class BlockPandas(MetaPathFinder):
+    """Import hook that hides pandas, which pyarrow would import for type checks, at a cost of 35 MB."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(name, name=name)

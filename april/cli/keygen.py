@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from april.cli.command import command, option
-from april.errors import ConfigError
-from april.security.keys import ROLES
+from april.util.errors import ConfigError
+from april.wire.security.keys import ROLES
 
 
 @command(
@@ -14,7 +14,7 @@ from april.security.keys import ROLES
 )
 def keygen(folder: Path, role: str | None, name: str | None) -> int:
     """Make the keys of a run, or those of one more peer."""
-    from april.security import keygen
+    from april.wire.security import keygen
 
     if bool(role) != bool(name):
         raise ConfigError("options '--role' and '--name' go together; give both for one more peer, or none of them")

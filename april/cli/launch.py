@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from april.cli.command import command, option
-from april.errors import ConfigError
-from april.registry import add_import_folders
+from april.util.errors import ConfigError
+from april.util.registry import add_import_folders
 
 if TYPE_CHECKING:
     from april.config import Config
@@ -48,13 +48,13 @@ def launch(words: list[str], on: str | None, dry_run: bool, resume: bool, overri
 def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: bool) -> str:
     """Submit a run and return what the cluster says; with `dry_run` return the files instead. Raises ConfigError."""
     from april.config import load
-    from april.connections.address import ADDRESS_FILE
     from april.launch import preflight
     from april.launch.clusters import LAUNCHERS
-    from april.launch.clusters.layout import check
+    from april.launch.clusters.launcher import check
     from april.launch.devices import needed_devices
     from april.launch.rehearsal import STARTING_S
-    from april.simulate.automatic import resolve
+    from april.simulate.tune import resolve
+    from april.wire.sockets.base import ADDRESS_FILE
 
     config = load(files, overrides, inputs=())
     kind: type[Launcher] = LAUNCHERS.find(config.launch.on)
@@ -104,6 +104,6 @@ def worker_count(words: Sequence[str]) -> int:
 
 
 def launcher_of(config: "Config", kind: type["Launcher"]) -> "Launcher":
-    from april.launch.clusters.layout import ClusterLayout
+    from april.launch.clusters.launcher import ClusterLayout
 
     return kind(ClusterLayout(config, config.run_dir.resolve() / "config.toml"))

@@ -13,7 +13,7 @@ from april.cli.command import command, option
 )
 def make_policy(out: Path, seed: int) -> int:
     """Make the quickstart's policy (about a minute; nothing if it is there already)."""
-    from april.policy.make_policy import make_policy
+    from april.learner.policy.warm_start import make_policy
 
     make_policy(out, seed)
     return 0
@@ -27,7 +27,7 @@ def make_policy(out: Path, seed: int) -> int:
 )
 def make_data(out: Path, train: int, heldout: int, seed: int) -> int:
     """Write the quickstart's prompts."""
-    from april.data.make_data import make_data
+    from april.data.arithmetic import make_data
 
     for path in make_data(out, train, heldout, seed):
         print(path)

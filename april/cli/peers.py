@@ -47,7 +47,7 @@ def agents(config: list[Path], connect: str, name: str, overrides: list[str]) ->
 def joining(files: list[Path], connect: str, overrides: list[str]) -> tuple["Config", str]:
     """(configuration, broker's address) for a process that ends with its parent. Raises ConfigError."""
     from april.config import check_address
-    from april.processes.lifetime import die_with_parent
+    from april.util.lifetime import die_with_parent
 
     die_with_parent()
     return load_config(files, overrides, inputs=["model"]), check_address(connect)

@@ -3,16 +3,19 @@
 import contextlib
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from april.cli.command import CONFIG, INTERRUPTED, command, load_config, option
 from april.cli.status import print_status
-from april.errors import refuse
-from april.processes.lifetime import REFUSED
+from april.config import ConfigError
+from april.util.errors import refuse
+from april.util.lifetime import REFUSED
 
 if TYPE_CHECKING:
     from april.config import Config
+
 
 TOO_MANY_FAILED = 4
 """Exit status of a finished run in which a larger share of prompts than reward.max_failed_share failed for good."""
@@ -61,8 +64,8 @@ def run(
         return describe_run(config, hardware, resume, without_learner, overrides)
     if accept_loss and not resume:
         refuse("--accept-loss", None, "is for a run that goes on", "give --resume with it")
-    from april.processes.lifetime import die_with_parent
-    from april.simulate.automatic import resolve
+    from april.simulate.tune import resolve
+    from april.util.lifetime import die_with_parent
 
     if without_learner:
         die_with_parent()
@@ -74,12 +77,12 @@ def run(
 @command(*RUN_OPTIONS, overrides=True)
 def quickstart(dry_run: bool, overrides: list[str], **options: Any) -> int:
     """Make a tiny policy and prompts in ./cache, and train it."""
-    from april.launch import quickstart
+    pass
 
     if not dry_run:
-        quickstart.prepare()
-    inputs = [word for key, path in quickstart.INPUTS.items() for word in (f"--{key}", str(path))]
-    return run([quickstart.QUICKSTART], dry_run, without_learner=False, overrides=[*inputs, *overrides], **options)
+        prepare()
+    inputs = [word for key, path in INPUTS.items() for word in (f"--{key}", str(path))]
+    return run([QUICKSTART], dry_run, without_learner=False, overrides=[*inputs, *overrides], **options)
 
 
 def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: bool, without_learner: bool) -> int:
@@ -93,7 +96,7 @@ def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: b
     from april.launch.memory import with_memory_limits
     from april.launch.rehearsal import STARTING_S
     from april.launch.supervisor import RunFailed, Supervisor
-    from april.report.live import LiveView
+    from april.observe.report.live import LiveView
 
     devices = visible_devices()
     config = with_memory_limits(config, devices)
@@ -144,7 +147,7 @@ def describe_run(
     from april.launch.dry_run import describe
     from april.launch.preflight import examine
     from april.launch.rehearsal import DRY_S
-    from april.simulate.automatic import resolve
+    from april.simulate.tune import resolve
 
     config = load_config(files, overrides, inputs=())
     with tempfile.TemporaryDirectory() as folder:
@@ -164,7 +167,7 @@ def describe_run(
 
 def check_trainer(config: "Config", without_learner: bool) -> None:
     """Refuse a configuration whose prompts or weights only a trainer of one's own brings, where April's trains."""
-    from april.registry import registry_of
+    from april.util.registry import registry_of
 
     transport = registry_of("weights.transport").find(config.weights.transport)
     if not (transport.carries_weights or without_learner):
@@ -186,7 +189,7 @@ def check_trainer(config: "Config", without_learner: bool) -> None:
 def report_end(run_dir: Path, state: str, why: str) -> None:
     """Record how the run ended, print its status and write its report; a failure here does not change the outcome."""
     from april.launch.preflight import mark_ended
-    from april.report.html import write_report
+    from april.observe.report.html import write_report
 
     try:
         mark_ended(run_dir, state, why)
@@ -195,3 +198,26 @@ def report_end(run_dir: Path, state: str, why: str) -> None:
             print(f"report: {write_report(run_dir)}")
     except Exception as error:
         print(f"april run: no report: {error}; mend that, then `april report {run_dir}`", file=sys.stderr)
+
+
+# --- inputs of `april quickstart` ---
+
+
+BUILT_IN = Path(__file__).with_name("quickstart.toml")
+QUICKSTART = BUILT_IN if BUILT_IN.exists() else Path(__file__).parents[2] / "configs/quickstart.toml"
+"""Configuration file in the wheel, or in the checkout."""
+POLICY, DATA = Path("cache/policy"), Path("cache/data")
+"""Folders under the current one."""
+INPUTS = {"model.path": POLICY, "data.path": DATA / "train.jsonl", "data.eval_path": DATA / "heldout.jsonl"}
+"""Overrides for the configuration, whose own paths are relative to its folder."""
+
+
+def prepare() -> None:
+    """Create the policy and the prompts unless they exist. Raises ConfigError if torch is missing."""
+    if find_spec("torch") is None:
+        raise ConfigError("the quickstart needs torch, which is not installed; run `pip install 'april-rl[all]'`")
+    from april.data.arithmetic import make_data
+    from april.learner.policy.warm_start import make_policy
+
+    make_policy(POLICY)
+    make_data(DATA)

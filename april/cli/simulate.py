@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from april.cli.command import command, option
-from april.errors import ConfigError, refuse
+from april.util.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
     from april.simulate.scenario import Scenario
@@ -38,7 +38,7 @@ def simulate(
     scenario: Path, cost: str | None, sweep: bool, experiment: str | None, out: Path, overrides: list[str]
 ) -> int:
     """Simulate a run on a virtual clock, and compare schedules."""
-    from april.config.overrides import parse_overrides
+    from april.config.loading import parse_overrides
 
     read = read_scenario(scenario, cost, overrides)
     if key := read.schedule.automatic_key:
@@ -106,7 +106,7 @@ def calibrate(model: Path, slots: int, out: Path, overrides: list[str]) -> int:
 
 def read_scenario(path: Path, cost: str | None, overrides: list[str], trace: Path | None = None) -> "Scenario":
     """A scenario; with `trace`, its response lengths and token budget are those of that file. Raises ConfigError."""
-    from april.config.overrides import parse_overrides
+    from april.config.loading import parse_overrides
     from april.simulate.scenario import load_scenario
     from april.simulate.trace import budget_of, read_trace
 
@@ -126,23 +126,22 @@ def print_comparison(scenario: "Scenario", kind: str) -> None:
 
 
 def print_sweeps(scenario: "Scenario", out: Path, kind: str) -> None:
-    from april.simulate import pictures
-    from april.simulate.sweep import sweeps
+    from april.simulate.sweep import draw, sweep_picture, sweeps
 
     make_folder(out)
     for number, sweep in enumerate(sweeps(scenario, kind), start=1):
         print(f"{sweep.title}\n{sweep.table()}")
-        print(f"{pictures.draw(out / f'sweep-{number}.png', partial(pictures.sweep_picture, sweep))}\n")
+        print(f"{draw(out / f'sweep-{number}.png', partial(sweep_picture, sweep))}\n")
 
 
 def print_experiment(name: str, scenario: "Scenario", out: Path, kind: str) -> None:
-    from april.simulate import experiments, pictures
+    from april.simulate import sweep
 
     make_folder(out)
-    text, results = getattr(experiments, name)(scenario, kind)
-    picture = getattr(pictures, f"{name}_picture")
+    text, results = getattr(sweep, name)(scenario, kind)
+    picture = getattr(sweep, f"{name}_picture")
     print(text)
-    print(pictures.draw(out / f"{name}.png", lambda: picture(results)))
+    print(sweep.draw(out / f"{name}.png", lambda: picture(results)))
 
 
 def check_writable(out: Path) -> None:

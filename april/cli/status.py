@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from april.cli.command import MONITOR_KEYS, command, option, wide_console
-from april.errors import refuse
+from april.util.errors import refuse
 
 ADDRESS = (
     option("run", type=Path, nargs="?", help="Run folder, such as runs/quickstart."),
@@ -22,9 +22,9 @@ def status(run: Path | None, connect: str | None, keys: Path | None) -> int:
     """Print the state of a run: its broker's, if one answers, and its folder's."""
     from rich.console import Console
 
-    from april.connections.broker import BrokerRefused, BrokerUnreachable
-    from april.launch.operate import RunAddress
-    from april.report.operations import render_live
+    from april.observe.operate import RunAddress
+    from april.observe.report.operations import render_live
+    from april.wire.sockets.broker import BrokerRefused, BrokerUnreachable
 
     try:
         Console().print(render_live(RunAddress(run, connect, keys).status()))
@@ -42,8 +42,8 @@ def status(run: Path | None, connect: str | None, keys: Path | None) -> int:
 def drain(run: Path | None, connect: str | None, keys: Path | None, end: bool) -> int:
     """Drain a run for maintenance: workers hand back all work, and get no more."""
     from april import wire
-    from april.connections.broker import BrokerRefused, BrokerUnreachable
-    from april.launch.operate import RunAddress
+    from april.observe.operate import RunAddress
+    from april.wire.sockets.broker import BrokerRefused, BrokerUnreachable
 
     try:
         RunAddress(run, connect, keys).ask(wire.Drain(not end))
@@ -65,9 +65,9 @@ def drain(run: Path | None, connect: str | None, keys: Path | None, end: bool) -
 def dead_letters(run: Path | None, connect: str | None, keys: Path | None, requeue: str | None) -> int:
     """List the samples that failed for good, or queue their prompts again."""
     from april import wire
-    from april.connections.broker import BrokerRefused, BrokerUnreachable
-    from april.launch.operate import RunAddress
-    from april.report.operations import render_dead_letters
+    from april.observe.operate import RunAddress
+    from april.observe.report.operations import render_dead_letters
+    from april.wire.sockets.broker import BrokerRefused, BrokerUnreachable
 
     if requeue and requeue != "all" and not requeue.isdecimal():
         refuse("--requeue", requeue, "is no group", "give the number of one, or all")
@@ -91,7 +91,7 @@ def print_status(run_dir: Path) -> None:
     """Print what the files of a run folder say. Raises ConfigError."""
     from rich.console import Console
 
-    from april.report.run_folder import read_run
-    from april.report.table import render_status
+    from april.observe.report.operations import render_status
+    from april.observe.report.run_folder import read_run
 
     Console().print(render_status(read_run(run_dir)))

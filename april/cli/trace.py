@@ -4,7 +4,7 @@ from pathlib import Path
 
 from april.cli.command import RUN, command, option
 from april.cli.simulate import check_writable
-from april.errors import ConfigError
+from april.util.errors import ConfigError
 
 
 @command(
@@ -26,16 +26,16 @@ from april.errors import ConfigError
 def trace(what: str, run: Path, out: str) -> int:
     """Write or send what a run did: its response lengths, or its timelines."""
     if what == "export":
-        from april.report.perfetto import export
-        from april.report.run_folder import read_run
+        from april.observe.report.run_folder import read_run
+        from april.observe.report.trace_export import export
 
         tracks = export(read_run(run), Path(out))
         print(f"{out} has {tracks} tracks; open it at https://ui.perfetto.dev")
     elif what == "send":
-        from april.report.run_folder import read_run
+        from april.observe.report.run_folder import read_run
 
         try:
-            from april.report.spans import send
+            from april.observe.report.trace_export import send
         except ImportError as error:
             raise ConfigError(f"sending needs the package {error.name}; `pip install 'april-rl[otel]'`") from None
         print(f"{send(read_run(run), out)} traces were sent to {out}")
@@ -45,8 +45,7 @@ def trace(what: str, run: Path, out: str) -> int:
 
 
 def write_lengths(run: Path, out: Path) -> None:
-    from april.simulate.recording import record_trace
-    from april.simulate.trace import write_trace
+    from april.simulate.trace import record_trace, write_trace
 
     check_writable(out)
     recording = record_trace(run)

@@ -7,12 +7,11 @@ from april.config.addresses import check_address, is_loopback
 from april.config.broker import BrokerSection, WeightsSection
 from april.config.data import DataSection, SourceSection
 from april.config.learner import LearnerSection
-from april.config.loading import load
-from april.config.overrides import OVERRIDES, describe_keys, known_keys
+from april.config.loading import OVERRIDES, describe_keys, known_keys, load
 from april.config.schedule import ScheduleSection
 from april.config.sections import Config
 from april.config.workers import AgentSection, EngineSection, ScorerSection, WorkerSection
-from april.errors import ConfigError
+from april.util.errors import ConfigError
 
 __all__ = [
     "OVERRIDES",

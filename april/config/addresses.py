@@ -7,7 +7,7 @@ from pathlib import Path
 from april.config.section import AUTO
 from april.config.sections import Config
 from april.config.workers import AgentSection
-from april.errors import refuse
+from april.util.errors import refuse
 
 LARGEST_PORT = 65535
 

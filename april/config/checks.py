@@ -4,19 +4,16 @@ import re
 from collections.abc import Collection
 
 from april.config.addresses import check_addresses, check_checkpoint_store, check_listening
-from april.config.algorithm import AlgorithmSection
 from april.config.broker import BrokerSection
-from april.config.critic import CriticSection
-from april.config.data import DataSection
-from april.config.evaluation import check_evaluation, check_set_paths
-from april.config.lora import check_lora
+from april.config.data import DataSection, check_evaluation, check_set_paths
 from april.config.naming import is_shipped, part_names, shipped_part
 from april.config.schedule import ScheduleSection
 from april.config.sections import Config
 from april.config.sharing import check_memory_division, check_sharing, check_time_sharing
+from april.config.training import AlgorithmSection, CriticSection, check_lora
 from april.config.workers import EnvironmentSection
-from april.errors import refuse, toml_like
-from april.registry import REGISTRIES, registry_of
+from april.util.errors import refuse, toml_like
+from april.util.registry import REGISTRIES, registry_of
 from april.wire.limits import MAX_TOP_K
 
 BANDS = [

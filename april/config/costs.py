@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from april.config.loading import error_sentence
 from april.config.section import Section
-from april.errors import ConfigError, refuse
+from april.util.errors import ConfigError, refuse
 
 HARDWARE = Path(__file__).with_name("hardware.toml")
 

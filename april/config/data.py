@@ -1,11 +1,16 @@
 """The keys of `[data]`: the files of prompts, and how their rows are read."""
 
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from april.config.section import CONTEXT_TOKENS, Section
+from april.util.errors import refuse
 
 Mapping = Literal["plain", "dapo_math", "deepscaler", "deepmath", "aime", "gsm8k"]
 
@@ -124,3 +129,163 @@ class DataSection(Section):
             label_key=self.label_key if same_mapping else None,
             reward=self.reward,
         )
+
+
+# --- the keys of `[evaluation]` ---
+
+
+HELD_OUT = "heldout"
+"""Name of the set at `data.eval_path`."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+SAMPLING_KEYS = ("prompts", "samples", "temperature", "top_k", "top_p")
+"""Keys of `[evaluation]` that a set in `[evaluation.sets.NAME]` may override."""
+
+
+class EvaluationSetSection(Section):
+    path: Path = Field(description="JSONL, JSON, Parquet or Arrow file of prompts, or a folder of such files.")
+    mapping: Mapping | None = Field(
+        None, description="Published dataset whose field names these files use. None: data.mapping."
+    )
+    prompt_key: str | None = Field(None, description="Row field of the prompt. None: the mapping's.")
+    label_key: str | None = Field(None, description="Row field of the reference answer. None: the mapping's.")
+    reward: str | None = Field(None, description="Verifier of all rows of this source. None: data.reward.")
+    prompts: int | None = Field(
+        None, ge=1, description="Prompts used, the first ones of the files. None: evaluation.prompts."
+    )
+    samples: int | None = Field(
+        None, ge=1, le=1024, description="Samples of each prompt, k of mean@k and pass@k. None: evaluation.samples."
+    )
+    temperature: float | None = Field(
+        None, ge=0, description="Sampling temperature; 0: greedy. None: evaluation.temperature."
+    )
+    top_k: int | None = Field(
+        None, ge=0, description="Sample among this many likeliest tokens; 0: all. None: evaluation.top_k."
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Sample among the likeliest tokens that reach this probability mass. None: evaluation.top_p.",
+    )
+
+
+class EvaluationSection(Section):
+    every: int = Field(
+        0,
+        ge=0,
+        description="Policy steps between evaluations; 0: only at the start and at the end. While one lasts it takes "
+        "up to evaluation.share of the decode slots.",
+    )
+    prompts: int = Field(
+        256,
+        ge=1,
+        description="Held-out prompts used, the first ones of the file. More take longer and narrow the confidence "
+        "interval.",
+    )
+    samples: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="k: samples of each held-out prompt, for mean@k and pass@k. Generation time grows with it.",
+    )
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature of evaluation samples; 0: greedy.")
+    top_k: int = Field(0, ge=0, description="Evaluation samples among this many likeliest tokens; 0: all.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Evaluation samples among the likeliest tokens that reach this probability mass; 1: all.",
+    )
+    share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Largest share of each worker's slots that evaluation samples may take. A high value finishes "
+        "evaluations sooner and slows training meanwhile.",
+    )
+    sets: dict[str, EvaluationSetSection] = Field(
+        {},
+        description="Further sets of held-out prompts by name, as [evaluation.sets.NAME]. Each is generated in "
+        "addition.",
+    )
+    best: str = Field(
+        "",
+        description="Set whose accuracy decides which checkpoint is kept and exported as the best: a name of "
+        "evaluation.sets, or heldout for data.eval_path. It adds a checkpoint at each evaluation. Empty: none.",
+    )
+
+    @field_validator("sets")
+    @classmethod
+    def are_names(cls, sets: dict[str, EvaluationSetSection]) -> dict[str, EvaluationSetSection]:
+        for name in sets:
+            if not NAME.fullmatch(name) or name == HELD_OUT:
+                raise PydanticCustomError(
+                    "name_of_a_set",
+                    "should have names of up to 64 letters, digits, full stops, - and _, and none called "
+                    f"{HELD_OUT}, which is that of data.eval_path",
+                )
+        return sets
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A set of held-out prompts, with everything about its sampling resolved."""
+
+    number: int
+    """Number of the set in the journal: 0 for `data.eval_path`, from 1 on for the others in order of declaration."""
+    name: str
+    key: str
+    """Section of the configuration that describes the set, for error sentences."""
+    source: SourceSection
+    prompts: int
+    samples: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+def evaluation_sets(evaluation: EvaluationSection, data: DataSection) -> list[EvaluationSet]:
+    common = {key: getattr(evaluation, key) for key in SAMPLING_KEYS}
+    found = [EvaluationSet(0, HELD_OUT, "evaluation", source, **common) for source in data.eval_sources]
+    for number, (name, section) in enumerate(evaluation.sets.items(), 1):
+        fields = {key: getattr(section, key) for key in ("path", "mapping", "prompt_key", "label_key", "reward")}
+        overrides = {key: value for key in SAMPLING_KEYS if (value := getattr(section, key)) is not None}
+        source = SourceSection(**fields).with_defaults(data)
+        found.append(EvaluationSet(number, name, f"evaluation.sets.{name}", source, **common | overrides))
+    return found
+
+
+def check_evaluation(evaluation: EvaluationSection, sets: Iterable[EvaluationSet]) -> None:
+    for evaluation_set in sets:
+        if evaluation_set.samples > 1 and evaluation_set.temperature == 0:
+            refuse(
+                f"{evaluation_set.key}.samples",
+                evaluation_set.samples,
+                "asks for greedy samples, which are all the same",
+                f"set {evaluation_set.key}.temperature above 0 or use 1",
+            )
+    if not evaluation.best:
+        return
+    names = [evaluation_set.name for evaluation_set in sets]
+    if evaluation.best not in names:
+        known = f"use {' or '.join(map(repr, names))}" if names else "set data.eval_path or evaluation.sets"
+        refuse("evaluation.best", evaluation.best, "is no set of held-out prompts", known)
+    if not evaluation.every:
+        refuse(
+            "evaluation.best",
+            evaluation.best,
+            "has nothing to choose from where evaluation.every = 0",
+            "set evaluation.every",
+        )
+
+
+def check_set_paths(sets: Iterable[EvaluationSet]) -> None:
+    """Refuse sets whose files do not exist, except `data.eval_path`, which `check_data` checks."""
+    for held_out in sets:
+        if held_out.number and not held_out.source.path.exists():
+            refuse(
+                f"{held_out.key}.path",
+                held_out.source.path,
+                "does not exist",
+                "give a file or folder of prompts",
+            )

@@ -5,18 +5,201 @@ import re
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from april.config.checks import INPUTS, check
-from april.config.overrides import known_keys, parse_overrides, set_key
-from april.config.paths import anchor
+from april.config.naming import anchor
 from april.config.section import Section
 from april.config.sections import Config, RunSection
-from april.config.synonyms import SYNONYMS
-from april.errors import ConfigError
+from april.util.errors import ConfigError, refuse
+
+# --- overrides of keys on the command line, and the list of all keys in `--help` ---
+
+
+OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
+
+FLAGS = {
+    "rollout-batch-size": "schedule.rollout_batch_size",
+    "over-sampling-batch-size": "schedule.over_sampling_batch_size",
+    "n-samples-per-prompt": "schedule.n_samples_per_prompt",
+    "partial-rollout": "schedule.partial_rollout",
+    "engine": "worker.engine",
+}
+"""Keys that have a short flag: those of the published method, and the worker's engine."""
+
+
+def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
+    """`--a.b value`, `--a.b=value`, and bare `--a.b` / `--no-a.b` for booleans -> [(key, value)]."""
+    pairs, rest = [], list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or len(flag) < 3:
+            raise ConfigError(f"argument {flag!r} is not an option; write overrides as --section.key value")
+        name, has_value, text = flag[2:].partition("=")
+        if not has_value and rest and not rest[0].startswith("--"):
+            text, has_value = rest.pop(0), "="
+        negated = name.startswith("no-") and not has_value
+        name = name.removeprefix("no-") if negated else name
+        key = FLAGS.get(name, name.replace("-", "_"))
+        if (
+            not has_value
+            and (field := known_keys().get(key))
+            and bool not in (field.annotation, *get_args(field.annotation))
+        ):
+            refuse(key, None, "has no value", f"write --{name} VALUE")
+        pairs.append((key, parse_value(text) if has_value else not negated))
+    return pairs
+
+
+def parse_value(text: str) -> Any:
+    """The TOML value that `text` is, or `text` itself if it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            refuse(key, None, f"goes through {section!r}, which is not a section", "see `april run --help`")
+    tree[name] = value
+
+
+def known_keys(model: type[Section] = Config) -> dict[str, Any]:
+    """Every `section.key` of a configuration with its pydantic field, in order of declaration."""
+    keys = {}
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            keys.update({f"{name}.{key}": inner for key, inner in section.model_fields.items()})
+        else:
+            keys[name] = field
+    return keys
+
+
+def shown_default(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def describe_keys() -> str:
+    """The list of keys in `--help`: each with its help text, allowed values and default."""
+    lines = []
+    for key, field in known_keys().items():
+        default = "required" if field.is_required() else f"default {shown_default(field.default)}"
+        choices = "|".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
+        choices = "true|false" if field.annotation is bool else choices
+        lines.append(f"  --{key:38} {field.description} [{choices}{', ' if choices else ''}{default}]")
+    lines.append("\nthe published method's flags, and the engine's, by names of their own:")
+    lines += [f"  --{flag:38} = --{key}" for flag, key in FLAGS.items()]
+    return "\n".join(lines)
+
+
+# --- names of April's keys in TRL, verl and slime, for the hint when an unknown key is refused ---
+
+
+SYNONYMS = {
+    "lr": "learner.lr",
+    "learning_rate": "learner.lr",
+    "critic_lr": "critic.lr",
+    "critic_warmup": "critic.warmup_batches",
+    "cliprange_value": "critic.value_clip",
+    "lambd": "critic.lam",
+    "grad_clip": "learner.grad_clip",
+    "kl_coef": "algorithm.kl_coef",
+    "actor_lr": "learner.lr",
+    "max_grad_norm": "learner.grad_clip",
+    "clip_grad": "learner.grad_clip",
+    "warmup": "learner.warmup_steps",
+    "lr_warmup_steps": "learner.warmup_steps",
+    "save_steps": "learner.checkpoint_every",
+    "save_freq": "learner.checkpoint_every",
+    "save_interval": "learner.checkpoint_every",
+    "save_total_limit": "learner.keep_checkpoints",
+    "gradient_checkpointing": "learner.activation_checkpointing",
+    "lora_rank": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "target_modules": "lora.targets",
+    "lora_target_modules": "lora.targets",
+    "modules_to_save": "lora.embedding",
+    "lora_modules_to_save": "lora.embedding",
+    "max_tokens_per_gpu": "learner.microbatch_tokens",
+    "ppo_max_token_len_per_gpu": "learner.microbatch_tokens",
+    "train_batch_size": "schedule.rollout_batch_size",
+    "batch_size": "schedule.rollout_batch_size",
+    "num_generations": "schedule.n_samples_per_prompt",
+    "rollout_n": "schedule.n_samples_per_prompt",
+    "group_size": "schedule.n_samples_per_prompt",
+    "num_rollout": "schedule.max_steps",
+    "total_training_steps": "schedule.max_steps",
+    "num_train_epochs": "data.epochs",
+    "ppo_epochs": "learner.epochs",
+    "num_iterations": "learner.epochs",
+    "num_steps_per_rollout": "learner.minibatches",
+    "num_minibatches": "learner.minibatches",
+    "ppo_mini_batch_size": "learner.minibatches",
+    "total_epochs": "data.epochs",
+    "num_epoch": "data.epochs",
+    "max_completion_length": "sampling.max_response_tokens",
+    "max_response_length": "sampling.max_response_tokens",
+    "rollout_max_response_len": "sampling.max_response_tokens",
+    "max_new_tokens": "sampling.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "rollout_max_prompt_len": "data.max_prompt_tokens",
+    "rollout_temperature": "sampling.temperature",
+    "model_name_or_path": "model.path",
+    "hf_checkpoint": "model.path",
+    "model": "model.path",
+    "train_files": "data.path",
+    "prompt_data": "data.path",
+    "dataset_name": "data.path",
+    "val_files": "data.eval_path",
+    "eval_prompt_data": "data.eval_path",
+    "test_freq": "evaluation.every",
+    "eval_steps": "evaluation.every",
+    "eval_interval": "evaluation.every",
+    "input_key": "data.prompt_key",
+    "answer_key": "data.label_key",
+    "reward_funcs": "data.reward",
+    "reward_function": "data.reward",
+    "custom_reward_function": "data.reward",
+    "rm_type": "data.reward",
+    "custom_rm_path": "data.reward",
+    "adv_estimator": "algorithm.advantage",
+    "advantage_estimator": "algorithm.advantage",
+    "beta": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "epsilon": "algorithm.clip_low",
+    "eps_clip": "algorithm.clip_low",
+    "clip_ratio_low": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "eps_clip_high": "algorithm.clip_high",
+    "clip_ratio_high": "algorithm.clip_high",
+    "loss_type": "algorithm.loss",
+    "output_dir": "run.dir",
+    "default_local_dir": "run.dir",
+    "save": "run.dir",
+    "run_name": "run.name",
+    "experiment_name": "run.name",
+    "report_to": "operations.sinks",
+    "logger": "operations.sinks",
+    "use_tensorboard": "operations.sinks",
+    "num_workers": "worker.count",
+    "rollout_num_gpus": "worker.count",
+    "vllm_mode": "worker.engine",
+    "rollout_engine": "worker.engine",
+}
+"""April's key by the last part of another trainer's."""
+
+
+# --- loads a configuration ---
 
 
 def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: Collection[str] = INPUTS) -> Config:

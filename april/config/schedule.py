@@ -17,7 +17,7 @@ def or_auto(value: Any, validate: Callable[[Any], int | None]) -> Any:
 Automatic = Annotated[
     Annotated[int, Field(ge=1)] | None, WrapValidator(or_auto), PlainSerializer(lambda value: value, return_type=Any)
 ]
-"""A count of at least 1, or `AUTO`, which `april.simulate.automatic` replaces by a count when a run starts."""
+"""A count of at least 1, or `AUTO`, which `april.simulate.tune` replaces by a count when a run starts."""
 
 
 class ScheduleSection(Section):

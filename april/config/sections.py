@@ -8,18 +8,14 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from april.config.algorithm import AlgorithmSection
 from april.config.broker import BrokerSection, OperationsSection, SecuritySection, WeightsSection
-from april.config.clusters import LaunchSection
-from april.config.critic import CriticSection
-from april.config.data import DataSection, SourceSection
-from april.config.devices import DevicesSection
-from april.config.evaluation import EvaluationSection, EvaluationSet, evaluation_sets
+from april.config.clusters import DevicesSection, LaunchSection
+from april.config.data import DataSection, EvaluationSection, EvaluationSet, SourceSection, evaluation_sets
 from april.config.learner import LearnerSection, SamplesSection
-from april.config.lora import LoraSection
 from april.config.presets import fill_preset
 from april.config.schedule import SamplingSection, ScheduleSection
 from april.config.section import Section
+from april.config.training import AlgorithmSection, CriticSection, LoraSection
 from april.config.workers import (
     AgentSection,
     EngineSection,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from april.config.sections import Config
-from april.errors import refuse
-from april.registry import registry_of
+from april.util.errors import refuse
+from april.util.registry import registry_of
 
 
 def check_sharing(config: Config) -> None:

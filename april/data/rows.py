@@ -1,15 +1,52 @@
 """Dataset rows, the mappings that locate their fields in a record, and the checks of a record."""
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 import msgspec
+import numpy as np
 import orjson
 
-from april.data.gsm8k import final_number
-from april.registry import registry_of
+from april.util.registry import registry_of
+
+# --- parses GSM8K answers ---
+
+
+MARK = "####"
+AROUND = r"[ \t$€£*\\]*+"
+"""Spaces, currency signs and the asterisks of bold text, allowed around a number."""
+DIGITS = r"(?>[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)"
+LEADING = re.compile(rf"{AROUND}([-+−]?){AROUND}({DIGITS})(?![ \t]*+[/^][ \t]*+[0-9])")
+ANYWHERE = re.compile(rf"([-−]?)({DIGITS})")
+
+
+def final_number(text: str) -> str | None:
+    """The number after the last mark that is followed by one, as `-1080.5`; None if there is none."""
+    numbers = map(leading_number, reversed(text.split(MARK)[1:]))
+    return next(filter(None, numbers), None)
+
+
+def leading_number(text: str) -> str | None:
+    """The number at the start of a text, as `-1080.5`; None if there is none."""
+    found = LEADING.match(text)
+    return plain(*found.groups()) if found else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, as `-1080.5`; None if there is none."""
+    found = ANYWHERE.findall(text)
+    return plain(*found[-1]) if found else None
+
+
+def plain(sign: str, digits: str) -> str:
+    return ("-" if sign in ("-", "−") else "") + digits.replace(",", "")
+
+
+# --- dataset rows, the mappings that locate their fields in a record, and the checks of a record ---
+
 
 LABEL_CHARACTERS = 200_000
 """Most characters of a label, which is sent with every sample of its prompt."""
@@ -231,3 +268,42 @@ def checked_reward(reward: Any, allowed: Collection[str]) -> str | None:
 def excerpt(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+# --- sampling supports ---
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """Supports of T tokens, as a ragged array."""
+
+    counts: np.ndarray
+    """int32 [T]: size of each token's support; 0 for a token that was not sampled."""
+    ids: np.ndarray
+    """int32 [sum of counts]: the ids of all supports, concatenated."""
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray]) -> "Support":
+        """Supports from each token's ids, int32; at least one token."""
+        return cls(np.fromiter(map(len, rows), np.int32, len(rows)), np.concatenate(rows))
+
+    @classmethod
+    def none(cls, tokens: int) -> "Support":
+        """Empty supports of `tokens` tokens."""
+        return cls(np.zeros(tokens, np.int32), np.zeros(0, np.int32))
+
+    def fits(self, tokens: int) -> bool:
+        """Whether counts and ids are consistent, and there are `tokens` counts."""
+        return len(self.counts) == tokens and not (self.counts < 0).any() and self.counts.sum() == len(self.ids)
+
+    def holds(self, tokens: np.ndarray) -> bool:
+        """Whether every token, int32 [T], is in its support."""
+        fits = self.fits(len(tokens)) and (self.counts > 0).all()
+        return bool(fits and (self.places(tokens) < self.counts).all())
+
+    def places(self, tokens: np.ndarray) -> np.ndarray:
+        """int64 [T]: index of each token in its support, >= its count if it is not there. No support may be empty."""
+        starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
+        found = self.ids == np.repeat(tokens, self.counts)
+        at = np.where(found, np.arange(len(self.ids)), len(self.ids))
+        return np.minimum.reduceat(at, starts) - starts

@@ -10,7 +10,7 @@ import orjson
 
 from april.config import ConfigError
 from april.data.rows import BadRow, excerpt
-from april.errors import refuse
+from april.util.errors import refuse
 
 
 class Tokenizer:

@@ -14,35 +14,33 @@ import orjson
 
 from april.agents import PROGRAMS
 from april.agents.listening import AttachKey, server_tls
-from april.broker.fingerprints import tensors_of
-from april.broker.prompts import PromptBook
+from april.broker.filters.filters import GroupFilters
+from april.broker.prompts import PromptBook, open_prompts
 from april.broker.schedules import SCHEDULES
-from april.broker.submitted import open_prompts
 from april.broker.telemetry.alarm import check_alarms
-from april.broker.telemetry.sink import check_sinks
+from april.broker.telemetry.sinks import check_sinks
+from april.broker.verification import tensors_of
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
 from april.config.sharing import check_time_sharing
+from april.config.stored import refused, store_of
 from april.data.dataset import verifier_of
-from april.data.formats import ARROW, PARQUET, data_files, kind_of
+from april.data.mappings import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
-from april.environments import ENVIRONMENTS
-from april.environments.turns import turn_end_ids
-from april.errors import refuse
-from april.files.objects import StoreError
-from april.filters.filters import GroupFilters
-from april.formats.stored import refused, store_of
 from april.launch import TARGETS
-from april.launch.adapter import adapter_parameters
 from april.launch.devices import check_nodes, numa_nodes, place_parts
-from april.launch.memory import plan_memory
+from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
-from april.security.allow_list import AllowList
-from april.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys
+from april.util.errors import refuse
+from april.util.objects import StoreError
+from april.util.text import format_bytes
 from april.weights import TRANSPORTS
-from april.words import format_bytes
+from april.wire.security.allow_list import AllowList
+from april.wire.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys
 from april.workers.engines import ENGINES
+from april.workers.environments import ENVIRONMENTS
+from april.workers.environments.turns import turn_end_ids
 from april.workers.rewards.sandbox import check_isolation
 from april.workers.rewards.verifiers import check_verifier
 

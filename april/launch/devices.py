@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 
 from april.config import Config, ConfigError
-from april.errors import refuse
+from april.util.errors import refuse
 from april.workers.engines import ENGINES
-from april.workers.engines.devices import devices_wanted
+from april.workers.engines.entry import devices_wanted
 
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files, one of which exists if Linux has an accelerator for torch; checked to avoid importing torch."""

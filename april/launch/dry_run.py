@@ -3,19 +3,17 @@
 import importlib.util
 from collections.abc import Sequence
 
+from april.broker.filters.filters import zero_spread
 from april.broker.plan import advice, describe_plan
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import needs_values
 from april.data.dataset import verifier_of
-from april.filters.filters import zero_spread
-from april.launch.adapter import adapter_parameters
 from april.launch.check import LABEL_WIDTH
 from april.launch.devices import assign_devices, describe_placement, needed_devices, numa_nodes, place_parts
-from april.launch.memory import states_bytes
-from april.launch.shape import WEIGHT_BYTES, ModelShape, read_shape
-from april.words import counted, format_bytes
+from april.launch.memory import WEIGHT_BYTES, ModelShape, adapter_parameters, read_shape, states_bytes
+from april.util.text import counted, format_bytes
 from april.workers.engines import ENGINES
-from april.workers.engines.devices import devices_wanted
+from april.workers.engines.entry import devices_wanted
 
 JOURNAL_BYTES = 8
 """Journal bytes per token: its id and its log-probability."""

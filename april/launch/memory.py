@@ -1,18 +1,115 @@
 """Divides the memory of shared accelerators: estimates what the learner needs from the model and its micro-batches, and
 gives the rest to the engine."""
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from april.broker.verification import StoredTensor, tensors_of
 from april.config import Config
 from april.config.checks import needs_values
-from april.errors import refuse
-from april.launch.adapter import adapter_parameters, whole_parameters
+from april.config.training import layers_to_adapt
 from april.launch.devices import memory_here
-from april.launch.shape import WEIGHT_BYTES, ModelShape, read_shape
-from april.words import format_bytes
+from april.util.errors import refuse
+from april.util.text import format_bytes
 from april.workers.engines import ENGINES
+
+# --- size of a model, computed from its config.json alone ---
+
+
+WEIGHT_BYTES = 2
+"""Bytes per parameter in an engine and in a weight transfer: bfloat16."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Size of a Qwen or Llama model."""
+
+    parameters: int
+    kv_bytes: int
+    """KV cache bytes per token in an engine: bfloat16."""
+    context: int
+    layers: int
+    hidden: int
+    kept_bytes: int
+    """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms."""
+    head: int
+    """Parameters of the output projection."""
+
+
+def read_shape(folder: Path) -> ModelShape | None:
+    """Size of the model in a folder; None without a config.json of a known architecture."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        hidden, layers, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        vocabulary, inner, context = (
+            config[key] for key in ("vocab_size", "intermediate_size", "max_position_embeddings")
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    head = config.get("head_dim") or hidden // heads
+    kv_width, query_width = config.get("num_key_value_heads", heads) * head, heads * head
+    attention = 2 * hidden * query_width + 2 * hidden * kv_width
+    if config.get("model_type") == "qwen2":
+        attention += query_width + 2 * kv_width
+    if config.get("model_type") == "qwen3":
+        attention += 2 * head
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    parameters = embeddings + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
+    kept = 20 * hidden + 14 * (query_width + kv_width) + 2 * kv_width + 8 * inner
+    return ModelShape(
+        parameters, 2 * layers * kv_width * WEIGHT_BYTES, context, layers, hidden, kept, head=vocabulary * hidden
+    )
+
+
+# --- counts the trained parameters of a run with an adapter, from the headers of the weight files alone ---
+
+
+NOT_ADAPTED = (".experts.", ".mlp.gate.")
+"""Parts of the names of matrices that get no adapter: experts, which the learner keeps as one tensor, and routers."""
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+"""Suffixes of the names of the embedding and the output head."""
+
+
+def linears_of(folder: Path) -> dict[str, int]:
+    """Input size plus output size of each linear layer inside the transformer layers, by name."""
+    return {
+        tensor.name.removesuffix(".weight"): sum(tensor.shape)
+        for tensor in all_tensors(folder)
+        if ".layers." in tensor.name
+        and tensor.name.endswith(".weight")
+        and len(tensor.shape) == 2
+        and not any(part in tensor.name for part in NOT_ADAPTED)
+    }
+
+
+def adapter_parameters(config: Config) -> int:
+    """Trained parameters with the `[lora]` section: the adapter, and whole tensors trained with it. Raises ConfigError
+    if the model lacks a layer that the section names."""
+    linears = linears_of(config.model.path)
+    width = sum(linears[name] for name in layers_to_adapt(linears, config.lora))
+    return config.lora.rank * width + whole_parameters(config)
+
+
+def whole_parameters(config: Config) -> int:
+    """Parameters of the model that are trained in full, in addition to the adapter."""
+    if not config.lora.embedding:
+        return 0
+    folder = config.model.path
+    tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
+    names = EMBEDDING if tied else (EMBEDDING, HEAD)
+    return sum(math.prod(tensor.shape) for tensor in all_tensors(folder) if tensor.name.endswith(names))
+
+
+def all_tensors(folder: Path) -> Iterator[StoredTensor]:
+    return (tensor for path in sorted(folder.glob("*.safetensors")) for tensor in tensors_of(path))
+
+
+# --- divides the memory of shared accelerators ---
+
 
 GIB = 1 << 30
 KEPT_BYTES, TRAINED_BYTES = 4, 12

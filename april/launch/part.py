@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from april.config import Config, ConfigError
-from april.connections.address import ADDRESS_FILE
-from april.errors import refuse
 from april.launch.devices import devices_in_span, environment_of, visible_devices
-from april.processes import clock
-from april.processes.lifetime import REFUSED, RUN_FAILED, STEP_ASIDE, STEPPED_ASIDE, SUPERVISED
-from april.processes.restarts import STEADY_S, delay_s
-from april.words import counted
+from april.util import clock
+from april.util.errors import refuse
+from april.util.lifetime import REFUSED, RUN_FAILED, STEADY_S, STEP_ASIDE, STEPPED_ASIDE, SUPERVISED, delay_s
+from april.util.text import counted
+from april.wire.sockets.base import ADDRESS_FILE
 
 ROLES = ("broker", "learner", "worker", "scorer", "agents")
 OVER = {0: "has come to its end", REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
@@ -62,7 +61,7 @@ def command_of(
                 f"learner.ranks = {ranks} evenly over nodes that count from 0"
             )
         launch = [
-            "april.learner.across",
+            "april.learner.multi_node",
             str(learner_node.node),
             f"--nproc-per-node={ranks // learner_node.nodes}",
             f"--nnodes={learner_node.nodes}",

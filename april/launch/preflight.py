@@ -10,28 +10,27 @@ from pathlib import Path
 import orjson
 
 from april.broker import recovery
-from april.broker.header import check_header, make_header
-from april.broker.journal.files import JournalError
+from april.broker.context import check_header, make_header
+from april.broker.journal.files import JournalError, journal_folder
 from april.broker.journal.journal import Journal
-from april.broker.journal.place import journal_folder
 from april.broker.journal.snapshot import SnapshotStore
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
+from april.broker.prompts import open_prompts
 from april.broker.recovery import SyncNote, check_complete, rebuild
-from april.broker.submitted import open_prompts
 from april.broker.telemetry.recorder import read_summary
 from april.config import Config, ConfigError
-from april.config.paths import anchor
-from april.errors import refuse
-from april.files.objects import StoreError
-from april.files.replace import replace_file
-from april.formats.stored import refused, stored_checkpoints
-from april.formats.versions import FILE, RUN_FOLDER
+from april.config.naming import anchor
+from april.config.stored import refused, stored_checkpoints
 from april.launch.check import Findings, check_run
+from april.launch.memory import read_shape
 from april.launch.rehearsal import Rehearsal
-from april.launch.rows import inspect_rows
-from april.launch.shape import read_shape
-from april.simulate.recording import recorded_header
+from april.launch.row_checks import inspect_rows
+from april.simulate.trace import recorded_header
+from april.util.errors import refuse
+from april.util.files import replace_file
+from april.util.objects import StoreError
+from april.util.versions import FILE, RUN_FOLDER
 
 CHANGED = "resumed with a changed key: "
 

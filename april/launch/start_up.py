@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from april.processes import clock
+from april.util import clock
 
 
 class StartUp:

@@ -16,20 +16,19 @@ from april import wire
 from april.broker.telemetry.evaluation import describe_evaluation
 from april.broker.telemetry.recorder import read_summary
 from april.config import AgentSection, BrokerSection, Config, ScorerSection, WorkerSection
-from april.connections.address import ADDRESS_FILE
-from april.connections.broker import BrokerConnection, BrokerUnreachable
-from april.files.replace import replace_file
-from april.formats.metrics import is_step
-from april.formats.versions import RUN_FOLDER
+from april.config.stored import is_step
 from april.launch import TARGETS
 from april.launch.devices import environment_of
 from april.launch.start_up import StartUp
 from april.launch.target import Program, Target
-from april.processes import clock
-from april.processes.lifetime import REFUSED, RUN_FAILED, STEPPED_ASIDE, SUPERVISED
-from april.processes.restarts import STEADY_S, delay_s
-from april.security.keys import load_keys
-from april.words import counted
+from april.util import clock
+from april.util.files import replace_file
+from april.util.lifetime import REFUSED, RUN_FAILED, STEADY_S, STEPPED_ASIDE, SUPERVISED, delay_s
+from april.util.text import counted
+from april.util.versions import RUN_FOLDER
+from april.wire.security.keys import load_keys
+from april.wire.sockets.base import ADDRESS_FILE
+from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
 
 POLL_MS = 200
 STATUS_S = 0.5

@@ -1,18 +1,46 @@
 """One rank of the learner: `torchrun --nproc-per-node R -m april.learner CONFIG ... --connect ADDRESS`."""
 
 import argparse
+import contextlib
 import logging
+import os
 import sys
 from functools import partial
 
 from april import config as configuration
-from april.connections.broker import AccessDenied, BrokerRefused, BrokerUnreachable
-from april.learner import refusal
-from april.processes.device_turns import TimeSliceLate
-from april.processes.lifetime import REFUSED, die_with_parent, end
-from april.processes.logs import log_to_stderr
-from april.registry import add_import_folders
-from april.security.keys import load_keys
+from april.util.lifetime import REFUSED, die_with_parent, end
+from april.util.logs import log_to_stderr
+from april.util.registry import add_import_folders
+from april.util.time_sharing import TimeSliceLate
+from april.wire.security.keys import load_keys
+from april.wire.sockets.broker import AccessDenied, BrokerRefused, BrokerUnreachable
+
+# --- memory of a refusal across restarts ---
+
+
+RESTARTS, REFUSED_KEY = "TORCHELASTIC_RESTART_COUNT", "april/refused"
+TIMEOUT_S = 10
+
+
+def remember() -> None:
+    """Record in the launcher's store that this rank refused, for the ranks that torchrun starts next."""
+    if RESTARTS in os.environ:
+        with contextlib.suppress(RuntimeError):
+            launcher_store().set(REFUSED_KEY, "")
+
+
+def is_remembered() -> bool:
+    return int(os.environ.get(RESTARTS, 0)) > 0 and launcher_store().check([REFUSED_KEY])
+
+
+def launcher_store():
+    from april.weights import channel
+
+    return channel.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TIMEOUT_S)
+
+
+# --- one rank of the learner ---
+
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +71,7 @@ def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
 
 def main(arguments: list[str]) -> int:
     die_with_parent()
-    if refusal.is_remembered():
+    if is_remembered():
         return REFUSED
     try:
         config, connect = read_arguments(arguments)
@@ -53,7 +81,7 @@ def main(arguments: list[str]) -> int:
     else:
         status = status_of_training(config, connect)
     if status == REFUSED:
-        refusal.remember()
+        remember()
     end(status)
 
 
@@ -86,14 +114,14 @@ def status_of_training(config: configuration.Config, address: str) -> int:
 def train(config: configuration.Config, address: str) -> None:
     import torch.distributed as dist
 
-    from april.connections.address import address_at
     from april.learner import loop, process_group
-    from april.learner.device_turns import TimeSlice
-    from april.learner.seen import keeps_samples
     from april.learner.source import BrokerSource
+    from april.learner.time_sharing import TimeSlice
+    from april.learner.token_stats import keeps_samples
     from april.learner.trainer import Trainer
-    from april.processes.pulse import MAIN, LoopWatch
+    from april.util.pulse import MAIN, LoopWatch
     from april.weights.publisher import WeightPublisher, weights_towards
+    from april.wire.sockets.base import address_at
 
     device = process_group.join(config.learner)
     rank = dist.get_rank()

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from april.data.support import Support
+from april.data.rows import Support
+from april.wire.message import Version
 from april.wire.training import GroupHead, SampleSpan
-from april.wire.version import Version
 
 NO_MORE_BATCHES = -1
 """Broadcast in place of the byte count when the run is over."""

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
 
-from april.errors import refuse, toml_like
-from april.files.disk import sync
-from april.formats.stored import CHECKSUMS_FILE, digest_of, listing, parse_listing
+from april.config.stored import CHECKSUMS_FILE, digest_of, listing, parse_listing
 from april.learner.lora import save_adapter
 from april.learner.model import Policy, gather_tensors
+from april.util.errors import refuse, toml_like
+from april.util.files import sync
 
 log = logging.getLogger(__name__)
 

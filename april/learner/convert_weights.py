@@ -12,14 +12,14 @@ import torch.distributed.checkpoint as dcp
 
 from april import config as configuration
 from april.config import Config, ConfigError
-from april.errors import refuse
-from april.files.objects import StoreError
-from april.formats.stored import StoredCheckpoints, refused, stored_checkpoints
+from april.config.stored import StoredCheckpoints, refused, stored_checkpoints
 from april.learner import checkpoint, lora
 from april.learner.backends import BACKENDS
 from april.learner.backends.entry import BackendEntry
 from april.learner.loading import ModelError, load_weights
 from april.learner.model import empty_policy, hugging_face_state
+from april.util.errors import refuse
+from april.util.objects import StoreError
 
 HUGGING_FACE = "huggingface"
 KEY = "--to"

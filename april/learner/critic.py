@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from april.config import Config
 from april.learner import attention
 from april.learner.checkpoint import CheckpointPart
-from april.learner.gradients import adamw, clip_gradients
+from april.learner.diagnostics import adamw, clip_gradients
 from april.learner.loading import empty_model
 from april.learner.losses.gae import value_losses, whitened
 from april.learner.losses.ranks import Ranks

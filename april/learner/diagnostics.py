@@ -1,8 +1,14 @@
 """Token metrics of a training step, by token age: sums on each rank, reduced over the ranks once a step."""
 
-import torch
-from torch import Tensor
+import math
+from collections.abc import Iterable
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from april.config import LearnerSection
 from april.learner.losses.ranks import Ranks
 
 AGES = 9
@@ -105,3 +111,53 @@ def effective_share(count: float, total: float, square: float) -> float:
 
 def age_name(age: int) -> str:
     return f"{age}_up" if age == AGES - 1 else str(age)
+
+
+# --- detection of repetitive responses ---
+
+
+TAIL = 512
+"""Tokens at the end of a response that are examined."""
+MIN_TOKENS, MIN_REPEATS = 48, 4
+"""Least total length of a repetition, in tokens, and least number of repeats."""
+MAX_PERIODS = 8
+"""Candidate periods that are tried: the shortest distances at which the last tokens occurred before."""
+WINDOW_TOKENS = 4
+"""Last tokens of a response that are searched for to find candidate periods."""
+
+
+def is_repetitive(response: np.ndarray) -> bool:
+    """Whether `response`, int32 [T], ends in a repetition."""
+    if len(response) < MIN_TOKENS:
+        return False
+    tail = response[-TAIL:]
+    windows = np.lib.stride_tricks.sliding_window_view(tail, WINDOW_TOKENS)
+    periods = len(windows) - 1 - np.flatnonzero((windows[:-1] == windows[-1]).all(axis=1))
+    return any(repeats_with_period(tail, int(period)) for period in periods[::-1][:MAX_PERIODS])
+
+
+def repeats_with_period(tail: np.ndarray, period: int) -> bool:
+    length = max(MIN_TOKENS, MIN_REPEATS * period)
+    if length > len(tail):
+        return False
+    end = tail[-length:]
+    return bool((end[period:] == end[:-period]).all())
+
+
+# --- optimizer and gradient clipping, the same for policy and critic ---
+
+
+def adamw(parameters: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients of a sharded model to a global L2 norm of at most `max_norm`; returns the norm before.
+    Collective."""
+    gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    square = torch.nn.utils.get_total_norm(gradients).double().square()
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if norm > max_norm and math.isfinite(norm):
+        torch._foreach_mul_(gradients, max_norm / norm)
+    return norm

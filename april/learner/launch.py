@@ -16,7 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
-from april.processes.lifetime import REFUSED, SUPERVISED, die_with_parent, end, end_with_parent
+from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end, end_with_parent
 
 HOST = "127.0.0.1"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -90,9 +90,9 @@ def run(program: list[str]) -> int:
 def watch(pids: set[int], listener: socket.socket) -> int:
     """Serve the store on the listener `listener` until all ranks `pids` have ended; kill the rest when one fails.
     Returns 0, REFUSED or 1."""
-    from april.connections import store
+    from april.weights import channel
 
-    kept = store.serve_at(listener)
+    kept = channel.serve_at(listener)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     statuses: set[int] = set()
     try:

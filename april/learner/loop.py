@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from april.config import Config
 from april.learner.batch import TrainingBatch, encode
-from april.learner.beside import BatchPrefetcher, BatchSource, Publisher, WeightSender
-from april.learner.device_turns import TimeSlice
+from april.learner.prefetch import BatchPrefetcher, BatchSource, Publisher, WeightSender
 from april.learner.process_group import long_wait_group
 from april.learner.samples import SampleWriter
+from april.learner.time_sharing import TimeSlice
 from april.learner.trainer import Trainer
-from april.processes.pulse import MAIN
+from april.util.pulse import MAIN
 
 log = logging.getLogger(__name__)
 

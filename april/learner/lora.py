@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from transformers.core_model_loading import revert_weight_conversion
 
-from april.config.lora import LoraSection, layers_to_adapt
-from april.formats import peft
+from april.config import stored
+from april.config.training import LoraSection, layers_to_adapt
 from april.weights.base import DOWN, UP, merge
 
 PARTS = (DOWN, UP)
@@ -157,13 +157,13 @@ def save_adapter(
     folder.mkdir(parents=True)
     weights = weights | {name: weights[first].clone() for name, first in tied.items()}
     whole = {name for name in weights if not name.endswith(PARTS)}
-    description = peft.description(adapter["rank"], adapter["alpha"], adapter["targets"], base)
+    description = stored.description(adapter["rank"], adapter["alpha"], adapter["targets"], base)
     if whole:
         description["modules_to_save"] = sorted(name.split(".")[-2] for name in whole - tied.keys())
         description["ensure_weight_tying"] = bool(tied)
-    (folder / peft.CONFIG).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
+    (folder / stored.CONFIG).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
     named = {
-        f"{peft.PREFIX}{name if name in whole else f'{name}.weight'}": tensor.contiguous()
+        f"{stored.PREFIX}{name if name in whole else f'{name}.weight'}": tensor.contiguous()
         for name, tensor in weights.items()
     }
-    save_file(named, folder / peft.TENSORS, metadata={"format": "pt"})
+    save_file(named, folder / stored.TENSORS, metadata={"format": "pt"})

@@ -14,7 +14,7 @@ over the whole batch before the first step (`BatchContext`).
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,17 +24,49 @@ from torch import Tensor
 from april.config import Config
 from april.config.checks import check_algorithm
 from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
-from april.learner.diagnostics import StepTotals
-from april.learner.loops import is_repetitive
+from april.learner.diagnostics import StepTotals, is_repetitive
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
-from april.learner.losses.advantages import ROUNDING, advantages, has_spread
+from april.learner.losses.advantages import ROUNDING, advantages, has_spread, token_weights
 from april.learner.losses.columns import Spans, bounded, log_ratio
 from april.learner.losses.corrections import StaleTokens, interpolated_proximal
-from april.learner.losses.divergence import KL_ESTIMATORS, k1, k2, k3
-from april.learner.losses.normalisation import token_weights
 from april.learner.losses.policy import Clip
 from april.learner.losses.ranks import Ranks
-from april.learner.minibatches import minibatches
+from april.learner.packing import minibatches
+
+# --- per-token estimators of a KL divergence ---
+
+
+K3_CAP = 10.0
+"""Upper bound of one token's k3, which grows as q / p: without it a single token with p << q outweighs a batch."""
+
+
+def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """log p - log q: unbiased, of either sign. As a loss its expected gradient is zero."""
+    return log_ratio(logprobs, other_logprobs)
+
+
+def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased, but its expected gradient is that of the divergence."""
+    return log_ratio(logprobs, other_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """r - 1 - log r >= 0 with r = q / p, at most K3_CAP, where it has no gradient.
+
+    The KL term of GRPO, arXiv 2402.03300, equation 4: low variance, and unbiased except for the cap, which applies for
+    log r > 2.6 or log r < -11.
+    """
+    inverse = log_ratio(other_logprobs, logprobs)
+    return (inverse.exp() - 1 - inverse).clamp(max=K3_CAP)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    function.__name__: function for function in (k1, k2, k3)
+}
+
+
+# --- the training objective ---
+
 
 MAX_VERSIONS = 64
 """Newest policy versions with a `version_share_STEP` of their own, which bounds the number of metrics of a step."""

@@ -3,6 +3,7 @@
 `plan` is a pure function of lengths and costs, so every rank computes the same plan without communication.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from april.data.support import Support
+from april.data.rows import Support
 from april.learner.batch import TrainSample
-from april.wire.version import Version
+from april.wire.message import Version
 
 NEVER = -1e20
 """Logit of ids outside a support: softmax makes it 0, and its product with a gradient stays finite."""
@@ -177,3 +178,17 @@ def pack_support(samples: list[TrainSample], device: torch.device) -> PackedSupp
         ends=np.cumsum([0, *counts], dtype=np.int64),
         positions=torch.from_numpy(packed.places(drawn)).to(device),
     )
+
+
+# --- division of a batch among its optimizer steps ---
+
+
+def minibatches(groups: int, count: int, rng: random.Random) -> list[int]:
+    """Minibatch number of each group, at random by `rng`, in minibatches of equal size up to one group. A batch of
+    fewer than `count` groups has fewer minibatches."""
+    count = max(1, min(count, groups))
+    if count == 1:
+        return [0] * groups
+    order = list(range(groups))
+    rng.shuffle(order)
+    return [position % count for position in order]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from april.config import LearnerSection
-from april.connections.route import interface_towards
+from april.wire.sockets.base import interface_towards
 
 LONG_WAIT = timedelta(days=7)
 """Timeout of the groups in which ranks wait for rank 0's next batch. Generation may take hours; if rank 0 dies, the

@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 
 from april.config import Config
+from april.data.groups import chosen_groups
 from april.data.tokenizer import Tokenizer
-from april.formats.samples import chosen_groups
-from april.learner.background import in_background
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
 from april.learner.objective import Prepared
-from april.learner.seen import TokenStats
+from april.learner.prefetch import in_background
+from april.learner.token_stats import TokenStats
 
 log = logging.getLogger(__name__)
 

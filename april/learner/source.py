@@ -13,11 +13,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from april import wire
-from april.connections.broker import BrokerConnection, BrokerRefused
-from april.data.support import Support
+from april.data.rows import Support
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
-from april.processes.pulse import MAIN
-from april.security.keys import Keys
+from april.util.pulse import MAIN
+from april.wire.security.keys import Keys
+from april.wire.sockets.broker import BrokerConnection, BrokerRefused
 
 POLL_MS = 200
 
@@ -34,7 +34,7 @@ class PendingRequest:
 
 
 class BrokerSource:
-    """`april.learner.beside.BatchSource` over a broker connection, for rank 0.
+    """`april.learner.prefetch.BatchSource` over a broker connection, for rank 0.
 
     A thread owns the connection, so that one thread of the learner can fetch the next batch while another reports the
     last one.

@@ -25,13 +25,21 @@ import orjson
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from april.formats.stored import StoredCheckpoints
+from april.config.stored import StoredCheckpoints
 from april.learner import checkpoint
-from april.learner.background import in_background
 from april.learner.checkpoint import CHECKSUMS_FILE, PROGRESS_FILE, STEPS, CheckpointPart, folder
-from april.learner.copies import CheckpointCopies, NeighbourDiskCopies, ObjectStoreCopies
-from april.learner.disks import Disks
-from april.learner.holdings import FoundCheckpoint, RankInventory, find_checkpoint, missing_files, plan_transfers
+from april.learner.checkpoint_copies import (
+    CheckpointCopies,
+    Disks,
+    FoundCheckpoint,
+    NeighbourDiskCopies,
+    ObjectStoreCopies,
+    RankInventory,
+    find_checkpoint,
+    missing_files,
+    plan_transfers,
+)
+from april.learner.prefetch import in_background
 
 log = logging.getLogger(__name__)
 

@@ -19,26 +19,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from april.config import Config
-from april.formats.stored import stored_checkpoints
-from april.learner import checkpoint, flops
+from april.config.stored import stored_checkpoints
+from april.learner import checkpoint, performance
 from april.learner.backends import BACKENDS
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.critic import Critic
 from april.learner.diagnostics import StepTotals
-from april.learner.engine_gaps import EngineGaps
 from april.learner.losses.columns import bounded
-from april.learner.losses.divergence import k1
 from april.learner.micro import ResponseGradientLoss, TrainMicroBatch
 from april.learner.model import uses_bf16
-from april.learner.objective import Objective, Prepared, ResponseTokens
+from april.learner.objective import Objective, Prepared, ResponseTokens, k1
 from april.learner.packing import input_tokens, pack, plan
-from april.learner.phases import PhaseSeconds, Seconds
-from april.learner.seen import TokenStats, keeps_samples
+from april.learner.performance import PhaseSeconds, Seconds
 from april.learner.store import CheckpointStore
-from april.processes.pulse import MAIN
+from april.learner.token_stats import EngineGaps, TokenStats, keeps_samples
+from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
-from april.weights.canary import Canary, canary_tokens
-from april.wire.version import Version
+from april.weights.verification import Canary, canary_tokens
+from april.wire.message import Version
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +105,7 @@ class Trainer:
         self.backend = entry.build(config, device)
         self.policy, self.part, self.ranks = self.backend.policy, self.backend.part, self.backend.ranks
         self.objective = Objective(config, self.ranks)
-        self.peak_tflops = section.peak_tflops or flops.peak_tflops(device)
+        self.peak_tflops = section.peak_tflops or performance.peak_tflops(device)
         wants_reference = self.objective.needs_reference or self.objective.penalises_rewards
         self.reference = self.backend.reference() if wants_reference else None
         bf16, estimator = uses_bf16(section, device), self.objective.estimator
@@ -139,14 +137,14 @@ class Trainer:
         for i, number in enumerate(prepared.minibatches):
             members[number].append(i)
         minibatches = [self.build_micros(prepared, each, costs) for each in members]
-        passes = flops.ADAPTER_PASSES if self.config.lora.is_set else flops.PASSES
+        passes = performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
         passes = self.config.learner.epochs * (passes + (self.reference is not None)) + self.objective.needs_batch_pass
         if self.objective.needs_norms:
-            passes += flops.ADAPTER_PASSES if self.config.lora.is_set else flops.PASSES
+            passes += performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
         operations = passes * sum(costs)
         if self.critic:
             bodies = [self.backend.cost.of(input_tokens(sample), 0) for sample in prepared.samples]
-            operations += (1 + flops.PASSES * self.config.learner.epochs) * sum(bodies)
+            operations += (1 + performance.PASSES * self.config.learner.epochs) * sum(bodies)
         return ReadyBatch(prepared, minibatches, operations, time.perf_counter() - began)
 
     def step(self, batch: TrainingBatch, ready: "ReadyBatch | None" = None) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from april.config.costs import EngineCost
-from april.wire.version import Version
+from april.wire.message import Version
 
 INFINITY = float("inf")
 KV_HEADROOM = 0.05

@@ -6,10 +6,41 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, SampleState
+from april.broker.schedules.schedule import Schedule
 from april.broker.telemetry.recorder import BYTES_PER_TOKEN, describe_ages, tokens_by_age
-from april.errors import refuse
-from april.simulate.state import SimulationState
+from april.simulate.engine import SimulatedEngine
+from april.simulate.scenario import Scenario
+from april.util.errors import refuse
+
+# --- state of a simulated run that its pipeline and its measures share ---
+
+
+@dataclass
+class SimulationState:
+    scenario: Scenario
+    ledger: Ledger
+    schedule: Schedule
+    engines: list[SimulatedEngine]
+    now_s: float = 0.0
+    lost_tokens: int = 0
+    """Tokens generated, and lost with an engine before the broker acknowledged them."""
+    granted: int = 0
+    """Leases granted."""
+    migrated: int = 0
+    """Stragglers moved to another engine."""
+    down: set[int] = field(default_factory=set)
+    """Indices of the engines that have failed and are not yet back."""
+
+    @property
+    def slots_up(self) -> int:
+        """Slots of the engines that have not failed."""
+        return self.scenario.engines.slots * (len(self.engines) - len(self.down))
+
+
+# --- measures of a simulated run ---
+
 
 IDLE_CAUSES = ("admission", "barrier", "update", "pipeline", "kv", "failure")
 LENGTHS_KEPT = 256

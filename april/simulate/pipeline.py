@@ -17,13 +17,12 @@ from april.broker.ledger.state import DEAD_ROUNDS
 from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
-from april.errors import refuse
 from april.simulate.engine import SimulatedEngine, SimulatedRun
-from april.simulate.measures import Measures
+from april.simulate.measures import Measures, SimulationState
 from april.simulate.scenario import Scenario
-from april.simulate.state import SimulationState
+from april.util.errors import refuse
+from april.wire.message import Version
 from april.wire.rows import CHUNK, FINISH_REASONS, ROW
-from april.wire.version import Version
 
 INFINITY = float("inf")
 EMPTY_CRC32 = 0

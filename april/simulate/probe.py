@@ -10,19 +10,33 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from april.config import Config, ConfigError
 from april.config.checks import check_engine
-from april.config.loading import validate
-from april.config.overrides import parse_overrides, set_key
-from april.errors import refuse
+from april.config.loading import parse_overrides, set_key, validate
 from april.simulate.calibrate import Timing
-from april.wire.version import Version
+from april.util.errors import refuse
+from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.engines.devices import device_of
-from april.workers.engines.folder_weights import load_folder_weights
+from april.workers.engines.entry import device_of
 from april.workers.process import make_engine
+
+# --- loads the weights of a Hugging Face folder, for engines without a learner ---
+
+
+def load_folder_weights(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files, by name. Raises EngineError if there is none."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+# --- times a real engine for `calibrate`, through the interface that workers use ---
+
 
 STEPS, SETTLE_STEPS = 128, 16
 """Decode steps per timing, and decode steps before the timing begins."""

@@ -7,10 +7,10 @@ staleness bound for its own part of the batch, so the whole batch keeps it too.
 import heapq
 from dataclasses import dataclass
 
-from april.errors import refuse
 from april.simulate.measures import Measures
 from april.simulate.pipeline import Pipeline, no_collections
 from april.simulate.scenario import Scenario
+from april.util.errors import refuse
 
 
 @dataclass

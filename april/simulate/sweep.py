@@ -1,11 +1,27 @@
 """Sweeps for planning: one key of the schedule or the hardware varies, the rest is as in the scenario."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from april.broker.schedules import SCHEDULES
-from april.errors import refuse
+from april.broker.telemetry.lengths import describe
+from april.observe.report.drawing import AGES, BLUE, GREEN, MUTED, ORANGE, STYLE, new_figure
 from april.simulate.scenario import Scenario
-from april.simulate.variants import SimulationResult, counts_samples, evaluate, kind_with_dial, table, with_dial
+from april.simulate.variants import (
+    SimulationResult,
+    counts_groups,
+    counts_samples,
+    evaluate,
+    kind_with_dial,
+    table,
+    with_dial,
+)
+from april.util.errors import refuse
 
 FACTORS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 """Swept values of N' / N and of samples in flight / (N * n); the latter also below 1."""
@@ -109,3 +125,150 @@ def admitted(scenario: Scenario, factors: tuple[float, ...]) -> list[float]:
 
 def _sweep(title: str, axis: str, scenarios: list[tuple[float, Scenario]]) -> Sweep:
     return Sweep(title, axis, [(value, evaluate(f"{value:g}", scenario)) for value, scenario in scenarios])
+
+
+# --- the three experiments of `april simulate --experiment` ---
+
+
+GROUPS = 4096
+"""Groups whose response lengths make the histogram."""
+COMPARED_FACTORS = (1.5, 2.0, 3.0)
+
+
+def lengths(scenario: Scenario, kind: str = "") -> tuple[str, np.ndarray]:
+    """(table, int [samples]) of the response lengths, independent of any schedule."""
+    drawn = scenario.make_lengths().sample(GROUPS)
+    found = describe(Counter(drawn.ravel().tolist())) or {}
+    longest_of_group = drawn.max(axis=1)
+    longest = scenario.lengths.longest_tokens
+    rows = [
+        ["responses", f"{drawn.size:,}"],
+        *([name, f"{value:,.0f}"] for name, value in found.items()),
+        ["cut at the budget", f"{(drawn == longest).mean():.2%}"],
+        ["groups with one that is cut", f"{(longest_of_group == longest).mean():.1%}"],
+        ["mean of the longest in a group", f"{longest_of_group.mean():,.0f}"],
+        ["p99 over median", f"{found['p99'] / found['p50']:.2f}"],
+    ]
+    return table(rows, ("response lengths", "tokens")), drawn.ravel()
+
+
+def buffers(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, SimulationResult]]]:
+    """Throughput and largest buffer for N' = 1.5, 2 and 3 N: (table, [(N' / N, result)]). Raises ConfigError."""
+    groups, kind = scenario.schedule.rollout_batch_size, kind_with_dial(kind, counts_groups)
+    points = [
+        (factor, evaluate(f"{factor:g} N", with_dial(scenario, kind, round(factor * groups))))
+        for factor in admitted(scenario, COMPARED_FACTORS)
+    ]
+    lines = [
+        [
+            result.name, f"{result.consumed_per_s:,.0f}", f"{result.measures.buffer_peak_tokens:,}",
+            f"{result.measures.buffer_peak_bytes:,}", f"{result.measures.staleness_mean:.2f}",
+        ]
+        for _, result in points
+    ]  # fmt: skip
+    return table(lines, ("N'", "consumed/s", "buffer_peak_tokens", "buffer_peak_bytes", "stale mean")), points
+
+
+def versions(scenario: Scenario, kind: str = "") -> tuple[str, SimulationResult]:
+    """(table, result) with the share of the trained tokens by their age in policy steps."""
+    result = evaluate(scenario.schedule.kind, scenario)
+    ages = result.measures.tokens_by_age
+    lines = [[f"{age}", f"{ages[age]:,}", f"{ages[age] / ages.total():.1%}"] for age in sorted(ages)]
+    return table(lines, ("age (policy steps)", "trained tokens", "share")), result
+
+
+# --- charts of simulations in the report's style, one PNG each ---
+
+
+MAX_STEPS = 200
+
+
+def draw(path: Path, picture: Callable[[], Any]) -> str:
+    """Write the figure that `picture` returns as a PNG; returns its path, or why there is none."""
+    try:
+        from matplotlib import rc_context, rcParamsDefault
+    except ImportError:
+        return f"{path}: no picture without matplotlib; run `pip install 'april-rl[report]'`"
+
+    with rc_context({**rcParamsDefault, **STYLE}):
+        figure = picture()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=140, facecolor="white")
+    return str(path)
+
+
+def sweep_picture(sweep: Sweep):
+    """Throughput with the no-barrier limit, and staleness, over the swept quantity."""
+    figure, (speed, age) = new_figure(4.6, 2)
+    x = [value for value, _ in sweep.points]
+    speed.plot(x, [result.consumed_per_s for _, result in sweep.points], color=BLUE, marker="o", ms=4, label="consumed")
+    speed.plot(x, [result.limit for _, result in sweep.points], color=MUTED, ls=(0, (4, 3)), label="no-barrier limit")
+    age.plot(
+        x, [result.measures.staleness_mean for _, result in sweep.points], color=ORANGE, marker="o", ms=4, label="mean"
+    )
+    age.plot(
+        x, [result.measures.staleness_max for _, result in sweep.points], color=MUTED, ls=(0, (4, 3)), label="largest"
+    )
+    speed.set_title(sweep.title, loc="left", pad=18)
+    speed.set(ylabel="tokens/s")
+    age.set(xlabel=sweep.axis, ylabel="staleness (steps)")
+    for axes in (speed, age):
+        axes.set_ylim(0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, borderpad=0)
+    return figure
+
+
+def lengths_picture(drawn: np.ndarray):
+    """Histogram of response lengths, int [samples]."""
+    figure, (axes,) = new_figure(2.7)
+    counts, edges = np.histogram(drawn, bins=60)
+    axes.stairs(counts / drawn.size, edges, fill=True, color=BLUE)
+    for share, name in ((50, "median"), (99, "99 %")):
+        at = float(np.percentile(drawn, share))
+        axes.axvline(at, color=ORANGE, lw=1.2, ls=(0, (4, 3)))
+        axes.annotate(f"{name} {at:,.0f}", (at, 0.97), xycoords=axes.get_xaxis_transform(), xytext=(4, 0),
+                      textcoords="offset points", va="top", color=ORANGE, fontsize=8.5)  # fmt: skip
+    axes.set(xlabel="response length (tokens)", ylabel="share of responses")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    return figure
+
+
+def buffers_picture(points: list[tuple[float, SimulationResult]]):
+    """Throughput over the largest buffer, one point per N'."""
+    figure, (axes,) = new_figure(2.7)
+    x = [result.measures.buffer_peak_bytes / 2**20 for _, result in points]
+    axes.plot(x, [result.consumed_per_s for _, result in points], color=GREEN, marker="o", ms=5)
+    for size_mib, (_, result) in zip(x, points, strict=True):
+        axes.annotate(f"N' = {result.name}", (size_mib, result.consumed_per_s), xytext=(0, -14),
+                      textcoords="offset points", ha="center", fontsize=8.5)  # fmt: skip
+    axes.set_ylim(0, max(result.consumed_per_s for _, result in points) * 1.15)
+    axes.margins(x=0.12)
+    axes.set(xlabel="largest buffer (MiB of ids and log-probabilities)", ylabel="consumed tokens/s")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    return figure
+
+
+def versions_picture(result: SimulationResult):
+    """Share of each batch's tokens by age, stacked."""
+    figure, (axes,) = new_figure(2.9)
+    steps = result.measures.steps[-MAX_STEPS:]
+    oldest = len(AGES) - 1
+    tokens = np.zeros((len(AGES), len(steps)))
+    for column, step in enumerate(steps):
+        for age, count in step.tokens_by_age.items():
+            tokens[min(age, oldest), column] += count / step.tokens
+    edges = np.array([step.step for step in steps] + [steps[-1].step + 1]) - 0.5
+    below = np.zeros(len(steps))
+    for age in range(len(AGES)):
+        if tokens[age].any():
+            label = f"age {age}" if age < oldest else f"age {oldest} or more"
+            axes.stairs(below + tokens[age], edges, baseline=below, fill=True, color=AGES[age], label=label)
+            below = below + tokens[age]
+    axes.set(xlabel="step", ylabel="trained tokens")
+    axes.set_ylim(0, 1)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=7, borderaxespad=0.2, borderpad=0)
+    return figure

@@ -1,14 +1,14 @@
 """Transfer of new weights from the learner to the workers, over one weight channel per worker. `transport.py` defines
 what carries the bytes."""
 
-from april.registry import Registry
+from april.util.registry import Registry
 
 TRANSPORTS = Registry(
     "weights.transport",
     "weight transport",
     {
-        "collective": "april.weights.collective:CollectiveTransport",
-        "external": "april.weights.external:ExternalTransport",
+        "collective": "april.weights.transports:CollectiveTransport",
+        "external": "april.weights.transports:ExternalTransport",
     },
-    base="april.weights.transport:Transport",
+    base="april.weights.transports:Transport",
 )

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from april.weights.lane_messages import Adapter
+from april.weights.channel import Adapter
 from april.weights.snapshot import DTYPES
 
 DOWN, UP = "lora_A", "lora_B"

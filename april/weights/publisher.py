@@ -21,19 +21,11 @@ from torch import Tensor
 from april import wire
 from april.config import Config, WeightsSection, is_loopback
 from april.config.section import AUTO
-from april.connections import store
-from april.connections.route import own_address
-from april.errors import refuse
-from april.processes import clock
-from april.security.allow_list import AllowList, KeyOwner
-from april.security.audit import Audit
-from april.security.door import AccessControl
-from april.security.keys import ALLOW_LIST, load_keys
+from april.util import clock
+from april.util.errors import refuse
 from april.weights import TRANSPORTS
 from april.weights.base import AdapterWeights, BaseWeights
-from april.weights.canary import Canary
-from april.weights.external import ExternalTransport
-from april.weights.lane_messages import (
+from april.weights.channel import (
     CHANNEL_BODIES,
     ChannelAlive,
     ChannelFailed,
@@ -43,12 +35,17 @@ from april.weights.lane_messages import (
     ChannelManifest,
     ChannelPosted,
     ChannelReady,
+    serve,
 )
-from april.weights.server_checksums import checksums_in_server
 from april.weights.snapshot import Snapshot, buckets, joined, pack, server_buckets, unpack
-from april.weights.transport import Link, Transport
+from april.weights.transports import ExternalTransport, Link, Transport
+from april.weights.verification import Canary, checksums_in_server
 from april.wire import limits
-from april.wire.version import Version
+from april.wire.message import Version
+from april.wire.security.access import AccessControl, Audit
+from april.wire.security.allow_list import AllowList, KeyOwner
+from april.wire.security.keys import ALLOW_LIST, load_keys
+from april.wire.sockets.base import own_address
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +164,7 @@ class WeightPublisher:
     def _serve_store(self) -> dist.TCPStore:
         """The store through which the two sides of a channel find each other."""
         try:
-            return store.serve(self.config.host)
+            return serve(self.config.host)
         except OSError as error:
             refuse(
                 "weights.host",

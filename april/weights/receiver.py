@@ -23,13 +23,10 @@ from torch import Tensor
 
 from april import wire
 from april.config import WeightsSection
-from april.processes import clock
-from april.security.handshake import Handshake
-from april.security.keys import Keys
+from april.util import clock
 from april.weights import TRANSPORTS
 from april.weights.base import BaseWeights
-from april.weights.canary import Canary
-from april.weights.lane_messages import (
+from april.weights.channel import (
     CHANNEL_BODIES,
     Adapter,
     ChannelAlive,
@@ -42,9 +39,12 @@ from april.weights.lane_messages import (
     ChannelReady,
 )
 from april.weights.snapshot import SnapshotError, buckets, unpack
-from april.weights.transport import Link, Transport
+from april.weights.transports import Link, Transport
+from april.weights.verification import Canary
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
-from april.wire.version import Version
+from april.wire.message import Version
+from april.wire.security.handshake import Handshake
+from april.wire.security.keys import Keys
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
-from april.weights.canary import Canary
-from april.weights.lane_messages import Adapter, TensorHead
-from april.wire.version import Version
+from april.weights.channel import Adapter, TensorHead
+from april.weights.verification import Canary
+from april.wire.message import Version
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 ALIGNMENT_BYTES = 16

@@ -15,19 +15,19 @@ import msgspec
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from april.wire import agents, operations, sessions, training, work
+from april.util.versions import PROTOCOL
+from april.wire import sessions, training, work
 from april.wire.limits import FROM_BROKER, Limits, clip
 from april.wire.message import Message
 
 MAGIC = b"AP"
-PROTOCOL = 7
 HEADER = struct.Struct("<2sBxIQQ")
 """Magic, protocol, number of arrays, session, sequence number: 24 bytes."""
 MAX_JOINED_BYTES = 4 << 20
 """Arrays are joined into frames of up to this size: one 64 KB frame is sent almost twice as fast as two of 32 KB."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
-MESSAGE_MODULES = (sessions, work, agents, training, operations)
+MESSAGE_MODULES = (sessions, work, work, training, sessions)
 MESSAGES = [
     kind for kind in Message.__subclasses__() if kind.__module__ in {module.__name__ for module in MESSAGE_MODULES}
 ]

@@ -1,6 +1,6 @@
 """The base class of all messages, and the bounded text types of their fields."""
 
-from typing import Annotated, dataclass_transform
+from typing import Annotated, NamedTuple, dataclass_transform
 
 import msgspec
 
@@ -13,3 +13,25 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 @dataclass_transform(frozen_default=True)
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A typed struct. Its class name is its tag on the wire; its fields are sent by position."""
+
+
+# --- the name of one set of policy weights ---
+
+
+MAX_NUMBER = 2**53
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+"""A count in a message: an integer that every JSON reader represents exactly."""
+
+
+class Version(NamedTuple):
+    """Weights after `step` consumed batches, made by learner incarnation `incarnation`.
+
+    A learner that restarts from a checkpoint is a new incarnation, so two different sets of weights never share a
+    version. Staleness and order compare steps alone.
+    """
+
+    incarnation: Number
+    step: Number
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from april.wire.version import Version
+from april.wire.message import Version
 
 Buffer = bytes | bytearray | memoryview
 CHUNK, OBSERVATION = 0, 1

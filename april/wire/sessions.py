@@ -1,9 +1,10 @@
 """Messages of every peer of the broker, whatever its role: opening, keeping and ending a session."""
 
+from typing import Literal
+
 import msgspec
 
-from april.wire.message import Message, Name, Seconds
-from april.wire.version import Number
+from april.wire.message import Message, Name, Number, Seconds
 
 DENIED = "access denied: "
 """Prefix of the reason of a `Refused` that is final for the peer: its key does not permit what it does."""
@@ -95,3 +96,50 @@ class Stop(Message):
     """The run is over, or the peer was replaced: finish and leave."""
 
     reason: str
+
+
+# --- messages between monitors and the broker ---
+
+
+StopState = Literal["stopped", "failed"]
+
+
+class StatusRequest(Message):
+    pass
+
+
+class Status(Message):
+    """One uint8 array: the status as JSON."""
+
+
+class StopRun(Message):
+    """Ends the run. `state` is recorded in summary.json."""
+
+    reason: str
+    state: StopState = "stopped"
+
+
+class Drain(Message):
+    """Stops granting leases and recalls samples in generation, until a `Drain` with `on` false. Survives restarts."""
+
+    on: bool = True
+
+
+class DeadLettersRequest(Message):
+    pass
+
+
+class DeadLetters(Message):
+    """One uint8 array: the dead letters as JSON."""
+
+
+class Requeue(Message):
+    """Draws the prompts of these dead groups again; an empty list means every dead group that can be redrawn."""
+
+    groups: list[int] = []
+
+
+class Requeued(Message):
+    """`groups`: ids of the groups that this request has re-queued."""
+
+    groups: list[int]

@@ -4,8 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from april.wire.message import Message, Name
-from april.wire.version import Number, Version
+from april.wire.message import Message, Name, Number, Version
 
 TOKEN_ARRAYS = ("i4", "f4", "i4", "i4")
 """Dtypes of a sample's arrays: token ids [T] and behaviour log-probabilities [T]; in a run that cuts the distribution

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from april.config import Config
 from april.config.checks import check_engine
-from april.connections.identity import new_uid
-from april.errors import refuse
-from april.processes import clock
-from april.processes.device_turns import TimeSliceLate
-from april.processes.lifetime import REFUSED, SUPERVISED, end, give_way
-from april.processes.logs import log_to_stderr
-from april.processes.pulse import LoopWatch
-from april.security.keys import load_keys
+from april.util import clock
+from april.util.errors import refuse
+from april.util.lifetime import REFUSED, SUPERVISED, end, give_way
+from april.util.logs import log_to_stderr
+from april.util.pulse import LoopWatch
+from april.util.time_sharing import TimeSliceLate
+from april.wire.security.keys import load_keys
+from april.wire.sockets.broker import new_uid
 from april.workers.engines import ENGINES
-from april.workers.engines.devices import device_of
+from april.workers.engines.entry import device_of
 from april.workers.rewards.sandbox import check_isolation
 
 if TYPE_CHECKING:
-    from april.security.keys import Keys
+    from april.wire.security.keys import Keys
     from april.workers.engines.base import Engine
-    from april.workers.engines.intake import WeightLoader
-    from april.workers.scorer import Scorer
+    from april.workers.engines.weight_intake import WeightLoader
+    from april.workers.scoring import Scorer
     from april.workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     """
     import torch
 
-    from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
-    from april.workers.device_turns import WorkerTimeSharing
+    from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
     from april.workers.engines.base import EngineError
+    from april.workers.time_sharing import WorkerTimeSharing
     from april.workers.worker import Worker
 
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
@@ -79,8 +79,8 @@ def run_scorer(config: Config, address: str, name: str) -> NoReturn:
 
     Raises ConfigError before the loop starts.
     """
-    from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
-    from april.workers.scorer import Scorer
+    from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
+    from april.workers.scoring import Scorer
 
     if config.reward.where != "scorer":
         refuse("reward.where", config.reward.where, "leaves nothing to a scorer", "set it to 'scorer'")

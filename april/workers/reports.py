@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from april import wire
-from april.connections.broker import BrokerConnection
-from april.data.support import Support
-from april.processes import clock
+from april.data.rows import Support
+from april.util import clock
 from april.wire.limits import MAX_REPORT_BYTES, MAX_REPORT_CLOSINGS, MAX_REPORT_ROWS
+from april.wire.message import Version
 from april.wire.rows import CHUNK, ROW, ReportRow, chunk_row, observation_row, padded
-from april.wire.version import Version
+from april.wire.sockets.broker import BrokerConnection
 
 SCORE_WAIT_S = 0.05
 """Longest wait of a response's last rows for its score (s). The broker counts the slot as taken until they arrive."""

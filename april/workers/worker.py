@@ -12,21 +12,20 @@ import numpy as np
 
 from april import wire
 from april.config import Config
-from april.connections.broker import BrokerConnection
 from april.data.tokenizer import Tokenizer
-from april.environments.turns import EnvironmentTurns, TokenizedObservation
-from april.processes import clock
-from april.processes.failures import Failures
-from april.processes.pulse import MAIN
+from april.util import clock
+from april.util.logs import Failures
+from april.util.pulse import MAIN
 from april.wire.limits import clip
-from april.wire.version import Version
-from april.workers.device_turns import WorkerTimeSharing
+from april.wire.message import Version
+from april.wire.sockets.broker import BrokerConnection
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.engines.intake import WeightLoader
-from april.workers.engines.proof import WrongWeights
+from april.workers.engines.weight_intake import WeightLoader, WrongWeights
+from april.workers.environments.turns import EnvironmentTurns, TokenizedObservation
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import LeasedTask, Scoring, closing, leases_of
+from april.workers.time_sharing import WorkerTimeSharing
 
 log = logging.getLogger(__name__)
 

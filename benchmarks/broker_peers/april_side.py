@@ -25,12 +25,12 @@ import orjson
 
 import april
 from april import wire
-from april.connections.broker import BrokerConnection
 from april.data.arithmetic import ALPHABET
-from april.policy.model import build_tokenizer
-from april.security.keygen import make_folder
-from april.security.keys import load_keys
-from april.wire.version import Version
+from april.learner.policy.warm_start import build_tokenizer
+from april.wire.message import Version
+from april.wire.security.keygen import make_folder
+from april.wire.security.keys import load_keys
+from april.wire.sockets.broker import BrokerConnection
 from april.workers.reports import Reports
 
 from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Measured, Window, measured, record

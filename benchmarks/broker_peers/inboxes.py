@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from april.connections import sockets
+from april.wire.sockets import base
 
 
 class Inboxes:
@@ -36,8 +36,8 @@ class Inboxes:
         told = self._epoll.poll(0.0 if self._unseen else timeout_ms / 1000)
         unseen, self._unseen = self._unseen, set()
         for socket in unseen.union(self._by_descriptor[descriptor] for descriptor, _ in told):
-            while sockets.has_message(socket):
-                yield socket, sockets.receive(socket)
+            while base.has_message(socket):
+                yield socket, base.receive(socket)
 
     def close(self) -> None:
         self._epoll.close()

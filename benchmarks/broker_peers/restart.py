@@ -21,10 +21,10 @@ from april.broker.prompts import PromptBook
 from april.broker.service import Service
 from april.broker.snapshots import POLL_S
 from april.config import Config, load
-from april.connections.broker import BrokerConnection
-from april.processes import clock
+from april.util import clock
+from april.wire.message import Version
 from april.wire.rows import chunk_row, pack_rows
-from april.wire.version import Version
+from april.wire.sockets.broker import BrokerConnection
 
 from .april_side import Broker, write_run
 from .load import PROCESSES, BenchmarkError

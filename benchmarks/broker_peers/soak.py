@@ -14,7 +14,7 @@ from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
 from april import wire
-from april.launch.operate import content
+from april.observe.operate import content
 
 from .april_side import PATIENCE_S, Door, Member, consume, serving, write_run
 from .load import BenchmarkError, Crew, Load, cpu_s

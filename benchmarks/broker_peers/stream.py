@@ -18,11 +18,11 @@ import zmq
 from zlib_ng.zlib_ng import crc32
 
 from april import wire
-from april.connections import sockets
-from april.connections.control import HEARTBEAT_S
 from april.wire.codec import Buffer
+from april.wire.message import Version
 from april.wire.rows import TABLE
-from april.wire.version import Version
+from april.wire.sockets import base
+from april.wire.sockets.control import HEARTBEAT_S
 
 from .april_side import COMMAND, Door, consume, ping, serving, write_run
 from .inboxes import Inboxes
@@ -161,7 +161,7 @@ class Session:
         self._send(self.data, wire.encode(message, arrays, self.number))
 
     def _send(self, socket: zmq.Socket, frames: list[Buffer]) -> None:
-        sockets.send(socket, frames, wait=True)
+        base.send(socket, frames, wait=True)
         self.inboxes.look_at(socket)
 
     def beat(self, now: float) -> None:

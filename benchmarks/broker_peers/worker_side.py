@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from april.config import load
-from april.connections.broker import BrokerConnection
-from april.wire.version import Version
+from april.wire.message import Version
+from april.wire.sockets.broker import BrokerConnection
 from april.workers.engines.base import Chunk, Request
 from april.workers.worker import Worker
 

@@ -28,14 +28,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
 from april.config import Config, WeightsSection
-from april.connections import store
 from april.launch.devices import environment_of, visible_devices
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.trainer import Trainer
-from april.weights import lane
+from april.weights import channel
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.engines.base import Request
 from april.workers.engines.embedded.engine import TorchEngine
 
@@ -191,24 +190,24 @@ def worker(address: str, folder: Path, device: str, section: WeightsSection) -> 
 
 def raw_broadcast(place: Place, size: int, repeats: int) -> list[float]:
     """Seconds for one buffer of `size` bytes, from where the learner has it to where the worker does, repeated."""
-    meeting = store.serve("127.0.0.1")
+    meeting = channel.serve("127.0.0.1")
     with process(place, raw_receiver, meeting.port, size, repeats, place):
-        return list(raw_turns(lane.LEARNER, meeting.port, size, repeats, place))
+        return list(raw_turns(channel.LEARNER, meeting.port, size, repeats, place))
 
 
 def raw_receiver(port: int, size: int, repeats: int, place: Place) -> None:
-    list(raw_turns(lane.WORKER, port, size, repeats, place))
+    list(raw_turns(channel.WORKER, port, size, repeats, place))
 
 
 def raw_turns(rank: int, port: int, size: int, repeats: int, place: Place) -> Iterator[float]:
-    client = store.connect("127.0.0.1", port, PATIENCE_S)
-    group = lane.join("raw", client, rank, place.backend, PATIENCE_S)
+    client = channel.connect("127.0.0.1", port, PATIENCE_S)
+    group = channel.join("raw", client, rank, place.backend, PATIENCE_S)
     buffer, word = (torch.zeros(n, dtype=torch.uint8, device=place.raw_device) for n in (size, 1))
     for turn in range(repeats + 1):
-        send(group, word, lane.WORKER)  # it is there
+        send(group, word, channel.WORKER)  # it is there
         started = time.perf_counter()
-        send(group, buffer, lane.LEARNER)
-        send(group, word, lane.WORKER)  # it has it all
+        send(group, buffer, channel.LEARNER)
+        send(group, word, channel.WORKER)  # it has it all
         if turn:
             yield time.perf_counter() - started
 

@@ -10,16 +10,16 @@ import pytest
 from aiohttp import web
 
 from april import wire
-from april.agents.attached import AttachedRunner
+from april.agents.conversation_tree import ConversationTree
 from april.agents.dialects import DIALECTS
 from april.agents.gateway import Gateway
 from april.agents.listening import AttachKey, listen, server_tls
+from april.agents.process import AttachedRunner
 from april.agents.rendering import Renderer
-from april.agents.session import ConversationTree
 from april.config import AgentSection
 from april.data.tokenizer import Tokenizer
+from april.wire.message import Version
 from april.wire.rows import chunk_row
-from april.wire.version import Version
 
 SESSION = 7 * wire.MAX_FORKS
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -21,7 +21,7 @@ from april.config import ConfigError
 from april.config.workers import AgentSection
 from april.data.tokenizer import Tokenizer
 from april.launch.check import check_agent
-from april.processes.tree import environment_of
+from april.util.lifetime import environment_of
 
 SESSION = wire.MAX_FORKS
 TELL_AND_EXIT = 'echo "$OPENAI_BASE_URL $APRIL_PUBLIC_URL $APRIL_TASK"; exit $(echo $APRIL_TASK | tr -dc 0-9)'

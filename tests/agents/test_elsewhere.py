@@ -11,11 +11,11 @@ import openai
 import pytest
 
 from april import wire
-from april.agents import elsewhere as module
-from april.agents.elsewhere import SessionForwarder
+from april.agents import forwarding as module
+from april.agents.forwarding import SessionForwarder
 from april.config import AgentSection
+from april.wire.message import Version
 from april.wire.rows import chunk_row
-from april.wire.version import Version
 from tests.agents.certificate import make_certificate
 from tests.agents.conftest import PLAIN_HTTP, SESSION
 from tests.agents.test_gateway import ask

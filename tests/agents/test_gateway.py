@@ -179,7 +179,7 @@ def test_the_number_of_forks_of_a_session_is_bounded(meet, monkeypatch):
 
 
 def test_the_number_of_pending_calls_of_a_session_is_bounded(meet, monkeypatch):
-    monkeypatch.setattr("april.agents.session.MAX_PENDING_CALLS", 1)
+    monkeypatch.setattr("april.agents.conversation_tree.MAX_PENDING_CALLS", 1)
     client, policy, session, gateway = meet(None, "2")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, client, "+")

@@ -13,13 +13,13 @@ import pytest
 
 from april import config as configuration
 from april import wire
+from april.agents.conversation_tree import ConversationTree, PolicyCall, Refusal
 from april.agents.link import rows_with_payloads
 from april.agents.rendering import Renderer
-from april.agents.session import ConversationTree, PolicyCall, Refusal
-from april.broker.desks.grants import sample_seed
+from april.broker.handlers.lease_holders import sample_seed
 from april.data.tokenizer import Tokenizer
+from april.wire.message import Version
 from april.wire.rows import observation_row
-from april.wire.version import Version
 from tests.broker.conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, chunk
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -10,12 +10,11 @@ from april import wire
 from april.agents.link import rows_with_payloads
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
+from april.broker.prompts import open_prompts
 from april.broker.service import Service
-from april.broker.snapshot_process import DONE, NOT_READ, NOT_WRITTEN, make_snapshot
-from april.broker.snapshots import POLL_S
-from april.broker.submitted import open_prompts
+from april.broker.snapshots import DONE, NOT_READ, NOT_WRITTEN, POLL_S, make_snapshot
+from april.wire.message import Version
 from april.wire.rows import chunk_row, observation_row, pack_rows, padded
-from april.wire.version import Version
 from april.workers.scoring import leases_of
 
 LEARNERS = itertools.count()

@@ -12,10 +12,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from april import wire
 from april.broker.server import Server
-from april.connections.broker import BrokerConnection
-from april.security import keygen
-from april.security.keys import load_keys
 from april.wire import limits
+from april.wire.security import keygen
+from april.wire.security.keys import load_keys
+from april.wire.sockets.broker import BrokerConnection
 from tests.broker.arena import Arena, digest
 from tests.broker.hostile import Attacker
 

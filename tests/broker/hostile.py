@@ -8,11 +8,11 @@ import msgpack
 import numpy as np
 
 from april import wire
-from april.security.allow_list import KeyOwner
-from april.weights.lane_messages import ChannelAlive, ChannelFailed, ChannelJoin
+from april.weights.channel import ChannelAlive, ChannelFailed, ChannelJoin
 from april.wire import limits
+from april.wire.message import Version
 from april.wire.rows import pack_rows, padded
-from april.wire.version import Version
+from april.wire.security.allow_list import KeyOwner
 from tests.broker.conversation import chunk, observation
 
 EXTREMES = [0, 1, -1, 2, 2**31, -(2**31), 2**32, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1]

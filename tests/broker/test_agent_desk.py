@@ -6,8 +6,8 @@ import pytest
 from april import wire
 from april.broker.ledger.samples import SampleState
 from april.broker.views.status import status
+from april.wire.message import Version
 from april.wire.rows import CHUNK, OBSERVATION
-from april.wire.version import Version
 from tests.broker.conversation import FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays
 
 AGENTS = ["--evaluation.prompts", "1", "--agent.command", '["true"]', "--sampling.max_response_tokens", "32"]

@@ -6,8 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from april.broker.conformance.prompts import NumberedPrompts
-from april.broker.conformance.runs import advance
+from april.broker.conformance.runs import NumberedPrompts, advance
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import SessionLost
@@ -17,8 +16,8 @@ from april.broker.ledger.samples import SampleState, needs_agent
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
+from april.wire.message import Version
 from april.wire.rows import observation_row, pack_rows
-from april.wire.version import Version
 
 BUDGET = 40
 SEEDS = range(4)

@@ -9,18 +9,18 @@ from rich.console import Console
 
 from april import wire
 from april.broker.telemetry import ALARMS
-from april.broker.telemetry.engine_gap import EngineGapAlarm
-from april.broker.telemetry.figures import of_step
-from april.broker.telemetry.in_a_row import ConsecutiveAlarm
+from april.broker.telemetry.alarm import ConsecutiveAlarm
+from april.broker.telemetry.alarms import EngineGapAlarm
+from april.broker.telemetry.sinks import of_step
 from april.broker.views.metrics import MetricsReader
 from april.broker.views.status import status
 from april.config.broker import OperationsSection
-from april.dashboard.steps import Steps
-from april.learner.loops import is_repetitive
-from april.report.facts import alarms as reported
-from april.report.live import step_line
-from april.report.operations import render_live
-from april.report.run_folder import RunFolder, read_records
+from april.learner.diagnostics import is_repetitive
+from april.observe.dashboard.steps import Steps
+from april.observe.report.facts import alarms as reported
+from april.observe.report.live import step_line
+from april.observe.report.operations import render_live
+from april.observe.report.run_folder import RunFolder, read_records
 from tests.broker.test_steps import train
 
 EMPTY = {"tokens": 40.0, "groups": 4.0, "trained_tokens": 0.0, "gradient_groups": 0.0}

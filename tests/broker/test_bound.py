@@ -3,7 +3,7 @@
 import pytest
 
 from april.broker.ledger.ledger import Ledger, LedgerError, Rules
-from april.wire.version import Version
+from april.wire.message import Version
 from tests.broker.test_continuous import Run
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.conformance.runs import NumberedPrompts
 from april.broker.ledger.ledger import Ledger, Rules
 from april.broker.ledger.samples import GroupState
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
-from april.wire.version import Version
+from april.wire.message import Version
 
 N, GROUP_SIZE, STALENESS = 2, 2, 1
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.conformance.runs import NumberedPrompts
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.dead_letters import MAX_LETTERS
 from april.broker.ledger.ledger import Ledger, Rules
 from april.broker.schedules.rounds import RoundSchedule
 from april.config import ScheduleSection
-from april.wire.version import Version
+from april.wire.message import Version
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from april import wire
-from april.broker.ledger.places import chunk_refs_in
+from april.broker.ledger.chunk_refs import chunk_refs_in
 from april.broker.telemetry import discards
 from tests.broker.conversation import FakeAgents, FakeLearner, FakeWorker, finish_evaluation, training
 from tests.broker.test_agent_desk import AGENTS

@@ -19,9 +19,9 @@ from april import config as configuration
 from april import wire
 from april.broker import server
 from april.broker.server import Server
-from april.connections.broker import BrokerConnection, BrokerUnreachable
-from april.processes.lifetime import STEPPED_ASIDE
-from april.wire.version import Version
+from april.util.lifetime import STEPPED_ASIDE
+from april.wire.message import Version
+from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
 from tests.broker.conversation import one_row
 from tests.broker.fuzz_sockets import serving
 from tests.run.processes import wait_until

@@ -14,8 +14,8 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.recovery import last_step
 from april.broker.telemetry.evaluation import describe, pass_at, sizes, summarise, wilson
-from april.formats.metrics import is_step
-from april.report.run_folder import read_records, records_from
+from april.config.stored import is_step
+from april.observe.report.run_folder import read_records, records_from
 from tests.broker.conversation import FakeLearner, FakeWorker, finish_evaluation, training
 from tests.broker.test_steps import train
 

@@ -8,9 +8,9 @@ from april import config as configuration
 from april import wire
 from april.broker.journal.files import JournalError
 from april.broker.telemetry.evaluation import describe_evaluation
-from april.broker.telemetry.figures import of_evaluation
-from april.formats.versions import RUN_FOLDER
-from april.report.run_folder import read_run
+from april.broker.telemetry.sinks import of_evaluation
+from april.observe.report.run_folder import read_run
+from april.util.versions import RUN_FOLDER
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 from tests.broker.test_steps import train
 

@@ -9,10 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from april import config as configuration
-from april.broker.views.exporter import Exporter, MetricsSnapshot
-from april.broker.views.health import HealthSnapshot
-from april.broker.views.metrics import SYNC_BUCKETS_S, SyncTimes
-from april.processes import clock
+from april.broker.views.metrics import SYNC_BUCKETS_S, Exporter, MetricsSnapshot, SyncTimes
+from april.broker.views.status import HealthSnapshot
+from april.util import clock
 from tests.page_client import Client, Worker
 from tests.run.processes import APRIL, wait_until
 

@@ -5,11 +5,11 @@ import pytest
 
 from april import config as configuration
 from april import wire
+from april.broker.filters.filters import STATES, CompleteGroup, FilterFailed, GroupFilters, ask, zero_spread
 from april.broker.journal.journal import Journal
 from april.broker.ledger.samples import GroupState
 from april.config import ConfigError, ScheduleSection
-from april.filters.filters import STATES, CompleteGroup, FilterFailed, GroupFilters, ask, zero_spread
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
 
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from april import config as configuration
-from april.broker import fingerprints
+from april.broker import verification
 from april.broker.journal.journal import Journal
 from april.config import ConfigError
-from april.formats.versions import RUN_FOLDER
 from april.launch.preflight import check_resume
-from april.simulate.recording import recorded_header
+from april.simulate.trace import recorded_header
+from april.util.versions import RUN_FOLDER
 from tests.broker.conversation import Conversation
 
 
@@ -117,18 +117,18 @@ def test_a_run_without_recorded_fingerprints_resumes(begun):
 
 
 def test_large_weights_are_distinguished_by_samples_of_every_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprints, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(verification, "WHOLE_BYTES", 1000)
     tensors = {f"layer.{number}": torch.full((3000,), float(number)) for number in range(5)}
     save_file(tensors, tmp_path / "model.safetensors")
-    first = fingerprints.weights_fingerprint(tmp_path)
-    assert first.endswith("of 5 tensors, 60000 bytes") and fingerprints.weights_fingerprint(tmp_path) == first
+    first = verification.weights_fingerprint(tmp_path)
+    assert first.endswith("of 5 tensors, 60000 bytes") and verification.weights_fingerprint(tmp_path) == first
     tensors["layer.3"] += 1
     save_file(tensors, tmp_path / "model.safetensors")
-    assert fingerprints.weights_fingerprint(tmp_path) != first
+    assert verification.weights_fingerprint(tmp_path) != first
 
 
 @pytest.mark.parametrize("content", [b"", b"not weights", b"\xff" * 100, b"\x02" + bytes(7) + b"[]"])
 def test_unreadable_weights_are_a_configuration_error(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"no safetensors file; restore it"):
-        fingerprints.weights_fingerprint(tmp_path)
+        verification.weights_fingerprint(tmp_path)

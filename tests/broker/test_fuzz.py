@@ -6,8 +6,8 @@ import random
 import pytest
 
 from april import wire
+from april.broker.peers import Peers, TokenTally
 from april.broker.service import MAY_SEND
-from april.broker.sessions import Peers, TokenTally
 from april.wire import limits
 from tests.broker.arena import Arena
 from tests.broker.conversation import FakeWorker, Peer

@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 
 from april import wire
-from april.broker.desks import workers as worker_desk
+from april.broker.handlers import workers as worker_desk
 from april.broker.ledger.samples import TO_GENERATE
 from april.broker.views.status import status
-from april.report.run_folder import read_records
-from april.wire.version import Version
+from april.observe.report.run_folder import read_records
+from april.wire.message import Version
 from tests.broker.conversation import FakeLearner, FakeWorker
 
 CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "1"]

@@ -16,7 +16,7 @@ import msgpack
 import pytest
 
 from april.broker.journal import journal as journal_module
-from april.broker.journal import recent
+from april.broker.journal import records
 from april.broker.journal.files import JournalError, file_path, file_starts, reclaimable_files
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import RoundStarted, SampleScored
@@ -337,7 +337,7 @@ def test_a_large_sync_bypasses_the_page_cache_and_a_small_one_does_not(tmp_path,
 
 
 def test_the_cache_of_recent_large_records_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(recent, "CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr(records, "CACHE_BYTES", 1 << 20)
     with closing(Journal(tmp_path)) as journal:
         references = [journal.append(fact(number), large(number)) for number in range(40)]
         journal.sync()

@@ -5,7 +5,7 @@ import math
 import weakref
 
 from april import wire
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.broker.conversation import FakeLearner, make_batch
 
 
@@ -30,7 +30,7 @@ def test_the_same_step_gives_the_identical_batch(worker, learner):
 def test_a_batch_comes_in_parts_that_make_the_whole(worker, learner, monkeypatch):
     make_batch(worker)
     whole, arrays = learner.fetch(0)
-    monkeypatch.setattr("april.broker.desks.learner.PART_BYTES", 1)
+    monkeypatch.setattr("april.broker.handlers.learner.PART_BYTES", 1)
     parts = learner.fetch_parts(0)
     assert [(part.message.first, part.message.total, len(part.message.groups)) for part in parts] == [
         (place, 4, 1) for place in range(4)
@@ -41,7 +41,7 @@ def test_a_batch_comes_in_parts_that_make_the_whole(worker, learner, monkeypatch
 
 def test_a_learner_that_does_not_read_is_sent_no_more_than_its_credit(talk, worker, learner, monkeypatch):
     make_batch(worker)
-    monkeypatch.setattr("april.broker.desks.learner.PART_BYTES", 1)
+    monkeypatch.setattr("april.broker.handlers.learner.PART_BYTES", 1)
     talk.service.context.credit_bytes = 1
     learner.say(wire.Fetch(0))
     for _ in range(10):

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from april.broker.ledger.cohorts import RECENT_BATCHES, LengthCohorts
-from april.broker.telemetry.length_drift import drift_of, measure_drift
-from april.broker.telemetry.lengths import summarise_cohorts
-from april.report.live import step_line
+from april.broker.ledger.rules import RECENT_BATCHES, LengthCohorts
+from april.broker.telemetry.lengths import drift_of, measure_drift, summarise_cohorts
+from april.observe.report.live import step_line
 from april.simulate.pipeline import Pipeline
 from tests.simulate.test_pipeline import SCHEDULES, scenario
 

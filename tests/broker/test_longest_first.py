@@ -5,12 +5,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.broker.conformance.prompts import NumberedPrompts
+from april.broker.conformance.runs import NumberedPrompts
 from april.broker.ledger.ledger import Ledger, Rules
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
-from april.wire.version import Version
+from april.wire.message import Version
 
 GROUPS, GROUP_SIZE = 3, 3
 

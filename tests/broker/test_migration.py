@@ -6,7 +6,7 @@ from april import wire
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.migration import PATIENCE_S, Migration, WorkerLoad
-from april.wire.version import Version
+from april.wire.message import Version
 from tests.broker.conversation import FakeWorker, training
 
 MIGRATE = ["--schedule.migrate", "--evaluation.prompts", "1"]

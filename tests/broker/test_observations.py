@@ -6,7 +6,7 @@ import pytest
 
 from april import wire
 from april.wire.limits import MAX_STATE_BYTES
-from april.wire.version import Version
+from april.wire.message import Version
 from tests.broker.conversation import (
     FakeLearner,
     FakeScorer,

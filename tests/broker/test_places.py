@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.broker.ledger.places import FULL, HEAD, UNIT, ChunkRef, add_chunk_ref, chunk_refs_in, segments_in
-from april.wire.version import Version
+from april.broker.ledger.chunk_refs import FULL, HEAD, UNIT, ChunkRef, add_chunk_ref, chunk_refs_in, segments_in
+from april.wire.message import Version
 
 NUMBERS, RECORDS, TOKENS = st.integers(0, 2**32 - 1), st.integers(0, 2**48 - 1), st.integers(1, 2**31 - 1)
 ODD = st.builds(ChunkRef, RECORDS, NUMBERS, NUMBERS, NUMBERS, TOKENS, st.booleans(), NUMBERS, NUMBERS)

@@ -10,9 +10,9 @@ from april.broker import recovery
 from april.broker.journal.files import JournalError
 from april.cli import main
 from april.config import ConfigError
-from april.formats.stored import stored_checkpoints
-from april.formats.versions import RUN_FOLDER
+from april.config.stored import stored_checkpoints
 from april.launch.preflight import check_resume, is_stored, make_run_folder
+from april.util.versions import RUN_FOLDER
 from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
 from tests.broker.test_steps import metrics_lines, train
 

@@ -1,7 +1,7 @@
 """What rewards are made of: on the wire, in the ledger, in the figures of a step, and in an evaluation's accuracy."""
 
 from april.broker.ledger.samples import Sample
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.broker.conversation import finish_evaluation, training
 
 

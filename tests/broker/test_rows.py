@@ -7,8 +7,8 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
+from april.wire.message import Version
 from april.wire.rows import chunk_row, observation_row, pack_rows, padded
-from april.wire.version import Version
 
 PLAIN = Version(0, 0)
 OK, DROPPED = Verdict.OK, Verdict.DROPPED

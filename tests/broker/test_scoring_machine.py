@@ -11,7 +11,7 @@ from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import GroupOpened, GroupScored, Leased, RowsAccepted, SampleScored
 from april.broker.ledger.ledger import Ledger, LedgerError, Rules
 from april.broker.ledger.samples import GroupState, SampleState
-from april.wire.version import Version
+from april.wire.message import Version
 
 BUDGET = 6
 LOSSES = ["lost", "expired", "scoring_failed", "leave"]

@@ -15,13 +15,13 @@ from april.broker import server as module
 from april.broker.server import HTTP_FILE, OUTBOX_MESSAGES, BindError, Server
 from april.broker.views.metrics import MetricsReader
 from april.config import load
-from april.connections import sockets
-from april.connections.address import ADDRESS_FILE
-from april.connections.broker import BrokerConnection
-from april.processes import clock
-from april.processes.lifetime import STEP_ASIDE
-from april.security import keygen
-from april.wire.version import Version
+from april.util import clock
+from april.util.lifetime import STEP_ASIDE
+from april.wire.message import Version
+from april.wire.security import keygen
+from april.wire.sockets import base
+from april.wire.sockets.base import ADDRESS_FILE
+from april.wire.sockets.broker import BrokerConnection
 from tests.broker.conversation import one_row
 
 
@@ -80,7 +80,7 @@ def take_chunks(server, count):
     while len(chunks) < count:
         assert time.monotonic() < deadline, f"{len(chunks)} of {count} chunks"
         if server.socket.poll(100):
-            route, *frames = sockets.receive(server.socket)
+            route, *frames = base.receive(server.socket)
             if isinstance(wire.decode(frames).message, wire.Report):
                 chunks.append((route.bytes, frames))
             else:
@@ -102,7 +102,7 @@ def test_messages_during_a_sync_are_handled_and_acknowledged_after_their_own_syn
     disk = HeldBack(monkeypatch)
     for start in range(4):
         worker.send(*one_row(grant.lease_id, start, 1))
-    chunks, has_message = take_chunks(server, 4), sockets.has_message
+    chunks, has_message = take_chunks(server, 4), base.has_message
 
     def handle_one(server):
         """In the place of a drain: one message, so that more are waiting behind it."""
@@ -112,7 +112,7 @@ def test_messages_during_a_sync_are_handled_and_acknowledged_after_their_own_syn
     with monkeypatch.context() as patch:
         patch.setattr(Server, "_drain", handle_one)
         patch.setattr(
-            sockets, "has_message", lambda socket: bool(chunks) if socket is server.socket else has_message(socket)
+            base, "has_message", lambda socket: bool(chunks) if socket is server.socket else has_message(socket)
         )
         disk.permitted.clear()
         server.serve_once()

@@ -10,11 +10,11 @@ from april import config as configuration
 from april import wire
 from april.broker.journal.files import JournalError
 from april.config import ConfigError
-from april.formats.versions import RUN_FOLDER
 from april.launch.preflight import check_resume
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
+from april.util.versions import RUN_FOLDER
+from april.wire.message import Version
 from april.wire.rows import chunk_row, pack_rows
-from april.wire.version import Version
 from tests.broker.conversation import (
     FakeLearner,
     FakeWorker,

@@ -3,7 +3,7 @@
 import pytest
 
 from april import wire
-from april.security.allow_list import KeyOwner
+from april.wire.security.allow_list import KeyOwner
 from tests.broker.conversation import FakeWorker
 
 A, B = "a" * 40, "b" * 40

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from april.broker.telemetry import SINKS
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +144,7 @@ def test_steps_and_evaluations_reach_tools_with_an_environment_of_their_own():
 
 
 def test_an_unreachable_service_is_dropped_and_the_run_continues(converse, monkeypatch):
-    from april.broker.telemetry.wandb import WeightsAndBiases
+    from april.broker.telemetry.sinks import WeightsAndBiases
 
     def refuse(self):
         raise ConnectionError("nobody is there")

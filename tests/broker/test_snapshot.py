@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
-from april.wire.version import Version
+from april.wire.message import Version
 
 OLDER, NEWER = 100, 200
 

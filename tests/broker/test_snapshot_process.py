@@ -15,10 +15,9 @@ from april.broker.journal.journal import Journal
 from april.broker.journal.snapshot import SnapshotStore, freeze
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
-from april.broker.snapshot_process import make_snapshot
-from april.broker.snapshots import DEADLINE_S, POLL_S, HelperProcess, Snapshots
-from april.broker.telemetry.lives import SampleHistory
-from april.wire.version import Version
+from april.broker.snapshots import DEADLINE_S, POLL_S, HelperProcess, Snapshots, make_snapshot
+from april.broker.telemetry.sample_history import SampleHistory
+from april.wire.message import Version
 from tests.broker.test_space import SETTINGS, Run
 
 RULES = Rules(batch_groups=2, group_size=2, max_staleness=3)

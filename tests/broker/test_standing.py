@@ -4,7 +4,7 @@ import pytest
 
 from april import wire
 from april.broker.views.status import status
-from april.report.waiting import waiting_for
+from april.observe.report.timeline import waiting_for
 from tests.broker.conversation import FakeWorker, training
 
 

@@ -6,7 +6,7 @@ import pytest
 from april import wire
 from april.broker.telemetry.recorder import Recorder
 from april.broker.views.status import status
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
 
 MAX_STEPS = 8

@@ -3,7 +3,7 @@
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from april import wire
-from april.wire.version import Version
+from april.wire.message import Version
 from tests.broker.conversation import (
     FakeLearner,
     FakeWorker,

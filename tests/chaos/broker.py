@@ -23,7 +23,7 @@ from april.broker.journal import files, journal
 from april.broker.views import status
 from april.cli import main
 from april.config import load
-from april.processes import clock
+from april.util import clock
 from tests.chaos.peer import jumping_clock
 from tests.chaos.state import SYNC_OFF, RunState
 

@@ -21,7 +21,7 @@ def jumping_clock() -> None:
 
 
 def unruly_messages() -> None:
-    from april.connections.broker import BrokerConnection
+    from april.wire.sockets.broker import BrokerConnection
 
     send = BrokerConnection._send
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from april.config import load
 from april.launch import supervisor
-from april.processes import restarts
+from april.util import lifetime
 from tests.chaos.proxy import Proxy
 from tests.chaos.state import RunState
 
-restarts.LONGEST_DELAY_S = 0.0
+lifetime.LONGEST_DELAY_S = 0.0
 
 
 class Console:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.clusters.hosts import Hosts, end
 from tests.run.processes import APRIL, PATIENCE_S
 

@@ -15,11 +15,10 @@ from kubernetes_validate import validate
 
 from april import config as configuration
 from april.cli.launch import launcher_of
-from april.launch.clusters import LAUNCHERS, in_pod
-from april.launch.clusters.helm import CHART
-from april.launch.clusters.kubernetes import MANIFEST, Kubernetes
-from april.processes.lifetime import RUN_FAILED
-from april.security import keygen
+from april.launch.clusters import LAUNCHERS, broker_pod
+from april.launch.clusters.kubernetes import CHART, MANIFEST, Kubernetes
+from april.util.lifetime import RUN_FAILED
+from april.wire.security import keygen
 from tests.agents.certificate import make_certificate
 from tests.clusters import kube_api
 from tests.clusters.pods import cluster
@@ -174,7 +173,7 @@ def api(tmp_path, monkeypatch):
     account = {"token": "april-small-broker", "namespace": "default", "ca.crt": (tmp_path / "april.pem").read_text()}
     for name, text in account.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(in_pod, "ACCOUNT", tmp_path)
+    monkeypatch.setattr(broker_pod, "ACCOUNT", tmp_path)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.server_address[1]))
     yield store
@@ -194,7 +193,7 @@ def test_the_broker_s_pod_scales_the_run_to_zero_at_its_end_and_may_do_nothing_e
     broker = api.get("statefulsets", "default", "april-small-broker")
     worker = api.get("deployments", "default", "april-small-worker")
     learner = api.get("jobs", "default", "april-small-learner")
-    assert in_pod.patch("apps/v1/deployments/april-small-worker", {}) == "403 Forbidden"
+    assert broker_pod.patch("apps/v1/deployments/april-small-worker", {}) == "403 Forbidden"
 
     def as_kubernetes():
         if broker["spec"]["replicas"] == 0:
@@ -202,14 +201,15 @@ def test_the_broker_s_pod_scales_the_run_to_zero_at_its_end_and_may_do_nothing_e
 
     api.on_change = as_kubernetes
     assert (
-        in_pod.BrokerContainer("april-small", 0).run_program([sys.executable, "-c", f"raise SystemExit({status})"]) == 0
+        broker_pod.BrokerContainer("april-small", 0).run_program([sys.executable, "-c", f"raise SystemExit({status})"])
+        == 0
     )
     assert worker["spec"]["replicas"] == broker["spec"]["replicas"] == 0
     assert learner["spec"]["suspend"] is suspended
 
 
 def test_a_dead_broker_is_left_to_kubernetes_to_restart(api):
-    assert in_pod.BrokerContainer("april-small", 0).run_program([sys.executable, "-c", "raise SystemExit(1)"]) == 1
+    assert broker_pod.BrokerContainer("april-small", 0).run_program([sys.executable, "-c", "raise SystemExit(1)"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -223,6 +223,6 @@ def test_a_stopped_pod_stops_the_run_unless_another_pod_will_replace_it(api, lau
         if kind != "StatefulSet" or replicas is not None:
             api.create(plural, "default", one)
     objects["StatefulSet", "april-small-broker"]["spec"]["replicas"] = replicas
-    container = in_pod.BrokerContainer("april-small", 0)
+    container = broker_pod.BrokerContainer("april-small", 0)
     container.stopping = True
     assert container.run_program(["sleep", "600"]) == 128 + told

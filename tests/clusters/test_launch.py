@@ -15,8 +15,8 @@ from april.config import ConfigError
 from april.launch import devices
 from april.launch.clusters import LAUNCHERS, slurm
 from april.launch.clusters.launcher import FOLDER
-from april.registry import FOLDERS_VARIABLE
-from april.security import keygen
+from april.util.registry import FOLDERS_VARIABLE
+from april.wire.security import keygen
 from tests.run.processes import APRIL, assert_closed, wait_until
 
 

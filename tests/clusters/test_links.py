@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from april.security import keygen
+from april.wire.security import keygen
 from tests.clusters.hosts import Link, hosts
 from tests.clusters.parts import parts
 from tests.run.processes import assert_closed, wait_until

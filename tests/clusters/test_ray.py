@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from april.security import keygen
+from april.wire.security import keygen
 from tests.clusters.hosts import Hosts, end, hosts, run
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import yaml
 
-from april.security import keygen
+from april.wire.security import keygen
 from tests.clusters.hosts import end, hosts
 from tests.run.processes import assert_closed, wait_until
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import orjson
 import pytest
 
-from april.security import keygen
+from april.wire.security import keygen
 from tests.clusters.hosts import hosts, name_of, slurm
 from tests.run.gate import GATE
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until

@@ -6,8 +6,8 @@ import pytest
 import zmq
 
 from april import wire
-from april.connections.broker import BrokerConnection
-from april.processes.pulse import MAIN, LoopWatch, Pulse
+from april.util.pulse import MAIN, LoopWatch, Pulse
+from april.wire.sockets.broker import BrokerConnection
 
 RENEW_S = 0.5
 PATIENCE_S = 60.0
@@ -94,7 +94,7 @@ def test_a_loop_hangs_once_it_stays_at_one_position_for_longer_than_allowed():
 
 def test_a_position_may_take_ten_times_its_usual_duration(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("april.processes.clock.now", lambda: now[0])
+    monkeypatch.setattr("april.util.clock.now", lambda: now[0])
     pulse = Pulse()
     watch = LoopWatch(hung_s=10.0, long_s=100.0, pulse=pulse)
     for _ in range(5):

@@ -8,10 +8,9 @@ import pytest
 from april import cli
 from april.cli.convert import DIFFERS
 from april.config import load
-from april.convert import FRAMEWORKS
-from april.convert.framework import Framework
-from april.convert.options import Options
-from april.convert.translation import Ignored, MapTo, Unsupported
+from april.trainers.convert import FRAMEWORKS
+from april.trainers.convert.framework import Framework
+from april.trainers.convert.translation import Ignored, MapTo, Options, Unsupported
 
 SCRIPT = """
 ARGS=(--hf-checkpoint ${MODELS}/Policy --prompt-data prompts.jsonl --rm-type math

@@ -4,11 +4,11 @@ import pytest
 
 from april.cli.convert import toml
 from april.config import load
-from april.convert.framework import Framework
-from april.convert.openrlhf import OpenRLHF
-from april.convert.slime import Slime
-from april.convert.trl import TRL
-from april.convert.verl import Verl
+from april.trainers.convert.framework import Framework
+from april.trainers.convert.openrlhf import OpenRLHF
+from april.trainers.convert.slime import Slime
+from april.trainers.convert.trl import TRL
+from april.trainers.convert.verl import Verl
 from tests.convert import published
 
 ENVIRONMENT = {"HOME": "/root", "MODEL_PATH": "/models/policy", "WORLD_SIZE": "4"}

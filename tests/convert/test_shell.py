@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from april.convert.shell import Script
+from april.trainers.convert.shell import Script
 
 GIVEN = {"GIVEN": "given"}
 """environment"""

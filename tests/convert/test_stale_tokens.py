@@ -2,9 +2,9 @@
 
 import pytest
 
-from april.convert.openrlhf import IS, OpenRLHF
-from april.convert.trl import TRL
-from april.convert.verl import ACTOR, IMPORTANCE, ROLLOUT, Verl
+from april.trainers.convert.openrlhf import IS, OpenRLHF
+from april.trainers.convert.trl import TRL
+from april.trainers.convert.verl import ACTOR, IMPORTANCE, ROLLOUT, Verl
 from tests.convert.test_published import assert_says, converted, flags, python_script
 
 MODEL = {

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.testclient import TestClient
 
-from april.dashboard.app import make_app
-from april.dashboard.folder import Runs
+from april.observe.dashboard.app import make_app
+from april.observe.dashboard.folder import Runs
 from tests.conftest import SERVERS
 from tests.dashboard.runs import make_run
 from tests.run.processes import PATIENCE_S

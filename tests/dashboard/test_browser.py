@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from april.report.waiting import waiting_for
+from april.observe.report.timeline import waiting_for
 from tests.dashboard.conftest import WIDE
 from tests.dashboard.runs import (
     BROKEN,

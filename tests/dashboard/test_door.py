@@ -8,7 +8,7 @@ import pytest
 from april.cli import main
 from april.cli.dashboard import listen
 from april.config import ConfigError
-from april.dashboard.folder import Runs
+from april.observe.dashboard.folder import Runs
 
 TOKEN = "sesame-of-the-test"
 

@@ -7,7 +7,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from april.dashboard.index import SampleIndex
+from april.observe.dashboard.index import SampleIndex
 from tests.dashboard.runs import make_run
 
 

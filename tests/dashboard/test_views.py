@@ -10,13 +10,13 @@ import orjson
 import pyarrow.parquet as parquet
 import pytest
 
-from april.dashboard import compare, query
-from april.dashboard.app import RunApi
-from april.dashboard.folder import WatchedRun
-from april.dashboard.index import SampleIndex
-from april.dashboard.query import Query, first_rows, matching_rows, page
-from april.launch.operate import RunAddress
-from april.report.run_folder import read_run
+from april.observe.dashboard import query, steps
+from april.observe.dashboard.app import RunApi
+from april.observe.dashboard.folder import WatchedRun
+from april.observe.dashboard.index import SampleIndex
+from april.observe.dashboard.query import Query, first_rows, matching_rows, page
+from april.observe.operate import RunAddress
+from april.observe.report.run_folder import read_run
 from tests.dashboard.conftest import steps_read
 from tests.dashboard.runs import GROUPS, HOSTILE, SIZE, add_step, make_run, rows_of, tokenizer, write_rows
 
@@ -261,7 +261,7 @@ def test_an_answer_counts_only_files_read_before_its_query(tmp_path, monkeypatch
         return lambda *given: (index.advance(), real(*given))[1]
 
     monkeypatch.setattr(query, "page", meanwhile(one, page))
-    monkeypatch.setattr(compare, "excerpts", meanwhile(two, compare.excerpts))
+    monkeypatch.setattr(steps, "excerpts", meanwhile(two, steps.excerpts))
     asked = SimpleNamespace(path_params={"run": "one"}, query_params={"a": "one", "b": "two"})
     found = [api.samples(asked) for _ in range(2)]
     assert [(answer["read"], answer["total"]) for answer in found] == [(1, GROUPS * SIZE), (2, 2 * GROUPS * SIZE)]

@@ -6,9 +6,8 @@ import orjson
 import pytest
 
 from april.config import ConfigError, DataSection
-from april.data.arithmetic import CLEAN, ArithmeticTask, Noise, demonstration, draw_task, split_of
+from april.data.arithmetic import CLEAN, ArithmeticTask, Noise, demonstration, draw_task, make_data, split_of
 from april.data.dataset import load_dataset
-from april.data.make_data import make_data
 from april.workers.rewards.text import final_answer
 
 

@@ -13,9 +13,8 @@ from april import config as configuration
 from april.broker.prompts import PromptBook
 from april.config import ConfigError, DataSection, SourceSection
 from april.data import dataset as module
-from april.data.dataset import load_dataset
-from april.data.formats import BATCH_ROWS
-from april.data.order import epoch_order, mixed_order, rows_per_epoch
+from april.data.dataset import epoch_order, load_dataset, mixed_order, rows_per_epoch
+from april.data.mappings import BATCH_ROWS
 from april.data.rows import DatasetRow
 
 RECORDS = [{"prompt": [{"role": "user", "content": f"{n}+0="}], "label": str(n), "noise": [n]} for n in range(600)]

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from april.config import Config, SourceSection, known_keys
-from april.config.evaluation import EvaluationSetSection
-from april.config.overrides import FLAGS
+from april.config.data import EvaluationSetSection
+from april.config.loading import FLAGS
 from april.simulate.scenario import Scenario
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def test_the_rewards_of_the_pages_reward():
 
 
 def test_the_environment_of_the_page_answers():
-    from april.environments import EnvironmentTurn
+    from april.workers.environments import EnvironmentTurn
 
     guess = examples_of("environments.md")["guess"]
     wrong = guess(EnvironmentTurn(text="5", number=0, complete=True, state=None, prompt="", label="7"))

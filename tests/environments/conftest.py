@@ -2,7 +2,7 @@
 
 import pytest
 
-from april.policy.model import build_model, save_policy
+from april.learner.policy.warm_start import build_model, save_policy
 from tests.conftest import write_config
 from tests.environments.trajectories import BrokerAndWorker
 

@@ -5,7 +5,7 @@ import time
 import zlib
 from pathlib import Path
 
-from april.environments import EnvironmentTurn, Observation
+from april.workers.environments import EnvironmentTurn, Observation
 
 TURNS = 5
 

@@ -3,8 +3,8 @@
 import pytest
 
 from april.data.arithmetic import CLEAN, demonstration, draw_task
-from april.environments import EnvironmentTurn
-from april.environments.calculator import calculator, scratchpad
+from april.workers.environments import EnvironmentTurn
+from april.workers.environments.calculator import calculator, scratchpad
 
 
 @pytest.mark.parametrize(

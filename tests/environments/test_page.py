@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from april.environments import ENVIRONMENTS
-from april.environments.messages import NO_STATE, EnvironmentCall
-from april.environments.process import answer_call
+from april.workers.environments import ENVIRONMENTS
+from april.workers.environments.process import NO_STATE, EnvironmentCall, answer_call
 from april.workers.rewards.messages import Item, RewardRules
 from april.workers.rewards.process import verify
 

@@ -5,9 +5,8 @@ import time
 import msgspec
 import pytest
 
-from april.environments.messages import EnvironmentCall, EnvironmentRules
-from april.environments.pool import EnvironmentPool
 from april.wire.limits import MAX_STATE_BYTES
+from april.workers.environments.process import EnvironmentCall, EnvironmentPool, EnvironmentRules
 
 PATIENCE_S = 120.0
 

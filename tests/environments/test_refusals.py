@@ -5,9 +5,9 @@ import pytest
 from april import config as configuration
 from april.config import ConfigError
 from april.data.tokenizer import Tokenizer
-from april.environments import ENVIRONMENTS
-from april.environments.turns import turn_end_ids
 from april.launch.preflight import examine
+from april.workers.environments import ENVIRONMENTS
+from april.workers.environments.turns import turn_end_ids
 
 
 def test_an_unknown_environment_is_refused_with_the_known_names():

@@ -7,10 +7,10 @@ from itertools import count
 
 from april import config as configuration
 from april import wire
-from april.environments.process import answer_call
-from april.wire.version import Version
+from april.simulate.probe import load_folder_weights
+from april.wire.message import Version
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.folder_weights import load_folder_weights
+from april.workers.environments.process import answer_call
 from april.workers.rewards.messages import Item
 from april.workers.rewards.process import verify
 from april.workers.worker import Worker
@@ -108,7 +108,7 @@ class BrokerAndWorker:
     """An in-process broker with one worker at a time."""
 
     def __init__(self, config_file, monkeypatch, overrides=()):
-        monkeypatch.setattr("april.environments.turns.EnvironmentPool", SlowEnvironment)
+        monkeypatch.setattr("april.workers.environments.turns.EnvironmentPool", SlowEnvironment)
         monkeypatch.setattr("april.workers.scoring.RewardPool", InstantRewards)
         self.config = configuration.load(config_file, overrides)
         self.talk = Conversation(self.config)

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.files import disk
+from april.util import files
 
-NEAR_BLOCKS = st.integers(0, 3).flatmap(lambda n: st.integers(-3, 3).map(lambda d: max(0, n * disk.BLOCK_BYTES + d)))
+NEAR_BLOCKS = st.integers(0, 3).flatmap(lambda n: st.integers(-3, 3).map(lambda d: max(0, n * files.BLOCK_BYTES + d)))
 BATCHES = st.lists(st.lists(NEAR_BLOCKS, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
 @pytest.fixture
 def uncached(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "STAGE_BYTES", 2 * disk.BLOCK_BYTES)
+    monkeypatch.setattr(files, "STAGE_BYTES", 2 * files.BLOCK_BYTES)
     (tmp_path / "file").touch()
-    writer = disk.open_uncached(tmp_path / "file")
+    writer = files.open_uncached(tmp_path / "file")
     assert writer, "the file system of the tests can do it"
     yield writer
     writer.close()
@@ -28,7 +28,7 @@ def append(path, batches: list[list[int]], uncached) -> bytes:
     whole, file = b"", os.open(path, os.O_RDWR | os.O_TRUNC)
     for number, lengths in enumerate(batches):
         pieces = [os.urandom(length) for length in lengths]
-        disk.write_and_sync(file, pieces, len(whole), uncached=uncached if number % 2 == 0 else None)
+        files.write_and_sync(file, pieces, len(whole), uncached=uncached if number % 2 == 0 else None)
         whole += b"".join(pieces)
     os.close(file)
     return whole
@@ -39,7 +39,7 @@ def append(path, batches: list[list[int]], uncached) -> bytes:
 def test_a_file_is_the_same_written_through_the_cache_or_past_it(batches, tmp_path_factory):
     path = tmp_path_factory.mktemp("disk") / "file"
     path.touch()
-    writer = disk.open_uncached(path)
+    writer = files.open_uncached(path)
     assert path.read_bytes() == b"" and append(path, batches, writer) == path.read_bytes()
     writer.close()
 
@@ -47,12 +47,12 @@ def test_a_file_is_the_same_written_through_the_cache_or_past_it(batches, tmp_pa
 def test_writes_are_synced_before_the_call_returns(tmp_path, uncached, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
-    append(tmp_path / "file", [[disk.BLOCK_BYTES], [100, 7]], uncached)
-    assert synced == [disk.BLOCK_BYTES, disk.BLOCK_BYTES + 107]
+    append(tmp_path / "file", [[files.BLOCK_BYTES], [100, 7]], uncached)
+    assert synced == [files.BLOCK_BYTES, files.BLOCK_BYTES + 107]
 
 
 def test_more_than_the_stage_holds_goes_in_several_writes(tmp_path, uncached):
-    lengths = [5 * disk.BLOCK_BYTES + 17, 1, 3 * disk.BLOCK_BYTES]
+    lengths = [5 * files.BLOCK_BYTES + 17, 1, 3 * files.BLOCK_BYTES]
     assert append(tmp_path / "file", [lengths, lengths, lengths], uncached) == (tmp_path / "file").read_bytes()
 
 
@@ -69,7 +69,7 @@ def test_blocks_that_direct_io_does_not_write_go_through_the_cache(tmp_path, unc
         return real(file, [buffers[0][:answer]], offset)
 
     monkeypatch.setattr(os, "pwritev", reluctant)
-    lengths = [2 * disk.BLOCK_BYTES]
+    lengths = [2 * files.BLOCK_BYTES]
     assert append(tmp_path / "file", [lengths, [], lengths], uncached) == (tmp_path / "file").read_bytes()
     assert next(answers, None) is None, "both were asked for"
 
@@ -80,10 +80,10 @@ def test_a_full_disk_raises_its_error(tmp_path, uncached, monkeypatch):
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        append(tmp_path / "file", [[disk.BLOCK_BYTES]], uncached)
+        append(tmp_path / "file", [[files.BLOCK_BYTES]], uncached)
 
 
 def test_without_direct_io_there_is_no_uncached_writer(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "O_DIRECT")
     (tmp_path / "file").touch()
-    assert disk.open_uncached(tmp_path / "file") is None
+    assert files.open_uncached(tmp_path / "file") is None

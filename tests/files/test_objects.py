@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from april.files.objects import ObjectStore, StoreError, StoreLacks, StoreRefused
+from april.util.objects import ObjectStore, StoreError, StoreLacks, StoreRefused
 from tests.stores import KINDS
 
 ROOT = Path(__file__).parents[2]

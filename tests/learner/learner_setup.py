@@ -11,12 +11,12 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from april.config import Config
-from april.config.algorithm import AlgorithmSection
-from april.data.support import Support
+from april.config.training import AlgorithmSection
+from april.data.rows import Support
 from april.learner.batch import TrainingBatch, TrainSample, encode
 from april.weights.base import AdapterWeights, BaseWeights
 from april.weights.snapshot import pack, unpack
-from april.wire.version import Version
+from april.wire.message import Version
 
 VOCAB = 23
 BY_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")

@@ -18,7 +18,7 @@ from learner_setup import Diary, on_disk
 from april.config import Config
 from april.learner import loop, process_group
 from april.learner.trainer import Trainer
-from april.processes.lifetime import end
+from april.util.lifetime import end
 
 STEPS = 9
 

@@ -18,7 +18,7 @@ from april.config import Config
 from april.learner import loop, process_group
 from april.learner.batch import decode, share_batch
 from april.learner.trainer import Trainer
-from april.processes.lifetime import end
+from april.util.lifetime import end
 
 
 def run(job: dict, device: torch.device) -> dict:

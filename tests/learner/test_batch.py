@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 from learner_setup import make_sample
 
-from april.data.support import Support
+from april.data.rows import Support
 from april.learner.batch import TrainingBatch, TrainSample, decode, encode, share_batch
+from april.wire.message import Version
 from april.wire.training import SampleSpan
-from april.wire.version import Version
 
 
 def assert_equal(ours: TrainingBatch, theirs: TrainingBatch):

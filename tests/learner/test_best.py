@@ -7,7 +7,7 @@ import torch
 from learner_setup import Diary, make_config
 from safetensors.torch import load_file
 
-from april.config.evaluation import EvaluationSection
+from april.config.data import EvaluationSection
 from april.learner import checkpoint, loop
 from april.learner.trainer import Trainer
 

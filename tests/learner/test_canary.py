@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from april.learner import loop
 from april.learner.trainer import Trainer
-from april.weights.canary import TOKENS, Canary, canary_tokens
-from april.wire.version import Version
+from april.weights.verification import TOKENS, Canary, canary_tokens
+from april.wire.message import Version
 
 
 def assert_said_by(weights, canary, folder):

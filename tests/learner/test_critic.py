@@ -15,11 +15,11 @@ from reference_critic import gae as gae_of_the_paper
 from april import config as configuration
 from april.config import ConfigError
 from april.config.checks import check_critic
-from april.config.critic import CriticSection
+from april.config.training import CriticSection
 from april.learner.batch import TrainingBatch
 from april.learner.losses.columns import Spans
 from april.learner.losses.gae import gae, value_losses
-from april.learner.minibatches import minibatches
+from april.learner.packing import minibatches
 from april.learner.trainer import Trainer
 
 CPU = torch.device("cpu")

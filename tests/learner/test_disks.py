@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from learner_setup import job, make_config, uneven_batch
 from ranks import run_ranks
 
-from april.learner.disks import Disks
-from april.learner.holdings import (
+from april.learner.checkpoint_copies import (
+    Disks,
     FileTransfer,
     RankInventory,
     find_checkpoint,

@@ -10,11 +10,11 @@ from learner_setup import job, make_config, stale_batch
 from ranks import run_ranks
 
 from april.learner.batch import TrainingBatch
-from april.learner.engine_gaps import sampling_workers, worker_indices
 from april.learner.objective import token_ages
+from april.learner.token_stats import sampling_workers, worker_indices
 from april.learner.trainer import Trainer
+from april.wire.message import Version
 from april.wire.training import SampleSpan
-from april.wire.version import Version
 
 
 @pytest.fixture(scope="module")

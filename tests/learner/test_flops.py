@@ -9,7 +9,7 @@ from test_model import ARCHITECTURES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from april.learner import flops
+from april.learner import performance
 from april.learner.packing import input_tokens
 from april.learner.trainer import Trainer
 
@@ -18,7 +18,7 @@ from april.learner.trainer import Trainer
 def test_a_forward_pass_costs_what_its_products_do(config):
     """PyTorch counts matrix products only, and attention as a full square; the other weights are vectors."""
     lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
-    cost = flops.cost(lm)
+    cost = performance.cost(lm)
     vectors = 2 * sum(weight.numel() for weight in lm.base_model.layers.parameters() if weight.dim() == 1)
     for length in (5, 60):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -39,7 +39,7 @@ def test_a_forward_pass_costs_what_its_products_do(config):
     ],
 )
 def test_variants_of_an_accelerator_have_their_own_peak(name, peak):
-    assert flops.peak_of(name) == peak
+    assert performance.peak_of(name) == peak
 
 
 @pytest.mark.parametrize(("kl_coef", "passes"), [(0.0, 3), (0.1, 4)])

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from april.data.support import Support
+from april.data.rows import Support
 from april.learner import model
 from april.learner.batch import TrainSample
 from april.learner.packing import pack
-from april.wire.version import Version
+from april.wire.message import Version
 
 TEMPERATURE = 0.7
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from april.learner import checkpoint, loop
 from april.learner.batch import TrainingBatch, TrainSample, decode
 from april.learner.trainer import Trainer
-from april.wire.version import Version
+from april.wire.message import Version
 
 
 @pytest.fixture

@@ -11,14 +11,10 @@ from learner_setup import flat_batch, make_config, stale_batch, uneven_batch
 from test_losses import logs, spans
 from test_other_implementations import MASK, column, our_loss, trl_loss
 
-from april.config.algorithm import AlgorithmSection
-from april.learner.losses.bapo import balanced_clip
-from april.learner.losses.corrections import StaleTokens
-from april.learner.losses.dppo_tv import dppo_tv
-from april.learner.losses.m2po import largest_kept_moment, m2po
-from april.learner.losses.policy import Clip
-from april.learner.losses.root_ess import root_ess
-from april.learner.losses.vespo import vespo
+from april.config.training import AlgorithmSection
+from april.learner.losses.corrections import StaleTokens, dppo_tv, largest_kept_moment, m2po, vespo
+from april.learner.losses.policy import Clip, balanced_clip
+from april.learner.losses.step_scales import root_ess
 from april.learner.trainer import Trainer
 
 VECTORS = orjson.loads(Path(__file__).with_name("long_lag_vectors.json").read_bytes())

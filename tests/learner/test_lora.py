@@ -27,14 +27,14 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError
-from april.config.lora import LoraSection, check_lora
-from april.launch.adapter import adapter_parameters
+from april.config.training import LoraSection, check_lora
+from april.launch.memory import adapter_parameters
 from april.learner.batch import TrainingBatch
 from april.learner.lora import adapted_layers, adapters_disabled, names_in_folder
 from april.learner.trainer import Trainer
 from april.weights.base import AdapterWeights
 from april.weights.snapshot import pack
-from april.wire.version import Version
+from april.wire.message import Version
 
 CPU = torch.device("cpu")
 LORA = {"rank": 3, "alpha": 6.0}

@@ -15,11 +15,11 @@ from april.learner.losses.advantages import (
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
+    token_weights,
 )
 from april.learner.losses.columns import Spans, probability_ratio
-from april.learner.losses.divergence import k1, k2, k3
-from april.learner.losses.normalisation import token_weights
 from april.learner.losses.policy import Clip, cispo, gspo, gspo_token, ppo
+from april.learner.objective import k1, k2, k3
 
 ROOT_HALF = 0.5**0.5
 CLIP = Clip(0.2, 0.28)

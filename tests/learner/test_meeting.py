@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from april import wire
-from april.learner.meeting import ask_address
+from april.learner.multi_node import ask_address
 
 
 def answering(places):

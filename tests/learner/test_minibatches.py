@@ -12,7 +12,7 @@ from ranks import run_ranks
 from reference import ReferenceLearner
 
 from april.learner.batch import TrainingBatch
-from april.learner.minibatches import minibatches
+from april.learner.packing import minibatches
 from april.learner.trainer import Trainer
 
 

@@ -12,7 +12,7 @@ from april.learner.diagnostics import BY_AGE, StepTotals
 from april.learner.losses.ranks import Ranks
 from april.learner.objective import MAX_VERSIONS, Objective, token_ages, version_shares
 from april.learner.trainer import Trainer
-from april.wire.version import Version
+from april.wire.message import Version
 
 
 def objective(tmp_path, **algorithm):

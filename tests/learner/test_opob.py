@@ -13,9 +13,9 @@ from reference import ReferenceLearner
 
 from april.config import ConfigError
 from april.learner.batch import TrainingBatch
-from april.learner.losses.opob import opob
+from april.learner.losses.advantages import opob
 from april.learner.trainer import Trainer
-from april.rollouts.run import check_needs_no_critic
+from april.trainers.rollouts.run import check_needs_no_critic
 from tests.conftest import full
 
 GROUPS = orjson.loads(Path(__file__).with_name("long_lag_vectors.json").read_bytes())["opob"]

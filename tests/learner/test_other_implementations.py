@@ -21,10 +21,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from april.learner.diagnostics import StepTotals
 from april.learner.losses import ADVANTAGES, corrections
+from april.learner.losses.advantages import token_weights
 from april.learner.losses.columns import Spans, log_ratio
-from april.learner.losses.divergence import KL_ESTIMATORS
-from april.learner.losses.normalisation import token_weights
-from april.learner.objective import Objective, ResponseTokens
+from april.learner.objective import KL_ESTIMATORS, Objective, ResponseTokens
 
 VECTORS = orjson.loads(Path(__file__).with_name("verl_vectors.json").read_bytes())
 LENGTHS = torch.tensor(VECTORS["lengths"])

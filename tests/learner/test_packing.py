@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from learner_setup import make_sample
 
-from april.data.support import Support
+from april.data.rows import Support
 from april.learner.packing import input_tokens, pack, plan
 
 lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)

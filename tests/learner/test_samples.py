@@ -14,12 +14,12 @@ from msgspec.structs import astuple
 
 from april import cli, runs, wire
 from april.config import ConfigError
-from april.formats.samples import chosen_groups
-from april.formats.versions import RUN_FOLDER
+from april.data.groups import chosen_groups
 from april.learner import loop, samples
 from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
-from april.report.samples import read_step
+from april.observe.report.samples import read_step
+from april.util.versions import RUN_FOLDER
 
 COLUMNS = samples.schema().names
 

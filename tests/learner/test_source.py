@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from april import wire
-from april.connections.broker import BrokerUnreachable
-from april.learner.background import in_background
 from april.learner.batch import TrainingBatch, decode, encode, group_forks
+from april.learner.prefetch import in_background
 from april.learner.source import BrokerSource, decode_groups, is_complete
+from april.wire.sockets.broker import BrokerUnreachable
 
 
 def part(first, total, tokens):

@@ -6,12 +6,12 @@ from subprocess import PIPE
 import pytest
 
 from april import config as configuration
-from april.connections.broker import BrokerUnreachable
 from april.learner import __main__ as learner
 from april.learner.attention import PackedAttentionError
 from april.learner.loading import ModelError
 from april.learner.loop import Diverged
-from april.processes.lifetime import REFUSED
+from april.util.lifetime import REFUSED
+from april.wire.sockets.broker import BrokerUnreachable
 from tests.warm import Popen
 
 

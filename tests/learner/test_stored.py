@@ -16,10 +16,10 @@ from test_convert_weights import run_of
 
 from april import cli
 from april.config import ConfigError
-from april.config.evaluation import EvaluationSection
-from april.formats.stored import CHECKSUMS_FILE, StoredCheckpoints, digest_of, folder_of, stored_checkpoints
+from april.config.data import EvaluationSection
+from april.config.stored import CHECKSUMS_FILE, StoredCheckpoints, digest_of, folder_of, stored_checkpoints
 from april.learner import checkpoint, loop
-from april.learner.copies import NeighbourDiskCopies, ObjectStoreCopies
+from april.learner.checkpoint_copies import NeighbourDiskCopies, ObjectStoreCopies
 from april.learner.trainer import Trainer
 from tests.stores import KINDS
 

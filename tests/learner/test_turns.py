@@ -3,7 +3,7 @@
 import torch
 from learner_setup import make_config, uneven_batch
 
-from april.learner.parking import HostOffload
+from april.learner.time_sharing import HostOffload
 from april.learner.trainer import Trainer
 
 

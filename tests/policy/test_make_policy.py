@@ -7,10 +7,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from april.config import ConfigError
 from april.data.arithmetic import ArithmeticTask, demonstration, split_of
-from april.policy import make_policy as module
-from april.policy.make_policy import make_policy
-from april.policy.model import PAD, VOCABULARY, build_model, build_tokenizer
-from april.policy.warm_start import Recipe, batches, padded
+from april.learner.policy import warm_start as module
+from april.learner.policy.warm_start import (
+    PAD,
+    VOCABULARY,
+    Recipe,
+    batches,
+    build_model,
+    build_tokenizer,
+    make_policy,
+    padded,
+)
 
 SMALL = Recipe(hidden_size=64, layers=1, easy_steps=8, clean_steps=6, noisy_steps=6, batch_tokens=128)
 

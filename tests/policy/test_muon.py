@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from april.policy.muon import Muon, orthogonalised
+from april.learner.policy.warm_start import Muon, orthogonalised
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16)])

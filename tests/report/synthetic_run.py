@@ -6,8 +6,8 @@ from pathlib import Path
 
 import orjson
 
-from april.formats.metrics import line_of_evaluation
-from april.formats.versions import RUN_FOLDER
+from april.config.stored import line_of_evaluation
+from april.util.versions import RUN_FOLDER
 
 CONFIG = """\
 seed = 0

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from april.report.live import LiveView, sparkline, step_line
+from april.observe.report.live import LiveView, sparkline, step_line
 
 STATUS = {
     "run": "demo",

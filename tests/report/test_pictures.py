@@ -11,14 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.report.corrections import corrections_picture, version_dots
-from april.report.drawing import new_figure, to_svg
-from april.report.facts import accuracy, facts
-from april.report.lanes import busy_share, intersect, merge_spans, subtract, thin_out, worker_tracks
-from april.report.learning import learner_picture
-from april.report.pictures import length_density, reward_picture
-from april.report.run_folder import RunFolder
-from april.report.timeline import PAUSE_S, add_idle_spans, timeline_of, waiting
+from april.observe.report.drawing import new_figure, to_svg
+from april.observe.report.facts import accuracy, facts
+from april.observe.report.learner_pictures import corrections_picture, learner_picture, version_dots
+from april.observe.report.pictures import length_density, reward_picture
+from april.observe.report.run_folder import RunFolder
+from april.observe.report.timeline import (
+    PAUSE_S,
+    add_idle_spans,
+    busy_share,
+    intersect,
+    merge_spans,
+    subtract,
+    thin_out,
+    timeline_of,
+    waiting,
+    worker_tracks,
+)
 
 TIMES = st.floats(0, 100, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=30)

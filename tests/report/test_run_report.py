@@ -11,10 +11,10 @@ from synthetic_run import write_run
 
 from april.config import ConfigError
 from april.launch.preflight import mark_ended
-from april.report.facts import facts, token_totals
-from april.report.html import write_report
-from april.report.run_folder import read_run, records_from
-from april.report.table import render_status
+from april.observe.report.facts import facts, token_totals
+from april.observe.report.html import write_report
+from april.observe.report.operations import render_status
+from april.observe.report.run_folder import read_run, records_from
 
 
 def rendered(run_dir) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from april.learner.batch import TrainingBatch, TrainSample
-from april.wire.version import Version
+from april.wire.message import Version
 
 
 def sample(tokens, prompt_tokens, reward, segments):

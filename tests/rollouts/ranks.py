@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 
 from april.config import load
 from april.learner.process_group import long_wait_group
-from april.processes.lifetime import end
-from april.rollouts.run import Rollouts
+from april.trainers.rollouts.run import Rollouts
+from april.util.lifetime import end
 from tests.rollouts.books import RecordingBroker
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from april.config import load
-from april.rollouts import aio
-from april.rollouts.run import Rollouts
+from april.trainers.rollouts import aio
+from april.trainers.rollouts.run import Rollouts
 from tests.rollouts.books import RecordingBroker
 
 WEIGHTS = {"weight": torch.ones(2)}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError, load
 from april.learner.batch import TrainingBatch
-from april.rollouts.run import Rollouts
+from april.trainers.rollouts.run import Rollouts
 from tests.rollouts import areal_types
 from tests.rollouts.books import RecordingBroker, batch_of
 from tests.rollouts.kill import kill_broker
@@ -25,9 +25,9 @@ def areal(monkeypatch):
     """The adapter, where AReaL would be installed."""
     areal_types.install(monkeypatch)
     monkeypatch.setattr(areal_types.PPOTrainer, "weights", lambda self: WEIGHTS)
-    monkeypatch.delitem(sys.modules, "april.adapters.areal", raising=False)
-    yield importlib.import_module("april.adapters.areal")
-    sys.modules.pop("april.adapters.areal", None)
+    monkeypatch.delitem(sys.modules, "april.trainers.adapters.areal", raising=False)
+    yield importlib.import_module("april.trainers.adapters.areal")
+    sys.modules.pop("april.trainers.adapters.areal", None)
 
 
 def options(config, folder, **more):

@@ -149,7 +149,7 @@ def test_what_trl_s_page_says_runs_in_a_folder_that_has_nothing_else(start, tmp_
 
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_log_probabilities_by_length_are_those_that_trl_computes_of_all_rows_at_once(policy_folder, batch_size):
-    adapter = pytest.importorskip("april.adapters.trl")
+    adapter = pytest.importorskip("april.trainers.adapters.trl")
     model = AutoModelForCausalLM.from_pretrained(policy_folder)
     computed = []
 
@@ -182,7 +182,7 @@ def test_log_probabilities_by_length_are_those_that_trl_computes_of_all_rows_at_
     "loss_type, others, is_sorted", [("dapo", None, True), ("bnpo", None, False), ("dapo", [1] * 6, False)]
 )
 def test_rows_of_like_length_share_a_micro_batch_of_trl_where_a_step_is_their_sum(loss_type, others, is_sorted):
-    adapter = pytest.importorskip("april.adapters.trl")
+    adapter = pytest.importorskip("april.trainers.adapters.trl")
     lengths = torch.tensor([5, 1, 2, 6, 3, 4])
     rows = {
         "completion_mask": (torch.arange(6) < lengths[:, None]).long(),
@@ -212,7 +212,7 @@ def test_rows_of_like_length_share_a_micro_batch_of_trl_where_a_step_is_their_su
 
 
 def test_arguments_of_trl_that_do_not_fit_the_run_are_refused(config_file, tmp_path):
-    adapter = pytest.importorskip("april.adapters.trl")
+    adapter = pytest.importorskip("april.trainers.adapters.trl")
     fitting = {
         "num_generations": 2, "generation_batch_size": 8, "steps_per_generation": 1, "gradient_accumulation_steps": 1,
         "num_iterations": 1, "max_steps": 3, "temperature": 1.0,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from april.adapters import openrlhf as adapter
-from april.adapters.openrlhf_options import check, their_options
 from april.config import ConfigError, load
 from april.learner.batch import TrainingBatch
-from april.rollouts import aio
-from april.rollouts.run import Rollouts
+from april.trainers.adapters import openrlhf as adapter
+from april.trainers.adapters.openrlhf import check, their_options
+from april.trainers.rollouts import aio
+from april.trainers.rollouts.run import Rollouts
 from tests.rollouts.books import RecordingBroker, batch_of
 from tests.rollouts.openrlhf_types import broadcast, experience, generate
 from tests.run.processes import assert_closed

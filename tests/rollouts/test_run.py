@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 import april
 from april.config import ConfigError, load
 from april.learner.batch import TrainingBatch
-from april.rollouts import Prompt, PromptsWanted
-from april.rollouts.batch import to_tensors
-from april.rollouts.run import Rollouts
-from april.rollouts.weights import canary_from_model, collect
+from april.trainers.rollouts import Prompt, PromptsWanted
+from april.trainers.rollouts.batch import to_tensors
+from april.trainers.rollouts.run import Rollouts
+from april.trainers.rollouts.weights import canary_from_model, collect
 from tests.rollouts.books import RecordingBroker, batch_of
 from tests.rollouts.kill import kill_broker
 from tests.run.processes import assert_closed
@@ -110,7 +110,7 @@ def test_prompts_are_texts_messages_or_ids_and_submitted_ones_are_skipped(submit
 
 def test_many_prompts_go_in_as_many_messages_as_hold_them(submitted_run, monkeypatch):
     broker, run = submitted_run
-    monkeypatch.setattr("april.rollouts.prompts.MAX_MESSAGE_TOKENS", 3)
+    monkeypatch.setattr("april.trainers.rollouts.prompts.MAX_MESSAGE_TOKENS", 3)
     assert run.submit([[1, 2], [3, 4], [5]]) == 3
     assert [calls[1:] for calls in broker.calls[-2:]] == [(0, [2], [1, 2]), (1, [2, 1], [3, 4, 5])]
 

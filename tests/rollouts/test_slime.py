@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError, load
-from april.data.support import Support
+from april.data.rows import Support
 from april.learner.batch import TrainingBatch, TrainSample
-from april.rollouts import LOCAL, connect
-from april.rollouts.run import Rollouts
-from april.wire.version import Version
+from april.trainers.rollouts import LOCAL, connect
+from april.trainers.rollouts.run import Rollouts
+from april.wire.message import Version
 from tests.rollouts import slime_types
 from tests.rollouts.books import RecordingBroker
 from tests.rollouts.slime_types import Sample, Source, train_data
@@ -29,9 +29,9 @@ SUBMITTED = {"data.source": "submitted", "evaluation.prompts": 1}
 def slime(monkeypatch):
     """The adapter, where slime would be installed."""
     slime_types.install(monkeypatch, evaluate=lambda args, rollout_id, source, evaluation: ("theirs", evaluation))
-    monkeypatch.delitem(sys.modules, "april.adapters.slime", raising=False)
-    yield importlib.import_module("april.adapters.slime")
-    sys.modules.pop("april.adapters.slime", None)
+    monkeypatch.delitem(sys.modules, "april.trainers.adapters.slime", raising=False)
+    yield importlib.import_module("april.trainers.adapters.slime")
+    sys.modules.pop("april.trainers.adapters.slime", None)
 
 
 @pytest.fixture

@@ -126,14 +126,14 @@ def main(file, killed_at):
         "trainer": {"default_local_dir": str(folder), "resume_mode": "auto"},
         "actor_rollout_ref": {"rollout": {
             "n": SIZE, "temperature": 1.0, "prompt_length": 16, "response_length": 24,
-            "agent": {"agent_loop_manager_class": "april.adapters.verl.AgentLoopManager"},
+            "agent": {"agent_loop_manager_class": "april.trainers.adapters.verl.AgentLoopManager"},
             "custom": {"april": {"config": file}},
         }},
     })  # fmt: skip
     ray.get = lambda done: done
     kind = load_class_from_fqn(theirs.actor_rollout_ref.rollout.agent.agent_loop_manager_class, "AgentLoopManager")
     manager = kind.create(config=theirs, llm_client=None, teacher_client=None, reward_loop_worker_handles=None)
-    from april.adapters.verl import CheckpointManager
+    from april.trainers.adapters.verl import CheckpointManager
 
     actor = Actor(manager.run.config.model.path)
     engine = CheckpointEngineConfig(backend="april", engine_kwargs={"april": {"folder": FOLDER}})

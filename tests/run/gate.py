@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from april.workers.rewards.text import final_answer
 
 GATE = "APRIL_TEST_GATE"

@@ -11,7 +11,7 @@ from subprocess import DEVNULL, TimeoutExpired
 
 import orjson
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.warm import MARK, Popen
 
 PATIENCE_S = 180.0

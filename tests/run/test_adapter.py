@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from april.report.samples import read_step
+from april.observe.report.samples import read_step
 from tests.agents.certificate import make_attach_key, make_certificate
 from tests.agents.read import agree, executions
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until

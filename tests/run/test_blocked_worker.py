@@ -6,8 +6,8 @@ import uuid
 import numpy as np
 
 from april import config as configuration
-from april.connections.broker import BrokerConnection
-from april.wire.version import Version
+from april.wire.message import Version
+from april.wire.sockets.broker import BrokerConnection
 from april.workers.engines.base import Chunk
 from april.workers.worker import Worker
 from tests.page_client import Client

@@ -9,10 +9,10 @@ import zmq
 
 from april import wire
 from april.config import ConfigError
-from april.connections import sockets
-from april.connections.broker import AccessDenied, BrokerConnection, BrokerUnreachable
-from april.security import keygen
-from april.security.keys import ALLOW_LIST, load_keys
+from april.wire.security import keygen
+from april.wire.security.keys import ALLOW_LIST, load_keys
+from april.wire.sockets import base
+from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
 from tests.run.processes import APRIL, steps_recorded, wait_until
 
 
@@ -77,7 +77,7 @@ def test_a_peer_whose_socket_takes_nothing_any_more_hears_that_it_was_turned_awa
         raise zmq.Again
 
     connection = connect("monitor", None)
-    monkeypatch.setattr(sockets, "send", full)
+    monkeypatch.setattr(base, "send", full)
 
     def hears_why():
         with pytest.raises((AccessDenied, BrokerUnreachable)) as said:

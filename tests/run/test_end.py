@@ -7,7 +7,7 @@ import pytest
 from april import cli
 from april.launch import preflight
 from april.launch.supervisor import RunFailed, Supervisor
-from april.report import html
+from april.observe.report import html
 
 
 def no_space(*arguments):

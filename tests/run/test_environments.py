@@ -6,7 +6,7 @@ import pytest
 
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.tokenizer import Tokenizer
-from april.launch.operate import RunAddress
+from april.observe.operate import RunAddress
 from april.wire.rows import OBSERVATION
 from tests.run.journal import events_and_arrays, with_payloads
 from tests.run.processes import assert_closed, wait_until

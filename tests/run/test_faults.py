@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.conftest import full
 from tests.run.endless import FILE
 from tests.run.processes import assert_closed, steps_recorded, summary, wait_until

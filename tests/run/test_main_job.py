@@ -20,8 +20,8 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.broker.ledger.ledger import Ledger, Rules
 from april.cli import main
-from april.report.facts import token_totals
-from april.report.run_folder import read_records, read_run
+from april.observe.report.facts import token_totals
+from april.observe.report.run_folder import read_records, read_run
 from tests.conftest import write_config
 from tests.run.checkpoints import assert_exported, model_of_checkpoint
 from tests.run.gate import Gate

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from april.broker.ledger.events import Leased, LeaseEnded, RowsAccepted
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.run.journal import events
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 

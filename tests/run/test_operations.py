@@ -6,9 +6,9 @@ import pytest
 from april.broker.ledger import events
 from april.cli import main
 from april.config import load
-from april.formats.versions import FILE
-from april.launch.operate import RunAddress
-from april.processes.lifetime import STEPPED_ASIDE
+from april.observe.operate import RunAddress
+from april.util.lifetime import STEPPED_ASIDE
+from april.util.versions import FILE
 from tests.broker.conversation import Conversation, FakeWorker, make_batch
 from tests.page_client import Client, Worker
 from tests.run.processes import wait_until

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.conftest import full
 from tests.published import RECORDS
 from tests.run.processes import APRIL, assert_closed

@@ -3,7 +3,7 @@
 import pytest
 
 from april.broker.ledger.events import BatchConsumed, BatchDelivered, GroupOpened, Leased, RowsAccepted
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.conftest import full
 from tests.run.journal import events
 from tests.run.processes import assert_closed, steps_recorded, wait_until

@@ -3,7 +3,7 @@
 import orjson
 
 from april.broker.ledger.events import GroupOpened, GroupScored, Leased, LeaseEnded, RowsAccepted, SampleScored
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.run.journal import events
 from tests.run.processes import assert_closed, wait_until
 

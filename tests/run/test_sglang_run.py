@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
-from april.data.support import Support
+from april.data.rows import Support
 from april.data.tokenizer import Tokenizer
-from april.report.run_folder import read_records
-from april.report.samples import read_step, sample_files
+from april.observe.report.run_folder import read_records
+from april.observe.report.samples import read_step, sample_files
 from april.wire.rows import CHUNK
 from tests.agents.program import TURNS
 from tests.agents.read import executions

@@ -9,13 +9,13 @@ from types import SimpleNamespace as Has
 import pytest
 
 from april import config as configuration
+from april.broker.telemetry.discards import failed_share
 from april.broker.telemetry.evaluation import describe_evaluation
-from april.broker.telemetry.failed_share import failed_share
 from april.config import ConfigError
-from april.connections.address import ADDRESS_FILE, address_at
-from april.files.replace import replace_file
 from april.launch import preflight
 from april.launch.start_up import StartUp
+from april.util.files import replace_file
+from april.wire.sockets.base import ADDRESS_FILE, address_at
 
 
 def status(step=0, version="loading", phase="waiting for weights", learner=None):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import april
-from april.formats.versions import FILE, JOURNAL
+from april.util.versions import FILE, JOURNAL
 from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.run.processes import assert_closed, both_workers_are_there, wait_until
 from tests.run.test_main_job import versions_with_true_logprobs
 
 STUCK_ENGINE = """
 from april.workers.engines.embedded.engine import TorchEngine
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from april.workers.engines.embedded.entry import TorchEntry
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from april.security import keygen
+from april.wire.security import keygen
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from april.security.allow_list import AllowList
-from april.security.door import DOMAIN, ZAP_ADDRESS, AccessControl
-from april.security.keys import ALLOW_LIST, load_keys
+from april.wire.security.access import DOMAIN, ZAP_ADDRESS, AccessControl
+from april.wire.security.allow_list import AllowList
+from april.wire.security.keys import ALLOW_LIST, load_keys
 
 
 @pytest.fixture

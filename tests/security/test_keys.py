@@ -6,9 +6,9 @@ import pytest
 
 from april.cli import main
 from april.config import ConfigError
-from april.security import keygen
-from april.security.allow_list import AllowList
-from april.security.keys import ALLOW_LIST, ROLES, is_open_to_others, load_keys
+from april.wire.security import keygen
+from april.wire.security.allow_list import AllowList
+from april.wire.security.keys import ALLOW_LIST, ROLES, is_open_to_others, load_keys
 
 
 def refusal(capsys, *arguments):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import RunStarted
 from april.broker.ledger.ledger import Ledger
-from april.wire.version import Version
+from april.wire.message import Version
 
 
 @contextmanager

@@ -7,10 +7,9 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
 from april.cli import main
 from april.config import ConfigError
-from april.simulate.automatic import PLAIN_COST, resolve, resolve_as_recorded, tuning_scenario
-from april.simulate.lengths import LengthsSection
-from april.simulate.scenario import Scenario
+from april.simulate.scenario import LengthsSection, Scenario
 from april.simulate.trace import TracedGroup, read_trace
+from april.simulate.tune import PLAIN_COST, resolve, resolve_as_recorded, tuning_scenario
 from tests.simulate.journals import add_group, recorded
 
 AUTO = {"april": "over_sampling_batch_size", "continuous": "in_flight"}
@@ -28,7 +27,7 @@ prefill_s = 0.0
 
 @pytest.fixture(autouse=True)
 def tuning_is_quick(monkeypatch):
-    monkeypatch.setattr("april.simulate.automatic.TUNED_RESPONSES", 200)
+    monkeypatch.setattr("april.simulate.tune.TUNED_RESPONSES", 200)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from april.config.costs import EngineCost
 from april.simulate.engine import SimulatedEngine, SimulatedRun
-from april.wire.version import Version
+from april.wire.message import Version
 
 COST = EngineCost(
     decode_base_s=5e-3, decode_running_s=1e-4, decode_kv_s=1e-6, prefill_s=1e-5, admit_s=1e-3, request_s=2e-3

@@ -12,11 +12,10 @@ from april.broker.ledger.events import BatchDelivered, RowsAccepted
 from april.config import ConfigError
 from april.config.costs import EngineCost
 from april.simulate.engine import SimulatedEngine
-from april.simulate.limit import no_barrier_limit
 from april.simulate.measures import LENGTHS_KEPT, quantiles
 from april.simulate.pipeline import Pipeline, simulate
 from april.simulate.scenario import Scenario
-from april.simulate.variants import variants
+from april.simulate.variants import no_barrier_limit, variants
 
 MILLISECOND = 1e-3
 PLAIN = EngineCost(decode_base_s=10 * MILLISECOND, decode_running_s=0.0, decode_kv_s=0.0, prefill_s=0.0)

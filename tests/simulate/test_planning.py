@@ -14,16 +14,14 @@ from april.cli.simulate import read_scenario
 from april.config import ConfigError
 from april.config.costs import EngineCost, shipped_costs
 from april.simulate.calibrate import Timing, fit, measure
-from april.simulate.experiments import buffers
-from april.simulate.lengths import Lengths, LengthsSection
 from april.simulate.pipeline import Pipeline
 from april.simulate.probe import EngineProbe
-from april.simulate.scenario import Scenario, load_scenario
-from april.simulate.sweep import sweeps
+from april.simulate.scenario import Lengths, LengthsSection, Scenario, load_scenario
+from april.simulate.sweep import buffers, sweeps
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
 from april.simulate.variants import variants
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.engines.base import EngineError
 from april.workers.engines.embedded.decoder import read_shape
 

@@ -7,9 +7,8 @@ from april.broker.ledger.ledger import Ledger, Rules
 from april.cli import main
 from april.config import ConfigError
 from april.simulate.pipeline import Pipeline
-from april.simulate.recording import record_trace
-from april.simulate.trace import TracedGroup, read_trace
-from april.wire.version import Version
+from april.simulate.trace import TracedGroup, read_trace, record_trace
+from april.wire.message import Version
 from tests.simulate.journals import add_group, recorded
 from tests.simulate.test_pipeline import HARD, SCHEDULES, scenario
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from april.config import ConfigError, WeightsSection, load
-from april.processes import clock
-from april.rollouts import aio
-from april.rollouts.run import Rollouts
-from april.weights.canary import Canary
+from april.trainers.rollouts import aio
+from april.trainers.rollouts.run import Rollouts
+from april.util import clock
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.wire.version import Version
+from april.weights.verification import Canary
+from april.wire.message import Version
 from tests.rollouts.books import RecordingBroker
 
 V0, V1 = Version(0, 0), Version(0, 1)

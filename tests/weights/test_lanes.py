@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from april.config import ConfigError, WeightsSection
-from april.processes import clock
-from april.weights import lane
+from april.util import clock
+from april.weights import channel
 from april.weights.base import AdapterWeights, BaseWeights
-from april.weights.canary import Canary
-from april.weights.lane_messages import Adapter
+from april.weights.channel import Adapter
 from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.wire.version import Version
+from april.weights.verification import Canary
+from april.wire.message import Version
 from tests.listeners import listeners
 from tests.run.processes import wait_until
 from tests.warm import Popen
@@ -217,13 +217,13 @@ class SlowPeer:
 def test_the_deadline_of_a_transfer_is_that_of_all_its_buckets_together(monkeypatch):
     peer = SlowPeer(monkeypatch)
     with pytest.raises(TimeoutError, match=r"weights\.transfer_deadline_s"):
-        lane.transfer(peer, [torch.zeros(1)] * 5, "gloo", clock.now() + 30.0)
+        channel.transfer(peer, [torch.zeros(1)] * 5, "gloo", clock.now() + 30.0)
     assert peer.waits_s == [30.0, 20.0, 10.0]
 
 
 def test_a_bucket_is_on_its_way_before_the_last_has_arrived(monkeypatch):
     peer = SlowPeer(monkeypatch)
-    lane.transfer(peer, [torch.zeros(1)] * 3, "gloo", clock.now() + 30.0)
+    channel.transfer(peer, [torch.zeros(1)] * 3, "gloo", clock.now() + 30.0)
     assert peer.under_way == [1, 2, 2] and len(peer.waits_s) == 3
 
 

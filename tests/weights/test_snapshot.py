@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from april.weights.lane_messages import TensorHead
+from april.weights.channel import TensorHead
 from april.weights.snapshot import SnapshotError, buckets, joined, pack, server_buckets, unpack
-from april.wire.version import Version
+from april.wire.message import Version
 
 TENSORS = {
     "odd": torch.arange(7, dtype=torch.float32),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from april.workers.engines.conformance.models import TinyModels
+from april.workers.engines.conformance.harness import TinyModels
 from april.workers.engines.sglang.client import SGLangClient
 from april.workers.engines.sglang.server import ServerSettings, SGLangServer
-from april.workers.engines.vllm.server import VLLMSettings
+from april.workers.engines.vllm.engine import VLLMSettings
 from april.workers.rewards.messages import RewardRules
 from april.workers.rewards.pool import RewardPool
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.driving import V0, Stream, drive, join, prompt
+from april.workers.engines.conformance.harness import V0, Stream, drive, join, prompt
 
 PATIENCE_S = 600.0
 HUNG_S = 4.0

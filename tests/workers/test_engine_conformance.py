@@ -9,11 +9,9 @@ import re
 
 import pytest
 
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.engines import ENGINES
-from april.workers.engines.conformance.checks import Bench
-from april.workers.engines.conformance.driving import V0, VOCABULARY
-from april.workers.engines.conformance.models import CONTEXT
+from april.workers.engines.conformance.harness import CONTEXT, V0, VOCABULARY, Bench
 from april.workers.engines.conformance.suite import CHECKS
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.sglang.engine import SGLangEngine

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from april.errors import ConfigError
-from april.workers.rewards import control_group, sandbox
+from april.util.errors import ConfigError
+from april.workers.rewards import sandbox
 from april.workers.rewards.code import code
 from april.workers.rewards.messages import Item, RewardRules
 
@@ -253,7 +253,7 @@ def test_a_control_group_limits_the_memory_of_all_processes(monkeypatch):
         "if os.fork() == 0:\n    x = bytearray(700 << 20); os._exit(0)\n"
         "os.wait(); os.close(ends); os.wait()"
     )
-    parent, _ = control_group.find_parent_group()
+    parent, _ = sandbox.find_parent_group()
     assert sandbox.run(text, b"", sandbox.SandboxLimits(wall_s=60.0)).exceeded == ("memory" if parent else "")
     assert parent is None or not list(parent.glob(f"april-{os.getpid()}-*")), "a group is left"
 
@@ -261,7 +261,7 @@ def test_a_control_group_limits_the_memory_of_all_processes(monkeypatch):
 @pytest.mark.parametrize("name", TOGETHER)
 def test_limits_hold_for_all_processes_of_a_program_together(name, monkeypatch):
     """Also on hosts where no control group can be created."""
-    monkeypatch.setattr(control_group, "find_parent_group", lambda: (None, ""))
+    monkeypatch.setattr(sandbox, "find_parent_group", lambda: (None, ""))
     text, limit = TOGETHER[name]
     assert sandbox.run(text, b"", sandbox.SandboxLimits(wall_s=30.0)).exceeded == limit
 

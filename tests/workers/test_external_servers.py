@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM
 
 import april
 from april.config import WeightsSection
-from april.weights.canary import Canary
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
+from april.weights.verification import Canary
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
-from april.workers.engines.proof import WeightCheck
+from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.sglang.channel import ServerWeightLoader
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.intake import ServerWeightLoader
 from april.workers.engines.sglang.server import ServerSettings
 from april.workers.engines.vllm.engine import VLLMEngine
+from april.workers.engines.weight_intake import WeightCheck
 from tests.workers.conftest import SGLANG_PYTHON, serve
 from tests.workers.test_sglang_weights import assert_true
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from april.processes.failures import Failures
+from april.util.logs import Failures
 from april.workers.rewards.messages import RewardRules
 from april.workers.rewards.pool import RewardPool
 from tests.workers.rewards_setup import collect

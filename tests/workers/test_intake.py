@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from april.weights.lane_messages import Adapter
+from april.weights.channel import Adapter
 from april.weights.receiver import StagedWeights
 from april.workers.engines.base import EngineError
-from april.workers.engines.conformance.driving import V0, V1
-from april.workers.engines.intake import WeightLoader
-from april.workers.engines.sglang.intake import ServerWeightLoader
+from april.workers.engines.conformance.harness import V0, V1
+from april.workers.engines.sglang.channel import ServerWeightLoader
+from april.workers.engines.weight_intake import WeightLoader
 
 
 class Receiver:

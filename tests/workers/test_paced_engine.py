@@ -5,10 +5,10 @@ import pytest
 from april.config import ConfigError, load
 from april.config.checks import check_engine
 from april.config.costs import Pacing, pacing_of
-from april.report.facts import facts
-from april.report.run_folder import read_run
+from april.observe.report.facts import facts
+from april.observe.report.run_folder import read_run
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.driving import V0, V1, drive, prompt
+from april.workers.engines.conformance.harness import V0, V1, drive, prompt
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.paced import engine as paced
 from april.workers.engines.paced.engine import PacedEngine

@@ -8,17 +8,16 @@ import torch
 
 from april import config as configuration
 from april import wire
-from april.broker.telemetry.engine_gap import EngineGapAlarm
-from april.weights.canary import Canary, canary_tokens
+from april.broker.telemetry.alarms import EngineGapAlarm
 from april.weights.receiver import StagedWeights
-from april.wire.version import Version
+from april.weights.verification import Canary, canary_tokens
+from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, drive, join, prompt
-from april.workers.engines.conformance.faults import FAULTS, a_step_further
+from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY, drive, join, prompt
+from april.workers.engines.conformance.scores import FAULTS, a_step_further
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.intake import WeightLoader
-from april.workers.engines.proof import TOLERANCES, WeightCheck, WrongWeights
+from april.workers.engines.weight_intake import TOLERANCES, WeightCheck, WeightLoader, WrongWeights
 from april.workers.worker import Worker
 from tests.workers.test_intake import Receiver
 from tests.workers.test_worker_aborts import Connection

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from april import wire
+from april.wire.message import Version
 from april.wire.rows import read_rows
-from april.wire.version import Version
 from april.workers import reports as module
 from april.workers.reports import Reports
 

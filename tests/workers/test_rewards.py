@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from april.processes.pool import IN_FLIGHT_ITEMS, PoolProcess, ProcessPool
+from april.util.pool import IN_FLIGHT_ITEMS, PoolProcess, ProcessPool
 from april.workers.rewards.verifiers import check_verifier
 from tests.conftest import full
 from tests.workers.rewards_setup import PATIENCE_S, collect

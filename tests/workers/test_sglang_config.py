@@ -7,17 +7,22 @@ import pytest
 
 from april.cli import main
 from april.config import BrokerSection, ConfigError, load
-from april.processes import clock
-from april.workers.engines.capacity import CapacityRule
+from april.util import clock
+from april.workers.engines.base import CapacityRule
 from april.workers.engines.embedded.entry import TorchEntry
-from april.workers.engines.sglang.checks import check_ranks, check_server, check_speculation
+from april.workers.engines.sglang.channel import ServerWeightChannel
 from april.workers.engines.sglang.client import ServerGone, ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.entry import SGLangEntry
 from april.workers.engines.sglang.factory import make_sglang_engine, server_settings
-from april.workers.engines.sglang.lane import ServerWeightChannel
 from april.workers.engines.sglang.requests import ABORT_S, CANCEL_S
-from april.workers.engines.sglang.server import ServerFailed, ServerSettings
+from april.workers.engines.sglang.server import (
+    ServerFailed,
+    ServerSettings,
+    check_ranks,
+    check_server,
+    check_speculation,
+)
 
 SGLANG = ["--worker.engine", "sglang"]
 REFUSED = {

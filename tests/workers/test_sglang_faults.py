@@ -16,20 +16,19 @@ import numpy as np
 import pytest
 
 from april.config import BrokerSection, WeightsSection
-from april.processes import clock
+from april.util import clock
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.conformance.harness import V0, V1, VOCABULARY, Stream, drive, join, prompt
 from april.workers.engines.sglang import server as server_module
+from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
 from april.workers.engines.sglang.client import ApiKeyRefused, ServerGone, ServerSilent
 from april.workers.engines.sglang.engine import PROBE_TIMEOUT_S, SGLangEngine
 from april.workers.engines.sglang.factory import api_key
 from april.workers.engines.sglang.fleet import SGLangFleet
-from april.workers.engines.sglang.intake import ServerWeightLoader
-from april.workers.engines.sglang.lane import ServerWeightChannel
-from april.workers.engines.sglang.news import StepSignal
 from april.workers.engines.sglang.requests import ABORT_S
+from april.workers.engines.sglang.run import StepSignal
 from april.workers.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
 from tests.workers.conftest import SGLANG_PYTHON
 from tests.workers.server_faults import (

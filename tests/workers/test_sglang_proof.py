@@ -6,13 +6,12 @@ from april.config import WeightsSection
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
-from april.workers.engines.conformance.faults import FAULTS
-from april.workers.engines.proof import WeightCheck, WrongWeights
+from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.conformance.scores import FAULTS
+from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.intake import ServerWeightLoader
-from april.workers.engines.sglang.lane import ServerWeightChannel
 from april.workers.engines.sglang.weights import DiskSnapshot
+from april.workers.engines.weight_intake import WeightCheck, WrongWeights
 from tests.workers.server_faults import run_until
 from tests.workers.test_intake import Receiver
 from tests.workers.test_proof import Learner

@@ -7,7 +7,7 @@ import pytest
 
 from april.wire.limits import FROM_PEER, MAX_CUT_CHUNK_TOKENS, MAX_SUPPORT_IDS
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.driving import V0, prompt
+from april.workers.engines.conformance.harness import V0, prompt
 from april.workers.engines.sglang.client import ServerRefuses
 from april.workers.engines.sglang.run import StreamedRequest
 from april.workers.engines.sglang.weights import lock_folder, remove_stale

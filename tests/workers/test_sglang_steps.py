@@ -8,10 +8,10 @@ import asyncio
 import pytest
 
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, prompt
+from april.workers.engines.conformance.harness import V0, V1, VOCABULARY, prompt
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.fleet import SGLangFleet
-from april.workers.engines.sglang.news import StepSignal
+from april.workers.engines.sglang.run import StepSignal
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 
@@ -25,7 +25,7 @@ def fleet(sglang_server, tiny_model, monkeypatch):
     for engine in engines:
         engine.load_weights(V0, tiny_model().weights())
         engine.step()
-    monkeypatch.setattr("april.workers.engines.sglang.news.STEP_S", 1e6)
+    monkeypatch.setattr("april.workers.engines.sglang.run.STEP_S", 1e6)
     fleet = SGLangFleet(engines, loop, step_signal)
     yield fleet
     fleet.cancel_all(range(10))

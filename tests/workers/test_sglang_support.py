@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from april.data.support import Support
+from april.data.rows import Support
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.driving import (
+from april.workers.engines.conformance.harness import (
     V0,
     V1,
     VOCABULARY,

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.driving import V0, VOCABULARY, drive, prompt
+from april.workers.engines.conformance.harness import V0, VOCABULARY, drive, prompt
 from april.workers.engines.sglang.client import ServerRefuses
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.server import ServerSettings, SGLangServer

@@ -12,15 +12,14 @@ import torch
 from april.config import WeightsSection
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.weights.server_checksums import checksums_in_server
 from april.weights.snapshot import joined
-from april.wire.version import Version
+from april.weights.verification import checksums_in_server
+from april.wire.message import Version
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.driving import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
 from april.workers.engines.sglang.client import ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.intake import ServerWeightLoader
-from april.workers.engines.sglang.lane import ServerWeightChannel
 from april.workers.engines.sglang.server import ServerFailed
 from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors
 from tests.workers.server_faults import rest_of, run_until, streams_of

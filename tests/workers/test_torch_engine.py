@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from april.wire.version import Version
+from april.simulate.probe import load_folder_weights
+from april.wire.message import Version
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.driving import (
+from april.workers.engines.conformance.harness import (
     V0,
     V1,
     V2,
@@ -25,7 +26,6 @@ from april.workers.engines.conformance.driving import (
 )
 from april.workers.engines.embedded.decoder import Decoder
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.folder_weights import load_folder_weights
 
 
 @pytest.fixture

@@ -6,12 +6,10 @@ import pytest
 
 from april.config import ConfigError
 from april.workers.rewards import VERIFIERS
-from april.workers.rewards.answers import after_thinking, last_boxed
-from april.workers.rewards.gsm8k import gsm8k
 from april.workers.rewards.mathematics import dapo, deepscaler, math, normalise
 from april.workers.rewards.messages import Item, RewardRules
 from april.workers.rewards.process import preload, verify
-from april.workers.rewards.text import choice, exact, f1, final_answer, regex
+from april.workers.rewards.text import after_thinking, choice, exact, f1, final_answer, gsm8k, last_boxed, regex
 from april.workers.rewards.verifiers import check_verifier
 
 

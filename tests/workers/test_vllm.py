@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from april.weights.base import BaseWeights
-from april.weights.lane_messages import Adapter
-from april.wire.version import Version
+from april.weights.channel import Adapter
+from april.wire.message import Version
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.driving import V0, V1, VOCABULARY, drive, prompt
+from april.workers.engines.conformance.harness import V0, V1, VOCABULARY, drive, prompt
 from april.workers.engines.sglang.client import ServerRefuses, SGLangClient
 from april.workers.engines.sglang.server import ServerFailed, SGLangServer
-from april.workers.engines.vllm.engine import VLLMEngine
-from april.workers.engines.vllm.server import VLLMSettings
+from april.workers.engines.vllm.engine import VLLMEngine, VLLMSettings
 from tests.run.processes import assert_closed, steps_recorded, wait_until
 from tests.workers.conftest import VLLM_PYTHON
 from tests.workers.server_faults import (

@@ -4,8 +4,8 @@ import pytest
 
 from april.config import ConfigError, load
 from april.workers.engines.sglang.factory import server_settings
-from april.workers.engines.sglang.installed import server_python
-from april.workers.engines.vllm.server import PROGRAM, VLLMSettings
+from april.workers.engines.sglang.server import server_python
+from april.workers.engines.vllm.engine import PROGRAM, VLLMSettings
 
 VLLM = ["--worker.engine", "vllm"]
 REFUSED = {

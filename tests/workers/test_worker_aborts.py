@@ -7,7 +7,7 @@ import pytest
 
 from april import config as configuration
 from april import wire
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.worker import Worker
 
 WATERMARK = 5

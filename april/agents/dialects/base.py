@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+from april.agents.conversation_tree import ConversationTree, PolicyCall, Refusal, Turn
 from april.agents.rendering import BadMessages
-from april.agents.session import ConversationTree, PolicyCall, Refusal, Turn
 from april.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import orjson
 
+from april.agents.conversation_tree import ConversationTree, PolicyCall, Turn
 from april.agents.dialects.base import Body, Dialect, StreamEvent, tool_calls_of, turn_name
 from april.agents.rendering import normalized
-from april.agents.session import ConversationTree, PolicyCall, Turn
 
 
 class Chat(Dialect):

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import orjson
 
+from april.agents.conversation_tree import ConversationTree, PolicyCall, Refusal, Turn
 from april.agents.dialects.base import Body, Dialect, StreamEvent, tool_calls_of, turn_name
 from april.agents.dialects.chat import Chat
 from april.agents.rendering import BadMessages, Message, normalized, text_of
-from april.agents.session import ConversationTree, PolicyCall, Refusal, Turn
 
 
 class Responses(Dialect):

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from april.broker.conformance.prompts import NumberedPrompts, SubmittedPromptsStub
+from april.broker.conformance.runs import NumberedPrompts, SubmittedPromptsStub
 from april.broker.ledger.events import GroupOpened
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules

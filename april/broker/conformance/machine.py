@@ -5,14 +5,14 @@ here, the invariants in `invariants.py`; both hold for every schedule.
 """
 
 import random
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from april.broker.conformance.invariants import Invariants, trains
-from april.broker.conformance.prompts import NumberedPrompts, SubmittedPromptsStub
-from april.broker.conformance.runs import advance
-from april.broker.conformance.sections import sections
+from april.broker.conformance.runs import NumberedPrompts, SubmittedPromptsStub, advance
+from april.broker.filters.filters import GroupFilters, zero_spread
 from april.broker.journal.snapshot import freeze, thaw
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import BatchDelivered, GroupDiscarded, Leased, PromptSubmitted
@@ -20,11 +20,47 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import TO_GENERATE, GroupState, SampleState
 from april.broker.plan import make_schedule
+from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import choose_sample
-from april.config import ScheduleSection
-from april.filters.filters import GroupFilters, zero_spread
+from april.config import ConfigError, ScheduleSection
+from april.wire.message import Version
 from april.wire.rows import observation_row, pack_rows
-from april.wire.version import Version
+
+# --- random configurations of a schedule for property tests ---
+
+
+@st.composite
+def sections(draw, rules: Rules, name: str) -> ScheduleSection:
+    """A [schedule] section of the kind `name` for a ledger with these rules."""
+    batch, n, staleness = rules.batch_groups, rules.group_size, rules.max_staleness
+    common = {
+        "kind": name,
+        "rollout_batch_size": batch,
+        "n_samples_per_prompt": n,
+        "max_staleness": staleness,
+        "max_steps": draw(st.sampled_from([2, 6, 1000])),
+        "last_batch": draw(st.sampled_from(["train", "drop"])),
+    }
+    kind = SCHEDULES.find(name)
+    own: dict[str, Any] = {}
+    if "in_flight" in kind.reads:
+        own["in_flight"] = draw(st.none() | st.integers(1, (staleness + 1) * batch * n))
+    elif "over_sampling_batch_size" in kind.reads:
+        own["over_sampling_batch_size"] = max(1, round(draw(st.floats(0.3, 6)) * batch))
+    if "partial_rollout" in kind.reads:
+        own["partial_rollout"] = draw(st.booleans())
+    if "overlap" in kind.reads:
+        own["overlap"] = staleness > 0 and draw(st.booleans())
+    section = ScheduleSection(**common, **own)
+    try:
+        kind.check(section)
+    except ConfigError:
+        return ScheduleSection(**common)
+    return section
+
+
+# --- hypothesis state machine ---
+
 
 RESPONSE_BUDGET = 12
 RECORD_BYTES = 100

@@ -1,13 +1,45 @@
 """A run of a schedule without faults, from its first group to its last batch."""
 
-from april.broker.conformance.prompts import NumberedPrompts
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import Schedule, choose_sample
 from april.config import ScheduleSection
-from april.wire.version import Version
+from april.wire.message import Version
+
+# --- prompt sources without text, for tests of schedules ---
+
+
+class NumberedPrompts:
+    """A dataset of `rows` empty prompts, drawn for `epochs` epochs."""
+
+    def __init__(self, rows: int, epochs: int):
+        self.rows, self.epochs = rows, epochs
+
+    def draw(self, cursor):
+        epoch, row = cursor
+        if row >= self.rows:
+            epoch, row = epoch + 1, 0
+        return None if epoch >= self.epochs else (epoch, row, b"")
+
+
+class SubmittedPromptsStub:
+    """The prompts that were submitted to a ledger."""
+
+    rows = 1 << 30
+    """More than are ever submitted."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+
+    def draw(self, cursor):
+        _, row = cursor
+        return (0, row, b"") if row in self.ledger.submitted else None
+
+
+# --- a run of a schedule without faults, from its first group to its last batch ---
+
 
 STEPS, SLOTS, MANY_PROMPTS = 10, 6, 1000
 PASSES = 20_000

@@ -13,7 +13,7 @@ from april.broker.plan import describe_plan
 from april.broker.schedules import SCHEDULES
 from april.config import ScheduleSection
 from april.config.checks import check_schedule
-from april.errors import refuse
+from april.util.errors import refuse
 
 EXAMPLES, STEPS = 60, 40
 """Runs of the state machine, and most rules applied in each."""

@@ -13,6 +13,7 @@ import msgspec
 
 from april.broker.journal import records
 from april.broker.ledger.events import AnyEvent, Event
+from april.util.files import sync
 
 SUFFIX = ".msgpack"
 READ_BYTES = 4 << 20
@@ -94,3 +95,40 @@ def reclaimable_files(starts: list[int], needed_from: int, live: Iterable[int]) 
     """
     kept = {starts[bisect.bisect_right(starts, position) - 1] for position in live}
     return [start for start, end in pairwise(starts) if end <= needed_from and start not in kept]
+
+
+# --- location of a run's journal ---
+
+
+def journal_folder(run_dir: Path) -> Path:
+    """The journal's folder of a run, which need not exist yet. Raises JournalError if its disk is not mounted."""
+    folder = run_dir / "journal"
+    if folder.is_symlink() and not folder.is_dir():
+        raise JournalError(f"journal {folder} lies in {folder.readlink()}, which is not here; mount that disk")
+    return folder
+
+
+def locate_journal(run_dir: Path, journal_dir: Path | None) -> Path:
+    """The journal's folder of a run; a new journal is begun in a subfolder of `journal_dir`, if given.
+
+    Raises JournalError if an existing journal lies elsewhere or the subfolder is in use, and OSError.
+    """
+    folder = journal_folder(run_dir)
+    if journal_dir is None:
+        return folder
+    wanted = journal_dir / run_dir.name
+    if not os.path.lexists(folder):
+        wanted.mkdir(parents=True, exist_ok=True)
+        if any(wanted.iterdir()):
+            raise JournalError(
+                f"folder {wanted} has another run's journal; remove it, or choose another run.name. If it is this "
+                f"run's, make {folder} a link to it"
+            )
+        folder.symlink_to(wanted)
+        sync(run_dir)
+    elif not (wanted.is_dir() and folder.samefile(wanted)):
+        raise JournalError(
+            f"journal {folder} lies in {folder.resolve()} and not in {wanted}; give key 'broker.journal_dir' as it "
+            "was, or move the journal there and make the former a link to it"
+        )
+    return folder

@@ -21,12 +21,12 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, JournalError, Reference, file_path, read_records
-from april.broker.journal.recent import LARGE_ROW_BYTES, Appended, RecentRecords
+from april.broker.journal.records import LARGE_ROW_BYTES, Appended, RecentRecords
+from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import AnyEvent, Event, EventArray
-from april.broker.ledger.places import ChunkRef
-from april.files.disk import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
-from april.formats.versions import JOURNAL
-from april.processes.descriptors import NO_DESCRIPTORS
+from april.util.files import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
+from april.util.resources import NO_DESCRIPTORS
+from april.util.versions import JOURNAL
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ and not a torn write of a crash.
 
 import re
 import struct
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 from zlib_ng.zlib_ng import crc32
 
-from april.broker.ledger.events import EventArray
+from april.broker.ledger.events import Event, EventArray
 
 HEAD = struct.Struct(">BBQBIBI")
 """Array header, uint64 synced, uint32 crc32, bin32 length of the event: 20 bytes."""
@@ -97,3 +98,38 @@ def event_checksum(synced: int, event: bytes | memoryview) -> int:
 @lru_cache(maxsize=64)
 def _checksum_of_position(synced: int) -> int:
     return crc32(synced.to_bytes(8))
+
+
+# --- in-memory cache of the newest records with large rows ---
+
+
+CACHE_BYTES = 64 << 20
+"""Most bytes of records kept."""
+LARGE_ROW_BYTES = 16 << 10
+"""Mean bytes per row from which a record counts as large."""
+
+Appended = tuple[Event, list[EventArray], int]
+"""(event, arrays, bytes of the record)."""
+
+
+class RecentRecords:
+    def __init__(self) -> None:
+        self.records: dict[int, Appended] = {}
+        """Cached records by position."""
+        self._oldest_first: deque[int] = deque()
+        self._bytes = 0
+        self._unwritten_bytes = 0
+
+    def keep(self, position: int, appended: Appended) -> None:
+        """Cache a record, and drop the oldest ones beyond `CACHE_BYTES`."""
+        self.records[position] = appended
+        self._oldest_first.append(position)
+        self._bytes += appended[2]
+        self._unwritten_bytes += appended[2]
+        while self._bytes > CACHE_BYTES:
+            self._bytes -= self.records.pop(self._oldest_first.popleft())[2]
+
+    def begin_sync(self) -> int:
+        """Bytes of the cached records appended since the last call."""
+        unwritten_bytes, self._unwritten_bytes = self._unwritten_bytes, 0
+        return unwritten_bytes

@@ -23,7 +23,7 @@ from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.events import RunStarted
 from april.broker.ledger.samples import UNFINISHED, AgentSample, Group, GroupState, Lease, Sample, SampleState
 from april.broker.ledger.state import LedgerState
-from april.files.disk import sync
+from april.util.files import sync
 
 log = logging.getLogger(__name__)
 

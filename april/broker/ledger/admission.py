@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from april.broker.ledger.branches import fork_position
+from april.broker.ledger.agent_sessions import fork_position
 from april.broker.ledger.samples import Lease
 from april.broker.ledger.state import LedgerState
 from april.wire.rows import CHUNK

@@ -1,14 +1,131 @@
 """Batches: which groups the learner was given, which of them it has trained, and the staleness bound."""
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from april.broker.ledger import events
-from april.broker.ledger.account import Account
-from april.broker.ledger.bound import StalenessBound
-from april.broker.ledger.cohorts import LengthCohorts
 from april.broker.ledger.queues import ReadyGroups
-from april.broker.ledger.rules import Rules
+from april.broker.ledger.rules import LengthCohorts, Rules
 from april.broker.ledger.samples import Group, GroupState
+
+# --- the token account ---
+
+
+class Account:
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
+        self.discarded: Counter[str] = Counter()
+        """Acknowledged tokens of discarded groups and samples, by reason."""
+        self.counts: Counter[str] = Counter()
+        """Training groups by state, and discarded ones also by reason."""
+
+    def move(self, group: Group, state: GroupState) -> None:
+        """Move a training group and its tokens to another state."""
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        if group.state is not GroupState.DISCARDED:
+            self.tokens[group.state] -= group.tokens
+        if state is not GroupState.DISCARDED:
+            self.tokens[state] += group.tokens
+        group.state = state
+
+    def count_discarded(self, group: Group, reason: str, times: int) -> None:
+        """Book a discarded group under its reason; `times` is 1, or -1 to take it back."""
+        self.discarded[reason] += times * group.tokens
+        self.counts[reason] += times
+
+    @property
+    def undelivered(self) -> int:
+        """Training groups that are open or ready."""
+        return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
+
+    def account(self) -> dict[str, Any]:
+        """The account in acknowledged tokens, as summary.json has it."""
+        names = ("generated", "trained", "delivered", "ready", "open")
+        return {name: self.tokens[name] for name in names} | {
+            "discarded": dict(self.discarded),
+            "evaluation": self.tokens["evaluation"],
+        }
+
+    @property
+    def closed(self) -> bool:
+        """Whether generated tokens equal the sum over all places they can be in."""
+        parts = sum(self.tokens[name] for name in ("trained", "delivered", "ready", "open"))
+        return self.tokens["generated"] == parts + sum(self.discarded.values())
+
+
+# --- the staleness bound ---
+
+
+class StalenessBound:
+    """Counts the undelivered groups by deadline.
+
+    Let v0(g) be the step of the worker's version at the first lease of group g, S the largest staleness,
+    d(g) = v0(g) + S the last batch that may train g, k the next batch and N its groups. The invariant is
+
+        for every D >= k - 1:  #{undelivered g : d(g) <= D}  <=  (D - k + 1) * N
+
+    At D = k - 1 it says that no group is overdue. A group is opened only if the invariant survives, and a
+    batch is delivered only if it holds for k + 1 afterwards. No token of g is older than v0(g), so a token
+    trained in batch k has a staleness of at most k - v0(g) <= S: the bound is a theorem, whatever the speeds,
+    lengths and failures. It also keeps work from having to be thrown away: batches k .. D have room for every
+    group that is due by D. And it lets work go on: the N oldest undelivered groups can always be delivered once
+    they are complete, and a worker at step k can always open groups as long as fewer than N are undelivered.
+
+        bound = StalenessBound(max_staleness=5, batch_groups=32)
+        if bound.survives(next_step=k, opened_at=k):
+            bound.add(k)
+    """
+
+    def __init__(self, max_staleness: int, batch_groups: int):
+        self.max_staleness = max_staleness
+        self.batch_groups = batch_groups
+        self._due: Counter[int] = Counter()
+
+    def deadline(self, opened_at: int) -> int:
+        """Last batch that may train a group first leased at step `opened_at`."""
+        return opened_at + self.max_staleness
+
+    def add(self, opened_at: int) -> None:
+        self._due[self.deadline(opened_at)] += 1
+
+    def remove(self, opened_at: int) -> None:
+        deadline = self.deadline(opened_at)
+        self._due[deadline] -= 1
+        if not self._due[deadline]:
+            del self._due[deadline]
+
+    def holds(self, next_step: int) -> bool:
+        """Whether the invariant holds with k = `next_step` for the groups counted now."""
+        return self._holds(self._due, next_step)
+
+    def survives(self, next_step: int, opened_at: int) -> bool:
+        """Whether the invariant would hold with one more group first leased at step `opened_at`."""
+        deadline = self.deadline(opened_at)
+        return self._holds({**self._due, deadline: self._due[deadline] + 1}, next_step)
+
+    def survives_delivery(self, next_step: int, delivered: Mapping[int, int]) -> bool:
+        """Whether the invariant would hold for the batch after `next_step`.
+
+        `delivered`: number of groups in batch `next_step` by the step they were opened at.
+        """
+        due = Counter(self._due)
+        due.subtract({self.deadline(opened_at): count for opened_at, count in delivered.items()})
+        return self._holds(due, next_step + 1)
+
+    def _holds(self, due: Mapping[int, int], next_step: int) -> bool:
+        total = 0
+        for deadline in sorted(due):
+            total += due[deadline]
+            if total > max(0, deadline - next_step + 1) * self.batch_groups:
+                return False
+        return True
+
+
+# --- batches ---
+
 
 NONFINITE = "nonfinite"
 """Reason for which the learner skips a batch: a loss or gradient was not finite."""
@@ -79,3 +196,29 @@ class Batches(Account):
         self.consumed, self.incarnation = event.step, event.incarnation
         self.learner_uid = event.uid
         self.weights_address, self.weights_key = event.weights_address, event.weights_key
+
+
+# --- rounds and drains ---
+
+
+class Rounds:
+    def __init__(self) -> None:
+        self.round = -1
+        """Number of the current or last round; -1 before the first."""
+        self.round_open = False
+        self.draining = False
+        """Whether nothing is handed out and workers hand back what they generate for training."""
+        self.watermark = 0
+        """Largest lease id that is to be handed back."""
+
+    def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
+        self.round, self.round_open = event.round, True
+
+    def _on_RoundEnded(self, event: events.RoundEnded, reference: Any) -> None:
+        self.round_open, self.watermark = False, event.watermark
+
+    def _on_DrainStarted(self, event: events.DrainStarted, reference: Any) -> None:
+        self.draining, self.watermark = True, event.watermark
+
+    def _on_DrainEnded(self, event: events.DrainEnded, reference: Any) -> None:
+        self.draining = False

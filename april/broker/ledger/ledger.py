@@ -24,15 +24,14 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.ledger import events
 from april.broker.ledger.admission import PendingTail, Verdict, check_row
-from april.broker.ledger.branches import Superseded, has_known_answer
+from april.broker.ledger.agent_sessions import Superseded, has_known_answer
 from april.broker.ledger.events import EventArray
-from april.broker.ledger.prompts import Prompts
-from april.broker.ledger.rules import Rules
+from april.broker.ledger.rules import Prompts, Rules
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState, needs_agent
 from april.broker.ledger.state import LedgerState
-from april.wire.agents import MAX_FORKS
+from april.wire.message import Version
 from april.wire.rows import CHUNK, ENDS_LEASE_BYTE, ROW, chunk_row, pack_rows, select_rows
-from april.wire.version import Version
+from april.wire.work import MAX_FORKS
 
 Write = Callable[[events.Event, Sequence[EventArray]], Any]
 """Writes an event and its arrays to the journal; returns the reference by which they are read back."""

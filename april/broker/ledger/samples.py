@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from april.broker.ledger.places import ChunkRef, Segment, add_chunk_ref, chunk_refs_in, segments_in
+from april.broker.ledger.chunk_refs import ChunkRef, Segment, add_chunk_ref, chunk_refs_in, segments_in
 
 
 class SampleState(StrEnum):

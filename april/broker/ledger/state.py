@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from april.broker.ledger import events
-from april.broker.ledger.conversations import AgentSessions
+from april.broker.ledger.agent_sessions import AgentSessions
+from april.broker.ledger.chunk_refs import add_chunk_ref
 from april.broker.ledger.dead_letters import DeadLetterQueue
-from april.broker.ledger.places import add_chunk_ref
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
@@ -21,8 +21,8 @@ from april.broker.ledger.samples import (
     SampleState,
     needs_agent,
 )
-from april.wire.agents import session_lease_id
 from april.wire.rows import CHUNK, FINISH_REASONS, ROW, padded
+from april.wire.work import session_lease_id
 
 START_BITS = 32
 """Low bits of a lease id: it is (starts of the broker << 32) | counter, so that ids never repeat."""

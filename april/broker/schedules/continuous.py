@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.prompts import Prompts
+from april.broker.ledger.rules import Prompts
 from april.broker.ledger.samples import Group, GroupState, Sample
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import Dial, Schedule
 from april.config import ScheduleSection
-from april.errors import refuse
+from april.util.errors import refuse
 
 LEAST_BACKLOG, MOST_BACKLOG = 1.0, 2.0
 """Limits of `ContinuousSchedule.backlog`, in batches of complete groups."""

@@ -1,10 +1,15 @@
 """Schedules by rounds: when a round starts, what it opens, and when N groups make a batch."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.prompts import Prompts
+from april.broker.ledger.rules import Prompts
 from april.broker.ledger.samples import GroupState
-from april.broker.schedules.schedule import Schedule
+from april.broker.schedules import SCHEDULES
+from april.broker.schedules.schedule import Dial, Schedule
 from april.config import ScheduleSection
+from april.util.errors import refuse
 
 
 class RoundSchedule(Schedule):
@@ -80,3 +85,43 @@ class RoundSchedule(Schedule):
         if at_once >= wanted:
             return at_once - ledger.undelivered
         return 0 if ledger.counts[GroupState.OPEN] else min(at_once, wanted - len(ledger.ready))
+
+
+# --- the schedule `april`, active partial rollouts (arXiv 2509.18521) ---
+
+
+class ActivePartialSchedule(RoundSchedule):
+    dial = Dial("over_sampling_batch_size")
+
+    @classmethod
+    def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
+        opened = {"over_sampling_batch_size": section.over_sampled}
+        name = f"N' = {section.over_sampled}"
+        return {
+            name: opened,
+            f"{name}, work dropped": opened | {"partial_rollout": False},
+            f"{name}, overlap": opened | {"overlap": True},
+        }
+
+
+# --- the schedule `sync`, the baseline ---
+
+
+class SyncSchedule(RoundSchedule):
+    @classmethod
+    def check(cls, section: ScheduleSection) -> None:
+        if section.groups_per_round > section.rollout_batch_size:
+            able = SCHEDULES.names_where(lambda kind: kind.dial and kind.dial.key == "over_sampling_batch_size")
+            refuse(
+                "schedule.over_sampling_batch_size",
+                section.groups_per_round,
+                f"over-samples N = {section.rollout_batch_size}, which schedule.kind = {section.kind!r} never does",
+                f"use schedule.kind = {able} or leave the key out",
+            )
+        super().check(section)
+
+    @classmethod
+    def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
+        """One variant with N groups in a batch, one with as many as over-sampling would open."""
+        each = (section.rollout_batch_size, section.over_sampled)
+        return {f"N = {groups}": {"rollout_batch_size": groups} for groups in each}

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.prompts import Prompts
+from april.broker.ledger.rules import Prompts
 from april.broker.ledger.samples import Group, GroupState, Sample
 from april.broker.schedules import SCHEDULES
 from april.config import ScheduleSection
-from april.errors import refuse
+from april.util.errors import refuse
 
 KIND_SPECIFIC_KEYS = ("over_sampling_batch_size", "partial_rollout", "overlap", "in_flight")
 """Keys of [schedule] that only some schedules read; all other keys hold for every schedule."""

@@ -7,12 +7,15 @@ the step. What is kept is its description, and where the journal has its tokens.
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import msgspec
 
 from april import wire
 from april.broker.journal.files import Reference
-from april.broker.ledger.places import chunk_refs_in
+from april.broker.ledger.chunk_refs import chunk_refs_in
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.samples import GroupState
 
 MOST_PER_REASON, MOST_PER_STEP = 2, 16
 """Most discards kept per reason and per step: groups, or the discarded part of an agent session."""
@@ -95,3 +98,22 @@ class DiscardedGroups:
         self._by_step, self._waiting = by_step, waiting
         self._reasons = Counter(_decoder.decode(packed).head.discarded for packed in waiting)
         self._bytes = sum(map(len, chain(waiting, *by_step.values())))
+
+
+# --- share of prompts that failed for good, which shows a reward function that fails on one kind of label ---
+
+
+DEAD = "dead_sample"
+
+
+def failed_share(ledger: Ledger) -> dict[str, float]:
+    """Shares that failed: `training` of the groups that were trained or discarded for a dead sample, `evaluation` of
+    the prompts of the last evaluation; 0 if there were none."""
+    dead, trained = ledger.counts[DEAD], ledger.counts[GroupState.TRAINED]
+    last: dict[str, Any] = ledger.evaluated[max(ledger.evaluated)] if ledger.evaluated else {}
+    failed, done = last.get("failed", 0), last.get("prompts", 0)
+    return {"training": share(dead, trained), "evaluation": share(failed, done)}
+
+
+def share(failed: int, done: int) -> float:
+    return round(failed / (failed + done), 6) if failed else 0.0

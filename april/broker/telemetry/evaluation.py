@@ -5,8 +5,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from april.broker.ledger.samples import Group, Sample, SampleState
-from april.config.evaluation import HELD_OUT
-from april.wire.version import Version
+from april.config.data import HELD_OUT
+from april.wire.message import Version
 
 PASSED = 1.0
 """Least reward of a sample that has solved its prompt."""

@@ -13,21 +13,20 @@ import orjson
 
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Sample, SampleState
-from april.broker.sessions import Peers
+from april.broker.peers import Peers
 from april.broker.telemetry.alarm import Alarms
-from april.broker.telemetry.engine_gap import split_gaps
+from april.broker.telemetry.alarms import split_gaps
+from april.broker.telemetry.census import SlotMeans
+from april.broker.telemetry.discards import failed_share
 from april.broker.telemetry.evaluation import describe_set, versions_of
-from april.broker.telemetry.failed_share import failed_share
-from april.broker.telemetry.length_drift import LengthDrift, drift_of
-from april.broker.telemetry.lengths import describe, histogram, summarise_cohorts
+from april.broker.telemetry.lengths import LengthDrift, describe, drift_of, histogram, summarise_cohorts
 from april.broker.telemetry.metrics_file import MetricsFile, without_lanes
-from april.broker.telemetry.sink import Sinks
-from april.broker.telemetry.slots import SlotMeans
-from april.config.evaluation import EvaluationSet
-from april.files.replace import replace_file
-from april.processes import clock
+from april.broker.telemetry.sinks import Sinks
+from april.config.data import EvaluationSet
+from april.util import clock
+from april.util.files import replace_file
 from april.wire import limits
-from april.wire.version import MAX_NUMBER
+from april.wire.message import MAX_NUMBER
 
 log = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 completes, the workers a Deployment; a Service names the broker's pod.
 
 Kubernetes restarts the pods of the broker and the workers whatever their exit status. So at the end of the run the
-broker's pod scales them to zero (`april.launch.clusters.in_pod`). It may do that, read its own StatefulSet, and nothing
-else.
+broker's pod scales them to zero (`april.launch.clusters.broker_pod`). It may do that, read its own StatefulSet, and
+nothing else.
 
 The objects are built from values. With a configuration's values they can be applied; with the placeholders of
-`april.launch.clusters.helm` they are the template of a Helm chart.
+`april.launch.clusters.kubernetes` they are the template of a Helm chart.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from april.launch.part import STOP_S
-from april.registry import FOLDERS_VARIABLE
+from april.util.registry import FOLDERS_VARIABLE
 
 CONFIG_FOLDER, KEYS = "/april-run", "/april-keys"
 """Mount paths of the configuration with the user's own modules, and of the run's keys. Not named `april`, which Python
@@ -35,7 +35,7 @@ BROKER_GRACE_S = int(STOP_S) + GRACE_S
 """Grace period of the broker, which waits for the other parts."""
 RETRIES = 1_000_000
 """Backoff limit of the learner's Job, in effect none: April itself ends with status 0 when the run is over."""
-IN_POD = "april.launch.clusters.in_pod"
+IN_POD = "april.launch.clusters.broker_pod"
 AS_NOBODY = {"automountServiceAccountToken": False}
 """Pod setting without a token for the Kubernetes API."""
 HOLDERS = ("worker", "scorer", "agents")

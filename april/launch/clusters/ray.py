@@ -8,7 +8,7 @@ import yaml
 
 from april.config import ConfigError
 from april.launch.clusters.launcher import SUBMITTED, Launcher, ask
-from april.words import counted
+from april.util.text import counted
 
 PLAN, SUBMIT, REPORT = "plan.yaml", "submit.sh", "parts.txt"
 """Files in the launch folder: the job's input, the submit command, and the job's report on each part."""

@@ -19,10 +19,10 @@ import yaml
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from april.files.replace import replace_file
 from april.launch.clusters.ray import REPORT
 from april.launch.part import LEAVE_S, OVER
-from april.processes.lifetime import end_with_parent
+from april.util.files import replace_file
+from april.util.lifetime import end_with_parent
 
 POLL_S = 0.5
 RESTART_DELAY_S = 2.0

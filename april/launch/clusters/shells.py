@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from april.config import ConfigError
-from april.errors import refuse
 from april.launch.clusters.launcher import Launcher, ask
-from april.words import counted
+from april.util.errors import refuse
+from april.util.text import counted
 
 BROKER, LEARNER, WORKER = "broker", "learner", "worker"
 RUNS, ENDED, SILENT = "runs", "has ended", "unknown: the machine does not answer"

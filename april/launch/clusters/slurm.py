@@ -12,7 +12,7 @@ import jinja2
 
 from april.config import ConfigError
 from april.launch.clusters.launcher import Launcher, ask
-from april.words import counted
+from april.util.text import counted
 
 MAIN = "run.sbatch"
 NOUNS = {"worker": "workers", "scorer": "scorers", "agents": "agents processes"}

@@ -1,7 +1,7 @@
 """Back ends of the learner, which distribute a model over ranks. `entry.py` has the registry entry of a back end,
 `backend.py` its interface to the trainer. Any back end can resume from a checkpoint of another."""
 
-from april.registry import Registry
+from april.util.registry import Registry
 
 BACKENDS = Registry(
     "learner.backend",

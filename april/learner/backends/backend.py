@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from april.learner.checkpoint import CheckpointPart
-from april.learner.flops import Cost
 from april.learner.losses.ranks import Ranks
 from april.learner.model import gather_state
 from april.learner.packing import MicroBatch
-from april.learner.phases import Seconds, untimed
-from april.processes.pulse import MAIN
+from april.learner.performance import Cost, Seconds, untimed
+from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
 
 Loss = Callable[[int, Tensor, Tensor], Tensor]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from april.config import Config
-from april.errors import refuse
+from april.util.errors import refuse
 
 if TYPE_CHECKING:
     import torch

@@ -4,13 +4,13 @@ A column has one entry for each of the K response tokens of a micro-batch, seque
 to sequences. Columns computed by the policy under training carry gradients, all others do not.
 """
 
-from april.registry import Registry
+from april.util.registry import Registry
 
 LOSSES = Registry(
     "algorithm.loss",
     "loss",
     {name: f"april.learner.losses.policy:{name}" for name in ("ppo", "gspo", "gspo_token", "cispo")}
-    | {"bapo": "april.learner.losses.bapo:bapo"},
+    | {"bapo": "april.learner.losses.policy:bapo"},
 )
 CORRECTIONS = Registry(
     "algorithm.corrections",
@@ -21,9 +21,9 @@ CORRECTIONS = Registry(
         "icepop": "april.learner.losses.corrections:icepop_correction",
         "geometric": "april.learner.losses.corrections:geometric_correction",
         "on_policy_only": "april.learner.losses.corrections:on_policy_only_correction",
-        "vespo": "april.learner.losses.vespo:vespo",
-        "m2po": "april.learner.losses.m2po:m2po",
-        "dppo_tv": "april.learner.losses.dppo_tv:dppo_tv",
+        "vespo": "april.learner.losses.corrections:vespo",
+        "m2po": "april.learner.losses.corrections:m2po",
+        "dppo_tv": "april.learner.losses.corrections:dppo_tv",
     },
 )
 ADVANTAGES = Registry(
@@ -33,10 +33,10 @@ ADVANTAGES = Registry(
         name: f"april.learner.losses.advantages:{name}"
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
     }
-    | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.opob:opob"},
+    | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.advantages:opob"},
 )
 """Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
 attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response
 (`opob`)."""
-STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.root_ess:root_ess"})
+STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.step_scales:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""

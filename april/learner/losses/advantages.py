@@ -2,7 +2,7 @@
 
 Every estimator is a function (rewards, lengths) -> advantages over lists with one float64 [n] tensor per group of n
 responses; `lengths` are response tokens. A group (for the batch-wide estimators: a batch) whose rewards have no spread
-(`april.filters.spread`) gets zeros. `advantages` runs an estimator and sets rounding errors to 0. This module imports
+(`april.data.groups`) gets zeros. `advantages` runs an estimator and sets rounding errors to 0. This module imports
 without torch, so that any machine can check a configuration.
 """
 
@@ -10,13 +10,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from april.filters import spread
+import numpy as np
+
+from april.data import groups
 from april.learner.losses import ADVANTAGES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     Groups = list[Tensor]
+    from torch import Tensor
+
+    pass
+
 
 ROUNDING = 1e-9
 """Advantages with a smaller absolute value are set to 0: of the rewards 0.1, 0.2 and 0.3 the second equals the mean up
@@ -24,7 +30,7 @@ to float rounding."""
 
 
 def has_spread(rewards: Tensor) -> bool:
-    return spread.has_spread(rewards.tolist())
+    return groups.has_spread(rewards.tolist())
 
 
 def centred(rewards: Tensor) -> Tensor:
@@ -93,3 +99,47 @@ def whitened(values: Groups, lengths: Groups) -> Groups:
 def advantages(estimator: str, rewards: Groups, lengths: Groups) -> Groups:
     """Advantages by the estimator named `estimator`, with absolute values below `ROUNDING` set to exactly 0."""
     return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in ADVANTAGES.find(estimator)(rewards, lengths)]
+
+
+# --- weight of each token in the loss of the global batch, or of its minibatch if a batch has several optimizer ste---
+
+
+def token_weights(
+    kind: str, lengths: np.ndarray, tokens: np.ndarray, sequences: np.ndarray, constant_tokens: int
+) -> np.ndarray:
+    """Weight of each token of S sequences, the same for all tokens of a sequence; float64 [S].
+
+    `lengths` [S] are response tokens. `tokens` and `sequences` [S] are T, the tokens, and N, the sequences, of the
+    minibatch that a sequence is in; samples without a gradient count too.
+
+    - `token_mean`: 1 / T, DAPO, arXiv 2503.14476, equation 12;
+    - `sequence_mean`: 1 / (N length), GRPO, arXiv 2402.03300, equation 3;
+    - `constant`: 1 / (N constant_tokens), Dr. GRPO, arXiv 2503.20783, section 3.2.
+    """
+    if kind == "token_mean":
+        return 1 / tokens
+    if kind == "sequence_mean":
+        return 1 / (sequences * lengths.astype(np.float64))
+    return 1 / (sequences * constant_tokens)
+
+
+# --- vCPO's optimal baseline ---
+
+
+def opob(rewards: Groups, log_ratios: Groups, squares: Groups) -> Groups:
+    """A_i = r_i - b within the group, b = sum_i(w_i^2 |g_i|^2 r_i) / sum_i(w_i^2 |g_i|^2).
+
+    w_i = pi / mu of response i, g_i the gradient of its log pi. The baseline that minimises the variance of the
+    importance-weighted policy gradient: VCPO, "Stable Asynchrony", arXiv 2602.17616, and mit-han-lab/vcpo,
+    recipe/fully_async_policy/staleness_utils.py. If all gradients are zero, b is the plain mean.
+    """
+    return [minus_baseline(*group) for group in zip(rewards, log_ratios, squares, strict=True)]
+
+
+def minus_baseline(rewards: Tensor, log_ratios: Tensor, squares: Tensor) -> Tensor:
+    weights = (2 * log_ratios).exp() * squares
+    total = weights.sum()
+    return centred(rewards) if total == 0 else rewards - (weights * rewards).sum() / total
+
+
+opob.needs_norms = True  # type: ignore[attr-defined]

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from april.config.algorithm import AlgorithmSection
-from april.learner.losses.columns import MAX_LOG_RATIO, Spans, log_ratio
+from april.config.training import AlgorithmSection
+from april.learner.losses.columns import MAX_LOG_RATIO, Spans, bounded, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
     from april.learner.losses.ranks import Ranks
+
 
 Correction = Callable[["StaleTokens", AlgorithmSection], "Tensor | tuple[Tensor, Tensor]"]
 
@@ -150,3 +151,62 @@ def on_policy_only(ages: Tensor, dtype: dtype | None = None) -> Tensor:
     """1 for tokens that the current version sampled (age 0), otherwise 0: the older part of a partial rollout is
     masked; int64 [K] -> [K] of `dtype` (None: float32)."""
     return (ages <= 0).to(dtype) if dtype else (ages <= 0).float()
+
+
+# --- vESPO ---
+
+
+@weighing
+def vespo(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
+    """phi(w) = exp(lambda) w^k exp(-lambda w), w the product of the response's ratios proximal / mu; [K], the same for
+    all tokens of a response.
+
+    phi is 1 at w = 1, highest at w = k / lambda, and falls to 0 for small and for large w. `k` and `lambda` depend on
+    the sign of the advantage. "VESPO", arXiv 2602.10693, the kernel as in the authors' code and TRL's `loss_type =
+    "vespo"`. With `algorithm.proximal = "recomputed"` and `algorithm.loss = "cispo"` the loss is the paper's too.
+    """
+    positive = (tokens.advantages >= 0).to(tokens.proximal_log_ratio.dtype)
+    k = positive * section.vespo_k_positive + (1 - positive) * section.vespo_k_negative
+    decay = positive * section.vespo_lambda_positive + (1 - positive) * section.vespo_lambda_negative
+    log_w = bounded(tokens.spans.sum(tokens.proximal_log_ratio))
+    return (decay + k * log_w - decay * log_w.exp()).exp()
+
+
+# --- m2PO ---
+
+
+@over_the_batch
+def m2po(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
+    """Mask, [K]: 0 for the tokens of the batch with the largest (log pi - log mu)^2, as many as needed until the mean
+    over the kept tokens is below `m2po_threshold`; 1 elsewhere.
+
+    "Prosperity before Collapse", arXiv 2510.01161, second moment and mask as in AReaL's documentation and actor, over
+    the tokens with a nonzero advantage. Tokens with equal log-ratios are kept or masked together. Collective.
+    """
+    moments, trained = tokens.current_log_ratio.double().square(), tokens.advantages != 0
+    largest = largest_kept_moment(tokens.ranks.gathered(moments[trained]), section.m2po_threshold)
+    return ((moments <= largest) | ~trained).to(tokens.current_log_ratio.dtype)
+
+
+def largest_kept_moment(moments: Tensor, threshold: float) -> float:
+    """The largest moment m for which the mean of all moments <= m is below the threshold; -1 if there is none."""
+    values, counts = moments.unique(return_counts=True)
+    means = (values * counts).cumsum(0) / counts.cumsum(0)
+    kept = values[means < threshold]
+    return kept[-1].item() if len(kept) else -1.0
+
+
+# --- dPPO ---
+
+
+def dppo_tv(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
+    """Mask, [K]: 0 where the step would move a probability out of the trust region around mu, 1 elsewhere. That is
+    pi - mu > dppo_rise for A > 0, and mu - pi > dppo_fall for A <= 0.
+
+    The binary approximation of the total variation distance, "Rethinking the Trust Region in LLM Reinforcement
+    Learning", arXiv 2602.04879, as in verl's `loss_mode = "dppo_tv"`. The paper's importance ratio, truncated at a
+    large value, is the correction `truncated`.
+    """
+    change, positive = tokens.logprobs.exp() - tokens.behaviour_logprobs.exp(), tokens.advantages > 0
+    kept = (positive & (change <= section.dppo_rise)) | (~positive & (change >= -section.dppo_fall))
+    return kept.to(change.dtype)

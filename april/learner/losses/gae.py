@@ -15,7 +15,7 @@ from april.learner.losses.columns import Spans
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from april.config.critic import CriticSection
+    from april.config.training import CriticSection
     from april.learner.losses.ranks import Ranks
 
 VARIANCE = 1e-8

@@ -3,7 +3,7 @@
 The embedded engines run in the worker's own process; the others drive servers.
 """
 
-from april.registry import Registry
+from april.util.registry import Registry
 
 ENGINES = Registry(
     "worker.engine",

@@ -11,19 +11,21 @@ An engine is driven from one thread. A request is live from `submit` until a chu
     rest = engine.cancel(request.id)      # empty when the request has ended already
 """
 
+import math
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from april.data.support import Support
-from april.wire.version import Version
+from april.data.rows import Support
+from april.wire.message import Version
 
 if TYPE_CHECKING:
     import torch
 
-    from april.weights.lane_messages import Adapter
+    from april.weights.channel import Adapter
 
 
 Finish = Literal["stop", "length"]
@@ -188,3 +190,53 @@ class AdapterEngine(Engine, Protocol):
 
     def load_adapter(self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
         """Replace the current adapter; otherwise as `load_weights`. `tensors`: as in `april.weights.base.Adapted`."""
+
+
+# --- periodic ticks at which an engine returns the new tokens of all its sequences, so that they share one message ---
+
+
+class Ticks:
+    """Instants `period_s` apart. The first is random, so that engines started together do not tick together."""
+
+    def __init__(self, period_s: float, now: float):
+        self.period_s = period_s
+        self.next = now + period_s * random.random()
+
+    def passed(self, now: float) -> bool:
+        """Whether a tick has passed since the last one returned. `now`: seconds of one monotonic clock."""
+        if now < self.next:
+            return False
+        missed = math.floor((now - self.next) / self.period_s) if self.period_s else 0
+        self.next += (missed + 1) * self.period_s
+        return True
+
+
+# --- rule for the number of requests to keep on a server, from the load that the server reports ---
+
+
+FULL = 0.9
+"""Share of the KV cache in use above which the number does not grow."""
+GROWTH = 1.25
+"""Factor by which the number grows with each observation of a server with room."""
+
+
+class CapacityRule:
+    OBSERVED = ("num_running_reqs", "num_waiting_reqs", "token_usage", "max_running_requests")
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.requests = slots
+        self.waiting = 0
+        """Queued requests of the last observation."""
+
+    def observe(
+        self, num_running_reqs: int, num_waiting_reqs: int, token_usage: float, max_running_requests: int
+    ) -> None:
+        """`token_usage`: share of the KV cache in use. `max_running_requests`: the server's maximum, 0 if unknown."""
+        self.waiting = num_waiting_reqs
+        most = min(self.slots, max_running_requests or self.slots)
+        if num_waiting_reqs and num_running_reqs < most and token_usage >= FULL:
+            self.requests = max(1, num_running_reqs)
+        elif not num_waiting_reqs and token_usage < FULL:
+            self.requests = max(self.requests + 1, int(self.requests * GROWTH))
+        self.requests = min(self.requests, most)

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from april.config import Config, ConfigError
-from april.processes import clock
-from april.wire.version import Version
-from april.workers.engines.base import Chunk, EngineError, Finish, Request
-from april.workers.engines.checks import check_request, check_tensors, folder_tensors
-from april.workers.engines.entry import EngineEntry
-from april.workers.engines.ticks import Ticks
+from april.util import clock
+from april.wire.message import Version
+from april.workers.engines.base import Chunk, EngineError, Finish, Request, Ticks
+from april.workers.engines.entry import EngineEntry, check_request, check_tensors, folder_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Verifiers, which compute the reward of a response in separate processes. `verifiers.py` has their interface."""
 
-from april.registry import Registry
+from april.util.registry import Registry
 
 VERIFIERS = Registry(
     "reward.name",
@@ -14,10 +14,10 @@ VERIFIERS = Registry(
         "math": "april.workers.rewards.mathematics:math",
         "deepscaler": "april.workers.rewards.mathematics:deepscaler",
         "dapo": "april.workers.rewards.mathematics:dapo",
-        "gsm8k": "april.workers.rewards.gsm8k:gsm8k",
+        "gsm8k": "april.workers.rewards.text:gsm8k",
         "code": "april.workers.rewards.code:code",
         "remote": "april.workers.rewards.remote:remote",
-        "environment": "april.workers.rewards.environment:environment",
+        "environment": "april.workers.rewards.verifiers:environment",
     },
     prefixes=("group:", "trl:", "trl_text:", "verl:", "verifiers:"),
 )

@@ -19,13 +19,13 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from april.workers.rewards.answers import after_thinking
 from april.workers.rewards.messages import Item, RewardRules, Score, Undecided, takes_items
 from april.workers.rewards.sandbox import SandboxLimits, SandboxResult, run
+from april.workers.rewards.text import after_thinking
 
 BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 HERE = Path(__file__).parent
-IMPORT = "from april.workers.rewards.plain_values import pack, receive, send, unpack\n"
+IMPORT = "from april.workers.rewards.messages import pack, receive, send, unpack\n"
 
 
 def inlined_source(file: str) -> str:

@@ -9,8 +9,8 @@ import logging
 import re
 from functools import lru_cache
 
-from april.workers.rewards.answers import END_OF_THINKING, after_phrase, after_thinking, last_boxed
 from april.workers.rewards.messages import Undecided
+from april.workers.rewards.text import END_OF_THINKING, after_phrase, after_thinking, last_boxed
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from april.processes.pool import Failure, PoolProcess, ProcessPool
+from april.util.pool import Failure, PoolProcess, ProcessPool
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score
 from april.workers.rewards.process import BATCH_ITEMS
 from april.workers.rewards.verifiers import in_batches

@@ -5,6 +5,7 @@ import importlib
 import math
 import numbers
 import os
+import re
 import select
 import signal
 import sys
@@ -14,15 +15,39 @@ from collections.abc import Sequence
 
 import msgspec
 
-from april.processes.blame import raised
-from april.processes.frames import LENGTH_BYTES, READY, frame, private_pipes, send
-from april.processes.memory import limit_memory
-from april.processes.pool import ORPHAN_MARGIN_S, RETIRED, START_LIMIT_S
+from april.util.logs import raised
+from april.util.pool import LENGTH_BYTES, ORPHAN_MARGIN_S, READY, RETIRED, START_LIMIT_S, frame, private_pipes, send
+from april.util.resources import limit_memory
 from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, is_reward
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
-from april.workers.rewards.shaping import shape
 from april.workers.rewards.verifiers import find_verifier, in_batches, right_response
+
+# --- reward shaping added to every verifier's reward ---
+
+
+def shape(reward: float, details: dict[str, float], item: Item, rules: RewardRules) -> tuple[float, dict[str, float]]:
+    """The shaped reward and its details; if a penalty is configured, they include `base`, the verifier's own reward."""
+    penalties = {}
+    if rules.overlong_buffer_tokens:
+        penalties["overlong"] = overlong(item.tokens, rules)
+    if rules.format_pattern:
+        matches = re.search(rules.format_pattern, item.response, re.DOTALL) is not None
+        penalties["format"] = 0.0 if matches else -rules.format_penalty
+    if not penalties:
+        return reward, details
+    return reward + sum(penalties.values()), {**details, "base": reward, **penalties}
+
+
+def overlong(tokens: int, rules: RewardRules) -> float:
+    """Overlong penalty: 0 before the buffer at the end of the budget, then linear to -`overlong_penalty` at the budget
+    (soft overlong punishment, arXiv 2503.14476, equation 13)."""
+    beyond = tokens - (rules.max_response_tokens - rules.overlong_buffer_tokens)
+    return -rules.overlong_penalty * min(1.0, max(0.0, beyond / rules.overlong_buffer_tokens))
+
+
+# --- a verifier process, `python -m april.workers.rewards.process LIMIT_S RULES` ---
+
 
 ERROR_CHARACTERS = 500
 BATCH_ITEMS = 32

@@ -15,10 +15,12 @@ import os
 import selectors
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,9 +28,175 @@ from typing import IO
 
 import msgspec
 
-from april.errors import refuse
-from april.workers.rewards.control_group import ControlGroup, find_parent_group
-from april.workers.rewards.usage import WATCH_S, UsageWatch
+from april.util.errors import refuse
+
+# --- a control group that limits the total memory of a program's processes, on hosts that permit creating one ---
+
+
+ROOT = Path("/sys/fs/cgroup")
+LIMIT_FILES = {"memory.limit_in_bytes": "memory.oom_control", "memory.max": "memory.events"}
+"""Files of cgroup versions 1 and 2: memory limit -> counter of out-of-memory kills."""
+
+
+class ControlGroup:
+    """The control group of one program. If none can be created, it limits nothing, and `path` is empty."""
+
+    def __init__(self, memory_mb: int):
+        self.folder: Path | None = None
+        parent, limit_file = find_parent_group()
+        if parent is None:
+            return
+        with contextlib.suppress(OSError):
+            folder = own_folder(parent)
+            folder.mkdir()
+            self.folder, self._kills = folder, folder / LIMIT_FILES[limit_file]
+            (folder / limit_file).write_text(str(memory_mb << 20))
+
+    @property
+    def path(self) -> str:
+        """Path of the group, which the program's first process enters; empty if there is no group."""
+        return str(self.folder or "")
+
+    @property
+    def killed(self) -> bool:
+        """Whether the kernel has killed a process of the group because of the memory limit."""
+        if self.folder is None:
+            return False
+        with contextlib.suppress(OSError):
+            counts = dict(line.split() for line in self._kills.read_text().splitlines())
+            return counts.get("oom_kill", "0") != "0"
+        return False
+
+    def remove(self) -> None:
+        """Remove the group; call it after all processes of the program have ended."""
+        if self.folder:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+
+
+def own_folder(parent: Path) -> Path:
+    """A unique group folder: differs between threads, and from that of an earlier process with the same id."""
+    return parent / f"april-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+@cache
+def find_parent_group() -> tuple[Path | None, str]:
+    """(parent folder where memory-limited groups can be created, name of the limit file); (None, "") if there is none.
+
+    Also removes groups left behind by killed processes.
+    """
+    for parent in parents():
+        for leftover in parent.glob("april-*-*"):
+            if not Path("/proc", leftover.name.split("-")[1]).exists():
+                with contextlib.suppress(OSError):
+                    leftover.rmdir()
+        attempt = own_folder(parent)
+        try:
+            attempt.mkdir()
+        except OSError:
+            continue
+        found = next((limit_file for limit_file in LIMIT_FILES if (attempt / limit_file).exists()), "")
+        attempt.rmdir()
+        if found:
+            return parent, found
+    return None, ""
+
+
+def parents() -> Iterator[Path]:
+    """The control groups of this process, and their ancestors."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = ROOT / "memory" if controllers else ROOT
+        group = root / own.lstrip("/")
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root) and folder.is_dir())
+
+
+# --- memory and disk usage of a program under test and all processes it has started ---
+
+
+WATCH_S = 0.05
+"""Shortest interval between two measurements (s)."""
+BLOCK_BYTES, MIB = 512, 1 << 20
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class UsageWatch:
+    """Measures the process tree below `pid`, its control group, and the folder it may write to."""
+
+    def __init__(self, pid: int, folder: str, group: ControlGroup, memory_mb: int, files_mb: int):
+        self.pid, self.folder, self.group = pid, folder, group
+        self.memory_bytes, self.files_bytes = memory_mb * MIB, files_mb * MIB
+        self._due_s = 0.0
+
+    def exceeded(self) -> str:
+        """Name of the exceeded limit, "memory" or "output"; empty if there is none."""
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return ""
+        if self.group.killed:
+            return "memory"
+        pids = list(tree(self.pid))
+        used = sum(map(resident_bytes, pids))
+        if used > self.memory_bytes and sum(map(proportional_bytes, pids)) > self.memory_bytes:
+            return "memory"
+        if written_bytes(self.folder, pids) > self.files_bytes:
+            return "output"
+        self._due_s = time.monotonic() + max(WATCH_S, 4 * (time.monotonic() - now_s))
+        return ""
+
+
+def tree(pid: int) -> Iterator[int]:
+    """Ids of a process and all its descendants."""
+    yield pid
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from tree(int(child))
+
+
+def resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    return 0
+
+
+def proportional_bytes(pid: int) -> int:
+    """Proportional set size, in which shared pages count once in total; private memory if the kernel hides it."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    with contextlib.suppress(OSError):
+        resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+        return (int(resident) - int(shared)) * PAGE_BYTES
+    return 0
+
+
+def written_bytes(folder: str, pids: list[int]) -> int:
+    """Disk usage of the files in the folder, and of deleted files that are still open."""
+    files: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                add_file(files, os.lstat(os.path.join(parent, name)))
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"/proc/{pid}/fd/{name}")
+                    if not status.st_nlink:
+                        add_file(files, status)
+    return sum(files.values())
+
+
+def add_file(files: dict[tuple[int, int], int], status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        files[status.st_dev, status.st_ino] = status.st_blocks * BLOCK_BYTES
+
+
+# --- sandbox for untrusted programs ---
+
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,48 @@
 import re
 import string
 from collections import Counter
+from decimal import Decimal
 
-from april.workers.rewards.answers import after_thinking, last_boxed
+from april.data.rows import final_number, last_number, leading_number
+
+# --- extracts the answer of a response ---
+
+
+END_OF_THINKING = "</think>"
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""An escaped character, or a brace."""
+
+
+def after_thinking(response: str) -> str:
+    """The text after the last `</think>`; the whole response if there is none."""
+    return response.rpartition(END_OF_THINKING)[2]
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last complete `\\boxed{}`, whose braces may be nested and escaped; None if there is none.
+
+    Takes linear time, however many boxes are never closed.
+    """
+    boxes = {opening.end() - 1 for opening in BOX.finditer(text)}
+    opened: list[int] = []
+    start, end = -1, -1
+    for brace in BRACE.finditer(text) if boxes else ():
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif brace[0] == "}" and opened and (position := opened.pop()) in boxes and position > start:
+            start, end = position, brace.start()
+    return None if start < 0 else text[start + 1 : end].strip()
+
+
+def after_phrase(text: str, phrase: str) -> str | None:
+    """The rest of the line after the last `phrase:`, case-insensitive; None if there is none."""
+    found = re.findall(rf"(?i){phrase}\s*:\s*([^\n]+)", text)
+    return found[-1].strip() if found else None
+
+
+# --- verifiers that compare text ---
+
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -86,3 +126,32 @@ def chosen_letter(text: str) -> str | None:
 
 for verifier, example in ((final_answer, "#{}"), (exact, "{}"), (f1, "\\boxed{{{}}}"), (choice, "\\boxed{{{}}}")):
     vars(verifier)["example"] = example.format
+
+
+# --- the verifier `gsm8k` ---
+
+
+def gsm8k(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
+    """1.0 iff the number after the last `####` equals the label. Raises ValueError for a label that is not a number.
+
+    Published code has two rules: *strict*, the number after `####`, and *flexible*, the last number anywhere (`method`
+    of verl's reward_score/gsm8k.py; `strict-match` and `flexible-extract` of lm-evaluation-harness's task gsm8k). This
+    verifier rewards the strict one, as verl does by default: the prompt asks for the mark, and a last number can be
+    right by accident. The flexible result is a detail; its difference from the reward shows how much is lost to the
+    format alone. The dataset's own code (openai/grade-school-math, dataset.py) takes the first mark; here, as in verl,
+    the last one counts, since `####` also begins a heading in Markdown. Numbers are compared by value: 18.00 is 18.
+    """
+    wanted = leading_number(label)
+    if wanted is None:
+        raise ValueError(f"label {label[:80]!r} is not a number")
+    text = after_thinking(response)
+    strict, flexible = final_number(text), last_number(text)
+    details = {"marked": float(strict is not None), "flexible": float(equal(flexible, wanted))}
+    return float(equal(strict, wanted)), details
+
+
+def equal(answer: str | None, wanted: str) -> bool:
+    return answer is not None and Decimal(answer) == Decimal(wanted)
+
+
+vars(gsm8k)["example"] = "#### {}".format

@@ -21,7 +21,7 @@ from april.learner.backends.megatron.groups import initialise_megatron
 from april.learner.backends.megatron.layout import ParallelLayout
 from april.learner.backends.megatron.model import MegatronPolicy
 from april.learner.model import empty_policy
-from april.processes.lifetime import end
+from april.util.lifetime import end
 
 
 def main(folders: list[Path]) -> None:

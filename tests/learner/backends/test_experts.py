@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig
 
-from april.learner.backends.megatron.experts import check_experts
 from april.learner.backends.megatron.layout import REPLICAS, SHARES
-from april.learner.backends.megatron.names import STACKED, whole
+from april.learner.backends.megatron.names import STACKED, check_experts, whole
 from april.learner.backends.megatron.piece import ROWS, StackedExperts
 from april.learner.loading import ModelError, WeightFiles
 from april.learner.model import empty_policy, load

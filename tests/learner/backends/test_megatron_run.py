@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from april.report.run_folder import read_records
+from april.observe.report.run_folder import read_records
 from tests.conftest import make_policy, make_prompts, write_config
 from tests.run.processes import assert_closed
 

@@ -19,7 +19,7 @@ from april.learner.backends.megatron.pipeline import PipelineRanks, backward, sc
 from april.learner.loading import ModelError
 from april.learner.model import empty_policy
 from april.learner.packing import pack
-from april.learner.phases import untimed
+from april.learner.performance import untimed
 
 WIDTH, DEADLINE_S = 6, 20
 

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from april.config import Config
-from april.learner import flops, lora
+from april.learner import lora, performance
 from april.learner.backends.backend import Backend
 from april.learner.checkpoint import CheckpointPart
-from april.learner.gradients import adamw, clip_gradients
+from april.learner.diagnostics import adamw, clip_gradients
 from april.learner.losses.ranks import Ranks
 from april.learner.model import empty_policy, gather_tensors, load_sharded, uses_bf16
 from april.weights.base import AdapterWeights, BaseWeights
-from april.weights.lane_messages import Adapter
+from april.weights.channel import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class FSDPBackend(Backend):
         if config.lora.is_set:
             lora.attach(policy.lm, config.lora, config.seed)
         self.adapter = lora.describe(policy.lm, config.lora)
-        self.cost = flops.cost(policy.lm)
+        self.cost = performance.cost(policy.lm)
         self.bf16 = uses_bf16(section, device)
         self.compute_dtype = "bfloat16" if self.bf16 else "float32"
         self.policy = load_sharded(policy, path, device, self.bf16)

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from april.config import Config
-from april.learner import flops
+from april.learner import performance
 from april.learner.backends.backend import Backend, Loss
 from april.learner.backends.megatron import pipeline
 from april.learner.backends.megatron.groups import initialise_megatron
@@ -19,11 +19,11 @@ from april.learner.backends.megatron.model import MegatronPolicy
 from april.learner.backends.megatron.names import stages_holding
 from april.learner.backends.megatron.piece import MappedTensor, StackedExperts
 from april.learner.checkpoint import MOMENTS, CheckpointPart
-from april.learner.gradients import adamw
+from april.learner.diagnostics import adamw
 from april.learner.losses.ranks import Ranks
 from april.learner.model import empty_policy, gather_tensors, hugging_face_state, uses_bf16
 from april.learner.packing import MicroBatch
-from april.learner.phases import Seconds, untimed
+from april.learner.performance import Seconds, untimed
 
 OF_OWN_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
 """Parameters replicated over the tensor-parallel ranks, each of which computes the gradient of its own heads only."""
@@ -71,7 +71,7 @@ class MegatronBackend(Backend):
             Ranks(layout.experts.get_group(dim)) for dim in (SHARES, REPLICAS)
         )
         self.lm = empty_policy(config.model.path, config.sampling.temperature).lm
-        self.cost = flops.cost(self.lm)
+        self.cost = performance.cost(self.lm)
         self.policy = self.load().train()
         optimizer = adamw([parameter for _, parameter in self.policy.trained], section.lr, section)
         optimizer.register_step_post_hook(lambda *_: self.policy.round())

@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from april.config import LearnerSection
 from april.learner import checkpoint
-from april.learner.backends.megatron.experts import has_experts
 from april.learner.backends.megatron.groups import initialise_megatron
 from april.learner.backends.megatron.layout import ParallelLayout
 from april.learner.backends.megatron.model import check_model, make_model
-from april.learner.backends.megatron.names import mapped_tensors
+from april.learner.backends.megatron.names import has_experts, mapped_tensors
 from april.learner.backends.megatron.piece import MappedTensor
 from april.learner.loading import ModelError, WeightFiles
 from april.learner.model import empty_policy

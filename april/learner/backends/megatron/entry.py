@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
 from april.config.checks import needs_values
-from april.errors import refuse
 from april.learner.backends.entry import BackendEntry
+from april.util.errors import refuse
 
 if TYPE_CHECKING:
     import torch

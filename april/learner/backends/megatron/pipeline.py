@@ -19,8 +19,8 @@ from torch import Tensor
 
 from april.learner.backends.backend import Loss
 from april.learner.packing import MicroBatch
-from april.learner.phases import Seconds
-from april.processes.pulse import MAIN
+from april.learner.performance import Seconds
+from april.util.pulse import MAIN
 
 Scores = tuple[Tensor, Tensor]
 BEFORE, NEXT = -1, 1

@@ -9,18 +9,15 @@ from typing import Any
 
 from april.config import Config, ConfigError
 from april.config.checks import check_engine
-from april.config.loading import validate
-from april.config.overrides import parse_overrides, set_key
-from april.wire.version import Version
+from april.config.loading import parse_overrides, set_key, validate
+from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import Engine
-from april.workers.engines.conformance import distribution, requests, scores, streams, weights
-from april.workers.engines.conformance.checks import CHECKS, Bench
-from april.workers.engines.conformance.driving import V0
-from april.workers.engines.conformance.models import CONTEXT, TinyModels
-from april.workers.engines.devices import device_of
+from april.workers.engines.conformance import scores, streams, weights
+from april.workers.engines.conformance.harness import CHECKS, CONTEXT, V0, Bench, TinyModels
+from april.workers.engines.entry import device_of
 
-SUBJECTS = (streams, distribution, weights, scores, requests)
+SUBJECTS = (streams, scores, weights, scores, streams)
 """Modules whose checks are in `CHECKS`, in this order."""
 ONLY_WHOLE_CHUNKS_S = 1e9
 

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.checks import Bench, check, refusal
-from april.workers.engines.conformance.driving import V0, V1, drive, join, prompt
+from april.workers.engines.conformance.harness import V0, V1, Bench, check, drive, join, prompt, refusal
 
 Weights = dict[str, torch.Tensor]
 
@@ -72,7 +71,7 @@ BAD = {
 
 @check(cases=BAD)
 def bad_weights_are_refused_and_the_old_ones_stay(bench: Bench, spoil: Callable[[Weights], None], named: list[str]):
-    """An engine can use `april.workers.engines.checks.check_tensors` for all of these."""
+    """An engine can use `april.workers.engines.entry.check_tensors` for all of these."""
     request = Request(1, prompt(), 30, temperature=0.0)
     whole = drive(bench.make_engine(), [request])[1]
     engine = bench.make_engine()

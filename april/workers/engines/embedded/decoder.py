@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from april.workers.engines.base import EngineError
-from april.workers.engines.checks import check_tensors
+from april.workers.engines.entry import check_tensors
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

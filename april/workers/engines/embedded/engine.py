@@ -13,16 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.engines import ENGINES
-from april.workers.engines.base import Chunk, EngineError, Finish, Request
-from april.workers.engines.checks import check_request
+from april.workers.engines.base import Chunk, EngineError, Finish, Request, Ticks
 from april.workers.engines.embedded.decoder import Decoder, make_rotations, read_shape
 from april.workers.engines.embedded.kv_cache import KVCache
-from april.workers.engines.embedded.prefixes import Wave, shared_prefixes
 from april.workers.engines.embedded.sampling import sample, uniforms
-from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
-from april.workers.engines.ticks import Ticks
+from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable, Wave, shared_prefixes
+from april.workers.engines.entry import check_request
 
 CPU_PREFILL_TOKENS = 512
 """Most padded tokens in one prefill on a CPU, so that activations stay in the core's cache."""

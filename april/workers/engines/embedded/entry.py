@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
-from april.errors import refuse
+from april.util.errors import refuse
 from april.workers.engines import ENGINES
 from april.workers.engines.entry import EngineEntry
 

@@ -18,8 +18,8 @@ import orjson
 from torch import Tensor
 
 from april.config.costs import Pacing
-from april.processes import clock
-from april.wire.version import Version
+from april.util import clock
+from april.wire.message import Version
 from april.workers.engines.base import Chunk
 from april.workers.engines.embedded.decoder import Decoder
 from april.workers.engines.embedded.engine import TorchEngine

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
 from april.config.costs import pacing_of
-from april.errors import refuse
+from april.util.errors import refuse
 from april.workers.engines.entry import EngineEntry
 
 if TYPE_CHECKING:

@@ -15,30 +15,40 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from april.processes import clock
-from april.processes.restarts import delay_s
-from april.weights.server_checksums import can_predict_checksums, checksums_in_server
-from april.wire.version import Version
-from april.workers.engines.base import Chunk, EngineError, Request
-from april.workers.engines.capacity import CapacityRule
-from april.workers.engines.checks import check_heads, check_request
-from april.workers.engines.sglang.adapters import load_adapter
-from april.workers.engines.sglang.broadcast import receive_broadcast
-from april.workers.engines.sglang.checks import check_model, check_pause, check_server
+from april.util import clock
+from april.util.lifetime import delay_s
+from april.weights.verification import can_predict_checksums, checksums_in_server
+from april.wire.message import Version
+from april.workers.engines.base import CapacityRule, Chunk, EngineError, Request
+from april.workers.engines.entry import check_heads, check_request
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
-from april.workers.engines.sglang.news import StepSignal
-from april.workers.engines.sglang.occupation import release_memory, resume_memory
-from april.workers.engines.sglang.others import adopt_external_weights
-from april.workers.engines.sglang.requests import ServerRequests
-from april.workers.engines.sglang.run import StreamedRequest
-from april.workers.engines.sglang.score import read_scores, score_body, server_dtype
-from april.workers.engines.sglang.server import PORTS_TRIED, AttachedServer, PortLost, ServerFailed, SGLangServer
-from april.workers.engines.sglang.weights import DiskSnapshot, HalfLoaded, WeightPush
+from april.workers.engines.sglang.requests import ServerRequests, read_scores, score_body, server_dtype
+from april.workers.engines.sglang.run import StepSignal, StreamedRequest
+from april.workers.engines.sglang.server import (
+    PORTS_TRIED,
+    AttachedServer,
+    PortLost,
+    ServerFailed,
+    SGLangServer,
+    check_model,
+    check_pause,
+    check_server,
+)
+from april.workers.engines.sglang.weights import (
+    DiskSnapshot,
+    HalfLoaded,
+    WeightPush,
+    adopt_external_weights,
+    load_adapter,
+    receive_broadcast,
+    release_memory,
+    resume_memory,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from april.weights.lane_messages import Adapter, ChannelManifest
+    from april.weights.channel import Adapter, ChannelManifest
 
 log = logging.getLogger(__name__)
 

@@ -1,18 +1,20 @@
 """Registry entries of engines on SGLang servers, and on servers with the same HTTP API."""
 
+import math
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from april.config import Config, EngineSection
-from april.errors import refuse
+from april.util.errors import refuse
 from april.workers.engines.entry import EngineEntry, MemoryShare
 
 if TYPE_CHECKING:
     from april.weights.receiver import WeightReceiver
-    from april.workers.engines.intake import WeightLoader
     from april.workers.engines.sglang.fleet import SGLangFleet
+    from april.workers.engines.weight_intake import WeightLoader
+
 
 PLACING_OPTIONS = ("base_gpu_id", "gpu_id_step")
 """Server options that place it on accelerators; `april run` sets them itself."""
@@ -33,7 +35,7 @@ class ServerEntry(EngineEntry):
 
     @classmethod
     def installed(cls, config: Config) -> str:
-        from april.workers.engines.sglang.installed import installed_server
+        from april.workers.engines.sglang.server import installed_server
 
         name, *packages = cls.package
         return "servers that others keep" if config.engine.url else installed_server(config, name, tuple(packages))
@@ -81,8 +83,7 @@ class ServerEntry(EngineEntry):
         cls, config: Config, engine: Any, worker: str, make_receiver: "Callable[..., WeightReceiver]"
     ) -> "list[WeightLoader]":
         """One weight loader per server. A server that the learner broadcasts to joins the channel itself."""
-        from april.workers.engines.sglang.intake import ServerWeightLoader
-        from april.workers.engines.sglang.lane import ServerWeightChannel
+        from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
 
         loaders: list[WeightLoader] = []
         for channel, server_engine in zip(cls.weight_channels(config, worker), engine.engines, strict=True):
@@ -136,7 +137,7 @@ class SGLangEntry(ServerEntry):
 
     @classmethod
     def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
-        from april.workers.engines.sglang.memory import memory_share
+        pass
 
         return memory_share(config, total_bytes, free_bytes, weight_bytes)
 
@@ -205,3 +206,35 @@ def check_servers(engine: EngineSection) -> None:
             f"leaves no ports for {engine.servers} servers behind it",
             "lower it, or use 0 for any that are free",
         )
+
+
+# --- memory share of an SGLang server on an accelerator ---
+
+
+OPTION = "mem_fraction_static"
+GIB, MIB = 1 << 30, 1 << 20
+CONTEXT_BYTES = GIB
+"""Memory of the CUDA context, its kernels and communication buffers."""
+CHUNKS = ((20, 2048), (60, 4096), (160, 8192), (math.inf, 16384))
+"""SGLang's default prefill chunk: (accelerator memory below this many GiB, tokens)."""
+CHUNK_TOKEN_BYTES, LEAST_CHUNK = 1.5 * MIB, 2048
+GRAPH_BYTES, SMALL_GIB, LARGE_BYTES = 512 * MIB, 60, 10 * GIB
+"""CUDA graphs of up to 256 requests take GRAPH_BYTES. On accelerators above SMALL_GIB, SGLang reserves at least
+LARGE_BYTES besides weights and cache."""
+
+
+def memory_share(config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
+    """Implements `EngineEntry.memory_options`; a fraction set in the configuration wins."""
+    available = free_bytes - CONTEXT_BYTES - other_bytes(config, total_bytes)
+    fraction = float(config.engine.server.get(OPTION) or math.floor(1000 * available / total_bytes) / 1000)
+    return MemoryShare({OPTION: fraction}, total_bytes * fraction - weight_bytes)
+
+
+def other_bytes(config: Config, total_bytes: float) -> float:
+    """Bytes that the server needs besides weights and KV cache."""
+    server, total_gib = config.engine.server, total_bytes / GIB
+    usual = next(tokens for below, tokens in CHUNKS if total_gib < below)
+    chunk = int(server.get("chunked_prefill_size", usual))
+    activations = 512 * MIB + CHUNK_TOKEN_BYTES * max(chunk, LEAST_CHUNK)
+    estimate = activations + GRAPH_BYTES + config.engine.tensor_ranks * GIB / 8
+    return max(estimate, LARGE_BYTES) if total_gib > SMALL_GIB else estimate

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from april.config import Config, ConfigError
-from april.errors import refuse
+from april.util.errors import refuse
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError
-from april.workers.engines.sglang.checks import check_ranks, check_speculation
 from april.workers.engines.sglang.client import API_KEY, ServerGone
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.fleet import SGLangFleet
-from april.workers.engines.sglang.installed import server_python
-from april.workers.engines.sglang.news import StepSignal
-from april.workers.engines.sglang.occupation import MEMORY_SAVER
-from april.workers.engines.sglang.server import AttachedServer, ServerSettings, SGLangServer
-from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors, WeightPush
+from april.workers.engines.sglang.run import StepSignal
+from april.workers.engines.sglang.server import (
+    AttachedServer,
+    ServerSettings,
+    SGLangServer,
+    check_ranks,
+    check_speculation,
+    server_python,
+)
+from april.workers.engines.sglang.weights import MEMORY_SAVER, DiskSnapshot, LocalTensors, WeightPush
 
 
 def make_sglang_engine(

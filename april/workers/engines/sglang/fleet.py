@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.engines.base import Chunk, EngineError, Request
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.news import StepSignal
+from april.workers.engines.sglang.run import StepSignal
 
 if TYPE_CHECKING:
     import torch

@@ -10,15 +10,17 @@ When the server or its weights go away, the tokens generated so far are returned
 import asyncio
 import contextlib
 import logging
+import uuid
 from collections.abc import Coroutine
+from typing import Any
 
-from april.processes import clock
-from april.wire.version import Version
-from april.workers.engines.base import Chunk
+import numpy as np
+
+from april.util import clock
+from april.wire.message import Version
+from april.workers.engines.base import Chunk, Ticks
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
-from april.workers.engines.sglang.news import StepSignal
-from april.workers.engines.sglang.run import StreamedRequest
-from april.workers.engines.ticks import Ticks
+from april.workers.engines.sglang.run import StepSignal, StreamedRequest
 
 log = logging.getLogger(__name__)
 
@@ -212,3 +214,41 @@ class ServerRequests:
         ended = [chunk.id for chunk in self._chunks if chunk.version == wrong and chunk.finish_reason]
         self._failures += [(key, DISOWNED) for key in ended]
         self._chunks = [chunk for chunk in self._chunks if chunk.version != wrong]
+
+
+# --- scoring of a text by an SGLang server ---
+
+
+DTYPES = {"half": "float16", "float": "float32"}
+"""Data type names of servers that differ from April's."""
+
+
+def score_body(tokens: np.ndarray) -> dict[str, Any]:
+    """Body of POST /generate. Log-probabilities from the first token on are never read from the prefix cache."""
+    rid = uuid.uuid4().hex
+    sampling = {
+        "max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "sampling_seed": 0, "stop_token_ids": [], "ignore_eos": True,
+    }  # fmt: skip
+    return {
+        "rid": rid, "input_ids": tokens.tolist(), "sampling_params": sampling, "return_logprob": True,
+        "logprob_start_len": 0, "stream": False, "extra_key": rid,
+    }  # fmt: skip
+
+
+def read_scores(answer: Any, tokens: np.ndarray) -> np.ndarray:
+    """Log-probabilities, float32 [T - 1], of all tokens but the first. Raises ServerRefuses."""
+    entries = answer["meta_info"].get("input_token_logprobs") or []
+    if [entry[1] for entry in entries[1:]] != tokens[1:].tolist():
+        raise ServerRefuses(f"the server scores {len(entries)} tokens where {len(tokens)} were asked for, or others")
+    return np.array([entry[0] for entry in entries[1:]], np.float32)
+
+
+def server_dtype(reported: str, declared: str) -> str:
+    """Data type that a server computes in, if it reports `reported`.
+
+    `auto` stands for the type `declared` by the model's folder, with bfloat16 in place of float32.
+    """
+    name = declared if reported == "auto" else reported
+    name = DTYPES.get(name, name).removeprefix("torch.")
+    return "bfloat16" if reported == "auto" and name == "float32" else name

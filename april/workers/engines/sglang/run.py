@@ -1,6 +1,7 @@
 """State of one request on SGLang: the bodies sent to the server, and the tokens taken from its events."""
 
 import asyncio
+import contextlib
 import math
 import uuid
 import zlib
@@ -9,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from april.data.support import Support
+from april.data.rows import Support
 from april.wire.limits import MAX_CUT_CHUNK_TOKENS, MAX_SUPPORT_IDS
-from april.wire.version import Version
+from april.wire.message import Version
 from april.workers.engines.base import Chunk, Finish, Request
 from april.workers.engines.sglang.client import ServerRefuses
 
@@ -155,3 +156,22 @@ def check_supports(ids: list[int], supports: list[list[int]], logprobs: list[flo
         raise ServerRefuses(
             f"the SGLang server sent a support of more than {MAX_SUPPORT_IDS} ids; lower sampling.top_k"
         )
+
+
+# --- signal that a step on SGLang's servers waits for; the engines that share an event loop share one ---
+
+
+STEP_S = 0.02
+"""Longest wait of a step (s); the broker's messages and the verifiers' scores wait as long."""
+
+
+class StepSignal(asyncio.Event):
+    """Set when a chunk is due, a request has ended in any way, or a weight update has ended."""
+
+    async def wait_for_work(self, expected: bool) -> None:
+        """Wait for the signal, at most STEP_S. If none is `expected`, only run the event loop once."""
+        if not expected:
+            return await asyncio.sleep(0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STEP_S):
+                await self.wait()

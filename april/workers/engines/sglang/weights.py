@@ -10,20 +10,30 @@ import base64
 import contextlib
 import fcntl
 import io
+import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import orjson
+
+from april.config import stored
+from april.weights.channel import ChannelManifest
+from april.weights.snapshot import server_buckets
 from april.workers.engines.base import EngineError
-from april.workers.engines.checks import check_tensors, folder_tensors
+from april.workers.engines.entry import check_tensors, folder_tensors
 from april.workers.engines.sglang.client import ServerRefuses, SGLangClient
 
 if TYPE_CHECKING:
     import torch
+
+    from april.weights.channel import Adapter
+
 
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_PREFIX = "april-weights-"
@@ -181,3 +191,117 @@ def shared_handles(tensors: "Mapping[str, torch.Tensor]") -> str:
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+# --- loads a LoRA adapter into a paused server, as a folder in PEFT's format that the server reads ---
+
+
+log = logging.getLogger(__name__)
+
+
+async def load_adapter(
+    client: SGLangClient, model: Path, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]", version: str
+) -> None:
+    """Load an adapter into a paused server. Raises EngineError; the server then keeps its previous weights."""
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    try:
+        with tempfile.TemporaryDirectory(prefix=SNAPSHOT_PREFIX, dir=parent) as folder:
+            await asyncio.to_thread(write_adapter, Path(folder), model, adapter, tensors)
+            await client.call("/load_lora_adapter", {"lora_path": folder, "weight_version": version}, UPDATE_S)
+            log.info("the server has the adapter of version %s beside its model's weights", version)
+    except OSError as error:
+        raise EngineError(f"the adapter cannot be written to {parent} ({error}); make room there") from None
+
+
+def write_adapter(folder: Path, model: Path, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
+    """Write an adapter in PEFT's format. Raises EngineError for a tensor that is not finite, and OSError."""
+    from safetensors.torch import save_file
+
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")
+    layers = sorted({name.rpartition(".")[0] for name in tensors})
+    rank = min(tensors[f"{layers[0]}.lora_A"].shape)
+    targets = sorted({layer.rpartition(".")[2] for layer in layers})
+    peft_config = stored.description(rank, adapter.scaling * rank, targets, model)
+    (folder / stored.CONFIG).write_bytes(orjson.dumps(peft_config))
+    prefixed = {f"{stored.PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(prefixed, folder / stored.TENSORS, metadata={"format": "pt"})
+
+
+# --- receives weights that the learner broadcasts directly to a paused server over its weight channel ---
+
+
+async def receive_broadcast(
+    client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
+) -> None:
+    """Have the paused server receive the broadcasts of a manifest; `post` tells the learner to begin.
+
+    `change`, and the errors raised: as for `WeightPush.load`.
+    """
+    await within_session(client, receive_buckets(client, manifest, post, change))
+
+
+async def receive_buckets(
+    client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
+) -> None:
+    post()
+    parts = server_buckets(manifest.tensors, manifest.bucket_bytes)
+    for heads in parts:
+        body = {
+            "names": [head.name for head in heads],
+            "dtypes": [head.dtype for head in heads],
+            "shapes": [head.shape for head in heads],
+            "group_name": manifest.channel,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        await client.call("/update_weights_from_distributed", body | (change if heads is parts[-1] else {}), UPDATE_S)
+
+
+# --- weights that a process outside April loads into a server; April only pauses the server and names their version---
+
+
+async def adopt_external_weights(
+    client: SGLangClient, post: Callable[[], None], loaded: Future[None], change: dict
+) -> None:
+    """Announce with `post` that the server is paused, wait until the weights are `loaded`, and set their version name.
+
+    The server's prefix cache is flushed in any case. Raises HalfLoaded if they were not loaded.
+    """
+    post()
+    try:
+        await asyncio.wrap_future(loaded)
+    except RuntimeError as error:
+        raise HalfLoaded(f"others have not loaded version {change['weight_version']}: {error}") from None
+    await client.call("/flush_cache", {}, UPDATE_S)
+    name = {"new_version": change["weight_version"], "abort_all_requests": False}
+    await client.call("/update_weight_version", name, UPDATE_S)
+
+
+# --- releases and reacquires a server's accelerator memory ---
+
+
+MEMORY_SAVER = "enable_memory_saver"
+CALL_S = 3600.0
+"""Deadline of the calls: practically none, since the caller has one (s)."""
+LOOK_S = 0.02
+
+
+async def release_memory(client: SGLangClient) -> None:
+    """Release the memory once the server is idle; SGLang would end with a failed assertion otherwise.
+
+    Raises ServerGone and ServerRefuses.
+    """
+    while is_busy(await client.call("/v1/loads")):
+        await asyncio.sleep(LOOK_S)
+    await client.call("/release_memory_occupation", {}, CALL_S)
+
+
+async def resume_memory(client: SGLangClient) -> None:
+    """Acquire the memory again. Raises ServerGone and ServerRefuses."""
+    await client.call("/resume_memory_occupation", {}, CALL_S)
+
+
+def is_busy(loads: dict) -> bool:
+    return any(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in loads["loads"])

@@ -1,6 +1,9 @@
 """vLLM as an engine: SGLang's engine, on a server that runs `program.py`."""
 
 from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 from april.config import Config
 from april.workers.engines import ENGINES
@@ -8,7 +11,73 @@ from april.workers.engines.base import EngineError, Request
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.factory import make_sglang_engine
 from april.workers.engines.sglang.fleet import SGLangFleet
-from april.workers.engines.vllm.server import VLLMSettings
+from april.workers.engines.sglang.server import HOST, ServerSettings
+
+# --- loRA ranks that a vLLM server supports ---
+
+
+SUPPORTED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`."""
+
+
+def supported_rank(rank: int) -> int | None:
+    """The smallest supported rank that is at least `rank`; None if there is none."""
+    return next((supported for supported in SUPPORTED_RANKS if supported >= rank), None)
+
+
+# --- command line and environment of a vLLM server; the rest is as for SGLang's ---
+
+
+PROGRAM = Path(__file__).with_name("program.py")
+CPU_BLOCK_TOKENS = 128
+"""Tokens per block of vLLM's KV cache on a CPU."""
+
+
+@dataclass(frozen=True)
+class VLLMSettings(ServerSettings):
+    """As `ServerSettings`; `options`: vLLM's own, with underscores, which override the rest."""
+
+    name: ClassVar[str] = "vLLM"
+
+    def program(self) -> list[str]:
+        """-P keeps the program's folder out of sys.path, whose modules would shadow others."""
+        return ["-P", str(PROGRAM)]
+
+    def own_options(self, port: int) -> dict[str, Any]:
+        """Options set by April that the program does not set itself.
+
+        On a CPU, chunked prefill is off: vLLM rewinds the generator of a seeded request after each partial prefill, and
+        a CPU generator cannot be rewound, which would end the engine.
+        """
+        given: dict[str, Any] = {
+            "model": str(self.model.absolute()), "host": HOST, "port": port, "max_num_seqs": self.slots,
+        }  # fmt: skip
+        if self.context_tokens:
+            given["max_model_len"] = self.context_tokens
+        if self.adapter_rank:
+            max_rank = supported_rank(self.adapter_rank)
+            given |= {"enable_lora": True, "max_lora_rank": max_rank, "max_loras": 1, "max_cpu_loras": 2}
+        if self.device == "cpu":
+            given |= {"dtype": "float32", "enforce_eager": True, "no_enable_chunked_prefill": True}
+            if self.context_tokens:
+                given["num_gpu_blocks_override"] = self.slots * (self.context_tokens // CPU_BLOCK_TOKENS + 1) + 1
+        return given
+
+    def own_environment(self) -> dict[str, str]:
+        """vLLM's processes talk to each other on this machine only, and are spawned, so that each runs the program.
+
+        On a CPU, compilation is off: it would delay the first tokens by a minute and more.
+        """
+        own = {
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self.threads), "VLLM_HOST_IP": HOST,
+            "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        }  # fmt: skip
+        if self.device == "cpu":
+            own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        return own
+
+
+# --- vLLM as an engine ---
 
 
 class VLLMEngine(SGLangEngine):

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from april.config import Config
-from april.errors import refuse
+from april.util.errors import refuse
 from april.workers.engines.sglang.entry import ServerEntry
-from april.workers.engines.vllm.adapters import supported_rank
+from april.workers.engines.vllm.engine import supported_rank
 
 if TYPE_CHECKING:
     from april.workers.engines.sglang.fleet import SGLangFleet

@@ -1,1 +1,0 @@
-"""Adapters of other frameworks' trainers to `april.rollouts`, one module each."""

@@ -1,0 +1,219 @@
+"""Forward requests for sessions of other agents processes to their holder, and stream the answer back.
+
+A key names its session, and the broker says which process holds it. Only the holder checks the secret of the key.
+"""
+
+import asyncio
+import math
+import re
+import ssl
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from april import wire
+from april.agents.conversation_tree import Refusal
+from april.agents.listening import Addresses
+from april.config import AgentSection
+
+SESSION_KEY = re.compile(r"(\d{1,15})\.(\d{1,15})\.(\d{1,15})\.[\w-]+")
+"""An API key: group, index and lease id of its session, and a secret."""
+FORWARDED_HEADER = "X-April-Passed-On"
+"""Header of requests that another agents process has forwarded; they are not forwarded again."""
+HOP_BY_HOP_HEADERS = {
+    "accept-encoding", "connection", "content-length", "expect", "host", "keep-alive", "te", "trailer",
+    "transfer-encoding", "upgrade",
+}  # fmt: skip
+"""Headers that belong to one connection and are not forwarded."""
+RESPONSE_HEADERS = ("Content-Type", "Cache-Control", "Content-Length")
+"""Headers of the holder's response that are passed back."""
+CONNECT_S = 10.0
+"""Timeout of a TCP connection to the holder."""
+RETRY_S = 1.0
+"""Pause before the broker is asked again and an unreachable holder is tried again."""
+UNREACHABLE_TIMEOUT_S = 60.0
+"""How long a holder may be unreachable before the request is refused."""
+RECHECK_S = 15.0
+"""Interval at which the broker is asked whether the session of an open call still has a holder."""
+MAX_PENDING_QUESTIONS = 1024
+"""Questions to the broker that may wait for an answer at once."""
+MAX_KNOWN_HOLDERS = 10_000
+"""Sessions whose holder's address is cached."""
+MOVED_STATUS, OVER_STATUS, UNREACHABLE_STATUS = 409, 410, 503
+"""HTTP statuses of a superseded key, of an ended session and of a holder that does not answer."""
+
+SessionId = tuple[int, int, int]
+"""(group, index, lease id) of a session."""
+
+
+def session_key(group: int, index: int, lease_id: int, secret: str) -> str:
+    return f"{group}.{index}.{lease_id}.{secret}"
+
+
+class SessionForwarder:
+    """Finds the holder of a session and forwards requests to it.
+
+    forwarder = SessionForwarder(section, addresses)
+    forwarder.ask_broker = link.find_holder         # once the broker is connected
+    response = await forwarder.forward(request, key)
+    """
+
+    def __init__(self, section: AgentSection, addresses: Addresses):
+        self.own_address = addresses.peer
+        self.ask_broker: Callable[[wire.HolderRequest], None] | None = None
+        """Sends a question to the broker; None without a connection."""
+        self.holder_addresses: dict[SessionId, str] = {}
+        """Cached base URL of each session's holder."""
+        self._waiting: dict[SessionId, asyncio.Future[wire.Holder]] = {}
+        self._host = urlsplit(section.public_url).hostname
+        """Host name that peers' certificates carry; None: the host of the address."""
+        self._client = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=peer_tls(section)),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            skip_auto_headers=["Accept-Encoding", "User-Agent"],
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def receive_holder(self, holder: wire.Holder) -> None:
+        """Handle the broker's answer to a question."""
+        if future := self._waiting.pop((holder.group, holder.index, holder.lease_id), None):
+            future.set_result(holder)
+
+    async def forward(self, request: web.Request, key: str) -> web.StreamResponse:
+        """The response of the holder of the key's session. Raises Refusal."""
+        match = SESSION_KEY.fullmatch(key)
+        if not match:
+            raise unknown_key()
+        group, index, lease_id = map(int, match.groups())
+        session_id, is_forwarded = (group, index, lease_id), FORWARDED_HEADER in request.headers
+        body, deadline = await request.read(), math.inf
+        while True:
+            address = self.holder_addresses.get(session_id, "") or await self._holder_address(session_id)
+            if address == self.own_address:
+                raise unknown_key()
+            if is_forwarded:
+                raise holder_unreachable()
+            if response := await self._forward_once(request, body, session_id, address):
+                return response
+            now = asyncio.get_running_loop().time()
+            deadline = min(deadline, now + UNREACHABLE_TIMEOUT_S)
+            if now >= deadline:
+                raise holder_unreachable()
+            await asyncio.sleep(RETRY_S)
+
+    async def _holder_address(self, session_id: SessionId) -> str:
+        """Base URL of the session's holder; waits until one is known. Raises Refusal if the session is over or
+        moved."""
+        while True:
+            holder = await self._ask_once(session_id)
+            if holder.state == "over":
+                raise Refusal("session_over", "the session of this key is over", OVER_STATUS)
+            if holder.state == "moved":
+                raise Refusal(
+                    "session_moved", "another execution of this session's agent has taken its place", MOVED_STATUS
+                )
+            if holder.address:
+                self.holder_addresses[session_id] = holder.address
+                if len(self.holder_addresses) > MAX_KNOWN_HOLDERS:
+                    del self.holder_addresses[next(iter(self.holder_addresses))]
+                return holder.address
+            await asyncio.sleep(RETRY_S)
+
+    async def _ask_once(self, session_id: SessionId) -> wire.Holder:
+        future = self._waiting.get(session_id)
+        if future is None:
+            if self.ask_broker is None or len(self._waiting) >= MAX_PENDING_QUESTIONS:
+                raise holder_unreachable()
+            future = self._waiting[session_id] = asyncio.get_running_loop().create_future()
+            self.ask_broker(wire.HolderRequest(*session_id))
+        return await asyncio.shield(future)
+
+    async def _forward_once(
+        self, request: web.Request, body: bytes, session_id: SessionId, address: str
+    ) -> web.StreamResponse | None:
+        """The response of one attempt; None if the holder sent nothing. Meanwhile the broker is asked every RECHECK_S
+        whether the session still has a holder, because a holder can disappear without closing its connections."""
+        started: list[web.StreamResponse] = []
+        forwarding = asyncio.create_task(self._stream_response(request, body, address, started))
+        watching = asyncio.create_task(self._watch_holder(session_id))
+        lost: Refusal | None = None
+        try:
+            await asyncio.wait({forwarding, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if forwarding.done():
+                response = forwarding.result()
+                if response.status >= MOVED_STATUS:
+                    self.holder_addresses.pop(session_id, None)
+                return response
+            watching.result()
+        except aiohttp.ClientError:
+            pass
+        except Refusal as error:
+            lost = error
+        finally:
+            forwarding.cancel()
+            watching.cancel()
+            await asyncio.gather(forwarding, watching, return_exceptions=True)
+        self.holder_addresses.pop(session_id, None)
+        if started and request.transport:
+            request.transport.abort()
+        elif lost:
+            raise lost
+        return started[0] if started else None
+
+    async def _watch_holder(self, session_id: SessionId) -> None:
+        """Return never; raise Refusal once no process holds the session."""
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            try:
+                await self._holder_address(session_id)
+            except Refusal as error:
+                if error.status != UNREACHABLE_STATUS:
+                    raise
+
+    async def _stream_response(
+        self, request: web.Request, body: bytes, address: str, started: list[web.StreamResponse]
+    ) -> web.StreamResponse:
+        """Copy the holder's response to the client; it is appended to `started` before its first byte is sent."""
+        async with self._client.request(
+            request.method, address + request.path_qs.removeprefix("/v1"), data=body or None,
+            headers=forwarded_headers(request.headers),
+            server_hostname=self._host if address.startswith("https:") else None,
+        ) as answer:  # fmt: skip
+            headers = {name: answer.headers[name] for name in RESPONSE_HEADERS if name in answer.headers}
+            response = web.StreamResponse(status=answer.status, headers=headers)
+            started.append(response)
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+
+def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in headers.items() if name.lower() not in HOP_BY_HOP_HEADERS}
+    return kept | {FORWARDED_HEADER: "1"}
+
+
+def peer_tls(section: AgentSection) -> ssl.SSLContext | bool:
+    """Client TLS towards other agents processes: trusts the configured certificate and those that the machine
+    trusts."""
+    if section.ssl_certfile is None:
+        return True
+    context = ssl.create_default_context()
+    context.load_verify_locations(section.ssl_certfile)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def unknown_key() -> Refusal:
+    return Refusal("invalid_api_key", "this key opens no session", 401)
+
+
+def holder_unreachable() -> Refusal:
+    return Refusal(
+        "session_elsewhere", "the process that has this session cannot be reached now; ask again", UNREACHABLE_STATUS
+    )

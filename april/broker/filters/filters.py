@@ -1,0 +1,99 @@
+"""Group filters: which complete groups are discarded before training. Dynamic sampling is one of them.
+
+A filter is a function of a `CompleteGroup` that returns the reason to discard the group, or None to keep it. The key
+`schedule.group_filter` names it. It runs in the broker's loop, so it has to be fast.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from april.broker.filters import FILTERS
+from april.config import ScheduleSection
+from april.data.groups import has_spread
+from april.wire.limits import clip
+
+REASON_CHARACTERS = 40
+STATES = frozenset({"open", "ready", "delivered", "trained", "discarded"})
+"""Group states, which a filter must not return as its reason."""
+
+
+class CompleteGroup(NamedTuple):
+    """What a filter sees of a group: one entry a sample in every list, without the samples that failed for good."""
+
+    rewards: list[float]
+    lengths: list[int]
+    """Response tokens, without observations."""
+    finish_reasons: list[str]
+    details: list[dict[str, float]]
+    """Parts that each reward consists of."""
+    accuracies: list[float]
+    """The `correct` that verifiers report, or else the rewards before penalties."""
+
+
+class FilterSample(Protocol):
+    """Attributes of a ledger sample that filters need; its reward is None if it failed for good."""
+
+    reward: float | None
+    finish_reason: str
+    details: dict[str, float] | None
+
+    @property
+    def sampled_tokens(self) -> int: ...
+
+    @property
+    def accuracy(self) -> float: ...
+
+
+class FilterGroup(Protocol):
+    @property
+    def samples(self) -> Sequence[FilterSample]: ...
+
+
+Filter = Callable[[CompleteGroup], str | None]
+
+
+class FilterFailed(RuntimeError):
+    """A filter raised, or returned something that is no reason; the text names the filter."""
+
+
+def zero_spread(group: CompleteGroup) -> str | None:
+    """Discard groups of equal accuracies, all right or all wrong: dynamic sampling (arXiv 2503.14476, section 3.2)."""
+    return None if has_spread(group.accuracies) else "zero_spread"
+
+
+class GroupFilters:
+    """The filters of a run, applied in order."""
+
+    def __init__(self, section: ScheduleSection):
+        self.filters: list[Filter] = [zero_spread] if section.dynamic_sampling else []
+        if section.group_filter:
+            self.filters.append(FILTERS.find(section.group_filter))
+        self.in_a_row = 0
+        """Groups discarded since the last one that was kept."""
+        self.last_reason = ""
+
+    def reason_against(self, group: FilterGroup) -> str:
+        """The first filter's reason to discard a complete group; empty to keep it. Raises FilterFailed."""
+        done = [(sample, sample.reward) for sample in group.samples if sample.reward is not None]
+        facts = CompleteGroup(
+            [reward for _, reward in done],
+            [sample.sampled_tokens for sample, _ in done],
+            [sample.finish_reason for sample, _ in done],
+            [sample.details or {} for sample, _ in done],
+            [sample.accuracy for sample, _ in done],
+        )
+        reason = next(filter(None, (ask(function, facts) for function in self.filters)), "")
+        self.in_a_row = self.in_a_row + 1 if reason else 0
+        self.last_reason = reason or self.last_reason
+        return reason
+
+
+def ask(function: Filter, group: CompleteGroup) -> str:
+    name = getattr(function, "__name__", repr(function))
+    try:
+        reason = function(group)
+    except Exception as error:
+        raise FilterFailed(f"the filter {name} failed: {type(error).__name__}: {error}") from error
+    if reason is not None and (not isinstance(reason, str) or not reason or reason in STATES):
+        raise FilterFailed(f"the filter {name} returned {reason!r}, which is neither None nor a reason of its own")
+    return clip(reason or "", REASON_CHARACTERS)

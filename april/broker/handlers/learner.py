@@ -1,0 +1,359 @@
+"""Handles messages of the learner: batches out, trained steps and checkpoints in."""
+
+import logging
+
+from msgspec.structs import replace
+
+from april import wire
+from april.broker.context import BrokerContext
+from april.broker.journal.files import Damaged
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.chunk_refs import chunk_refs_in
+from april.broker.ledger.ledger import LedgerError
+from april.broker.ledger.samples import Group, GroupState, Sample, SampleState
+from april.broker.payloads import pack
+from april.broker.peers import Peer, Peers
+from april.broker.telemetry.discards import DiscardedGroup
+from april.broker.telemetry.evaluation import accuracy_of, describe_evaluation
+from april.broker.telemetry.sample_history import SampleHistory
+from april.data.groups import chosen_groups
+from april.data.rows import BadRow
+from april.wire import limits
+
+# --- schedules evaluations of held-out prompts, records their results, and finds the best weights by them ---
+
+
+log = logging.getLogger(__name__)
+
+
+class Evaluations:
+    """Evaluations of a run; all their state is in the ledger.
+
+    evaluations.open_due()
+    evaluations.record_complete()
+    evaluations.best()
+    """
+
+    def __init__(self, context: BrokerContext):
+        self.context, self.ledger = context, context.ledger
+        self.section, self.held_out = context.config.evaluation, context.prompts.held_out
+
+    def open_due(self) -> None:
+        """Open groups for the held-out prompts if the current weights are due for evaluation."""
+        step = self.ledger.consumed
+        if not self._is_due(step):
+            return
+        for number, held_out in self.held_out.items():
+            for position, tokens in held_out.tokens:
+                self.ledger.open_group(
+                    number, position, floor=step, evaluation=True, size=held_out.settings.samples, prompt=tokens
+                )
+
+    def _is_due(self, step: int) -> bool:
+        opened = step in self.ledger.evaluations or step in self.ledger.evaluated
+        if not any(held_out.tokens for held_out in self.held_out.values()) or opened or step < self.ledger.frontier:
+            return False
+        every = self.section.every
+        at_the_end = self.context.schedule.finished(self.ledger) and step == self.ledger.next_step
+        return step == 0 or at_the_end or bool(every and step % every == 0)
+
+    def record_complete(self) -> None:
+        """Record the evaluations that have no open group any more."""
+        for step, groups in list(self.ledger.evaluations.items()):
+            if any(group.state is GroupState.OPEN for group in groups):
+                continue
+            by_set: dict[int, list[Group]] = {number: [] for number in self.held_out}
+            for group in groups:
+                by_set[group.epoch].append(group)
+            evaluated = [(self.held_out[number].settings, groups) for number, groups in by_set.items()]
+            result = self.context.recorder.record_evaluation(step, evaluated)
+            self.ledger.record_evaluation(step, result)
+            log.info("%s", describe_evaluation(result), extra={"step": step})
+
+    def best(self) -> int | None:
+        """Policy step of the most accurate trained weights on the set `evaluation.best`, the later one of equals; None
+        if there is no such set or no accuracy yet."""
+        accuracies = {
+            step: accuracy_of(result, self.section.best) for step, result in self.ledger.evaluated.items() if step
+        }
+        known = [(accuracy, step) for step, accuracy in accuracies.items() if accuracy is not None]
+        return max(known)[1] if known and self.section.best else None
+
+    def undecided(self) -> list[int]:
+        """Policy steps of trained weights that are still being evaluated."""
+        return [step for step in self.ledger.evaluations if step and self.section.best]
+
+
+# --- handles messages of the learner ---
+
+
+NONE_YET = -1
+PART_BYTES = 1 << 19
+"""Bytes of arrays in one message of a batch, rounded up to whole groups."""
+PASS_BYTES = 1 << 19
+"""Bytes of arrays sent to the learner in one pass, so that no other peer waits long."""
+
+
+GroupPayload = tuple[wire.GroupHead, list[wire.PackedArray]]
+"""A group as it is sent in a batch: its description and its arrays."""
+
+
+class LearnerHandler:
+    def __init__(self, context: BrokerContext, evaluations: Evaluations):
+        self.context, self.evaluations = context, evaluations
+        self.ledger = context.ledger
+        self.peers = context.peers
+        self.has_connected = False
+        """Whether a learner has connected since the broker started."""
+        self.pending_fetch: tuple[Peer, wire.Received] | None = None
+        """A fetch whose batch does not exist yet, or is not sent completely."""
+        self.sent_groups = 0
+        """Groups sent of that batch, and of the discarded groups that follow them."""
+        self.logged: set[int] = set()
+        """Indices of that batch's groups that the learner writes to the sample logs."""
+        self.sendable_from: int | None = None
+        """Journal position that has to be on disk before that batch is sent: the end of its delivery."""
+
+    def hello(self, peer: Peer) -> None:
+        self.has_connected = True
+        for other in list(self.peers.by_id.values()):
+            if other.role == "learner" and other is not peer:
+                self.peers.close(other)
+        self.pending_fetch = None
+        peer.started = self._has_started(peer)
+
+    def _has_started(self, peer: Peer) -> bool:
+        """Whether this process is the learner of the current incarnation, though the broker may have restarted
+        since."""
+        return peer.uid == self.ledger.learner_uid
+
+    def on_StartLearner(self, peer: Peer, received: wire.Received, now: float) -> None:
+        message = received.message
+        repeated = self._has_started(peer) and message.step == self.ledger.consumed
+        if not repeated:
+            consumed_before = self.ledger.consumed
+            try:
+                self.ledger.start_learner(message.step, peer.uid, message.weights_address, peer.key)
+            except LedgerError as error:
+                return self._refuse(peer, received, str(error))
+            for step in range(consumed_before, message.step):
+                self._step_trained(step, {}, now)
+        peer.started = True
+        self.peers.broadcast(wire.WeightsAddress(message.weights_address, peer.key))
+        answer = wire.LearnerAdmitted(self.ledger.incarnation, self.ledger.frontier)
+        self.peers.send(peer, answer, sequence=received.sequence)
+
+    def on_Submit(self, peer: Peer, received: wire.Received, now: float) -> None:
+        if self._refuses_unstarted(peer, received):
+            return
+        try:
+            prompts = self.context.prompts.decode_submission(received.message, received.packed)
+        except BadRow as error:
+            return self._refuse(peer, received, str(error))
+        for prompt, tokens in prompts:
+            if self.ledger.submit(prompt, tokens) is Verdict.GAP:
+                brought = self.ledger.prompts_submitted
+                return self._refuse(peer, received, f"prompt {prompt.row} does not follow {brought} brought ones")
+        self.peers.send(peer, wire.Submitted(self.ledger.prompts_submitted), sequence=received.sequence)
+
+    def on_Fetch(self, peer: Peer, received: wire.Received, now: float) -> None:
+        step = received.message.step
+        if self._refuses_unstarted(peer, received):
+            return
+        if step not in (self.ledger.consumed, min(self.ledger.consumed + 1, self.ledger.next_step)):
+            return self._refuse(peer, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
+        self.pending_fetch, self.sent_groups, self.sendable_from = (peer, received), 0, None
+        self.answer_fetch()
+
+    def answer_fetch(self) -> None:
+        """Send the next part of the batch that the learner waits for, or tell it that there will be none."""
+        if self.pending_fetch is None:
+            return
+        peer, received = self.pending_fetch
+        step = received.message.step
+        replayed = step < self.ledger.frontier
+        if self.context.run.over and not (replayed and self.ledger.deliveries.get(step)):
+            self._finish(peer, received)
+        elif step in self.ledger.deliveries:
+            if self.sendable_from is None:
+                self.sendable_from = self.context.journal.end
+                self.logged = self._logged_groups(step) if received.message.samples else set()
+            bytes_before = peer.sent_bytes
+            while peer.sent_bytes - bytes_before < PASS_BYTES and self.can_send:
+                self._send_part(peer, received)
+        elif self.context.schedule.wants_prompts(self.ledger):
+            self.peers.send(peer, wire.Batch(step, 0, 0, []), sequence=received.sequence)
+            self.pending_fetch = None
+
+    def _finish(self, peer: Peer, received: wire.Received) -> None:
+        """Answer a fetch after the end of the run; if it has failed, the groups discarded last show why."""
+        wanted = received.message.samples and self.context.run.state == "failed"
+        discards = self.context.history.discards.waiting if wanted else []
+        payloads = [self._discard_payload(discard) for discard in discards]
+        finished = wire.Finished(self.context.run.over, [head for head, _ in payloads])
+        self.peers.send(peer, finished, [array for _, arrays in payloads for array in arrays], received.sequence)
+        self.pending_fetch = None
+
+    def restart_fetch(self, step: int) -> None:
+        """Send a batch from its beginning, since it has changed. A learner that has a part of it has to say hello and
+        fetch it again."""
+        if self.pending_fetch is None or self.pending_fetch[1].message.step != step:
+            return
+        peer, received = self.pending_fetch
+        if self.sent_groups:
+            self.peers.close(peer)
+            reason = "unknown session: the batch has changed; say hello"
+            self.peers.refuse("unknown session", reason, peer.data_route, peer.id, received.sequence)
+            self.pending_fetch = None
+        self.sent_groups, self.sendable_from = 0, None
+
+    @property
+    def can_send(self) -> bool:
+        """Whether a part of a batch can be sent: the learner waits for it and has credit, and its delivery is on
+        disk."""
+        if self.pending_fetch is None or self.sendable_from is None or self.context.journal.synced < self.sendable_from:
+            return False
+        return self.peers.has_credit(self.pending_fetch[0], self.context.credit_bytes)
+
+    def _logged_groups(self, step: int) -> set[int]:
+        """Indices of the groups of a batch that are chosen for the sample logs."""
+        groups = [trained_samples(group) for group in self.ledger.deliveries[step]]
+        rewards = [
+            [sample.session_sample.reward for sample in samples if sample.session_sample.reward is not None]
+            for samples in groups
+        ]
+        return set(chosen_groups(rewards, self.context.config.samples.groups, f"{self.context.config.seed} {step}"))
+
+    def _send_part(self, peer: Peer, received: wire.Received) -> None:
+        """Send the next groups of the batch: `PART_BYTES` of arrays, but at least one group."""
+        step, heads, arrays, size = received.message.step, [], [], 0
+        groups: list[Group | DiscardedGroup] = [*self.ledger.deliveries[step]]
+        groups += self.context.history.discards.of_step(step) if received.message.samples else []
+        first = sent = self.sent_groups
+        while sent < len(groups) and size < PART_BYTES:
+            group = groups[sent]
+            if isinstance(group, DiscardedGroup):
+                head, group_arrays = self._discard_payload(group)
+            else:
+                head, group_arrays = self._group_payload(group, sent in self.logged)
+            heads.append(head)
+            arrays += group_arrays
+            size += sum(len(array.data) for array in group_arrays)
+            sent += 1
+        self.sent_groups = sent
+        self.peers.send_now(peer, wire.Batch(step, first, len(groups), heads), arrays, received.sequence)
+        if self.sent_groups == len(groups):
+            self.pending_fetch = None
+
+    def _group_payload(self, group: Group, is_logged: bool) -> GroupPayload:
+        payloads, samples = self.context.payloads, trained_samples(group)
+        arrays = [payloads.prompt(group.prompt)]
+        for sample in samples:
+            arrays += payloads.response(sample.chunk_refs)
+        head = group_head(group, self.context)
+        if is_logged:
+            heads = [
+                replace(sample_head, chunks=payloads.chunk_times(sample.chunk_refs))
+                for sample_head, sample in zip(head.samples, samples, strict=True)
+            ]
+            head = replace(head, samples=heads)
+        return head, arrays
+
+    def _discard_payload(self, discard: DiscardedGroup) -> GroupPayload:
+        """A discarded group, without samples if the journal cannot read them back."""
+        payloads, head = self.context.payloads, discard.head
+        try:
+            arrays, heads = [payloads.prompt(discard.prompt)], []
+            for sample_head, chunks in zip(head.samples, discard.chunks, strict=True):
+                refs = list(chunk_refs_in(chunks))
+                arrays += payloads.response(refs)
+                heads.append(replace(sample_head, chunks=payloads.chunk_times(refs)))
+        except Damaged:
+            return replace(head, samples=[]), [pack("i4", [])]
+        return replace(head, samples=heads), arrays
+
+    def on_Consumed(self, peer: Peer, received: wire.Received, now: float) -> None:
+        step = received.message.step
+        if len(received.message.metrics) > limits.MAX_STEP_METRICS:
+            raise wire.WireError("more metrics than are kept of a step")
+        if self._refuses_unstarted(peer, received):
+            return
+        verdict = self.ledger.consume(step, received.message.discarded)
+        if verdict is Verdict.INVALID:
+            return self._refuse(peer, received, f"batch {step} is not the next one, {self.ledger.consumed}")
+        if verdict is Verdict.OK:
+            self._step_trained(step, received.message.metrics, now)
+        self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
+
+    def _step_trained(self, step: int, metrics: dict[str, float], now: float) -> None:
+        record = self.context.recorder.record_step(step, self.ledger, metrics, now)
+        self.context.run.summary_is_old = True
+        step, reward, tokens = record["step"], record["reward"], record["tokens"]
+        log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
+
+    def on_BestRequest(self, peer: Peer, received: wire.Received, now: float) -> None:
+        best = self.evaluations.best()
+        answer = wire.BestCheckpoint(NONE_YET if best is None else best, self.evaluations.undecided())
+        self.peers.send(peer, answer, sequence=received.sequence)
+
+    def on_Durable(self, peer: Peer, received: wire.Received, now: float) -> None:
+        step = received.message.step
+        if self._refuses_unstarted(peer, received):
+            return
+        if self.ledger.checkpoint(step, received.message.oldest) is Verdict.INVALID:
+            return self._refuse(peer, received, f"checkpoint {step} is beyond the {self.ledger.consumed} batches")
+        self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
+
+    def _refuses_unstarted(self, peer: Peer, received: wire.Received) -> bool:
+        """Refuse a learner that has not said which checkpoint it holds, as the batches may be another learner's by now;
+        returns whether it did."""
+        if not peer.started:
+            self._refuse(peer, received, "say first which checkpoint you hold")
+        return not peer.started
+
+    def _refuse(self, peer: Peer, received: wire.Received, reason: str) -> None:
+        log.warning("learner refused: %s", reason, extra={"role": "learner"})
+        cause = f"{type(received.message).__name__} out of order"
+        self.peers.refuse(cause, reason, peer.data_route, peer.id, received.sequence)
+
+
+def trained_samples(group: Group) -> list[Sample]:
+    """Samples of a group that become rows of its batch: those with a score, and of a session with forks each fork in
+    which the policy has sampled tokens."""
+    done = (sample for sample in group.samples_with_forks if sample.session_sample.state is SampleState.DONE)
+    return [sample for sample in done if sample.own_sampled_tokens or not sample.session_sample.forks]
+
+
+def group_head(group: Group, context: BrokerContext) -> wire.GroupHead:
+    samples = [sample_head(sample, context.history) for sample in trained_samples(group)]
+    history = context.history.of_group(group)
+    number, extra = context.prompts.submission(group.row)
+    return wire.GroupHead(
+        group.id, group.prompt_tokens, samples, history.opened_at, history.delivered_at, number, extra
+    )
+
+
+def sample_head(sample: Sample, history: SampleHistory) -> wire.SampleHead:
+    reward = sample.session_sample.reward
+    if reward is None:
+        raise ValueError(f"sample {sample.group.id}.{sample.index} has no reward, and is not done")
+    return history.sample_head(sample, reward)
+
+
+# --- handles messages of a learner's machines ---
+
+
+class NodeHandler:
+    """The first machine announces the address, the others ask for it; it is valid while that machine is connected."""
+
+    def __init__(self, peers: Peers):
+        self.peers = peers
+        self._address = ""
+        self._announced_by = 0
+        """Session id of the machine that announced the address."""
+
+    def on_Rendezvous(self, peer: Peer, received: wire.Received, now: float) -> None:
+        if received.message.address:
+            self._address, self._announced_by = received.message.address, peer.id
+        address = self._address if self._announced_by in self.peers.by_id else ""
+        self.peers.send(peer, wire.Rendezvous(address), sequence=received.sequence)

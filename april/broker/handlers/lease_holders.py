@@ -1,0 +1,306 @@
+"""Base class of the handlers of lease holders (workers, scorers, agents processes): sessions, heartbeats, reports."""
+
+import hashlib
+import logging
+import math
+
+import msgspec
+
+from april import wire
+from april.broker.context import BrokerContext
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.samples import Group, Lease, Sample
+from april.broker.peers import Peer
+from april.wire import limits
+
+# --- builds the grant of a lease ---
+
+
+def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
+    """Queue the grant of a lease to its holder; a group's task and prompt go once per message."""
+    sample = lease.sample.latest_fork if lease.scoring else lease.sample
+    group, payloads = sample.group, context.payloads
+    grants = context.peers.pending_for(peer).new_leases()
+    responses = [each.latest_fork if lease.scoring else each for each in lease.samples]
+    task_index, arrays = grants.task_indices.get(group.id), [payloads.response_ids(response) for response in responses]
+    peer.sent_bytes += sum(len(array.data) for array in arrays)
+    if task_index is None:
+        prompt = payloads.prompt(group.prompt)
+        task_index = grants.add_task(task_of(context, group), prompt)
+        peer.sent_bytes += len(prompt.data)
+    observations = sample.observations if sample.length else []
+    turn_start = observations[-1][1] if observations else 0
+    remaining_tokens, state, stops = context.config.sampling.max_response_tokens - sample.length, b"", list[int]()
+    if observations:
+        state = payloads.environment_state(sample)
+    if context.ledger.rules.agents:
+        request = msgspec.msgpack.decode(state, type=wire.TurnRequest)
+        state = (
+            msgspec.msgpack.encode([each.agent_state for each in lease.samples])
+            if lease.for_group
+            else lease.sample.agent_state
+        )
+        remaining_tokens, stops = (
+            min(remaining_tokens, request.max_tokens - (sample.length - turn_start)),
+            request.stop_token_ids,
+        )
+    elif lease.for_group:
+        state = msgspec.msgpack.encode(
+            [payloads.environment_state(each) if each.observations else b"" for each in responses]
+        )
+    grant = wire.Grant(
+        lease_id=lease.id,
+        task_index=task_index,
+        index=sample.index,
+        scoring=lease.scoring,
+        max_new_tokens=remaining_tokens,
+        seed=sample_seed(context.config.seed, group.id, sample.index, sample.fork_number),
+        finish_reason=sample.session_sample.finish_reason,
+        hand_over=not lease.scoring and context.ledger.ends_with_generation(group),
+        group_scored=[each.finish_reason for each in lease.samples] if lease.for_group else [],
+        turns=len(observations),
+        turn_start=turn_start,
+        state=state,
+        stop_token_ids=stops,
+    )
+    grants.add(grant, arrays)
+
+
+def task_of(context: BrokerContext, group: Group) -> wire.Task:
+    row = context.payloads.row_of(group.evaluation, group.epoch, group.row)
+    sampling = context.config.sampling
+    drawn = context.prompts.held_out[group.epoch].settings if group.evaluation else sampling
+    return wire.Task(
+        group=group.id,
+        evaluation=group.evaluation,
+        label=row.label,
+        reward=context.payloads.reward_of(row),
+        temperature=drawn.temperature,
+        top_p=drawn.top_p,
+        top_k=drawn.top_k,
+        min_p=0.0 if group.evaluation else sampling.min_p,
+    )
+
+
+def sample_seed(run_seed: int, group: int, index: int, fork_number: int = 0) -> int:
+    """A 63-bit sampling seed, distinct for every fork of every sample of a run, and the same on every resume."""
+    name = f"{run_seed}/{group}/{index}" + (f"/{fork_number}" if fork_number else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# --- base class of the handlers of lease holders (workers, scorers, agents processes) ---
+
+
+log = logging.getLogger(__name__)
+
+NOT_CURRENT = "the lease is not current"
+TOO_MANY_FORKS = f"a session has at most {wire.MAX_FORKS} forks"
+
+
+class LeaseHolderHandler:
+    def __init__(self, context: BrokerContext):
+        self.context = context
+        self.config = context.config
+        self.ledger = context.ledger
+        self.peers = context.peers
+        self.recorder = context.recorder
+        self._lease_terms = math.nan, 0.0, 0.0
+        """Times at which the newest leases were granted, expire unless renewed, and end in any case."""
+
+    def record_instant(self, peer: Peer, instant: str, now: float) -> None:
+        """Record an instant of the holder's timeline: joined or lost."""
+
+    def lease(self, sample: Sample, peer: Peer, step: int, now: float) -> Lease:
+        """Lease a sample to a holder at policy step `step`, and queue its grant."""
+        if self._lease_terms[0] != now:  # leases are many: those of one pass share their times
+            self._lease_terms = now, now + self.config.broker.lease_s, now + self.config.broker.max_run_s
+        lease = self.ledger.lease(sample, peer.uid, step, *self._lease_terms[1:])
+        send_grant(self.context, peer, lease)
+        return lease
+
+    # --- connecting and leaving -----------------------------------------------------------------------------
+
+    def hello(self, peer: Peer, hello: wire.Hello, now: float) -> list[int]:
+        """Admit a holder; returns the lost ones among the leases it reports.
+
+        Another process with its role and name is taken for dead, and told to stop.
+        """
+        for other in self.peers.holders():
+            if other is not peer and other.uid == hello.uid:
+                self.peers.close(other)
+            elif other is not peer and (other.role, other.name) == (hello.role, hello.name):
+                self.peers.send_control(other, wire.Stop(f"another {hello.role} has taken the name {hello.name}"))
+                self.lose(other, "its successor has arrived", now)
+        held = {lease_id for lease_id in hello.lease_ids if self._holds(hello.uid, lease_id)}
+        self.ledger.renew(list(held), now + self.config.broker.lease_s)
+        for lease in self.leases_of(hello.uid):
+            if lease.id not in held:
+                self.ledger.end_lease(lease.id, "lost", "its worker came back without it", now)
+        self.record_instant(peer, "joined", now)
+        return [lease_id for lease_id in hello.lease_ids if lease_id not in held]
+
+    def after_welcome(self, peer: Peer) -> None:
+        """Queue what a holder needs from the beginning; it ignores messages before its welcome."""
+
+    def lose(self, peer: Peer, why: str, now: float) -> None:
+        """End the session of a holder that is gone, and its leases, whose samples wait for other holders."""
+        leases = self.leases_of(peer.uid)
+        holder, ids = f"{peer.role} {peer.name}", {"worker": peer.name}
+        log.warning("%s is lost (%s); %d leases wait for another", holder, why, len(leases), extra=ids)
+        for lease in leases:
+            self.ledger.end_lease(lease.id, "lost", f"{holder} was lost: {why}", now)
+        self.record_instant(peer, "lost", now)
+        self.peers.close(peer)
+
+    def goodbye(self, peer: Peer) -> None:
+        for lease in self.leases_of(peer.uid):
+            self.ledger.end_lease(lease.id, "leave")
+        self.peers.close(peer)
+
+    def cancel(self, peer: Peer, lease_id: int) -> None:
+        """Tell a holder to drop a sample whose lease the broker has ended."""
+        self.peers.send_control(peer, wire.Cancel([lease_id]))
+
+    def leases_of(self, uid: str) -> list[Lease]:
+        return [self.ledger.leases[lease_id] for lease_id in self.ledger.held.get(uid, ())]
+
+    def _holds(self, uid: str, lease_id: int) -> bool:
+        lease = self.ledger.leases.get(lease_id)
+        return lease is not None and lease.worker == uid
+
+    # --- heartbeats and reports -----------------------------------------------------------------------------
+
+    def on_Heartbeat(self, peer: Peer, received: wire.Received, now: float) -> None:
+        message = received.message
+        if len(message.lease_ids) > self.config.security.max_leases:
+            raise wire.WireError("more leases than a worker may hold")
+        if message.slots and len(message.slots.tool_lease_ids) > self.config.security.max_leases:
+            raise wire.WireError("more leases at a tool than a worker may hold")
+        peer.slots = message.slots or peer.slots
+        tally = self.peers.tallies[peer.uid]
+        tally.emitted = max(tally.emitted, message.emitted_tokens)
+        current = {lease_id for lease_id in message.lease_ids if self._holds(peer.uid, lease_id)}
+        self.ledger.renew(list(current), now + self.config.broker.lease_s)
+        self.peers.answer_heartbeat(peer, [lease_id for lease_id in message.lease_ids if lease_id not in current])
+
+    def on_Report(self, peer: Peer, received: wire.Received, now: float) -> None:
+        """Take a report: its new tokens first, then the leases it ends."""
+        if len(received.message.closings) > limits.MAX_REPORT_CLOSINGS:
+            raise wire.WireError(f"a report ends at most {limits.MAX_REPORT_CLOSINGS} leases")
+        if received.packed:
+            self.take_rows(peer, received.packed, now)
+        for closing in received.message.closings:
+            if not self._holds(peer.uid, closing.lease_id):
+                self.reject(peer, closing.lease_id, NOT_CURRENT)
+            elif isinstance(closing, wire.Scored):
+                self._accept_score(peer, closing, now)
+            elif isinstance(closing, wire.Closed):
+                self._close_agent(peer, closing, now)
+            else:
+                self._accept_give_back(peer, closing, now)
+
+    def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
+        """Take the new tokens of a report."""
+        raise wire.WireError(f"a {peer.role} generates nothing")
+
+    def _accept_score(self, peer: Peer, scored: wire.Scored, now: float) -> None:
+        lease = self.ledger.leases[scored.lease_id]
+        fault = score_fault(scored, len(lease.samples))
+        if fault:
+            return self.reject(peer, lease.id, f"bad score: {fault}")
+        if lease.agent and lease.sample.group.group_scored:
+            return self._close_agent(peer, wire.Closed(lease.id, scored.superseded, scored.state), now)
+        if lease.for_group:
+            verdict = self.ledger.score_group(lease.id, scored.rewards, scored.details)
+        else:
+            verdict = self.ledger.score(lease.id, scored.rewards[0], scored.details[0], scored.superseded)
+        if verdict is Verdict.GAP:
+            return self.peers.nack(peer, lease.id, lease.sample.length)
+        if verdict is Verdict.INVALID:
+            return self._fail_without_turn(peer, lease, now)
+        self.peers.acknowledge(peer, lease.id)
+
+    def _close_agent(self, peer: Peer, closed: wire.Closed, now: float) -> None:
+        lease = self.ledger.leases[closed.lease_id]
+        if not lease.agent:
+            return self.reject(peer, lease.id, "bad closing: the lease is no session")
+        if len(closed.superseded) > wire.MAX_FORKS:
+            return self.reject(peer, lease.id, f"bad closing: {TOO_MANY_FORKS}")
+        if len(closed.state) > limits.MAX_AGENT_STATE_BYTES:
+            return self.reject(peer, lease.id, f"bad closing: a state has at most {limits.MAX_AGENT_STATE_BYTES} bytes")
+        if self.ledger.close_agent(lease.id, closed.superseded, closed.state) is Verdict.INVALID:
+            return self._fail_without_turn(peer, lease, now)
+        self.peers.acknowledge(peer, lease.id)
+
+    def _fail_without_turn(self, peer: Peer, lease: Lease, now: float) -> None:
+        """End a session that has no turn of the policy, which a reward could be for."""
+        self.ledger.end_lease(lease.id, "agent_failed", "the agent ended before it had an answer of the policy", now)
+        self.peers.acknowledge(peer, lease.id)
+
+    def _accept_give_back(self, peer: Peer, give_back: wire.GiveBack, now: float) -> None:
+        lease = self.ledger.leases[give_back.lease_id]
+        sample = lease.sample
+        if give_back.cause == "agent_failed" and not lease.agent:
+            return self.reject(peer, lease.id, "bad closing: the lease is no session")
+        if not lease.scoring and give_back.length > sample.length:
+            return self.peers.nack(peer, lease.id, sample.length)
+        error = limits.clip(give_back.error)
+        if error:
+            ids = {"worker": peer.name, "group": sample.group.id, "sample": sample.index}
+            self.context.failures.note(
+                give_back.cause, error, f"sample {ids['group']}.{ids['sample']} came back", **ids
+            )
+        if give_back.cause == "environment_failed":
+            self.recorder.add_observations(0, 0, failed=1)
+        self.ledger.end_lease(lease.id, give_back.cause, error, now)
+        self.peers.acknowledge(peer, lease.id)
+
+    def reject(self, peer: Peer, lease_id: int, reason: str, tokens: int = 0) -> None:
+        """Reject what was reported of a lease; `tokens`: sampled tokens in it."""
+        self.peers.tallies[peer.uid].refused += tokens
+        self.peers.reject(peer, lease_id, reason)
+
+
+def score_fault(scored: wire.Scored, responses: int) -> str:
+    """What is wrong with the scores of a lease on so many responses; empty if nothing is."""
+    if not len(scored.rewards) == len(scored.details) == responses:
+        return "a reward, with its details, is for each response of the lease"
+    if not all(map(limits.is_reward, scored.rewards)):
+        return f"a reward is a finite number up to {limits.MAX_REWARD:g}"
+    if len(scored.superseded) > wire.MAX_FORKS:
+        return TOO_MANY_FORKS
+    if any(
+        len(details) > limits.MAX_REWARD_DETAILS or not all(map(limits.is_reward, details.values()))
+        for details in scored.details
+    ):
+        return f"a reward has at most {limits.MAX_REWARD_DETAILS} details, finite numbers up to {limits.MAX_REWARD:g}"
+    return ""
+
+
+# --- handles messages of scorers ---
+
+
+class ScorerHandler(LeaseHolderHandler):
+    def on_HolderCapacity(self, peer: Peer, received: wire.Received, now: float) -> None:
+        peer.capacity = min(received.message.capacity, self.config.security.max_leases)
+
+    def hand_out(self, now: float) -> None:
+        """Grant leases to scorers with room, the least loaded first; none while the broker is drained."""
+        queue = self.ledger.queue
+        if self.ledger.draining or not self.ledger.rules.scored_apart or not queue.has_scoring:
+            return
+        ready = [peer for peer in self.peers.scorers() if self._has_room(peer)]
+        while ready and (sample := queue.take_scoring()):
+            peer = min(ready, key=lambda each: self._load(each) / each.capacity)
+            self.lease(sample, peer, 0, now)
+            ready = [peer for peer in ready if self._has_room(peer)]
+
+    def _load(self, peer: Peer) -> int:
+        """Number of leases the scorer holds."""
+        return len(self.ledger.held.get(peer.uid, ()))
+
+    def _has_room(self, peer: Peer) -> bool:
+        if not peer.control_route or self._load(peer) >= peer.capacity:
+            return False
+        return self.peers.has_credit(peer, self.context.credit_bytes)

@@ -1,0 +1,141 @@
+"""Validates the rows of a report against their payloads, for all rows at once.
+
+A report that cannot be read as rows is refused as a whole. A fault in the tokens of one row refuses only that row.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from zlib_ng.zlib_ng import crc32
+
+from april import wire
+from april.broker.ledger.samples import Lease
+from april.config import Config
+from april.data.rows import Support
+from april.wire import limits
+from april.wire.rows import FINISH_REASONS, OBSERVATION, TABLE, padded_sizes
+
+NOT_FINITE = 0x7F800000
+"""Bits of an infinite float32 without its sign; those of a NaN are larger."""
+
+
+def read_report(packed: list[wire.PackedArray]) -> tuple[np.ndarray, wire.PackedArray]:
+    """Read a report with at least one row: the rows, dtype `TABLE`, and their payloads. Raises WireError."""
+    if (
+        [array.dtype for array in packed] != ["u1", "u1"]
+        or not len(packed[0].data)
+        or len(packed[0].data) % TABLE.itemsize
+    ):
+        raise wire.WireError(f"a report carries rows of {TABLE.itemsize} bytes, and their payloads")
+    table, payload = np.frombuffer(packed[0].data, TABLE), packed[1]
+    if len(table) > limits.MAX_REPORT_ROWS:
+        raise wire.WireError(f"a report has at most {limits.MAX_REPORT_ROWS} rows")
+    known = (table["kind"] <= OBSERVATION) & (table["finish"] < len(FINISH_REASONS)) & (table["failed"] <= 1)
+    if not known.all() or table["ends_lease"].any() or not np.isfinite(table["time"]).all():
+        raise wire.WireError("a row has a kind, an ending or a time that is none")
+    tokens = table["tokens"]
+    if (
+        not tokens.all()
+        or int(tokens.max()) > limits.MAX_CHUNK_TOKENS
+        or (table["size"] < 4 * tokens.astype(np.int64)).any()
+    ):
+        raise wire.WireError(f"a row has from 1 to {limits.MAX_CHUNK_TOKENS} tokens, whose ids are in its payload")
+    if int(padded_sizes(table).sum()) != len(payload.data):
+        raise wire.WireError("the payloads of the rows are not as long as the rows say")
+    return table, payload
+
+
+def is_turn_request(state: bytes) -> bool:
+    """Whether the state of an agent's observation is a valid `TurnRequest`."""
+    try:
+        request = msgspec.msgpack.decode(state, type=wire.TurnRequest)
+    except msgspec.DecodeError:
+        return False
+    return (
+        len(request.stop_token_ids) <= wire.MAX_STOP_TOKENS
+        and len(request.key) <= wire.MAX_KEY_BYTES
+        and request.max_tokens > 0
+    )
+
+
+class RowValidator:
+    """Finds faults in the payloads of rows, by the rules of one run."""
+
+    def __init__(self, config: Config):
+        self.largest_id = (config.vocabulary or 1 << 31) - 1
+        self.has_environment = bool(config.environment.name)
+        self.is_cut = config.sampling.is_cut
+        self.ids_wrong = f"the policy's token ids are from 0 to {self.largest_id}"
+
+    def faults(
+        self, table: np.ndarray, payload: wire.PackedArray, leases: Sequence[Lease | None], of_agents: bool = False
+    ) -> dict[int, str]:
+        """Faults by index of the row; `leases`: of each row, None if it is not current."""
+        found: dict[int, str] = {}
+        ends = np.cumsum(padded_sizes(table))
+        offsets, sizes, tokens = ends - padded_sizes(table), table["size"], table["tokens"].astype(np.int64)
+        view, observed = memoryview(payload.data), table["kind"] == OBSERVATION
+        for index, (offset, size, checksum) in enumerate(
+            zip(offsets.tolist(), sizes.tolist(), table["checksum"].tolist(), strict=True)
+        ):
+            if crc32(view[offset : offset + size]) != checksum:
+                found[index] = "its checksum does not agree"
+        words = np.frombuffer(payload.data, "<u4")
+        bounds = np.stack([offsets // 4, offsets // 4 + tokens], axis=1).reshape(-1)
+        if bounds[-1] == len(words):  # nothing follows the last row's ids
+            words = np.append(words, np.uint32(0))
+        largest = np.maximum.reduceat(words, bounds)[::2]
+        self._note(found, largest > self.largest_id, self.ids_wrong)  # as uint32 a negative id is larger than any
+        self._note(found, observed & ((table["incarnation"] | table["step"]) > 0), "an observation has no version")
+        plain = ~observed & (sizes == 8 * tokens)
+        largest_logprob_bits = np.maximum.reduceat(words & np.uint32(0x7FFFFFFF), bounds)[1::2]
+        self._note(found, plain & (largest_logprob_bits >= NOT_FINITE), "a logprob is not finite")
+        state_bytes = sizes - 4 * tokens
+        if of_agents:
+            self._note(found, ~observed, "an agent says observations, and samples nothing")
+            requests = (
+                bytes(view[end - rest : end])
+                for end, rest in zip((offsets + sizes).tolist(), state_bytes.tolist(), strict=True)
+            )
+            self._note(
+                found, np.array([not is_turn_request(request) for request in requests]), "its state is no turn request"
+            )
+        elif self.has_environment:
+            wrong = f"the state of an environment has at most {limits.MAX_STATE_BYTES} bytes"
+            self._note(found, observed & (state_bytes > limits.MAX_STATE_BYTES), wrong)
+        else:
+            self._note(found, observed, "this run has no environment")
+        if not self.is_cut:
+            self._note(found, ~observed & ~plain, "a chunk carries ids int32 and logprobs float32, no more")
+            return found
+        for index in np.flatnonzero(~observed).tolist():
+            own = words[bounds[2 * index] : int(ends[index]) // 4]
+            if index not in found and (lease := leases[index]):
+                is_cut = not lease.sample.group.evaluation
+                if fault := self._cut_fault(own, int(sizes[index]), int(tokens[index]), is_cut):
+                    found[index] = fault
+        return found
+
+    @staticmethod
+    def _note(found: dict[int, str], where: np.ndarray, fault: str) -> None:
+        for index in np.flatnonzero(where).tolist():
+            found.setdefault(index, fault)
+
+    def _cut_fault(self, words: np.ndarray, size: int, tokens: int, is_cut: bool) -> str:
+        """Fault of a chunk in a run that cuts the distribution of training samples (top-p, top-k, min-p)."""
+        if size % 4 or is_cut != (len(words) > 2 * tokens):
+            return "training tokens come with their supports where the distribution is cut, no others do"
+        if not is_cut:
+            return "" if len(words) == 2 * tokens else "a chunk carries a logprob for each id"
+        ids, logprobs, supports = (
+            words[:tokens].view("<i4"),
+            words[tokens : 2 * tokens].view("<f4"),
+            words[2 * tokens :],
+        )
+        support = Support(supports[:tokens].view("<i4"), supports[tokens:].view("<i4"))
+        if not np.isfinite(logprobs).all():
+            return "a logprob is not finite"
+        if not support.holds(ids) or support.counts.max() > limits.MAX_SUPPORT_IDS:
+            return f"a support has at most {limits.MAX_SUPPORT_IDS} ids, and the token that was drawn among them"
+        return self.ids_wrong if supports[tokens:].max() > self.largest_id else ""

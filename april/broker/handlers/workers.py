@@ -1,0 +1,306 @@
+"""Handles messages of workers: leases out, chunks in, aborts."""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any
+
+import numpy as np
+
+from april import wire
+from april.broker.context import BrokerContext
+from april.broker.handlers.lease_holders import NOT_CURRENT, LeaseHolderHandler
+from april.broker.handlers.reports import RowValidator, read_report
+from april.broker.ledger.admission import Verdict
+from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.samples import TO_GENERATE, Lease, Sample
+from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
+from april.broker.peers import Peer
+from april.broker.schedules.schedule import choose_sample
+from april.wire.rows import CHUNK, Buffer
+
+# --- limits the load of workers that have the newest weights while other workers still load them ---
+
+
+LONGEST_S = 10.0
+"""Longest time that the limit holds; otherwise it holds for as long as the first worker took to load."""
+
+
+class FillLimit:
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def first_loaded(self, loaded_in_s: float, now: float) -> None:
+        """Start the limit: the first worker has loaded new weights, in so many seconds."""
+        self._until = now + min(loaded_in_s, LONGEST_S)
+
+    def max_load(self, workers: Sequence[Peer], newest_step: int, ledger: Ledger, now: float) -> float:
+        """Largest load of each worker as a share of its capacity; infinite if there is no limit."""
+        if now >= self._until or not ledger.round_open:
+            return math.inf
+        loaded = [worker for worker in workers if worker.version is not None and worker.capacity]
+        if all(worker.step >= newest_step for worker in loaded):
+            self._until = 0.0
+            return math.inf
+        if not (waiting := sum(map(ledger.open_samples.count, TO_GENERATE))):
+            return math.inf
+        return (waiting + ledger.generating) / sum(worker.capacity for worker in loaded)
+
+
+# --- handles messages of workers ---
+
+
+ForwardRows = Callable[[np.ndarray, Buffer, list[Lease | None]], None]
+"""Takes rows, their payloads, and the lease of each accepted row."""
+PASS_GRANTS = 256
+"""Most leases granted in one pass, so that many workers with room at once do not keep other messages waiting."""
+SPEED_WINDOW_S = 2.0
+"""Window over which migration measures a worker's decoding speed."""
+
+
+class WorkerHandler(LeaseHolderHandler):
+    def __init__(self, context: BrokerContext, forward_to_agents: ForwardRows):
+        super().__init__(context)
+        self.forward_to_agents = forward_to_agents
+        self.max_leases = context.config.security.max_leases
+        self.validator = RowValidator(context.config)
+        self.newest_step = 0
+        """Newest policy step that any worker has loaded."""
+        self.maybe_ready: dict[int, Peer] = {}
+        """Workers that may have room, by session id: those that sent a message since they were last full."""
+        self.has_more = False
+        """Whether the last pass stopped at `PASS_GRANTS`."""
+        self.fill_limit = FillLimit() if context.schedule.by_rounds else None
+        self.migration = Migration() if context.config.schedule.migrate else None
+        self._next_recall = 0.0
+
+    def record_instant(self, peer: Peer, instant: str, now: float) -> None:
+        self.recorder.add_span(peer.name, instant, now, now)
+
+    def cancel(self, peer: Peer, lease_id: int) -> None:
+        self.maybe_ready[peer.id] = peer
+        super().cancel(peer, lease_id)
+
+    # --- reports --------------------------------------------------------------------------------------------
+
+    def on_WorkerCapacity(self, peer: Peer, received: wire.Received, now: float) -> None:
+        message = received.message
+        if not self.ledger.was_published(message.version.step, message.version.incarnation):
+            raise wire.WireError("nobody can hold a version that was never published")
+        if not 0 <= message.loaded_in_s < math.inf:
+            raise wire.WireError("loading takes a finite time")
+        peer.version = message.version
+        if self.fill_limit and message.version.step > self.newest_step:
+            self.fill_limit.first_loaded(message.loaded_in_s, now)
+        self.newest_step = max(self.newest_step, message.version.step)
+        peer.capacity = min(message.capacity, self.config.security.max_leases)
+        if peer.capacity < message.capacity:
+            self.context.audit.warn("worker %s gets room for %d leases, no more", peer.name, peer.capacity)
+        if message.loaded_in_s:
+            self.recorder.add_span(peer.name, "weights", now - message.loaded_in_s, now)
+
+    def on_ActivitySpan(self, peer: Peer, received: wire.Received, now: float) -> None:
+        message = received.message
+        if not (math.isfinite(message.start) and math.isfinite(message.end)):
+            raise wire.WireError("a span has finite ends")
+        self.recorder.add_span(peer.name, message.kind, message.start, message.end)
+
+    def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
+        """Take the chunks and observations of a report; rows are accepted or refused one by one."""
+        table, payload = read_report(packed)
+        lease_ids = table["lease_id"].tolist()
+        leases = [self.ledger.leases.get(lease_id) for lease_id in lease_ids]
+        faults = self.validator.faults(table, payload, leases)
+        verdicts = self.ledger.add_chunks(packed[0].data, payload.data, peer.uid, faults, payload.checksum)
+        if self.ledger.rules.agents:
+            accepted = [
+                lease if verdict is Verdict.OK else None for lease, verdict in zip(leases, verdicts, strict=True)
+            ]
+            self.forward_to_agents(table, payload.data, accepted)
+        if verdicts.count(Verdict.OK) < len(verdicts):
+            for index, (lease_id, lease, verdict) in enumerate(zip(lease_ids, leases, verdicts, strict=True)):
+                if verdict is not Verdict.OK:
+                    self._answer_refused(peer, lease_id, lease, verdict, faults.get(index, ""), table[index], now)
+            is_accepted = [verdict is Verdict.OK for verdict in verdicts]
+            table, leases = table[is_accepted], list(compress(leases, is_accepted))
+        self._acknowledge(peer, table)
+        self._count(peer, table, leases, now)
+
+    def _acknowledge(self, peer: Peer, table: np.ndarray) -> None:
+        """Queue acks of accepted rows; a lease's rows are in order, so its last row gives the acknowledged length."""
+        pending, lease_ids = self.peers.pending_for(peer), table["lease_id"]
+        ends = table["start"].astype(np.int64) + table["tokens"]
+        pending.acks.update(zip(lease_ids.tolist(), ends.tolist(), strict=True))
+        ended = lease_ids[table["finish"] > 0].tolist()
+        pending.done += [lease_id for lease_id in ended if lease_id not in self.ledger.leases]
+
+    def _count(self, peer: Peer, table: np.ndarray, leases: list[Lease | None], now: float) -> None:
+        """Count the tokens of accepted rows; `leases`: of each row."""
+        sampled, tokens = table["kind"] == CHUNK, table["tokens"].astype(np.int64)
+        chunks, accepted = [int(sampled.sum()), 0], [int(tokens[sampled].sum()), 0]
+        if self.ledger.evaluations:
+            evaluated = sampled & np.array([lease.sample.group.evaluation for lease in leases if lease], bool)
+            chunks[1], accepted[1] = int(evaluated.sum()), int(tokens[evaluated].sum())
+            chunks[0], accepted[0] = chunks[0] - chunks[1], accepted[0] - accepted[1]
+        self.peers.tallies[peer.uid].acknowledged += sum(accepted)
+        peer.note_tokens(now, sum(accepted))
+        self.recorder.add_accepted(chunks, accepted)
+        if self.migration:
+            self.migration.observe_tokens(peer.uid, self._load(peer), sum(accepted), now, SPEED_WINDOW_S)
+            if self.migration.arriving:
+                self._note_arrivals(self.migration, tokens, leases, now)
+        if not sampled.all():
+            observed = table[~sampled]
+            self.recorder.add_observations(len(observed), int(observed["tokens"].sum()), int(observed["failed"].sum()))
+
+    def _note_arrivals(self, migration: Migration, tokens: np.ndarray, leases: list[Lease | None], now: float) -> None:
+        for lease, count in zip(leases, tokens.tolist(), strict=True):
+            if lease and lease.id in migration.arriving:
+                migration.observe_arrival(lease, count, self.ledger.load[lease.worker, False], now)
+
+    def _answer_refused(
+        self, peer: Peer, lease_id: int, lease: Lease | None, verdict: Verdict, fault: str, row: Any, now: float
+    ) -> None:
+        """Answer a row that was not accepted: with a reject, a nack, or an ack of a duplicate."""
+        sampled = int(row["tokens"]) if row["kind"] == CHUNK else 0
+        if lease is None or not self._holds(peer.uid, lease_id):
+            self.reject(peer, lease_id, NOT_CURRENT, sampled)
+        elif verdict is Verdict.DUPLICATE:
+            self.peers.acknowledge(peer, lease_id, lease.sample.length)
+        elif verdict is Verdict.GAP:
+            self.peers.nack(peer, lease_id, lease.sample.length)
+        elif fault:
+            self.reject(peer, lease_id, f"bad row: {fault}", sampled)
+        elif verdict is not Verdict.DROPPED:
+            reason = f"chunk refused: {verdict}"
+            self.ledger.end_lease(lease_id, "generation_failed", reason, now)
+            self.reject(peer, lease_id, reason, sampled)
+
+    # --- leases ---------------------------------------------------------------------------------------------
+
+    def hand_out(self, now: float) -> None:
+        """Grant leases to workers with room, at most `PASS_GRANTS` in a pass; none while the broker is drained.
+
+        Samples that came back to move go first. When nothing waits, more stragglers may be recalled.
+        """
+        self.has_more = False
+        if self.ledger.draining:
+            return
+        if self.migration:
+            self._grant_moved(self.migration, now)
+        self._fill(now)
+        if self.migration and not self.has_more and now >= self._next_recall:
+            self._next_recall = now + CHOICE_INTERVAL_S
+            self._recall(self.migration, now)
+
+    def _grant_moved(self, migration: Migration, now: float) -> None:
+        for move in migration.take_returned(self.ledger, now):
+            peer = self.peers.holder(move.target)
+            if peer is None or not self._has_room(peer) or peer.step < move.sample.first_step:
+                continue
+            if self.context.schedule.hands_out(self.ledger, peer.step):
+                migration.confirm(self.lease(move.sample, peer, peer.step, now), now)
+                self.recorder.add_move("done")
+
+    def _recall(self, migration: Migration, now: float) -> None:
+        """Ask for stragglers to be handed back, for workers that have room for them."""
+        holders = {peer.uid: peer for peer in self.peers.workers()}
+        loads = [WorkerLoad(uid, self._load(peer), self._has_room(peer), peer.step) for uid, peer in holders.items()]
+        for move in migration.choose(self.ledger, loads, now):
+            holder = holders[self.ledger.leases[move.lease_id].worker]
+            self.peers.send_control(holder, wire.Cancel([move.lease_id], hand_back=True))
+            self.recorder.add_move("asked")
+
+    def _fill(self, now: float) -> None:
+        """Grant each sample to the worker of the lowest load, or to the one that has its prefix in cache.
+
+        The latter needs room and the same policy step. If no sample fits a worker at step k, none fits workers at steps
+        ≤ k: skip them. While other workers load the newest weights, `FillLimit` bounds the load of each.
+        """
+        max_load = math.inf
+        if self.fill_limit:
+            max_load = self.fill_limit.max_load(self.peers.workers(), self.newest_step, self.ledger, now)
+        first = self._first_ready(max_load)
+        sample = self._choose(first) if first else None
+        if first and sample is None:
+            return
+        ready = {peer.uid: peer for peer in self.maybe_ready.values() if self._has_room(peer)}
+        self.maybe_ready = {peer.id: peer for peer in ready.values()}
+        remaining = PASS_GRANTS
+        if first and sample:
+            self._grant(sample, first, ready, now)
+            remaining -= 1
+        by_load = [(self._load_share(peer), peer.id, peer) for peer in ready.values()]
+        heapq.heapify(by_load)
+        exhausted_step = -1
+        while by_load and remaining:
+            queued_load, peer_id, peer = by_load[0]
+            if (load := self._load_share(peer)) != queued_load:
+                heapq.heapreplace(by_load, (load, peer_id, peer))
+            elif peer.step <= exhausted_step or load >= max_load or not self._has_room(peer):
+                heapq.heappop(by_load)
+            elif sample := self._choose(peer):
+                self._grant(sample, peer, ready, now)
+                remaining -= 1
+            else:
+                exhausted_step = peer.step
+        self.has_more = not remaining
+
+    def _first_ready(self, max_load: float) -> Peer | None:
+        """A worker with room and the newest weights of all workers: if no sample fits it, none fits any worker.
+
+        Workers without room that are found before it are removed from `maybe_ready`.
+        """
+        for peer_id, peer in list(self.maybe_ready.items()):
+            if not self._has_room(peer):
+                del self.maybe_ready[peer_id]
+            elif peer.step >= self.newest_step and self._load_share(peer) < max_load:
+                return peer
+        return None
+
+    def _has_room(self, peer: Peer) -> bool:
+        if peer.id not in self.peers.by_id:
+            return False
+        if peer.version is None or not peer.control_route or self._load(peer) >= peer.capacity:
+            return False
+        if len(self.ledger.held.get(peer.uid, ())) >= self.max_leases:
+            return False
+        return self.peers.has_credit(peer, self.context.credit_bytes)
+
+    def _load(self, peer: Peer) -> int:
+        """Samples that the worker generates, training and evaluation."""
+        load = self.ledger.load.get
+        return load((peer.uid, False), 0) + load((peer.uid, True), 0)
+
+    def _load_share(self, peer: Peer) -> float:
+        """Load of a worker, as a share of its capacity."""
+        return self._load(peer) / peer.capacity
+
+    def _choose(self, peer: Peer) -> Sample | None:
+        share_left = self._evaluation_share_left(peer)
+        return choose_sample(self.context.schedule, self.ledger, peer.step, share_left)
+
+    def _grant(self, sample: Sample, peer: Peer, ready: dict[str, Peer], now: float) -> None:
+        """Lease a sample to `peer`, for which it was chosen, or to the `ready` worker that has its prefix in cache."""
+        step = peer.step
+        cached = ready.get(sample.cached_by(step))
+        if cached and cached.step == step and self._has_room(cached):
+            peer = cached
+        self.lease(sample, peer, peer.step, now)
+
+    def _evaluation_share_left(self, peer: Peer) -> bool:
+        return self.ledger.load.get((peer.uid, True), 0) < self.config.evaluation.share * peer.capacity
+
+    def abort(self, now: float) -> None:
+        """End a round: have every training sample in generation handed back, within `broker.abort_deadline_s`."""
+        deadline = now + self.config.broker.abort_deadline_s
+        aborted = [lease for lease in self.ledger.leases.values() if self.ledger.is_aborted(lease.id)]
+        for lease in aborted:
+            self.ledger.expire_at(lease, min(lease.expires_at, deadline))
+        self.recorder.add_aborted(len(aborted))
+        busy = {lease.worker for lease in aborted}
+        for peer in self.peers.workers():
+            if peer.uid in busy:
+                self.recorder.add_span(peer.name, "abort", now, now)
+        self.peers.broadcast(wire.Abort(self.ledger.round, self.ledger.watermark))

@@ -1,1 +1,0 @@
-"""Files on disk and in object stores: writing, syncing and atomic replacement."""

@@ -1,0 +1,409 @@
+"""Copies of a checkpoint's files that must exist before it counts as durable: on the next disk, or in an object
+store."""
+
+import hashlib
+import logging
+import os
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from april.config.stored import StoredCheckpoints, Sums, refused
+from april.learner.checkpoint import begin_folder
+from april.util.files import sync
+from april.util.objects import StoreRefused
+
+# --- inventory of one checkpoint over the disks of a learner, and the file transfers it needs ---
+
+
+@dataclass(frozen=True)
+class RankInventory:
+    """One rank's inventory of a checkpoint on its disk: the result of verifying its share of the files."""
+
+    sums: Mapping[str, str]
+    """Checksum list on the disk: SHA-256 of every file of the checkpoint, on whichever disk, by name."""
+    whole: Collection[str]
+    """Verified files that exist and match their checksum."""
+    damaged: Collection[str] = ()
+    """Verified files that exist and do not match their checksum."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A complete checkpoint: each file is on at least one disk."""
+
+    step: int
+    """Policy step of its weights."""
+    sums: Mapping[str, str]
+    """Checksums of its files by name."""
+    disks: Mapping[str, Sequence[int]]
+    """Disks that have a file, by its name."""
+    listed: Collection[int]
+    """Disks that have its checksum list."""
+
+
+@dataclass(frozen=True)
+class FileTransfer:
+    """Copy of the file `name` from disk or rank `source` to disk or rank `target`."""
+
+    name: str
+    source: int
+    target: int
+
+
+def find_checkpoint(
+    step: int, inventories: Sequence[RankInventory | None], disk_of_rank: Sequence[int]
+) -> FoundCheckpoint | None:
+    """The complete checkpoint of `step` on the ranks' disks, by the inventory and the disk of each rank; None without
+    one. Files under different checksum lists come from different writes and are never combined."""
+    lists = [dict(inventory.sums) for inventory in inventories if inventory]
+    for sums in lists:
+        same = [
+            (disk, inventory)
+            for disk, inventory in zip(disk_of_rank, inventories, strict=True)
+            if inventory and inventory.sums == sums
+        ]
+        disks = {name: sorted({disk for disk, inventory in same if name in inventory.whole}) for name in sums}
+        if sums and all(disks.values()):
+            return FoundCheckpoint(step, sums, disks, {disk for disk, _ in same})
+    return None
+
+
+def missing_files(sums: Mapping[str, str], inventories: Sequence[RankInventory | None]) -> list[str]:
+    """Files of the checksum list `sums` that no disk has intact."""
+    whole = set[str]().union(*(inventory.whole for inventory in inventories if inventory and inventory.sums == sums))
+    return sorted(sums.keys() - whole)
+
+
+def plan_transfers(
+    disks: Mapping[str, Sequence[int]], needed: Sequence[Collection[str]], copies: int = 2
+) -> list[FileTransfer]:
+    """Transfers after which each disk has the files it needs, and each file is on `copies` disks (1 or 2) if there are
+    that many.
+
+    `disks` has the disks that hold each file, by name; `needed` the names of the files that each disk needs.
+    """
+    moves = []
+    for name, holders in sorted(disks.items()):
+        targets = [disk for disk, names in enumerate(needed) if name in names and disk not in holders]
+        if len(needed) > 1 and len(holders) + len(targets) < copies:
+            targets.append((holders[0] + 1) % len(needed))
+        moves += [FileTransfer(name, holders[i % len(holders)], target) for i, target in enumerate(targets)]
+    return moves
+
+
+def order_transfers(moves: Sequence[FileTransfer]) -> list[FileTransfer]:
+    """Transfers in rounds in which each rank takes part once, so that ranks wait for each other as little as
+    possible."""
+    remaining, ordered = list(moves), list[FileTransfer]()
+    while remaining:
+        busy, later = set[int](), list[FileTransfer]()
+        for move in remaining:
+            if busy & {move.source, move.target}:
+                later.append(move)
+            else:
+                busy |= {move.source, move.target}
+                ordered.append(move)
+        remaining = later
+    return ordered
+
+
+# --- disks of a learner ---
+
+
+CHUNK_BYTES = 2**24
+
+Value = TypeVar("Value")
+
+
+class Disks:
+    """The disks on which the ranks see `directory`, numbered in the order of their lowest ranks."""
+
+    def __init__(self, directory: Path, group: dist.ProcessGroup):
+        """`group` is a gloo group over all ranks. Collective."""
+        self.directory, self.group, self.rank = directory, group, dist.get_rank()
+        lowest = self._lowest_ranks() if dist.get_world_size() > 1 else [0]
+        self.leaders = sorted(set(lowest))
+        """Lowest rank of each disk."""
+        self.disk_of_rank = [self.leaders.index(rank) for rank in lowest]
+
+    def _lowest_ranks(self) -> list[int]:
+        """For each rank the lowest rank that sees the same folder, found by marker folders in it. Collective."""
+        name = f"{self.all_gather(uuid.uuid4().hex)[0]}_{{}}.partial"
+        own = self.directory / name.format(self.rank)
+        own.mkdir(parents=True)
+        dist.barrier(self.group)
+        seen = (rank for rank in range(self.rank) if (self.directory / name.format(rank)).is_dir())
+        lowest = self.all_gather(next(seen, self.rank))
+        own.rmdir()
+        return lowest
+
+    @property
+    def own(self) -> int:
+        return self.disk_of_rank[self.rank]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank does the work that is done once per disk."""
+        return self.rank in self.leaders
+
+    @property
+    def count(self) -> int:
+        return len(self.leaders)
+
+    def ranks(self, disk: int) -> list[int]:
+        return [rank for rank, its in enumerate(self.disk_of_rank) if its == disk]
+
+    def share(self, names: Sequence[str]) -> Sequence[str]:
+        """This rank's share of work on the files `names` of its disk."""
+        ranks = self.ranks(self.own)
+        return names[ranks.index(self.rank) :: len(ranks)]
+
+    def all_gather(self, own: Value) -> list[Value]:
+        """The value `own` of each rank, by rank. Collective."""
+        values: list[Value | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, own, self.group)
+        return values  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        dist.barrier(self.group)
+
+    def neighbour_copies(self, names: Sequence[Sequence[str]]) -> list[FileTransfer]:
+        """Transfers between ranks that copy the files each rank has written to the next disk, if there is one."""
+        moves = []
+        for rank, written in enumerate(names):
+            disk = self.disk_of_rank[rank]
+            targets = self.ranks((disk + 1) % self.count)
+            target = targets[self.ranks(disk).index(rank) % len(targets)]
+            moves += [FileTransfer(name, rank, target) for name in written if self.count > 1]
+        return moves
+
+    def from_rank_0(self, name: str) -> list[FileTransfer]:
+        """Transfers between ranks that copy a file of rank 0 to every other disk."""
+        return [FileTransfer(name, 0, leader) for leader in self.leaders[1:]]
+
+    def assign_ranks(self, moves: Sequence[FileTransfer]) -> list[FileTransfer]:
+        """Transfers between disks, distributed over the disks' ranks."""
+        assigned = []
+        for index, move in enumerate(moves):
+            sources, targets = self.ranks(move.source), self.ranks(move.target)
+            assigned.append(FileTransfer(move.name, sources[index % len(sources)], targets[index % len(targets)]))
+        return assigned
+
+    def transfer(self, moves: Sequence[FileTransfer], folder: Path, sums: Mapping[str, str]) -> None:
+        """Copy files of `folder` from rank to rank and sync them to disk. Raises OSError if a received file does not
+        match its checksum in `sums`. Collective."""
+        for move in order_transfers(moves):
+            if self.rank == move.source:
+                self._send(folder / move.name, move.target)
+            elif self.rank == move.target:
+                self._receive(folder / move.name, move.source, sums[move.name])
+        self.barrier()
+
+    def _send(self, path: Path, rank: int) -> None:
+        size = path.stat().st_size
+        dist.send(torch.tensor(size), rank, self.group)
+        chunk = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
+        with path.open("rb") as file:
+            for begin in range(0, size, CHUNK_BYTES):
+                part = chunk[: size - begin]
+                file.readinto(part.numpy())
+                dist.send(part, rank, self.group)
+
+    def _receive(self, path: Path, rank: int, digest: str) -> None:
+        announced = torch.tensor(0)
+        dist.recv(announced, rank, self.group)
+        size, found = int(announced), hashlib.sha256()
+        chunk = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
+        partial = path.with_name(f"{path.name}.partial")
+        with partial.open("wb") as file:
+            for begin in range(0, size, CHUNK_BYTES):
+                part = chunk[: size - begin]
+                dist.recv(part, rank, self.group)
+                file.write(part.numpy())
+                found.update(part.numpy())
+            file.flush()
+            os.fsync(file.fileno())
+        if found.hexdigest() != digest:
+            raise OSError(f"{path} of rank {rank} has not arrived as it was written; a disk or a link damages files")
+        partial.rename(path)
+        sync(path.parent)
+
+
+# --- copies of a checkpoint's files that must exist before it counts as durable ---
+
+
+log = logging.getLogger(__name__)
+
+WRITER = re.compile(r"__(\d+)_.*")
+"""Names of checkpoint files that a rank wrote, with the rank."""
+
+
+class CheckpointCopies(Protocol):
+    """A mechanism for copies of checkpoints. Every method except `export` is collective."""
+
+    on_disks: int
+    """Number of disks that each file is on, if there are that many disks."""
+
+    @property
+    def retries(self) -> int | None:
+        """Retried calls of this rank into the object store; None without a store."""
+
+    def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
+        """Copy a checkpoint that has just been written; returns once all copies exist. `written` lists the files of
+        each rank; `folder` has the files of `sums`, without the checksum list itself."""
+
+    def steps(self) -> set[int]:
+        """Steps of the checkpoints that can be restored from copies alone."""
+
+    def fetch_missing(
+        self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
+    ) -> RankInventory | None:
+        """Fetch files that no disk has but the copies do; returns this rank's inventory after that. `own` is this
+        rank's inventory, `inventories` has those of all ranks."""
+
+    def repair(self, found: FoundCheckpoint, folder: Path) -> None:
+        """Make missing copies of a checkpoint that the disks hold completely."""
+
+    def set_aside(self, step: int) -> None:
+        """Quarantine the copies of step `step`, so that they count as no checkpoint."""
+
+    def prune(self, keep: int, besides: Collection[int]) -> None:
+        """Remove the copies of all checkpoints but the newest `keep` and those of the steps `besides`."""
+
+    def export(self, folder: Path) -> None:
+        """Copy an exported model folder. Not collective: one rank calls it."""
+
+
+class NeighbourDiskCopies:
+    """Copies each file to the next disk, if there is one: any single disk may be lost."""
+
+    on_disks = 2
+    retries = None
+
+    def __init__(self, disks: Disks):
+        self.disks = disks
+
+    def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
+        self.disks.transfer(self.disks.neighbour_copies(written), folder, sums)
+
+    def steps(self) -> set[int]:
+        return set()
+
+    def fetch_missing(
+        self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
+    ) -> RankInventory | None:
+        return own
+
+    def repair(self, found: FoundCheckpoint, folder: Path) -> None: ...
+
+    def set_aside(self, step: int) -> None: ...
+
+    def prune(self, keep: int, besides: Collection[int]) -> None: ...
+
+    def export(self, folder: Path) -> None: ...
+
+
+class ObjectStoreCopies:
+    """Copies in an object store, where every rank uploads its files: all disks may be lost. Files that the disks still
+    have are not fetched."""
+
+    on_disks = 1
+
+    def __init__(self, stored: StoredCheckpoints, disks: Disks):
+        """Raises ConfigError if a machine cannot use the object store."""
+        self.stored, self.disks = stored, disks
+        try:
+            if disks.is_leader:
+                stored.objects.probe()
+        except StoreRefused as error:
+            raise refused(error) from None
+        if disks.rank == 0:
+            log.info("checkpoints are copied to %s before they count as durable", stored.url)
+
+    @property
+    def retries(self) -> int:
+        return self.stored.objects.retries
+
+    def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
+        unowned = sums.keys() - {name for names in written for name in names} if self.disks.rank == 0 else set()
+        self._put(step, folder, [*written[self.disks.rank], *sorted(unowned)], sums)
+
+    def _put(self, step: int, folder: Path, names: Sequence[str], sums: Sums) -> None:
+        """Upload the files of this rank, and the checksum list once all ranks have uploaded theirs. Collective."""
+        for name in names:
+            self.stored.put(step, sums, folder / name)
+        self.disks.barrier()
+        if self.disks.rank == 0:
+            self.stored.complete(step, sums)
+        self.disks.barrier()
+
+    def steps(self) -> set[int]:
+        return self.disks.all_gather(self.stored.steps() if self.disks.rank == 0 else set())[0]
+
+    def fetch_missing(
+        self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
+    ) -> RankInventory | None:
+        checksum_lists = self.disks.all_gather(self.stored.checkpoint_sums(step) if self.disks.rank == 0 else [])[0]
+        on_disk = [
+            sums for sums in checksum_lists if any(inventory and inventory.sums == sums for inventory in inventories)
+        ]
+        return (
+            self._fetch_missing(step, folder, own, inventories, [*on_disk, *checksum_lists][0])
+            if checksum_lists
+            else own
+        )
+
+    def _fetch_missing(
+        self,
+        step: int,
+        folder: Path,
+        own: RankInventory | None,
+        inventories: Sequence[RankInventory | None],
+        sums: Sums,
+    ) -> RankInventory:
+        if own is None or own.sums != sums:
+            own = RankInventory(sums, ())
+            if self.disks.is_leader:
+                begin_folder(folder, sums)
+        self.disks.barrier()
+        ranks = len(inventories)
+        share = [name for name in missing_files(sums, inventories) if writer_of(name) % ranks == self.disks.rank]
+        fetched = [name for name in share if self.stored.fetch(step, sums, name, folder / name)]
+        fetched_by_rank = self.disks.all_gather(fetched)
+        on_own_disk = {name for rank in self.disks.ranks(self.disks.own) for name in fetched_by_rank[rank]}
+        return RankInventory(sums, {*own.whole, *fetched}, [name for name in own.damaged if name not in on_own_disk])
+
+    def repair(self, found: FoundCheckpoint, folder: Path) -> None:
+        checksum_lists = self.disks.all_gather(self.stored.checkpoint_sums(found.step) if self.disks.rank == 0 else [])[
+            0
+        ]
+        if found.sums not in checksum_lists:
+            share = [name for name, disks in sorted(found.disks.items()) if disks[0] == self.disks.own]
+            self._put(found.step, folder, self.disks.share(share), found.sums)
+
+    def set_aside(self, step: int) -> None:
+        if self.disks.rank == 0:
+            for url in self.stored.set_aside(step, "damaged"):
+                log.error("checkpoint %s is damaged, and set aside", url, extra={"step": step})
+        self.disks.barrier()
+
+    def prune(self, keep: int, besides: Collection[int]) -> None:
+        if self.disks.rank == 0:
+            self.stored.prune(keep, besides)
+
+    def export(self, folder: Path) -> None:
+        self.stored.export(folder)
+
+
+def writer_of(name: str) -> int:
+    """Rank that wrote a checkpoint file, numbered as when it was written; 0 for files of no single rank."""
+    found = WRITER.fullmatch(name)
+    return int(found[1]) if found else 0

@@ -1,0 +1,182 @@
+"""Work in threads while a batch trains: the next batch is prefetched, and the last weights are sent.
+
+prefetcher.request(step)
+sender.start(step, weights, canary)
+...                                             # train the previous batch
+(batch, ready), wait_s = prefetcher.take()
+metrics = sender.finish()
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from april.learner.batch import ReceivedGroup, TrainingBatch, share_batch
+from april.weights.base import AdapterWeights
+from april.weights.verification import Canary
+from april.wire.message import Version
+from april.wire.training import Discard
+
+# --- work in a thread while the training step runs ---
+
+
+Answer = TypeVar("Answer")
+
+
+def in_background(work: Callable[..., Answer], *arguments: Any) -> Future[Answer]:
+    """Run `work(*arguments)` in a daemon thread; the future has its result or exception."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"background-{work.__name__}", daemon=True).start()
+    return future
+
+
+# --- work in threads while a batch trains ---
+
+
+ALIVE_S = 1.0
+"""Interval of `BatchSource.alive` while the learner waits for a batch, seconds."""
+
+Ready = TypeVar("Ready")
+
+
+class BatchSource(Protocol):
+    """Source of training batches; the learner reports to it what became of them.
+
+    One thread calls `fetch` while another calls the other methods.
+    """
+
+    def start(self, checkpoint_step: int) -> tuple[int, int]:
+        """Start from weights `checkpoint_step`, whose checkpoint is on disk; returns (incarnation, frontier).
+
+        The weights contain every batch below `checkpoint_step`. Batches from there to the frontier were consumed
+        before and are delivered again identically. After a crash between writing a checkpoint and reporting it,
+        `checkpoint_step` is ahead of the last `durable` call and counts as one.
+        """
+
+    def fetch(self, step: int) -> TrainingBatch | None:
+        """Wait for batch `step`, at most one ahead of the last one consumed; None when the run is over."""
+
+    leftover: list[ReceivedGroup]
+    """Groups discarded after the last batch, known once `fetch` has returned None; only if samples are kept."""
+
+    def alive(self) -> None:
+        """Heartbeat while the learner waits for a batch, every `ALIVE_S` seconds."""
+
+    def consumed(self, step: int, metrics: dict[str, float], discarded: Discard = "") -> None:
+        """Report that batch `step` is in the weights, or was skipped for the reason `discarded`."""
+
+    def durable(self, step: int, oldest: int) -> None:
+        """Report that the checkpoint of weights `step` is on disk and `oldest` is the oldest one kept: batches below
+        `oldest` are never needed again."""
+
+    def best(self) -> tuple[int, list[int]]:
+        """(policy step with the best held-out accuracy, or -1 if unknown; steps whose evaluation is still running).
+        Called only with `evaluation.best`."""
+
+
+Weights = Mapping[str, Tensor] | AdapterWeights
+"""All weights on the CPU by Hugging Face name, or the adapter trained in their place."""
+
+
+class Publisher(Protocol):
+    """Sends policy versions to the workers."""
+
+    def publish(self, version: Version, weights: Weights, canary: Canary | None) -> dict[str, float]:
+        """Send the weights and their canary to the workers; returns metrics of the publication."""
+
+    def announce(self, version: Version, canary: Canary | None) -> None:
+        """Tell the workers to pause for a version that another process loads into their engines."""
+
+    def externally_loaded(self) -> dict[str, float]:
+        """Confirm that the announced weights are loaded; returns metrics of the publication."""
+
+
+class BatchPrefetcher(Generic[Ready]):
+    """Fetches the next batch on rank 0, broadcasts and prepares it, in a thread while the current batch trains."""
+
+    def __init__(
+        self, source: BatchSource | None, group: dist.ProcessGroup | None, prepare: Callable[[TrainingBatch], Ready]
+    ):
+        """`source` is None except on rank 0; `group` spans all ranks, None for a single rank."""
+        self.source, self.group, self.prepare = source, group, prepare
+        self._fetching = False
+        """Whether a `fetch` of the source is in progress."""
+        self._next: Future[tuple[TrainingBatch, Ready] | None]
+        """Result of the last `request`."""
+
+    def request(self, step: int) -> None:
+        self._fetching = True
+        self._next = in_background(self._fetch, step)
+
+    def _fetch(self, step: int) -> tuple[TrainingBatch, Ready] | None:
+        batch = self.source.fetch(step) if self.source else None
+        self._fetching = False
+        if self.group is not None:
+            batch = share_batch(batch, self.group)
+        if batch is None:
+            return None
+        if batch.step != step:
+            raise ValueError(f"batch {batch.step} arrived where batch {step} was due; the source is out of step")
+        return batch, self.prepare(batch)
+
+    def take(self) -> tuple[tuple[TrainingBatch, Ready], float] | None:
+        """Wait for the requested batch: ((batch, prepared batch), seconds waited); None when the run is over."""
+        began = time.perf_counter()
+        while not self._next.done():
+            if self.source and self._fetching:
+                self.source.alive()
+            wait([self._next], ALIVE_S)
+        result = self._next.result()
+        return result and (result, time.perf_counter() - began)
+
+
+class WeightSender:
+    """Sends weights to the workers, in a thread while training goes on."""
+
+    def __init__(self, publisher: Publisher | None, incarnation: int, frontier: int):
+        """`publisher` is None except on rank 0. Weights below the frontier come from replayed batches and are not
+        sent."""
+        self.publisher, self.incarnation, self.frontier = publisher, incarnation, frontier
+        self._sending: Future[dict[str, float]] | None = None
+
+    def is_due(self, step: int) -> bool:
+        return step >= self.frontier
+
+    def start(self, step: int, weights: Weights, canary: Canary | None) -> None:
+        """Start sending weights `step`; the previous send must be finished."""
+        if self.publisher:
+            self._sending = in_background(self._send, self.publisher, Version(self.incarnation, step), weights, canary)
+
+    def _send(
+        self, publisher: Publisher, version: Version, weights: Weights, canary: Canary | None
+    ) -> dict[str, float]:
+        began = time.perf_counter()
+        return publisher.publish(version, weights, canary) | {"publish_s": time.perf_counter() - began}
+
+    def announce(self, step: int, canary: Canary | None) -> None:
+        if self.publisher:
+            self.publisher.announce(Version(self.incarnation, step), canary)
+
+    def externally_loaded(self) -> None:
+        if self.publisher:
+            self.publisher.externally_loaded()
+
+    def finish(self) -> dict[str, float]:
+        """Wait until the weights are sent; returns metrics of the publication, {} if nothing was being sent."""
+        if self._sending is None:
+            return {}
+        began = time.perf_counter()
+        sending, self._sending = self._sending, None
+        return sending.result() | {"publish_wait_s": time.perf_counter() - began}

@@ -1,0 +1,1 @@
+"""What shows a run: report, dashboard, and questions to a live broker."""

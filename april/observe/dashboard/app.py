@@ -1,0 +1,353 @@
+"""The dashboard's HTTP server: static pages, and their data as JSON. It answers GET requests only."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from http.cookies import SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import numpy as np
+import orjson
+from sse_starlette import EventSourceResponse
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from april.config import ConfigError
+from april.observe.dashboard import query, sample_reader
+from april.observe.dashboard.folder import Runs, WatchedRun
+from april.observe.dashboard.index import SampleIndex
+from april.observe.dashboard.sample_reader import TokenTexts
+from april.observe.dashboard.steps import Steps, compact, evaluations, shared_prompts
+from april.observe.report.facts import token_totals
+from april.observe.report.run_folder import RunFolder, read_summary
+from april.observe.report.timeline import merge_spans, thin_out, worker_tracks
+
+# --- access control of the dashboard ---
+
+
+COOKIE = "april_dashboard"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""Headers of every response: pages load nothing from other origins, and cannot be framed."""
+
+
+class HttpGuard:
+    """ASGI middleware. Without a token the Host header must be a loopback name, which prevents DNS rebinding: another
+    site cannot reach the server under a name of its own."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                present = {name for name, _ in message["headers"]}
+                defaults = {"cache-control": "no-cache"} | HEADERS
+                message["headers"] = [
+                    *message["headers"],
+                    *(
+                        (name.encode(), value.encode())
+                        for name, value in defaults.items()
+                        if name.encode() not in present
+                    ),
+                ]
+            await send(message)
+
+        answer = self._reject(scope)
+        await (answer or self.app)(scope, receive, send_with_headers)
+
+    def _reject(self, scope: Scope) -> PlainTextResponse | RedirectResponse | None:
+        """The response to a request without access, or a redirect that stores the token in a cookie; None: allowed."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if not self.token:
+            if host_of(headers.get("host", "")) in LOOPBACK:
+                return None
+            return PlainTextResponse("ask for this dashboard as localhost\n", 403)
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        if self._is_token(query.pop("token", "")):
+            target = scope["path"] + (f"?{urlencode(query)}" if query else "")
+            answer = RedirectResponse("/" + target.lstrip("/"), 303)
+            answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+            return answer
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(cookie.value if cookie else "") or self._is_token(bearer):
+            return None
+        return PlainTextResponse("open the address that `april dashboard` has printed, with its token\n", 401)
+
+    def _is_token(self, shown: str) -> bool:
+        return secrets.compare_digest(shown.encode(), self.token.encode())
+
+
+def host_of(header: str) -> str:
+    """The host of a Host header without its port, such as `127.0.0.1:8642` or `[::1]:8642`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+# --- the timeline of workers and learner in a window of time, small enough to draw ---
+
+
+RESOLUTION = 1500
+"""Spans and marks closer together than the window's length divided by this are merged."""
+MARK_WIDTH = 40
+"""Width of a step's label, in units of the window's length divided by RESOLUTION."""
+MAX_LINES = 200
+"""Lines of metrics.jsonl that are read for one picture; of more, an even selection."""
+STEPS_AT_FIRST = 8
+"""Steps in the default window."""
+
+
+def timeline(steps: Steps, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
+    """Timeline between two times (Unix seconds), by default of the last STEPS_AT_FIRST steps."""
+    table = steps.table(["step", "time", "learner.train_s"])
+    zeros = np.zeros_like(table["step"])
+    columns = [np.nan_to_num(zeros if column is None else column).tolist() for column in table.values()]
+    ended = [(time_s, step, train_s) for step, time_s, train_s in zip(*columns, strict=True) if time_s]
+    if not ended:
+        return {"begin": 0, "end": 0, "lanes": [], "learner": [], "steps": [], "whole": True}
+    if begin_s is None or end_s is None:
+        begin_s = ended[-STEPS_AT_FIRST - 1][0] if len(ended) > STEPS_AT_FIRST else None
+        end_s = ended[-1][0]
+    inside = [step for step in ended if (begin_s is None or step[0] >= begin_s) and step[0] <= end_s]
+    events = [
+        event
+        for line in steps.between(begin_s or 0.0, end_s, MAX_LINES)
+        for event in line.get("lanes") or []
+        if event.get("worker") and event.get("start") is not None
+    ]
+    if begin_s is None:
+        begin_s = min([event["start"] for event in events] + [ended[0][0] - (ended[0][2] or 1.0)])
+    smallest_s = (end_s - begin_s) / RESOLUTION
+    marked = set(thin_out([time_s for time_s, _, _ in inside], MARK_WIDTH * smallest_s))
+    spans = [(max(begin_s, time_s - train_s), time_s) for time_s, _, train_s in inside if train_s]
+    return {
+        "begin": begin_s,
+        "end": end_s,
+        "lanes": [
+            {"worker": track.worker, "spans": track.spans, "instants": track.instants}
+            for track in worker_tracks(events, begin_s, end_s, RESOLUTION)
+        ],
+        "learner": merge_spans(spans, smallest_s),
+        "steps": [[time_s, step] for time_s, step, _ in inside if time_s in marked],
+        "whole": len(inside) <= MAX_LINES,
+    }
+
+
+# --- the dashboard's HTTP server ---
+
+
+STATIC = Path(__file__).parent / "static"
+POLL_S = 0.5
+"""Interval at which an event stream looks for changes."""
+MAX_EXCERPTS = 200
+
+
+def make_app(runs: Runs, token: str = "") -> Starlette:
+    api = RunApi(runs)
+    routes = [
+        Route("/api/runs", json_endpoint(lambda request: runs.describe())),
+        Route("/api/compare", json_endpoint(api.compare)),
+        Route("/api/runs/{run}", json_endpoint(api.run)),
+        Route("/api/runs/{run}/steps", json_endpoint(api.steps)),
+        Route("/api/runs/{run}/timeline", json_endpoint(api.timeline)),
+        Route("/api/runs/{run}/now", json_endpoint(api.now)),
+        Route("/api/runs/{run}/samples", json_endpoint(api.samples)),
+        Route("/api/runs/{run}/search", api.search),
+        Route("/api/runs/{run}/excerpts", json_endpoint(api.excerpts)),
+        Route("/api/runs/{run}/groups/{step:int}/{group:int}", json_endpoint(api.group)),
+        Route("/api/runs/{run}/samples/{step:int}/{group:int}/{index:int}", json_endpoint(api.sample)),
+        Route("/events/{run}", api.events),
+        Mount("/", StaticFiles(directory=STATIC, html=True)),
+    ]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        runs.close()
+
+    return Starlette(routes=routes, middleware=[Middleware(HttpGuard, token=token)], lifespan=lifespan)
+
+
+def json_endpoint(handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """An endpoint that runs `handler` in a thread and answers JSON; LookupError and ConfigError become 404 and 400."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return to_json(await run_in_threadpool(handler, request))
+        except LookupError as error:
+            return to_json({"error": str(error.args[0])}, 404)
+        except ConfigError as error:
+            return to_json({"error": str(error)}, 400)
+
+    return answer
+
+
+def to_json(content: Any, status: int = 200) -> Response:
+    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    return Response(body, status, media_type="application/json")
+
+
+class RunApi:
+    """Handlers of the JSON endpoints; each reads the run that the URL names."""
+
+    def __init__(self, runs: Runs):
+        self.runs = runs
+        self.token_texts = TokenTexts()
+
+    def _run(self, request: Request) -> WatchedRun:
+        return self.runs.find(request.path_params["run"])
+
+    def _folder(self, request: Request) -> tuple[WatchedRun, Path]:
+        run = self._run(request)
+        if run.path is None:
+            raise ConfigError("only a broker's address was given; give the run's folder to see its files")
+        return run, run.path
+
+    def _index(self, name: str) -> SampleIndex:
+        index = self.runs.find(name, samples=True).index
+        if index is None:
+            raise ConfigError("only a broker's address was given; give the run's folder to see its samples")
+        return index
+
+    def run(self, request: Request) -> dict[str, Any]:
+        """The run's summary, configuration, token ledger, evaluations and alarms."""
+        run, path = self._folder(request)
+        summary = read_summary(path / "summary.json")
+        return {
+            "name": run.name,
+            "summary": summary,
+            "config": run.config,
+            "ledger": token_totals(RunFolder(path, "", run.config, [], summary)),
+            "evaluation": evaluations(path),
+            "alarms": run.steps.alarms if run.steps else {},
+            "columns": list(run.steps.columns) if run.steps else [],
+        } | run.progress()
+
+    def steps(self, request: Request) -> dict[str, Any]:
+        run, _ = self._folder(request)
+        params = request.query_params
+        names = ["step", *params["columns"].split(",")] if "columns" in params else None
+        after = int(query.number("after", params.get("after", "0")))
+        if not run.steps:
+            return {"step": []}
+        return {name: compact(column) for name, column in run.steps.table(names, after).items()}
+
+    def timeline(self, request: Request) -> dict[str, Any]:
+        run, _ = self._folder(request)
+        ends = [query.number(name, text) if (text := request.query_params.get(name)) else None for name in ENDS]
+        return timeline(run.steps, *ends) if run.steps else {}
+
+    def now(self, request: Request) -> dict[str, Any]:
+        return self._run(request).live.get()
+
+    def samples(self, request: Request) -> dict[str, Any]:
+        index = self._index(request.path_params["run"])
+        filters = query.Query.from_params(request.query_params)
+        read = (
+            index.steps_read
+        )  # before the query: files read during it may be missing in the answer, so the page asks again
+        rows = query.matching_rows(index, filters)
+        return {
+            "total": len(rows),
+            "rows": query.page(index, rows, filters),
+            "page": query.PAGE,
+            "read": read,
+            "kept": index.steps_kept,
+            "words": {name: sorted(texts) for name, texts in index.texts_by_column.items()},
+            "further": index.extra_columns,
+            "unreadable": list(index.unreadable.values())[:5],
+        }
+
+    def excerpts(self, request: Request) -> list[dict[str, str] | None]:
+        """Excerpts of the samples `?of=STEP.POSITION,STEP.POSITION`."""
+        _, path = self._folder(request)
+        keys = [key.partition(".") for key in request.query_params.get("of", "").split(",") if key][:MAX_EXCERPTS]
+        return sample_reader.excerpts(
+            path, [(int(query.number("of", a)), int(query.number("of", b))) for a, _, b in keys]
+        )
+
+    def group(self, request: Request) -> list[dict[str, Any]]:
+        _, path = self._folder(request)
+        return sample_reader.read_group(path, request.path_params["step"], request.path_params["group"])
+
+    def sample(self, request: Request) -> dict[str, Any]:
+        run, path = self._folder(request)
+        params = request.path_params
+        branch = int(query.number("branch", request.query_params.get("branch", "0")))
+        discarded = request.query_params.get("discarded", "")
+        positions = sample_reader.positions_of(
+            path, params["step"], params["group"], params["index"], branch, discarded
+        )
+        return sample_reader.read_sample(path, params["step"], positions[0], run.model, self.token_texts)
+
+    def compare(self, request: Request) -> dict[str, Any]:
+        params = request.query_params
+        offset = int(query.number("offset", params.get("offset", "0")))
+        return shared_prompts(self._index(params.get("a", "")), self._index(params.get("b", "")), offset)
+
+    async def search(self, request: Request) -> Response:
+        """Stream one JSON line per hit as it is found."""
+
+        def start_search() -> Iterator[dict[str, Any]]:
+            index = self._index(request.path_params["run"])
+            return query.search(index, query.Query.from_params(request.query_params))
+
+        def lines(hits: Iterator[dict[str, Any]]) -> Iterator[bytes]:
+            for line in hits:
+                yield orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+
+        try:
+            hits = await run_in_threadpool(start_search)
+        except LookupError as error:
+            return to_json({"error": str(error.args[0])}, 404)
+        except ConfigError as error:
+            return to_json({"error": str(error)}, 400)
+        return StreamingResponse(lines(hits), media_type="application/x-ndjson")
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events with the run's progress whenever it changes, and with `?now=1` the broker's status."""
+        name, with_now = request.path_params["run"], "now" in request.query_params
+        try:
+            await run_in_threadpool(self.runs.find, name)
+        except (LookupError, ConfigError) as error:
+            return to_json({"error": str(error.args[0])}, 404)
+
+        async def changes() -> AsyncIterator[dict[str, str]]:
+            sent: dict[str, bytes] = {}
+            while True:
+                run = await run_in_threadpool(self.runs.find, name)
+                topics = {"news": run.progress} | ({"now": run.live.get} if with_now else {})
+                for topic, read in topics.items():
+                    data = orjson.dumps(await run_in_threadpool(read), option=orjson.OPT_NON_STR_KEYS)
+                    if data != sent.get(topic):
+                        sent[topic] = data
+                        yield {"event": topic, "data": data.decode()}
+                await asyncio.sleep(POLL_S)
+
+        return EventSourceResponse(changes())
+
+
+ENDS = ("from", "to")
+"""Query parameters of a time window, in Unix seconds."""

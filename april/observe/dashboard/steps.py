@@ -1,0 +1,200 @@
+"""The steps of a run as columns of numbers, followed while metrics.jsonl grows. Worker events are read from the file on
+request."""
+
+import math
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from april.config.stored import is_step
+from april.observe.dashboard.index import GONE, SampleIndex
+from april.observe.dashboard.sample_reader import excerpts
+from april.observe.report.run_folder import read_summary, records_from
+
+SKIPPED_KEYS = ("lanes", "alarms", "tokens_by_age", "trained_histogram", "created_histogram")
+"""Keys of a record that are not drawn as curves."""
+MAX_COLUMNS = 256
+VERSION_SHARE = "version_share_"
+"""Prefix of keys that name a policy version, skipped because they would add a column per step."""
+
+
+class Steps:
+    """`columns` hold one value per step, in file order, NaN where a record has none.
+
+    steps = Steps(run_dir)
+    steps.follow()          # read new lines; may be called from any thread
+    """
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / "metrics.jsonl"
+        self._lock, self._following = threading.Lock(), threading.Lock()
+        self._offset = self._lines = 0
+        self._clear()
+
+    def __len__(self) -> int:
+        return len(self._line_offsets)
+
+    def follow(self, budget_s: float = math.inf) -> bool:
+        """Read new lines for at most `budget_s`; returns whether all were read. Raises ConfigError for a damaged
+        file."""
+        deadline = time.monotonic() + budget_s
+        with self._following:
+            if self.path.exists() and self.path.stat().st_size < self._offset:
+                self._restart()
+            for record, line_offset, end in records_from(self.path, self._offset, self._lines):
+                with self._lock:
+                    if is_step(record):
+                        self._add(record, line_offset)
+                    self._offset = end
+                    self._lines += 1
+                if time.monotonic() > deadline:
+                    return False
+            return True
+
+    def _restart(self) -> None:
+        """Start over, because the file was replaced by a shorter one."""
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        self.columns: dict[str, array[float]] = {"step": array("d")}
+        self.alarms: dict[int, list[dict[str, str]]] = {}
+        """Alarms by step, where some were raised."""
+        self._rows: dict[int, int] = {}
+        """Row of each step in the columns."""
+        self._line_offsets: array[int] = array("q")
+        """Byte offset in the file of each row's line."""
+        self._offset = self._lines = 0
+
+    def _add(self, record: dict[str, Any], line_offset: int) -> None:
+        step = record["step"]
+        row = self._rows.get(step)
+        if row is None:
+            row = self._rows[step] = len(self._line_offsets)
+            self._line_offsets.append(line_offset)
+            for column in self.columns.values():
+                column.append(math.nan)
+        self._line_offsets[row] = line_offset
+        for name, value in figures(record):
+            if name not in self.columns:
+                if len(self.columns) == MAX_COLUMNS:
+                    continue
+                self.columns[name] = array("d", [math.nan]) * len(self._line_offsets)
+            self.columns[name][row] = value
+        self.alarms.pop(step, None)
+        if raised := record.get("alarms"):
+            self.alarms[step] = raised
+
+    def table(self, names: list[str] | None = None, after: int = 0) -> dict[str, np.ndarray | None]:
+        """All or the named columns, in order of the steps, for steps after `after`; None for an unknown column."""
+        with self._lock:
+            rows = [row for step, row in sorted(self._rows.items()) if step > after]
+            columns = self.columns if names is None else {name: self.columns.get(name) for name in names}
+            return {name: None if column is None else np.array(column)[rows] for name, column in columns.items()}
+
+    def between(self, begin_s: float, end_s: float, max_lines: int) -> Iterator[dict[str, Any]]:
+        """At most `max_lines` complete records, evenly spread over the steps that ended in the window (Unix seconds),
+        and the first step that ended after it."""
+        with self._lock:
+            times = self.columns.get("time", array("d"))
+            ends = sorted((times[row], row) for row in self._rows.values() if times[row] >= begin_s)
+            inside = [row for end, row in ends if end <= end_s]
+            next_row = [row for end, row in ends[len(inside) : len(inside) + 1]]
+            rows = inside + next_row
+            sampled_rows = (
+                [rows[index * len(rows) // max_lines] for index in range(max_lines)] if len(rows) > max_lines else rows
+            )
+            line_offsets = [self._line_offsets[row] for row in sampled_rows]
+        if not line_offsets:
+            return
+        with self.path.open("rb") as file:
+            for line_offset in line_offsets:
+                file.seek(line_offset)
+                yield orjson.loads(file.readline())
+
+
+def figures(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Each number of a record with its dotted name, such as `learner.loss`."""
+    for key, value in tree.items():
+        if key in SKIPPED_KEYS or key.startswith(VERSION_SHARE):
+            continue
+        if isinstance(value, dict):
+            yield from figures(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + key, float(value)
+
+
+def compact(column: np.ndarray | None) -> np.ndarray | None:
+    """The column as float32 where its values are below 1e6, to shorten the JSON."""
+    if column is None or (np.abs(column) >= 1e6).any():
+        return column
+    return column.astype(np.float32)
+
+
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Held-out evaluations of the run's summary, in order: `step`, `accuracy`, and the accuracy of each set in
+    `sets`."""
+    recorded = read_summary(run_dir / "summary.json").get("evaluation") or []
+    points = [
+        {
+            "step": point.get("step") or 0,
+            "accuracy": point["accuracy"],
+            "sets": {name: scores.get("accuracy") for name, scores in (point.get("sets") or {}).items()},
+        }
+        for point in recorded
+        if point.get("accuracy") is not None
+    ]
+    return sorted(points, key=lambda point: point["step"])
+
+
+# --- compare two runs by the rewards of their samples of the same prompts ---
+
+
+MAX_PROMPTS = 50
+
+
+def shared_prompts(index_a: SampleIndex, index_b: SampleIndex, offset: int = 0) -> dict[str, Any]:
+    """Prompts of which both have samples, first_rows their mean rewards differ most first: `total`, and of a page of
+    them `prompt`, its text's end, and for each run how many samples there are and their mean reward; `reading`: whether
+    some may be lacking, as their files were still being read."""
+    reading = any(index.steps_read < index.steps_kept for index in (index_a, index_b))
+    prompts_a, counts_a, rewards_a, first_rows = rewards(index_a)
+    prompts_b, counts_b, rewards_b, _ = rewards(index_b)
+    both, at_a, at_b = np.intersect1d(prompts_a, prompts_b, assume_unique=True, return_indices=True)
+    difference = rewards_b[at_b] - rewards_a[at_a]
+    order = np.argsort(-np.abs(difference), kind="stable")[offset : offset + MAX_PROMPTS]
+    with index_a.lock:
+        positions = [index_a.position(row) for row in first_rows[at_a[order]].tolist()]
+    texts = excerpts(index_a.run_dir, positions)
+    return {
+        "total": len(both),
+        "page": MAX_PROMPTS,
+        "reading": reading,
+        "prompts": [
+            {
+                "prompt": f"{int(both[n]):016x}",
+                "text": text and text["prompt"],
+                "samples": [int(counts_a[at_a[n]]), int(counts_b[at_b[n]])],
+                "reward": [float(rewards_a[at_a[n]]), float(rewards_b[at_b[n]])],
+            }
+            for n, text in zip(order.tolist(), texts, strict=True)
+        ],
+    }
+
+
+def rewards(index: SampleIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(prompt digests, samples with a reward, mean reward, row of one sample) of each prompt."""
+    with index.lock:
+        rows = np.flatnonzero((index.column("step") != GONE) & np.isfinite(index.column("reward")))
+        prompts, scores = index.column("prompt")[rows], index.column("reward")[rows]
+    digests, first_rows, numbers, counts = np.unique(
+        prompts, return_index=True, return_inverse=True, return_counts=True
+    )
+    sums = np.bincount(numbers, weights=scores, minlength=len(digests))
+    return digests, counts, sums / np.maximum(counts, 1), rows[first_rows]

@@ -1,0 +1,131 @@
+"""Read the samples that a run has kept, select some, and render them for the terminal and the report."""
+
+import random
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from april.config import ConfigError
+from april.observe.report.facts import number
+from april.observe.report.run_folder import RunFolder
+from april.util.errors import refuse
+
+Sample = dict[str, Any]
+"""A row of `samples/step_*.parquet`, with the columns of `april.learner.samples.schema`."""
+
+MAX_CHARACTERS = 1200
+"""Characters of a text that the report shows."""
+MAX_REPORT_STEPS = 3
+"""Steps of which the report shows samples: first, middle and newest."""
+SHORT_COLUMNS = ("step", "group", "index", "prompt", "response", "reward", "advantage", "trained", "finish_reason")
+
+
+def sample_files(run_dir: Path) -> dict[int, Path]:
+    """Files of kept samples by step, counted as in metrics.jsonl."""
+    found = sorted((run_dir / "samples").glob("step_*.parquet"))
+    return {int(path.stem.removeprefix("step_")): path for path in found}
+
+
+def read_step(run_dir: Path, step: int | None = None, columns: tuple[str, ...] | None = None) -> list[Sample]:
+    """Samples of one step, by default the newest, with all columns or the named ones. Raises ConfigError."""
+    files_by_step = sample_files(run_dir)
+    if not files_by_step:
+        raise ConfigError(
+            f"{run_dir} has kept no samples; they are kept from the first trained step on, with samples.every above 0"
+        )
+    if step is not None and step not in files_by_step:
+        steps = ", ".join(map(str, sorted(files_by_step, key=lambda other: abs(other - step))[:5]))
+        refuse("--step", step, f"is no step whose samples {run_dir} has kept", f"try {steps}")
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ConfigError("reading samples needs pyarrow; `pip install 'april-rl[data]'`") from None
+    path = files_by_step[max(files_by_step) if step is None else step]
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            rows = file.read(names).to_pylist()
+        return [dict.fromkeys(columns or ()) | row for row in rows]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"samples {path} cannot be read ({str(error).splitlines()[0]}); remove that file") from None
+
+
+def select(samples: list[Sample], worst: int | None, best: int | None, group: int | None) -> list[Sample]:
+    """Samples of one group or of all: the `worst` lowest and then the `best` highest rewards, none twice; all of them
+    if both are None. Raises ConfigError for an unknown group."""
+    groups = sorted({sample["group"] for sample in samples})
+    if group is not None and group not in groups:
+        refuse("--group", group, "is no group kept of this step", f"give one of {', '.join(map(str, groups))}")
+    chosen = [sample for sample in samples if group is None or sample["group"] == group]
+    if worst is None and best is None:
+        return chosen
+    by_reward = sorted(
+        (sample for sample in chosen if sample["reward"] is not None), key=lambda sample: sample["reward"]
+    )
+    low = by_reward[: worst or 0]
+    high = [sample for sample in reversed(by_reward) if sample not in low][: best or 0]
+    return low + high
+
+
+def headline(sample: Sample) -> str:
+    """One line: `step 10  group 37.2  reward 0.500  advantage -0.707  42 tokens of versions 8, 9  stop`."""
+    steps = sorted({segment["step"] for segment in sample["segments"]}) if "segments" in sample else []
+    parts = [
+        f"step {sample['step']}",
+        f"group {sample['group']}.{sample['index']}" + (f"/{sample['branch']}" if sample.get("branch") else ""),
+        f"reward {number(sample['reward'])}",
+        f"advantage {number(sample['advantage'])}" + ("" if sample["trained"] else " (no gradient)"),
+        f"{len(sample['response_ids'])} tokens" if "response_ids" in sample else "",
+        f"of versions {', '.join(map(str, steps))}" if steps else "",
+        sample["finish_reason"] or "",
+        sample.get("discarded") or "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def render_samples(samples: list[Sample]) -> RenderableType:
+    """For each sample its headline, the prompt dimmed, and the response."""
+    parts: list[RenderableType] = []
+    for sample in samples:
+        parts += [Text(f"── {headline(sample)}", style="bold")]
+        parts += [Text(printable(sample["prompt"]), style="dim"), Text(printable(sample["response"]))]
+    return Group(*parts)
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, so that it cannot steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def samples_section(run: RunFolder) -> str:
+    """HTML of the best, the worst and a random sample of a few steps, or a note that no samples are kept."""
+    steps = sorted(sample_files(run.path))
+    if not steps:
+        return '<p class="note">No samples are kept.</p>'
+    chosen_steps = sorted({steps[0], steps[len(steps) // 2], steps[-1]})[-MAX_REPORT_STEPS:]
+    try:
+        return "\n".join(step_section(run.path, step) for step in chosen_steps)
+    except ConfigError as error:
+        return f'<p class="note">{escape(str(error))}</p>'
+
+
+def step_section(run_dir: Path, step: int) -> str:
+    samples = read_step(run_dir, step, SHORT_COLUMNS)
+    chosen = [("worst", sample) for sample in select(samples, 1, None, None)]
+    chosen += [("best", sample) for sample in select(samples, None, 1, None)]
+    others = [sample for sample in samples if all(sample is not other for _, other in chosen)]
+    chosen += [("random", sample) for sample in random.Random(step).sample(others, min(1, len(others)))]
+    return "".join(
+        f'<details class="sample"{" open" if kind == "worst" else ""}><summary>{kind}: {escape(headline(sample))}'
+        f'</summary><pre dir="auto"><span class="prompt">{shortened(sample["prompt"])}</span>'
+        f"{shortened(sample['response'])}</pre></details>"
+        for kind, sample in chosen
+    )
+
+
+def shortened(text: str) -> str:
+    cut = len(text) - MAX_CHARACTERS
+    return escape(text if cut <= 0 else f"{text[:MAX_CHARACTERS]} … and {cut:,} characters more")

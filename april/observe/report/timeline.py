@@ -1,0 +1,404 @@
+"""The report's pictures of worker timelines: what each worker did or waited for; pauses between resumes are cut out."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from april.observe.report.drawing import (
+    BLUE,
+    GREEN,
+    MUTED,
+    ORANGE,
+    RED,
+    VIOLET,
+    WAITING,
+    draw_boxes,
+    new_figure,
+    themed,
+    to_svg,
+)
+from april.observe.report.facts import count, duration
+from april.observe.report.pictures import MANY_STEPS, legend
+from april.observe.report.run_folder import RunFolder, dig
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# --- timelines of workers, small enough to draw ---
+
+
+Span = tuple[float, float]
+"""(start, end) in seconds."""
+
+
+@dataclass
+class WorkerTrack:
+    """What one worker did over time, in seconds on the clock of its events."""
+
+    worker: str
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    """Spans by kind: "generate", "weights", and the waits that `add_idle_spans` adds."""
+    instants: dict[str, list[float]] = field(default_factory=dict)
+    """Times by kind: "abort", "joined", "lost"."""
+
+
+def worker_tracks(events: list[dict], begin_s: float, end_s: float, resolution: float) -> list[WorkerTrack]:
+    """Each worker's timeline in the window `[begin_s, end_s]`. Spans and marks that lie closer together than the
+    window's length divided by `resolution` are merged."""
+    smallest_s = (end_s - begin_s) / resolution
+    tracks: dict[str, WorkerTrack] = {}
+    for event in events:
+        track = tracks.setdefault(event["worker"], WorkerTrack(event["worker"]))
+        kind, start, end = event.get("kind"), event["start"], event["end"]
+        if end < begin_s or start > end_s:
+            continue
+        if kind in ("generate", "weights"):
+            track.spans.setdefault(kind, []).append((max(start, begin_s), min(end, end_s)))
+        elif kind in ("abort", "joined", "lost"):
+            track.instants.setdefault(kind, []).append(start)
+    for track in tracks.values():
+        track.spans = {kind: merge_spans(spans, smallest_s) for kind, spans in track.spans.items()}
+        track.instants = {kind: thin_out(times, smallest_s) for kind, times in track.instants.items()}
+    return sorted(tracks.values(), key=lambda track: natural_key(track.worker))
+
+
+def busy_share(spans: list[Span], edges_s: np.ndarray) -> np.ndarray:
+    """The share of each interval between `edges_s`, float64 [n + 1], that `spans` (disjoint, in order) cover: [n]."""
+    knots_s = [edges_s[0], *(at_s for span in spans for at_s in span), edges_s[-1]]
+    busy_s = np.cumsum([0, 0, *(part for k in range(len(spans)) for part in (spans[k][1] - spans[k][0], 0))])
+    return np.diff(np.interp(edges_s, knots_s, busy_s)) / np.diff(edges_s)
+
+
+def merge_spans(spans: list[Span], gap_s: float) -> list[Span]:
+    """The spans in order, where overlapping ones and those less than `gap_s` apart are merged."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and (start <= merged[-1][1] or start - merged[-1][1] < gap_s):
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect(spans: list[Span], others: list[Span]) -> list[Span]:
+    """The time that lies in both lists of spans (each disjoint and in order)."""
+    shared, index = [], 0
+    for start, end in spans:
+        while index < len(others) and others[index][1] <= start:
+            index += 1
+        other = index
+        while other < len(others) and others[other][0] < end:
+            shared.append((max(start, others[other][0]), min(end, others[other][1])))
+            other += 1
+    return shared
+
+
+def subtract(spans: list[Span], others: list[Span]) -> list[Span]:
+    """The time of `spans` that is not in `others` (each disjoint and in order)."""
+    remaining = []
+    for start, end in spans:
+        for begin, stop in intersect([(start, end)], others):
+            if begin > start:
+                remaining.append((start, begin))
+            start = stop
+        if end > start:
+            remaining.append((start, end))
+    return remaining
+
+
+def thin_out(times: list[float], gap_s: float) -> list[float]:
+    """The times in order, without those less than `gap_s` after a kept one."""
+    kept: list[float] = []
+    for time in sorted(times):
+        if not kept or time - kept[-1] >= gap_s:
+            kept.append(time)
+    return kept
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts worker-2 before worker-10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+# --- the report's pictures of worker timelines ---
+
+
+MAX_DRAWN_WORKERS = 24
+ZOOM_STEPS = 10
+SPAN_RESOLUTION = 1000
+"""Spans and marks closer together than this fraction of the drawn time are merged."""
+SHARE_INTERVALS = 120
+"""Intervals of a long run, drawn by the share of time that each activity took."""
+PAUSE_S = 1.0
+"""Seconds to which a pause between two starts of the run is shortened."""
+SHORTEST_WAIT_S = 1e-3
+BARS = [
+    ("generate", "generating", BLUE, 0.26),
+    ("weights", "weight update", ORANGE, 0.38),
+    ("wait-others", "waits: others generate", WAITING["wait-others"], 0.2),
+    ("wait-learner", "waits: the learner trains", WAITING["wait-learner"], 0.2),
+    ("wait-weights", "waits: weights are sent", WAITING["wait-weights"], 0.2),
+    ("wait-else", "waits: broker, scores", WAITING["wait-else"], 0.2),
+]
+"""(kind, label, color, half height of the bar) of each activity."""
+LEGEND_ROW_IN = 0.19
+WAITS = [kind for kind, *_ in BARS if kind.startswith("wait")]
+
+
+@dataclass
+class Timeline:
+    """Events of a run on a clock in seconds that starts with the first event and leaves out pauses."""
+
+    events: list[dict]
+    """Worker events, with `start` and `end` on this clock."""
+    steps: list[tuple[int, float]]
+    """(step, time at which it was recorded)."""
+    learner: list[Span]
+    """Spans in which the learner trained."""
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    """(time, length) of each pause that was cut out."""
+
+    @property
+    def end_s(self) -> float:
+        return max(1e-3, *(event["end"] for event in self.events))
+
+
+def timeline_of(run: RunFolder) -> Timeline:
+    events = [event | {"end": max(event["start"], event.get("end") or 0)} for event in run.worker_events]
+    steps = [
+        (step["step"], step["time"], dig(step, "learner", "train_s") or 0.0) for step in run.steps if "time" in step
+    ]
+    steps = [step for step in steps if step[1] is not None]
+    ends = sorted([*(event["end"] for event in events), *(time for _, time, _ in steps)])
+    starts = sorted([*(event["start"] for event in events), *(time - trained_s for _, time, trained_s in steps)])
+    cuts: list[Span] = []
+    for resume in run.resumes:
+        before = [end for end in ends if end <= resume["time"]]
+        after = [start for start in starts if start >= resume["time"]]
+        if before and after and after[0] - before[-1] > 2 * PAUSE_S:
+            cuts.append((before[-1], after[0]))
+    to_clock = partial(on_clock, cuts=cuts, origin=starts[0])
+    return Timeline(
+        [event | {"start": to_clock(event["start"]), "end": to_clock(event["end"])} for event in events],
+        [(step, to_clock(time)) for step, time, _ in steps],
+        merge_spans([(to_clock(time - trained_s), to_clock(time)) for _, time, trained_s in steps], 0.0),
+        [(to_clock(begin), end - begin) for begin, end in cuts],
+    )
+
+
+def on_clock(time: float, cuts: list[Span], origin: float) -> float:
+    """Seconds since `origin`, where each cut counts as at most PAUSE_S."""
+    cut = sum(min(time, end) - begin - min(PAUSE_S, min(time, end) - begin) for begin, end in cuts if time > begin)
+    return time - origin - cut
+
+
+def add_idle_spans(tracks: list[WorkerTrack], learner: list[Span], begin_s: float, end_s: float) -> None:
+    """Add spans of idle time to each track, by what the worker waited for: while others generate, for their responses;
+    otherwise, while the learner trains, for the learner; before a weight update, for weights; else for the broker or
+    for scores."""
+    generating = merge_spans([span for track in tracks for span in track.spans.get("generate", [])], 0.0)
+    for track in tracks:
+        busy = merge_spans([span for kind in ("generate", "weights") for span in track.spans.get(kind, [])], 0.0)
+        idle = subtract(subtract([(begin_s, end_s)], busy), absent_spans(track, begin_s, end_s))
+        track.spans["wait-others"] = intersect(idle, generating)
+        idle = subtract(idle, generating)
+        track.spans["wait-learner"] = intersect(idle, learner)
+        idle = subtract(idle, learner)
+        updates = {start for start, _ in track.spans.get("weights", [])}
+        track.spans["wait-weights"] = [span for span in idle if span[1] in updates]
+        track.spans["wait-else"] = [span for span in idle if span[1] not in updates]
+        for kind in WAITS:
+            track.spans[kind] = [span for span in track.spans[kind] if span[1] - span[0] > SHORTEST_WAIT_S]
+
+
+def absent_spans(track: WorkerTrack, begin_s: float, end_s: float) -> list[Span]:
+    """Spans without the worker: before it first joined, and from each loss until it joined or acted again."""
+    joined = sorted([*track.instants.get("joined", []), *(span[0] for spans in track.spans.values() for span in spans)])
+    away = [(begin_s, joined[0] if joined else end_s)]
+    for lost in track.instants.get("lost", []):
+        away.append((lost, next((time for time in joined if time > lost), end_s)))
+    return merge_spans([span for span in away if span[1] > span[0]], 0.0)
+
+
+def waiting(run: RunFolder) -> str:
+    """Shares of the workers' time by activity, in one sentence; "" without worker events."""
+    if not run.worker_events:
+        return ""
+    timeline = timeline_of(run)
+    tracks = worker_tracks(timeline.events, 0.0, timeline.end_s, math.inf)
+    add_idle_spans(tracks, timeline.learner, 0.0, timeline.end_s)
+    seconds_by_kind = {kind: sum(b - a for track in tracks for a, b in track.spans.get(kind, [])) for kind, *_ in BARS}
+    total = sum(seconds_by_kind.values())
+    shares = [
+        f"{seconds_by_kind[kind] / total:.0%} {label}"
+        for kind, label, *_ in BARS
+        if total and seconds_by_kind[kind] / total >= 0.005
+    ]
+    return ", ".join(shares)
+
+
+@themed
+def workers_picture(run: RunFolder) -> str | None:
+    """All workers over the whole run."""
+    return draw(run, lambda timeline: (0.0, timeline.end_s), whole=True)
+
+
+@themed
+def last_steps_workers_picture(run: RunFolder) -> str | None:
+    """All workers over the last ZOOM_STEPS steps; None where the run is hardly longer."""
+
+    def window(timeline: Timeline) -> Span | None:
+        steps = timeline.steps
+        return (steps[-ZOOM_STEPS - 1][1], steps[-1][1]) if len(steps) > ZOOM_STEPS + 2 else None
+
+    return draw(run, window, whole=False)
+
+
+def draw(run: RunFolder, window: Callable[[Timeline], Span | None], whole: bool) -> str | None:
+    if not run.worker_events:
+        return None
+    timeline = timeline_of(run)
+    drawn_window = window(timeline)
+    if drawn_window is None:
+        return None
+    begin_s, end_s = drawn_window
+    draws_spans = not whole or len(timeline.steps) <= MANY_STEPS
+    tracks = worker_tracks(timeline.events, begin_s, end_s, SPAN_RESOLUTION if draws_spans else math.inf)
+    add_idle_spans(tracks, timeline.learner, begin_s, end_s)
+    tracks = tracks[:MAX_DRAWN_WORKERS]
+    row_in = 0.34 if len(tracks) <= 8 else 0.24
+    figure, (axes,) = new_figure(row_in * len(tracks))
+    if draws_spans:
+        draw_spans(axes, tracks)
+    else:
+        draw_shares(axes, tracks, np.linspace(begin_s, end_s, SHARE_INTERVALS + 1))
+    numbered = not whole or len(timeline.steps) <= ZOOM_STEPS + 2
+    if numbered:
+        draw_instants(axes, tracks, "abort", VIOLET, "|", 12)
+        mark_steps(axes, [(step, at_s) for step, at_s in timeline.steps if begin_s <= at_s <= end_s])
+    draw_instants(axes, tracks, "joined", GREEN, "^", 6.5)
+    draw_instants(axes, tracks, "lost", RED, "X", 7)
+    for at_s, pause_s in timeline.pauses:
+        if begin_s <= at_s <= end_s:
+            axes.axvline(at_s, color=MUTED, lw=1, ls=(0, (1, 2)), label="paused")
+            note_above(axes, at_s, duration(pause_s))
+    axes.set_xlim(begin_s - 0.01 * (end_s - begin_s), end_s + 0.005 * (end_s - begin_s))
+    axes.set_yticks(range(len(tracks)), [track.worker for track in tracks])
+    axes.set_ylim(len(tracks) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("seconds since the first worker's event" + (", pauses left out" if timeline.pauses else ""))
+    rows = legend(axes, lift_in=0.2 if numbered or timeline.pauses else 0.0)
+    figure.set_figheight(row_in * len(tracks) + 0.95 + LEGEND_ROW_IN * rows)
+    return to_svg(figure, "what every worker did over time" if whole else "what every worker did in the last steps")
+
+
+def draw_spans(axes: "Axes", tracks: list[WorkerTrack]) -> None:
+    for kind, label, color, half_height in BARS:
+        boxes = [
+            (left, right, float(row)) for row, track in enumerate(tracks) for left, right in track.spans.get(kind, [])
+        ]
+        draw_boxes(axes, boxes, color, half_height, label)
+
+
+def draw_shares(axes: "Axes", tracks: list[WorkerTrack], edges_s: np.ndarray) -> None:
+    """Draw each row as stacked shares of time by activity, one stack per interval between `edges_s`."""
+    labelled = set()
+    for row, track in enumerate(tracks):
+        level = np.full(len(edges_s) - 1, row + 0.38)
+        for kind, label, color, _ in BARS:
+            if not track.spans.get(kind):
+                continue
+            above = level - 0.76 * busy_share(track.spans[kind], edges_s)
+            new_label = None if kind in labelled else label
+            axes.stairs(above, edges_s, baseline=level, fill=True, color=color, lw=0, label=new_label)
+            labelled.add(kind)
+            level = above
+
+
+def draw_instants(axes: "Axes", tracks: list[WorkerTrack], kind: str, color: str, marker: str, size: float) -> None:
+    points = [(at_s, row) for row, track in enumerate(tracks) for at_s in track.instants.get(kind, [])]
+    if points:
+        x, y = zip(*points, strict=True)
+        edge = 1.8 if marker == "|" else 0
+        axes.plot(x, y, ls="", marker=marker, ms=size, mew=edge, color=color, clip_on=False, label=kind)
+
+
+def mark_steps(axes: "Axes", steps: list[tuple[int, float]]) -> None:
+    """Draw a thin line where each step was recorded, with its number above."""
+    for step, at_s in steps:
+        axes.axvline(at_s, color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=0.5)
+        note_above(axes, at_s, f"{step}")
+
+
+def note_above(axes: "Axes", at_s: float, text: str) -> None:
+    axes.annotate(
+        text,
+        (at_s, 1),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        color=MUTED,
+        fontsize=8,
+    )
+
+
+# --- a sentence about what a run waits for now, derived from its broker's status ---
+
+
+PHASES = {
+    "waiting for weights": "Workers wait for weights",
+    "draining": "Drained by an operator: leases are still coming back",
+    "drained": "Drained by an operator: nothing is handed out until `april drain --end`",
+    "evaluating": "Only the evaluation is being generated",
+    "waiting for agents": "Agents have the word; no sample is being generated",
+    "finished": "The run is over; workers and learner are leaving",
+}
+"""Phases in which no group holds up the run, and their sentences."""
+
+
+def waiting_for(status: dict[str, Any]) -> str:
+    """One sentence: `3 of 32 groups wait for w2, the longest has 7,912 tokens, for 41s; the learner is idle.`"""
+    bottleneck = status.get("standing") or {}
+    if status.get("read_only"):
+        return f"The broker can write nothing down: {status['read_only']}."
+    learner = (bottleneck.get("learner") or {}).get("does", "absent")
+    if not status.get("workers") and status.get("phase") != "finished":
+        return f"No worker is connected; {learner_clause(learner)}."
+    if sentence := PHASES.get(status.get("phase") or ""):
+        return f"{sentence}; {learner_clause(learner)}." if learner != "absent" else f"{sentence}."
+    batch, holders = bottleneck.get("batch") or {}, bottleneck.get("holding_up") or []
+    if not batch.get("missing"):
+        return f"A batch is complete; {learner_clause(learner)}."
+    if not holders:
+        return f"Nothing of the next batch is open yet; {learner_clause(learner)}."
+    return f"{holder_clause(holders[0], batch, len(holders) - 1)}; {learner_clause(learner)}."
+
+
+def holder_clause(first: dict[str, Any], batch: dict[str, Any], others: int) -> str:
+    """The clause about the process that holds most of the batch's missing groups."""
+    groups = f"{first['groups']} of {batch['needed']} groups wait"
+    if first["groups"] == 1:
+        groups = f"1 of {batch['needed']} groups waits"
+    if not first["with"]:
+        reason = "for a free slot"
+    elif first["scoring"] == first["samples"]:
+        reason = f"for scores at {first['with']}"
+    elif first.get("tool") == first["samples"]:
+        reason = f"for tools at {first['with']}"
+    else:
+        reason = f"for {first['with']}"
+    longest = f", the longest has {count(first['tokens'])} tokens" if first["tokens"] else ""
+    since = f", for {duration(first['for_s'])}" if first["for_s"] else ""
+    more = f", and {others} others have some of them too" if others > 1 else ""
+    return f"{groups} {reason}{longest}{since}{more}"
+
+
+def learner_clause(does: str) -> str:
+    return {"idle": "the learner is idle", "training": "the learner trains"}.get(does, "no learner is connected")

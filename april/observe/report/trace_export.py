@@ -1,0 +1,200 @@
+"""Export a run as a Perfetto trace (https://ui.perfetto.dev): workers, steps, and the histories of kept samples."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.trace import INVALID_SPAN, Tracer, set_span_in_context
+
+from april.config import ConfigError
+from april.observe.report.run_folder import RunFolder
+from april.observe.report.samples import read_step, sample_files
+from april.observe.report.timeline import worker_tracks
+from april.util.errors import refuse
+
+SAMPLE_COLUMNS = (
+    "step", "group", "index", "reward", "finish_reason", "stays", "chunks", "opened_at", "delivered_at", "discarded_at",
+    "discarded", "branch",
+)  # fmt: skip
+"""Columns of kept samples that a trace needs."""
+RESOLUTION = 1e5
+"""Spans of a worker closer together than the run's length divided by this are merged."""
+SEQUENCE = 1
+"""Perfetto's trusted sequence id: all packets have one writer."""
+
+
+def export(run: RunFolder, path: Path) -> int:
+    """Write the trace to `path`; returns its number of tracks. Raises ConfigError."""
+    try:
+        from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
+    except ImportError:
+        raise ConfigError("a trace needs the package perfetto; `pip install 'april-rl[trace]'`") from None
+    if not run.steps:
+        raise ConfigError(f"{run.path} has no trained step yet; there is nothing to trace")
+    writer = TraceWriter(Trace())
+    workers = writer.track("workers")
+    times = [time for event in run.worker_events for time in (event["start"], event["end"])]
+    for worker_track in worker_tracks(run.worker_events, min(times, default=0.0), max(times, default=0.0), RESOLUTION):
+        track = writer.track(worker_track.worker, workers)
+        for kind, spans in worker_track.spans.items():
+            for start, end in spans:
+                writer.slice(track if kind == "generate" else writer.track(kind, track), kind, start, end)
+        for kind, instants in worker_track.instants.items():
+            for time in instants:
+                writer.instant(track, kind, time)
+    learner = writer.track("learner")
+    for record in run.steps:
+        figures = record.get("learner") or {}
+        trained_s = figures.get("train_s") or 0.0
+        end = record["time"]
+        writer.slice(learner, f"step {record['step']}", end - trained_s, end, loss=figures.get("loss"))
+    samples = writer.track("samples")
+    for step in sorted(sample_files(run.path)):
+        step_track = writer.track(f"step {step}", samples)
+        for sample in read_step(run.path, step, SAMPLE_COLUMNS):
+            write_sample(writer, step_track, sample)
+    path.write_bytes(writer.trace.SerializeToString())
+    return writer.tracks
+
+
+def write_sample(writer: "TraceWriter", parent: int, sample: dict[str, Any]) -> None:
+    """Write a sample's track: the spans in which processes held it; those of its agent's program on a track below."""
+    reward = "without reward" if sample["reward"] is None else f"reward {sample['reward']:.3g}"
+    number = f"{sample['group']}.{sample['index']}" + (f"/{sample['branch']}" if sample["branch"] else "")
+    name = "  ".join(filter(None, (number, reward, sample["discarded"])))
+    track = writer.track(name, parent)
+    for chunk in sample["chunks"] or []:
+        if chunk["at"]:
+            writer.instant(track, f"{chunk['end']} tokens", chunk["at"])
+    for kind in ("opened", "delivered", "discarded"):
+        if time := sample[f"{kind}_at"]:
+            writer.instant(track, kind, time)
+    stays = sorted(sample["stays"] or [], key=lambda stay: stay["began"])
+    agent_track = writer.track("agent", track) if any(stay["what"] == "act" for stay in stays) else track
+    for stay in stays:
+        annotations = {"how": stay["how"], "from_tokens": stay["start"], "to_tokens": stay["end"]}
+        stay_track = agent_track if stay["what"] == "act" else track
+        writer.slice(stay_track, f"{stay['what']} on {stay['where']}", stay["began"], stay["ended"], **annotations)
+
+
+class TraceWriter:
+    """Builds the packets of a trace; times are Unix seconds."""
+
+    def __init__(self, trace: Any):
+        self.trace = trace
+        self._ids: Iterator[int] = itertools.count(1)
+        self._track_ids: dict[tuple[str, int], int] = {}
+
+    @property
+    def tracks(self) -> int:
+        return len(self._track_ids)
+
+    def track(self, name: str, parent: int = 0) -> int:
+        """The id of the track `name` below `parent`, created on first use."""
+        if (name, parent) not in self._track_ids:
+            number = self._track_ids[name, parent] = next(self._ids)
+            descriptor = self.trace.packet.add().track_descriptor
+            descriptor.uuid, descriptor.name = number, name
+            if parent:
+                descriptor.parent_uuid = parent
+        return self._track_ids[name, parent]
+
+    def slice(self, track: int, name: str, start: float, end: float, **annotations: Any) -> None:
+        event = self._event(track, start, "TYPE_SLICE_BEGIN")
+        event.name = name
+        for key, value in annotations.items():
+            if value is not None:
+                note = event.debug_annotations.add()
+                note.name, note.string_value = key, str(value)
+        self._event(track, end, "TYPE_SLICE_END")
+
+    def instant(self, track: int, name: str, time: float) -> None:
+        self._event(track, time, "TYPE_INSTANT").name = name
+
+    def _event(self, track: int, time: float, kind: str) -> Any:
+        packet = self.trace.packet.add()
+        packet.timestamp, packet.trusted_packet_sequence_id = int(time * 1e9), SEQUENCE
+        packet.track_event.track_uuid = track
+        packet.track_event.type = packet.track_event.Type.Value(kind)
+        return packet.track_event
+
+
+# --- send the histories of kept samples to a collector as OpenTelemetry traces, one trace per sample ---
+
+
+EXAMPLE = "http://localhost:4318/v1/traces"
+ATTRIBUTES = ("step", "group", "index", "reward", "finish_reason", "discarded")
+"""Columns of a sample that become attributes of its span."""
+
+
+class SampleIds(IdGenerator):
+    """Ids that are seeded by the sample, so that sending a sample again does not duplicate its trace."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random()
+
+    def generate_span_id(self) -> int:
+        return self.chance.getrandbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return self.chance.getrandbits(128) or 1
+
+
+def send(run: RunFolder, address: str) -> int:
+    """Send all kept samples to the collector at `address`, step by step; returns their number. Raises ConfigError."""
+    steps = sorted(sample_files(run.path))
+    if not address.startswith(("http://", "https://")):
+        refuse("--out", address, "is no http:// address", f"give one like {EXAMPLE}")
+    if not steps:
+        raise ConfigError(f"{run.path} has kept no samples; they are kept with samples.every above 0")
+    exporter, spans, ids, sent = OTLPSpanExporter(endpoint=address), InMemorySpanExporter(), SampleIds(), 0
+    resource = Resource({"service.name": "april-rl", "april.run": run.path.resolve().name})
+    provider = TracerProvider(resource=resource, id_generator=ids, shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    tracer = provider.get_tracer(__name__)
+    for step in steps:
+        for index, sample in enumerate(read_step(run.path, step, SAMPLE_COLUMNS)):
+            ids.chance.seed(f"{run.path.resolve().name} {step} {index}")
+            sent += record_trace(tracer, sample)
+        if exporter.export(spans.get_finished_spans()) is not SpanExportResult.SUCCESS:
+            refuse("--out", address, "takes no traces", f"give a collector's, like {EXAMPLE}")
+        spans.clear()
+    exporter.shutdown()
+    return sent
+
+
+def record_trace(tracer: Tracer, sample: dict[str, Any]) -> bool:
+    """Record a span from the sample's opening to its delivery, with a child for each time span that a process held it.
+    Returns False where no times are known."""
+    stays = sample["stays"] or []
+    begins = [sample["opened_at"], *(stay["began"] for stay in stays)]
+    ends = [sample["delivered_at"], sample["discarded_at"], *(stay["ended"] for stay in stays)]
+    begin, end = min(filter(None, begins), default=0.0), max(filter(None, ends), default=0.0)
+    if not begin or not end:
+        return False
+    attributes = {f"april.{name}": sample[name] for name in ATTRIBUTES if sample[name] is not None}
+    root = tracer.start_span(
+        "sample", set_span_in_context(INVALID_SPAN), start_time=nanoseconds(begin), attributes=attributes
+    )
+    context = set_span_in_context(root)
+    for stay in stays:
+        attributes = {f"april.{name}": stay[name] for name in ("where", "how", "start", "end")}
+        span = tracer.start_span(stay["what"], context, start_time=nanoseconds(stay["began"]), attributes=attributes)
+        span.end(nanoseconds(stay["ended"]))
+    for chunk in sample["chunks"] or []:
+        if chunk["at"]:
+            root.add_event("chunk", {"april.end": chunk["end"]}, nanoseconds(chunk["at"]))
+    root.end(nanoseconds(end))
+    return True
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

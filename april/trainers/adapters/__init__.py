@@ -1,0 +1,1 @@
+"""Adapters of other frameworks' trainers to `april.trainers.rollouts`, one module each."""

@@ -1,0 +1,288 @@
+"""TRL's GRPOTrainer on April's rollouts.
+
+    arguments = GRPOConfig(...)
+    with april.trainers.adapters.trl.connect("my-run.toml", arguments) as rollouts:
+        trainer = GRPOTrainer(
+            model=...,
+            args=arguments,
+            train_dataset=rollouts.dataset,
+            reward_funcs=rollouts.reward,
+            rollout_func=rollouts.generate,
+        )
+        rollouts.train(trainer)
+
+April draws the prompts, generates, and scores. TRL computes advantages, corrects for stale tokens by the behaviour
+log-probabilities, trains and saves. One batch is one optimizer step. TRL's checkpoints make their batches durable, and
+`train` resumes from the newest.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
+
+from april.config import Config, ConfigError
+from april.config.checks import first_cut_key
+from april.learner.batch import TrainSample
+from april.trainers import rollouts
+from april.trainers.adapters.parts import fill_group, sync_folder
+from april.trainers.rollouts import RolloutBatch, Rollouts
+from april.util.errors import refuse
+
+REWARD_COLUMN = "april_reward"
+"""Column in which TRL passes each sample's reward to `TrlRollouts.reward`."""
+CHECKPOINT_PREFIX = "checkpoint-"
+Scores: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+Score: TypeAlias = Callable[..., Scores]
+"""TRL's scoring function, which returns log-probabilities [B, C], entropies [B, C] and an auxiliary loss."""
+
+
+class TrlRollouts:
+    """Dataset, reward and rollout functions for GRPOTrainer, backed by a run."""
+
+    def __init__(self, run: Rollouts, arguments: GRPOConfig, resumed_from: str | None = None):
+        """`resumed_from`: TRL's checkpoint from which the trainer resumes."""
+        self.run, self.arguments, self.resumed_from = run, arguments, resumed_from
+        self.batch: RolloutBatch | None = None
+        """The batch in training."""
+        self._batches: Iterator[RolloutBatch] = run.batches()
+
+    @property
+    def dataset(self) -> Dataset:
+        """Empty rows that only count TRL's steps; the prompts are the run's."""
+        schedule = self.run.config.schedule
+        return Dataset.from_dict({"prompt": [""] * schedule.rollout_batch_size * schedule.max_steps})
+
+    def reward(self, **columns: Any) -> list[float]:
+        """TRL's reward function: the rewards of April's verifier."""
+        return columns[REWARD_COLUMN]
+
+    def generate(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """TRL's `rollout_func`: this rank's share of the next batch. Collective.
+
+        Of the `prompts`, which are TRL's own, only their number counts. Raises RuntimeError if the run is over before
+        TRL is, and if TRL evaluates, which April does itself.
+        """
+        if not trainer.model.training:
+            raise RuntimeError(
+                "TRL cannot evaluate on April's rollouts; set eval_strategy='no', evaluation.every is April's"
+            )
+        self.batch = next(self._batches, None)
+        if self.batch is None:
+            raise RuntimeError(f"the run is over after {self.run.step} batches; lower max_steps to that")
+        size = self.run.config.schedule.n_samples_per_prompt
+        samples = [sample for group in self.batch.groups for sample in fill_group(group, size)]
+        first = (dist.get_rank() if dist.is_initialized() else 0) * len(prompts)
+        return to_trl(samples[first : first + len(prompts)])
+
+    def attach(self, trainer: GRPOTrainer) -> None:
+        """Connect a trainer to the run: rollouts, weights and progress. `train` calls it.
+
+        TRL corrects by behaviour log-probabilities only for rollouts of a generation server, to which it sends weights
+        before it generates. This makes April that server.
+        """
+        trainer.use_vllm = True
+        trainer.vllm_generation = WeightsToApril(self.run, trainer)
+        trainer._last_loaded_step = -1
+        trainer._get_per_token_logps_and_entropies = partial(
+            score_by_length, trainer._get_per_token_logps_and_entropies
+        )
+        trainer._prepare_inputs = partial(group_by_length, trainer, trainer._prepare_inputs)
+        trainer.add_callback(ProgressCallback(self, trainer))
+
+    def train(self, trainer: GRPOTrainer) -> Any:
+        """Run `trainer.train` from the newest checkpoint in `output_dir`, if there is one."""
+        self.attach(trainer)
+        return trainer.train(resume_from_checkpoint=self.resumed_from)
+
+    def finish(self) -> None:
+        """After the last batch, let the run end and evaluate the last weights."""
+        if self.run.step >= self.run.config.schedule.max_steps:
+            next(self._batches, None)
+
+    def __enter__(self) -> "TrlRollouts":
+        self.run.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        self.run.__exit__(kind, error, trace)
+
+
+class WeightsToApril:
+    """Stands in for TRL's generation server."""
+
+    def __init__(self, run: Rollouts, trainer: GRPOTrainer):
+        self.run, self.trainer = run, trainer
+
+    def sync_weights(self) -> None:
+        self.run.publish(self.trainer.accelerator.unwrap_model(self.trainer.model))
+
+
+class ProgressCallback(TrainerCallback):
+    """Reports consumed batches and durable checkpoints to the run."""
+
+    def __init__(self, owner: TrlRollouts, trainer: GRPOTrainer):
+        self.owner, self.trainer = owner, trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        batch = self.owner.batch
+        assert batch, "every step trains a batch"
+        self.owner.run.consumed(batch, {"reward": batch.rewards.mean().item()})
+
+    def on_save(self, arguments: GRPOConfig, *_: Any, **__: Any) -> None:
+        if self.owner.batch:
+            folders = checkpoints(arguments.output_dir)
+            sync_folder(folders[self.owner.run.step])
+            self.owner.run.durable(self.owner.batch, oldest=min(folders))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.trainer.vllm_generation.sync_weights()
+        self.owner.finish()
+
+
+def connect(
+    config: str | Path | Sequence[Path],
+    arguments: GRPOConfig,
+    run: str = rollouts.LOCAL,
+    overrides: Mapping[str, Any] | None = None,
+) -> TrlRollouts:
+    """As `april.connect`, at the newest complete checkpoint in `arguments.output_dir`. Raises ConfigError for arguments
+    that do not fit the run."""
+    complete = {step: folder for step, folder in checkpoints(arguments.output_dir).items() if is_complete(folder)}
+    step = max(complete, default=0)
+    connected = rollouts.connect(config, step, run, overrides)
+    try:
+        check(connected.config, arguments)
+    except ConfigError as error:
+        connected.__exit__(ConfigError, error, None)
+        raise
+    return TrlRollouts(connected, arguments, str(complete[step]) if complete else None)
+
+
+def check(config: Config, arguments: GRPOConfig) -> None:
+    """Check that one batch is one optimizer step, and that both sides define log-probabilities alike. Raises
+    ConfigError."""
+    schedule = config.schedule
+    for name, wanted, why in (
+        ("num_generations", schedule.n_samples_per_prompt, "schedule.n_samples_per_prompt"),
+        (
+            "generation_batch_size",
+            schedule.rollout_batch_size * schedule.n_samples_per_prompt,
+            "the samples of a batch of the run",
+        ),
+        ("steps_per_generation", arguments.gradient_accumulation_steps, "gradient_accumulation_steps"),
+        ("num_iterations", 1, "one step a batch"),
+        ("max_steps", schedule.max_steps, "schedule.max_steps"),
+        ("temperature", config.sampling.temperature, "sampling.temperature"),
+    ):
+        if (given := getattr(arguments, name)) != wanted:
+            raise ConfigError(f"GRPOConfig's '{name}' = {given!r} does not fit the run; set it to {wanted!r}, {why}")
+
+    if config.sampling.is_cut:
+        key, value = first_cut_key(config)
+        refuse(f"sampling.{key}", value, "cuts the distribution, which TRL does not follow", "leave it out")
+
+
+def score_by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int, **options: Any) -> Scores:
+    """`GRPOTrainer`'s log-probabilities and entropies, computed on `batch_size` rows of similar length at a time, each
+    padded only to its own longest response. Values are the same; columns beyond that response are 0.
+
+    `ids`, `mask`: [B, P + C], prompts padded on the left, the C = `logits_to_keep` response tokens on the right.
+    """
+    size, entropy = options.pop("batch_size", None) or len(ids), options.pop("compute_entropy", False)
+    if any(value is not None and value is not False for value in options.values()):
+        return score(model, ids, mask, logits_to_keep, batch_size=size, compute_entropy=entropy, **options)
+    lengths = mask[:, -logits_to_keep:].sum(1)
+    order = lengths.argsort()
+    parts = []
+    for rows in order.split(size):
+        padding = logits_to_keep - max(1, int(lengths[rows].max()))
+        end = ids.shape[1] - padding
+        scores = score(
+            model, ids[rows, :end], mask[rows, :end], logits_to_keep - padding, batch_size=size, compute_entropy=entropy
+        )
+        parts.append([None if each is None else pad(each, (0, padding)) for each in scores[:2]])
+    original_order = order.argsort()
+    logprobs, entropies = (
+        None if each[0] is None else torch.cat(each)[original_order] for each in zip(*parts, strict=True)
+    )
+    assert logprobs is not None
+    return logprobs, entropies, None
+
+
+def group_by_length(trainer: GRPOTrainer, prepare: Callable[[Any], Any], batch: Any) -> Any:
+    """`GRPOTrainer._prepare_inputs` with rows sorted by length into micro-batches, if the loss is a sum over rows. If
+    each micro-batch has its own mean, TRL's order is kept."""
+    before = trainer._buffered_inputs
+    inputs = prepare(batch)
+    batches = trainer._buffered_inputs
+    if batches is None or batches is before or not sums_over_rows(trainer):
+        return inputs
+    if not all(value is None or isinstance(value, Tensor) for value in batches[0].values()):
+        return inputs
+    complete = {
+        key: first if is_shared(first) else torch.cat([part[key] for part in batches])
+        for key, first in batches[0].items()
+    }
+    order = complete["completion_mask"].sum(1).argsort()
+    sorted_rows = {key: value if is_shared(value) else value[order] for key, value in complete.items()}
+    trainer._buffered_inputs = split_tensor_dict(sorted_rows, len(batches))
+    return trainer._buffered_inputs[trainer._step % len(batches)]
+
+
+def sums_over_rows(trainer: GRPOTrainer) -> bool:
+    """Whether the loss of a step does not depend on which rows share a micro-batch."""
+    has_own_mean = trainer.loss_type == "bnpo" or trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1.0
+    return not has_own_mean and not trainer.aux_loss_enabled
+
+
+def is_shared(value: Any) -> bool:
+    """Whether a value belongs to all rows together."""
+    return value is None or value.ndim == 0
+
+
+def to_trl(samples: list[TrainSample]) -> dict[str, list[Any]]:
+    """The samples as the columns that TRL expects of a `rollout_func`."""
+    masks = []
+    for sample in samples:
+        mask = [0] * sample.response_tokens
+        for position in sample.sampled_positions.tolist():
+            mask[position] = 1
+        masks.append(mask)
+    return {
+        "prompt_ids": [sample.tokens[: sample.prompt_tokens].tolist() for sample in samples],
+        "completion_ids": [sample.tokens[sample.prompt_tokens :].tolist() for sample in samples],
+        "logprobs": [sample.logprobs.tolist() for sample in samples],
+        "env_mask": masks,
+        REWARD_COLUMN: [float(sample.reward) for sample in samples],
+    }
+
+
+def checkpoints(output_dir: str) -> dict[int, Path]:
+    """TRL's checkpoint folders by policy step."""
+    folders = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}[0-9]*")
+    return {step_of(folder): folder for folder in folders}
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(CHECKPOINT_PREFIX))
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the checkpoint is complete: a trainer killed while saving has not written the state file, the last
+    one."""
+    try:
+        return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step == step_of(checkpoint)
+    except (OSError, ValueError, TypeError):
+        return False

@@ -1,0 +1,273 @@
+"""Shell expansion of words: remove quotes and replace variables, or say why the result is unknown."""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# --- tokens of a shell script ---
+
+
+ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\(")
+BLANK = re.compile(r"(?:[ \t\r]|\\\n)+")
+COMMENT = re.compile(r"#[^\n]*")
+OPERATOR = re.compile(r";;|&&|\|\||[;&|()\n]")
+REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>|<)(&[\d-]+)?")
+HERE_DOCUMENT = re.compile(r"\d*<<(-?)[ \t]*(['\"]?)(\w+)\2")
+CLOSING = {"$(": ")", "(": ")", "${": "}", '"': '"'}
+
+
+@dataclass(frozen=True)
+class Token:
+    """A word as it is written, an operator such as `&&`, or an array assignment with the words in its brackets."""
+
+    text: str
+    line: int
+    operator: bool = False
+    array: tuple[str, ...] | None = field(default=None, compare=False)
+
+
+def tokenize(text: str) -> Iterator[Token]:
+    """The tokens of a script, in order, without comments, redirections and here-documents."""
+    position, delimiters = 0, []
+    while position < len(text):
+        line = text.count("\n", 0, position) + 1
+        if blank := BLANK.match(text, position) or COMMENT.match(text, position):
+            position = blank.end()
+        elif document := HERE_DOCUMENT.match(text, position):
+            delimiters.append(document[3])
+            position = document.end()
+        elif redirection := REDIRECTION.match(text, position):
+            position = redirection.end()
+            if not redirection[1]:
+                _, position = read_word(text, blank.end() if (blank := BLANK.match(text, position)) else position)
+        elif operator := OPERATOR.match(text, position):
+            yield Token(operator[0], line, operator=True)
+            position = operator.end()
+            if operator[0] == "\n" and delimiters:
+                position, delimiters = skip_here_documents(text, position, delimiters), []
+        elif array := ARRAY.match(text, position):
+            inner, position = read_array(text, array.end())
+            yield Token(array[0][:-1], line, array=tuple(inner))
+        else:
+            word, position = read_word(text, position)
+            yield Token(word, line)
+
+
+def read_word(text: str, position: int) -> tuple[str, int]:
+    """(word at `position`, position after it); the word is never empty while text is left."""
+    start = position
+    while position < len(text) and text[position] not in " \t\r\n;&|()<>":
+        position = end_of_part(text, position)
+    return text[start : max(position, start + 1)], max(position, start + 1)
+
+
+def read_array(text: str, position: int) -> tuple[list[str], int]:
+    """(words of an array, position after its closing bracket)."""
+    words: list[str] = []
+    while position < len(text) and text[position] != ")":
+        if blank := BLANK.match(text, position) or COMMENT.match(text, position):
+            position = blank.end()
+        elif text[position] == "\n":
+            position += 1
+        else:
+            word, position = read_word(text, position)
+            words.append(word)
+    return words, position + 1
+
+
+def skip_here_documents(text: str, position: int, delimiters: list[str]) -> int:
+    """The position after the here-documents that start at `position`."""
+    for delimiter in delimiters:
+        closing = re.compile(rf"^\t*{delimiter}[ \t]*$", re.MULTILINE).search(text, position)
+        position = closing.end() if closing else len(text)
+    return position
+
+
+def end_of_part(text: str, position: int) -> int:
+    """The end of the part at `position`: an escape, a quoted text, a substitution, or one character."""
+    if text[position] == "\\":
+        return position + 2
+    if text[position] in "'`":
+        return 1 + (closing if (closing := text.find(text[position], position + 1)) >= 0 else len(text))
+    opening = next((opening for opening in ("$(", "${", '"') if text.startswith(opening, position)), "")
+    return end_of_nesting(text, position + len(opening), opening) if opening else position + 1
+
+
+def end_of_nesting(text: str, position: int, opening: str) -> int:
+    """The end of a quotation or substitution that `opening` has opened; parts in between may be nested."""
+    while position < len(text) and text[position] != CLOSING[opening]:
+        if opening == '"' and text[position] == "'":
+            position += 1
+        elif text[position] == "(" and opening in ("$(", "("):
+            position = end_of_nesting(text, position + 1, "(")
+        else:
+            position = end_of_part(text, position)
+    return position + 1
+
+
+# --- shell expansion of words ---
+
+
+PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
+NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?!$])")
+ARITHMETIC: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+class Word(NamedTuple):
+    """An expanded word."""
+
+    text: str
+    unreadable: str = ""
+    """Why `text` is not what the shell would produce; "" if it is."""
+
+
+Value = Word | list[Word]
+"""The value of a variable or of an array."""
+
+
+class Fields:
+    """Collects the words into which one written word expands; consecutive parts are joined until `end`."""
+
+    def __init__(self) -> None:
+        self.words: list[Word] = []
+        self._grows = False
+
+    def add(self, word: Word) -> None:
+        if self._grows:
+            last = self.words.pop()
+            word = Word(last.text + word.text, last.unreadable or word.unreadable)
+        self.words.append(word)
+        self._grows = True
+
+    def end(self) -> None:
+        self._grows = False
+
+
+def expand(text: str, variables: Mapping[str, Value]) -> list[Word]:
+    """The words into which the shell would expand `text`."""
+    fields, position = Fields(), 0
+    if text.startswith("~/"):
+        text = "${HOME}" + text[1:]
+    while position < len(text):
+        end = end_of_part(text, position)
+        part, position = text[position:end], end
+        if part[0] == "$" and (name := NAME.match(text, end - 1)):
+            part, position = name[0], name.end()
+        if part[0] == '"':
+            add_quoted(part[1:-1], variables, fields)
+        elif part[0] == "'":
+            fields.add(Word(part[1:-1]))
+        elif part[0] == "\\":
+            fields.add(Word(part[1:].removeprefix("\n")))
+        elif part[0] in "$`" and len(part) > 1:
+            add_split(expand_part(part, variables), fields)
+        else:
+            fields.add(Word(part))
+    return fields.words
+
+
+def expand_to_word(text: str, variables: Mapping[str, Value]) -> Word:
+    """The expansion of an assignment's right side, which is always one word."""
+    fields = Fields()
+    quoted_parts = expand(f'"{text}"' if not re.search(r"['\"\\]", text) else text, variables)
+    for index, word in enumerate(quoted_parts):
+        fields.add(Word(" " + word.text if index else word.text, word.unreadable))
+    return fields.words[0] if fields.words else Word("")
+
+
+def add_quoted(text: str, variables: Mapping[str, Value], fields: Fields) -> None:
+    """Add the text between double quotes: variables are replaced, and not split at blanks."""
+    position = 0
+    if not text:
+        fields.add(Word(""))
+    while position < len(text):
+        end = position + 1 if text[position] == "'" else end_of_part(text, position)
+        part, position = text[position:end], end
+        if part == "$" and (name := NAME.match(text, end - 1)):
+            part, position = name[0], name.end()
+        if part[0] in "$`" and len(part) > 1:
+            value = expand_part(part, variables)
+            for index, word in enumerate(value if isinstance(value, list) else [value]):
+                if index:
+                    fields.end()
+                fields.add(word)
+        elif part[0] == "\\" and part[1:] in ("$", "`", '"', "\\", "\n"):
+            fields.add(Word(part[1:].removeprefix("\n")))
+        else:
+            fields.add(Word(part))
+
+
+def add_split(value: Value, fields: Fields) -> None:
+    """Add the value of an unquoted variable, split at blanks."""
+    values = value if isinstance(value, list) else [value]
+    words = [
+        part
+        for value in values
+        for part in ([value] if value.unreadable else [Word(text) for text in value.text.split()])
+    ]
+    for index, word in enumerate(words):
+        if index:
+            fields.end()
+        fields.add(word)
+
+
+def expand_part(part: str, variables: Mapping[str, Value]) -> Value:
+    """The value of `$NAME`, `${NAME:-other}`, `${NAME[@]}` or `$((arithmetic))`."""
+    if part.startswith("$((") and part.endswith("))"):
+        return arithmetic(part, variables)
+    if part[0] == "`" or part.startswith("$("):
+        return Word(part, "a command would say it")
+    match = PARAMETER.fullmatch(part[2:-1] if part[1] == "{" else part[1:])
+    if part in ("$@", "$*", "${@}", "${*}"):
+        return []
+    if not match:
+        return Word(part, "an expansion that is not read")
+    name, array, operator_, other = match.groups()
+    value = variables.get(name)
+    if isinstance(value, list) and not array:
+        value = value[0] if value else Word("")
+    empty = value is None or (operator_ and operator_[0] == ":" and value == Word(""))
+    if operator_ and operator_[-1] == "+":
+        return Word("") if empty else expand_to_word(other, variables)
+    if empty and operator_:
+        return expand_to_word(other, variables)
+    if value is None:
+        return Word(
+            part,
+            f"{name} is not set in the script"
+            + (", maybe in one that it sources" if array else f"; give it with --set {name}=VALUE"),
+        )
+    return value
+
+
+def arithmetic(part: str, variables: Mapping[str, Value]) -> Word:
+    """The value of `$((...))` with integers."""
+    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: f"${name[1]}", part[3:-2])
+    expanded = expand_to_word(text, variables)
+    if expanded.unreadable:
+        return Word(part, expanded.unreadable)
+    try:
+        return Word(str(number(ast.parse(expanded.text.strip(), mode="eval").body)))
+    except (SyntaxError, ValueError, ArithmeticError):
+        return Word(part, "arithmetic that is not read")
+
+
+def number(node: ast.expr) -> int:
+    """The value of an integer expression. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -number(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        return ARITHMETIC[type(node.op)](number(node.left), number(node.right))
+    raise ValueError(ast.dump(node))

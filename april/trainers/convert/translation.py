@@ -1,0 +1,309 @@
+"""Translate another framework's options to April's keys by rules, and record what cannot be translated."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from april.trainers.convert.expansion import Word
+from april.trainers.convert.shell import UNKNOWN_ELEMENTS, Invocation, Script
+from april.util.errors import ConfigError
+
+# --- the options of a framework's script as values, and the reasons why some cannot be read ---
+
+
+HYDRA = re.compile(r"(\+{0,2})([\w./@-]+)=(.*)", re.DOTALL)
+NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclass
+class Options:
+    """Options by the framework's names."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Reasons why options cannot be read, by name, or by the text in place of a name."""
+    kind: str = ""
+    """The configuration class that the script uses, where the framework has several."""
+
+
+def script_options(text: str, environment: Mapping[str, str], program: str, hydra: bool = False) -> Options:
+    """The options of the one command that calls `program`, a regular expression for the end of its name. `hydra`: they
+    are KEY=VALUE overrides. Raises ConfigError."""
+    script = Script.read(text, environment)
+    words = launch_arguments(script.invocations, program)
+    options = hydra_overrides(words) if hydra else flags(words)
+    return options if hydra else with_unused_arrays(options, script, words)
+
+
+def with_unused_arrays(options: Options, script: Script, words: Sequence[Word]) -> Options:
+    """The options, with a note on arrays of flags that the script sets and never passes to the program."""
+    arguments = {word.text for word in words}
+    for name, value in script.variables.items():
+        array_flags = [word.text for word in value if word.text.startswith("--")] if isinstance(value, list) else []
+        if array_flags and not arguments & set(array_flags):
+            options.unreadable[name] = f"the script sets it and never gives it to the program: {' '.join(array_flags)}"
+    return options
+
+
+def launch_arguments(invocations: Sequence[Invocation], program: str) -> list[Word]:
+    """The arguments of the program. Raises ConfigError if no command calls it, or more than one."""
+    pattern = re.compile(rf"(?:.*[/.\s]|^)(?:{program})")
+    matches = [
+        (command.line, command.words[index + 1 :])
+        for command in invocations
+        for index, word in enumerate(command.words)
+        if pattern.fullmatch(word.text)
+    ]
+    if len(matches) != 1:
+        lines = " and ".join(str(line) for line, _ in matches)
+        raise ConfigError(
+            f"lines {lines} of the script may both start its trainer; decide their conditions with --set NAME=VALUE"
+            if matches
+            else f"the script calls no program like {program.replace(chr(92), '')}; give one that starts a run"
+        )
+    return matches[0][1]
+
+
+def flags(words: Sequence[Word]) -> Options:
+    """Options of the forms `--name value`, `--name=value` and `--name`; the last one of a name wins."""
+    options, name, arguments = Options(), "", dict[str, list[Word]]()
+    for word in words:
+        if word.text.startswith("--") and not word.unreadable:
+            name, has_value, value = word.text[2:].partition("=")
+            arguments[name] = [Word(value)] if has_value else []
+        elif name and UNKNOWN_ELEMENTS not in word.text:
+            arguments[name].append(word)
+        else:
+            options.unreadable[word.text] = word.unreadable or "it belongs to no option"
+    for name, values in arguments.items():
+        if why := next((word.unreadable for word in values if word.unreadable), ""):
+            options.unreadable[name] = why
+        else:
+            read = [scalar(word.text) for word in values]
+            options.values[name] = True if not read else read[0] if len(read) == 1 else read
+    return options
+
+
+def hydra_overrides(words: Sequence[Word]) -> Options:
+    """Options of the form `key=value`, with up to two `+` before it."""
+    options = Options()
+    for word in words:
+        match = HYDRA.fullmatch(word.text)
+        if word.unreadable or not match:
+            name = match[2] if match else word.text
+            options.unreadable[name] = word.unreadable or "it is no KEY=VALUE"
+        else:
+            options.values[match[2]] = scalar(match[3])
+    return options
+
+
+def file_options(text: str, path: Path) -> Options:
+    """The options of a YAML file. Raises ConfigError."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} is not YAML ({error}); mend it") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} holds no options; give a YAML file of names and values")
+    values = {name: scalar(value) if isinstance(value, str) else value for name, value in flatten(tree).items()}
+    unreadable = {
+        name: "another option's value, which is not read" for name, value in values.items() if "${" in str(value)
+    }
+    return Options({name: value for name, value in values.items() if name not in unreadable}, unreadable)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by their dotted names."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        values |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return values
+
+
+def scalar(text: str) -> Any:
+    """The text as a number, bool, None or list if it is one; otherwise the text itself."""
+    if NUMBER.fullmatch(text):
+        return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.lower() in ("null", "none", "~"):
+        return None
+    if text[:1] == "[":
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+    return text
+
+
+# --- translate another framework's options to April's keys by rules, and record what cannot be translated ---
+
+
+@dataclass(frozen=True)
+class MapTo:
+    """The option maps to one key of April's; `convert` raises NotTranslatable for values without a counterpart."""
+
+    key: str
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The option only affects how the other program runs, not what is learned; `why` says how."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """April has no counterpart of the option, which changes what is learned unless its value is one of `off`."""
+
+    why: str
+    off: tuple[Any, ...] = (None, False, 0)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The option is translated together with others, by `Framework.translate_joint`."""
+
+
+JOINT = Joint()
+Rule = MapTo | Ignored | Unsupported | Joint
+
+
+class NotTranslatable(ValueError):
+    """The value has no counterpart in April; the text says why."""
+
+
+@dataclass
+class Translation:
+    """The translation of one script. `defaults`: the framework's defaults of options that are always translated."""
+
+    options: Options
+    table: Mapping[str, Rule]
+    defaults: Mapping[str, Any]
+    keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """By April's key: its value, and the options from which it follows."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Reasons by option that does not change what is learned."""
+    unsupported: dict[str, str] = field(default_factory=dict)
+    """Reasons by option that cannot be translated, so that the run differs."""
+    undecided: dict[str, str] = field(default_factory=dict)
+    """Reasons by option that was not understood, or by key that the user has to choose."""
+
+    def __post_init__(self) -> None:
+        for name, why in self.options.unreadable.items():
+            rule = self.rule(name)
+            if isinstance(rule, Ignored):
+                self.ignored[name] = rule.why
+            else:
+                self.undecided[name] = f"{why}; {rule.why}" if isinstance(rule, Unsupported) else why
+
+    def given(self, name: str) -> bool:
+        return name in self.options.values or name in self.options.unreadable
+
+    def value(self, name: str) -> Any:
+        """The option's value in the script, or the framework's default; None if the script's value cannot be read."""
+        return self.options.values.get(name, None if name in self.options.unreadable else self.defaults.get(name))
+
+    def number(self, name: str) -> Any:
+        """As `value`; None, and recorded as undecided, if it is not a number."""
+        value = self.value(name)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        self.undecided[name] = f"{value!r} is no number"
+        return None
+
+    def set_key(self, key: str, value: Any, *names: str) -> None:
+        """Set a key that follows from the options `names`; a value of None is skipped."""
+        if value is not None:
+            self.keys[key] = (value, ", ".join(map(self.label, names)))
+
+    def override(self, key: str, value: Any) -> None:
+        """Set a key by the user's choice, which settles undecided entries about it."""
+        self.keys[key] = (value, "chosen")
+        self.undecided = {
+            keys: why for keys, why in self.undecided.items() if not set(keys.split(", ")) <= self.keys.keys()
+        }
+
+    def label(self, name: str) -> str:
+        """The option's name, marked if its default was used."""
+        return name if self.given(name) else f"default of {name}"
+
+    def apply_rules(self) -> None:
+        """Translate each option by its own rule."""
+        names = dict.fromkeys([*self.options.values, *(name for name in self.defaults if not self.given(name))])
+        for name in names:
+            rule, value = self.rule(name), self.value(name)
+            if rule is None:
+                self.undecided[name] = "it is not in April's table of this framework's options"
+            elif isinstance(rule, Ignored):
+                self.ignored[name] = rule.why
+            elif isinstance(rule, Unsupported) and value not in rule.off:
+                self.unsupported[self.with_value(name)] = rule.why
+            elif isinstance(rule, MapTo) and value is not None:
+                try:
+                    self.set_key(rule.key, rule.convert(value), name)
+                except NotTranslatable as why:
+                    self.unsupported[self.with_value(name)] = str(why)
+                except (TypeError, ValueError):
+                    self.undecided[name] = f"{value!r} is not of the kind that was expected"
+
+    def rule(self, name: str) -> Rule | None:
+        """The option's rule, or that of the longest matching prefix with a `*`; None without one."""
+        if name in self.table:
+            return self.table[name]
+        prefixes = [known for known in self.table if known.endswith("*") and name.startswith(known[:-1])]
+        if not prefixes:
+            return None
+        rule = self.table[longest := max(prefixes, key=len)]
+        if isinstance(rule, MapTo) and rule.key.endswith("*"):
+            return MapTo(rule.key[:-1] + name[len(longest) - 1 :].replace("-", "_"), rule.convert)
+        return rule
+
+    def with_value(self, name: str) -> str:
+        return f"{self.label(name)} = {self.value(name)!r}"
+
+    def mark_unsupported(self, name: str, why: str) -> None:
+        """Record that the option's value cannot be translated."""
+        self.unsupported[self.with_value(name)] = why
+
+
+def by_name(**meanings: Any) -> Callable[[Any], Any]:
+    """A conversion of names to values; other names raise NotTranslatable."""
+
+    def convert(value: Any) -> Any:
+        name = str(value).replace("-", "_").replace("++", "_plus_plus")
+        if name not in meanings:
+            raise NotTranslatable(f"April has no counterpart; it knows {', '.join(meanings)}")
+        return meanings[name]
+
+    return convert
+
+
+def only(value: Any, why: str) -> Callable[[Any], None]:
+    """A conversion that accepts only `value`, April's own behaviour, for which no key is set."""
+
+    def convert(given: Any) -> None:
+        if given != value:
+            raise NotTranslatable(why)
+
+    return convert
+
+
+def single_path(value: Any) -> Any:
+    """A path, or the only one of a list. Raises NotTranslatable for several."""
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise NotTranslatable("several files are data.sources in April, each with a weight; write them there")
+        return value[0]
+    return value
+
+
+def known_names(sinks: tuple[str, ...]) -> Callable[[Any], list[str]]:
+    """A conversion of one or several names to those in `sinks`."""
+    return lambda names: [name for name in sinks if name in (names if isinstance(names, list) else [names])]

@@ -1,0 +1,88 @@
+"""A batch as an external trainer gets it: padded tensors with one row per sample, or per fork of an agent's session."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from april.learner.batch import TrainingBatch, TrainSample, group_forks
+from april.learner.objective import row_advantages
+from april.trainers.rollouts.prompts import decode_extra
+
+NO_VERSION = -1
+"""Version of tokens that no policy has sampled."""
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutBatch:
+    """Complete groups as tensors: B samples of at most T tokens with their prompt, padded on the right.
+
+    Per-token values stand in the token's own column, not in that of the token before it.
+    """
+
+    step: int
+    """Number of the batch, from 0; training on it turns weights `step` into weights `step + 1`."""
+    groups: list[list[TrainSample]]
+    """The same samples one by one, with reward, segments, finish reason, and the support of truncated distributions."""
+    input_ids: Tensor
+    """Token ids, int64 [B, T]; 0 in the padding."""
+    attention_mask: Tensor
+    """1 at tokens of prompt and response, int64 [B, T]."""
+    response_mask: Tensor
+    """True at tokens that the policy sampled, bool [B, T]; False at prompts, observations and padding."""
+    logprobs: Tensor
+    """Log-probabilities of sampled tokens under the policy that sampled them, at the run's temperature, float32 [B, T];
+    0 elsewhere."""
+    versions: Tensor
+    """Policy step of the weights that sampled each token, int64 [B, T]; -1 elsewhere."""
+    rewards: Tensor
+    """Reward of each sample, float32 [B]."""
+    advantages: Tensor
+    """Advantage of each sample by `algorithm.advantage`, float32 [B]."""
+    group: Tensor
+    """Index in `groups` of each row's group, int64 [B]."""
+    prompts: list[int]
+    """For each group the number of its submitted prompt, from 0; [] where the trainer submits none."""
+    extras: list[Any]
+    """For each group the `extra` that was submitted with its prompt."""
+
+    @property
+    def checkpoint(self) -> int:
+        """Policy step of the weights after this batch, to be passed to `connect` with a checkpoint saved now."""
+        return self.step + 1
+
+    def to(self, device: torch.device | str) -> "RolloutBatch":
+        """A copy with all tensors on `device`."""
+        tensors = [field.name for field in fields(self) if isinstance(getattr(self, field.name), Tensor)]
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+
+
+def to_tensors(batch: TrainingBatch, estimator: str) -> RolloutBatch:
+    """The batch as tensors. `estimator`: registry name of the advantage estimator."""
+    samples = batch.samples
+    shape = len(samples), max((len(sample.tokens) for sample in samples), default=0)
+    input_ids, attention_mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    logprobs, versions = torch.zeros(shape), torch.full(shape, NO_VERSION)
+    for row, sample in enumerate(samples):
+        first, end = sample.prompt_tokens, len(sample.tokens)
+        input_ids[row, :end] = torch.tensor(sample.tokens)
+        attention_mask[row, :end] = 1
+        logprobs[row, first:end] = torch.tensor(sample.logprobs)
+        for start, stop, version in sample.segments:
+            versions[row, first + start : first + stop] = version.step
+    response_mask = versions != NO_VERSION
+    return RolloutBatch(
+        batch.step,
+        batch.groups,
+        input_ids,
+        attention_mask,
+        response_mask,
+        logprobs * response_mask,
+        versions,
+        torch.tensor([sample.reward for sample in samples]).float(),
+        torch.from_numpy(row_advantages(estimator, [group_forks(group) for group in batch.groups])).float(),
+        torch.tensor([number for number, group in enumerate(batch.groups) for _ in group], dtype=torch.int64),
+        [number for number, _ in batch.origins],
+        [decode_extra(extra) for _, extra in batch.origins],
+    )

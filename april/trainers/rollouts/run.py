@@ -1,0 +1,331 @@
+"""An external trainer's connection to a run: take batches in order, report them, and publish weights to the workers.
+
+    connect -> publish -> batch 0 -> consumed(0), publish -> batch 1 -> ... -> close
+
+Under torchrun every rank makes the same calls in the same order; only rank 0 talks to the broker and the workers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+import torch
+import torch.distributed as dist
+
+from april import config as configuration
+from april.config import Config
+from april.config.checks import needs_norms, needs_values
+from april.learner.batch import TrainingBatch
+from april.learner.loop import broadcast_integers
+from april.learner.prefetch import BatchPrefetcher, BatchSource, Publisher, WeightSender
+from april.learner.process_group import long_wait_group
+from april.learner.source import BrokerSource
+from april.trainers.rollouts.batch import RolloutBatch, to_tensors
+from april.trainers.rollouts.local import LocalRun
+from april.trainers.rollouts.prompts import (
+    EncodedPrompt,
+    Prompt,
+    PromptsWanted,
+    PromptText,
+    encoder,
+    split_into_messages,
+)
+from april.trainers.rollouts.weights import Score, Weights, canary_from_model, canary_from_score, collect
+from april.util.errors import refuse
+from april.util.registry import add_import_folders
+from april.weights import TRANSPORTS
+from april.weights.publisher import WeightPublisher, weights_towards
+from april.wire.security.keys import load_keys
+from april.wire.sockets.base import address_at
+from april.wire.training import Discard, Submission
+
+LOCAL = "local"
+"""`run` of `connect` for a run whose broker and workers are started here."""
+
+
+class TrainerSource(BatchSource, Protocol):
+    """A source of batches that also takes prompts."""
+
+    def submit(self, first: int, prompts: list[Submission], ids: np.ndarray) -> int:
+        """Submit prompts numbered from `first` on, with their token ids concatenated, int32; returns the number of
+        prompts submitted so far."""
+
+
+class MonitoredSource(BrokerSource):
+    """A broker source that checks the local run while it waits."""
+
+    local: LocalRun | None = None
+
+    def alive(self) -> None:
+        super().alive()
+        if self.local:
+            self.local.check()
+
+
+class Rollouts:
+    """A trainer's view of a run, returned by `connect`. Use it in a `with` block, in one thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        checkpoint: int,
+        source: TrainerSource | None,
+        publisher: Publisher | None,
+        group: dist.ProcessGroup | None = None,
+    ):
+        """`source`, `publisher`: on rank 0, None on other ranks; `group`: process group of all ranks."""
+        self.config = config
+        self.submitted = 0
+        """Number of prompts submitted so far, where the trainer submits them."""
+        self.step = checkpoint
+        """Policy step of the trainer's weights: the number of batches they were trained on."""
+        self.finished = False
+        """Whether all batches have been handed out."""
+        self._source, self._group = source, group
+        incarnation, frontier = source.start(checkpoint) if source else (0, 0)
+        if group is not None:
+            incarnation, frontier = broadcast_integers((incarnation, frontier), group)
+        self.frontier = frontier
+        """Batches below it were handed out before a restart, and come again unchanged."""
+        self._prefetcher = BatchPrefetcher(source, group, self._to_tensors)
+        self._sender = WeightSender(publisher, incarnation, frontier)
+        self._published = -1
+        self._consumed = checkpoint
+        self._wait_s = 0.0
+        self._last_batch: RolloutBatch | None = None
+        self._encode = encoder(config)
+        self._carries_weights = TRANSPORTS.find(config.weights.transport).carries_weights
+        if config.data.source == "submitted":
+            self.submitted = self._submit([])
+
+    def _to_tensors(self, batch: TrainingBatch) -> RolloutBatch:
+        return to_tensors(batch, self.config.algorithm.advantage)
+
+    def batches(self) -> Iterator[RolloutBatch]:
+        """Yield the batches until the run is over; after a restart, from the last durable checkpoint on. Collective.
+
+        Asking for the next batch reports the last one as consumed, unless that was done. Raises RuntimeError if the
+        weights of the last batch were not published, because the workers would wait for them forever.
+        """
+        while (batch := self.take()) is not None:
+            yield batch
+
+    def take(self) -> RolloutBatch | None:
+        """The next batch, as in `batches`; None once the run is over. Collective.
+
+        Raises PromptsWanted if the trainer has submitted too few prompts: submit more, and take again.
+        """
+        if self._last_batch and self._consumed < self.step:
+            self.consumed(self._last_batch)
+        self._require_published()
+        self._prefetcher.request(self.step)
+        arrived = self._prefetcher.take()
+        if arrived is None:
+            self.finished = True
+            return None
+        (_, batch), self._wait_s = arrived
+        if not batch.groups:
+            raise PromptsWanted(
+                f"all {self.submitted} prompts that were submitted have been generated for, and fewer than "
+                f"{self.config.schedule.rollout_batch_size} groups are complete; submit more with run.submit"
+            )
+        self._last_batch, self.step = batch, batch.checkpoint
+        return batch
+
+    def submit(self, prompts: Iterable[Prompt | PromptText], first: int | None = None) -> int:
+        """Submit prompts, where `data.source` is "submitted"; returns the number submitted so far. Collective.
+
+        When it returns, the prompts are journaled. `first`: number of the first one in the trainer's own count, from 0;
+        prompts submitted before are skipped, so that a trainer resumed from a checkpoint can submit the same again.
+        None: after the last one. Raises ValueError for a prompt that cannot be used.
+        """
+        encoded = [self._encode(prompt if isinstance(prompt, Prompt) else Prompt(prompt)) for prompt in prompts]
+        first = self.submitted if first is None else first
+        if first > self.submitted:
+            raise ValueError(
+                f"prompt {first} does not follow the {self.submitted} that were submitted; submit those between"
+            )
+        for part in split_into_messages(encoded[self.submitted - first :]):
+            self.submitted = self._submit(part)
+        return self.submitted
+
+    def _submit(self, encoded: Sequence[EncodedPrompt]) -> int:
+        """Submit encoded prompts; returns the number submitted so far. Collective."""
+        submitted = 0
+        if self._source:
+            ids = np.concatenate([np.zeros(0, np.int32), *(ids for _, ids in encoded)])
+            submitted = self._source.submit(self.submitted, [submission for submission, _ in encoded], ids)
+        return broadcast_integers((submitted,), self._group)[0] if self._group is not None else submitted
+
+    def _require_published(self) -> None:
+        if self._sender.is_due(self.step) and self._published < self.step:
+            raise RuntimeError(
+                f"weights {self.step} have not been published, and the workers wait for them; call run.publish(model) "
+                "before the first batch and after each"
+            )
+
+    def consumed(
+        self, batch: RolloutBatch, metrics: Mapping[str, float] | None = None, discarded: Discard = ""
+    ) -> None:
+        """Report that the weights contain `batch`, or that it was `discarded` (the reason) and left them unchanged."""
+        self._consumed = batch.checkpoint
+        if self._source:
+            self._source.consumed(batch.step, {"wait_s": self._wait_s} | dict(metrics or {}), discarded)
+
+    def publish(self, weights: Weights) -> dict[str, float]:
+        """Start sending the current weights to the workers, after the previous ones have arrived; returns figures about
+        the previous transfer. Collective.
+
+        `weights`: a module, a state dictionary, or (name, tensor) pairs named as in the Hugging Face folder; sharded
+        tensors are gathered. Weights of batches that are trained again after a restart are not sent.
+        """
+        if not self._carries_weights:
+            raise RuntimeError(
+                f"weights.transport = {self.config.weights.transport!r} leaves it to your framework to load weights; "
+                "call run.updating or run.version"
+            )
+        figures = self._sender.finish()
+        if self._sender.is_due(self.step):
+            canary = canary_from_model(weights, self.config)
+            self._sender.start(self.step, collect(weights, keep=self._source is not None), canary)
+        self._published = self.step
+        return figures
+
+    @contextmanager
+    def updating(self, score: Score | None = None) -> Iterator[bool]:
+        """With `weights.transport` = "external": the trainer loads weights `step` into the servers inside this block.
+        Nothing is generated meanwhile, and later tokens carry that version. Collective.
+
+        Yields whether the servers need them: while batches are repeated after a restart, the servers hold newer weights
+        and must keep them. `score`: the trainer's log-probabilities of the canary; without it the loaded weights are
+        not verified. Raises RuntimeError for a worker that does not stop within `weights.publish_deadline_s`."""
+        due = self._sender.is_due(self.step)
+        if due:
+            canary = canary_from_score(score, self.config) if score and self.config.weights.canary else None
+            self._sender.announce(self.step, canary)
+            self._barrier()
+        yield due
+        if due:
+            self._barrier()
+            self._sender.externally_loaded()
+        self._published = self.step
+
+    def version(self, step: int, score: Score | None = None) -> None:
+        """As `updating`, if the servers hold weights `step` already and have generated nothing since."""
+        if step != self.step:
+            raise ValueError(f"version {step} was said of weights that hold {self.step} batches; say run.step")
+        with self.updating(score):
+            pass
+
+    def _barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def durable(self, batch: RolloutBatch | int, oldest: int | None = None) -> None:
+        """Report that a checkpoint after `batch`, or of that policy step, is on disk. `oldest`: step of the oldest kept
+        checkpoint, by default this one. Batches below `oldest` are never handed out again."""
+        step = batch if isinstance(batch, int) else batch.checkpoint
+        if self._source:
+            self._source.durable(step, step if oldest is None else oldest)
+
+    def __enter__(self) -> "Rollouts":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._sender.finish()
+
+
+class ConnectedRollouts(Rollouts):
+    """Rollouts with their own broker connection, which ends with the block, as does a local run."""
+
+    def __init__(
+        self,
+        config: Config,
+        checkpoint: int,
+        source: MonitoredSource | None,
+        publisher: WeightPublisher | None,
+        group: dist.ProcessGroup | None,
+    ):
+        self._broker, self._publisher = source, publisher
+        super().__init__(config, checkpoint, source, publisher, group)
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            if self._broker and self._publisher:
+                self._broker.close()
+                self._publisher.close()
+                end_local_run(self._broker.local, finished=self.finished and kind is None)
+
+
+def end_local_run(local: LocalRun | None, finished: bool) -> None:
+    if local and finished:
+        local.wait()
+    elif local:
+        local.stop()
+
+
+def connect(
+    config: str | Path | Sequence[Path],
+    checkpoint: int = 0,
+    run: str = LOCAL,
+    overrides: Mapping[str, Any] | None = None,
+) -> Rollouts:
+    """Connect a trainer to the run of a TOML file, in place of April's learner.
+
+    `checkpoint`: policy step of the trainer's weights, 0 for those of `model.path`; that of a saved checkpoint is
+    `batch.checkpoint`. `run`: "local" starts broker and workers here and resumes an existing run folder;
+    tcp://HOST:PORT connects to a running broker. `overrides`: configuration keys, such as {"schedule.max_steps": 8}.
+
+    Under torchrun every rank calls it, after the default process group exists. Raises ConfigError, BrokerUnreachable,
+    BrokerRefused (if batches after the checkpoint are no longer kept), and LocalRunFailed.
+    """
+    paths = [Path(config)] if isinstance(config, str | Path) else [Path(path) for path in config]
+    flags = [flag for key, value in (overrides or {}).items() for flag in (f"--{key}", toml_text(value))]
+    loaded = configuration.load(paths, flags, inputs=["model"])
+    add_import_folders(*loaded.run.parts)
+    check_needs_no_critic(loaded)
+    group = long_wait_group() if dist.is_available() and dist.is_initialized() else None
+    if group is not None and dist.get_rank() > 0:
+        return ConnectedRollouts(loaded, checkpoint, None, None, group)
+    local = LocalRun(loaded, paths, flags) if run == LOCAL else None
+    try:
+        address = local.address() if local else address_at(configuration.check_address(run), loaded.broker.patience_s)
+        keys = loaded.security.keys
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        publisher = WeightPublisher(weights_towards(loaded, address), loaded.run.name, device, keys)
+        source = MonitoredSource(address, publisher.address, loaded.broker.patience_s, load_keys(keys, "learner"))
+        source.local = local
+        return ConnectedRollouts(loaded, checkpoint, source, publisher, group)
+    except BaseException:
+        end_local_run(local, finished=False)
+        raise
+
+
+def toml_text(value: Any) -> str:
+    """The value as on the command line, in TOML."""
+    return value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
+
+
+def check_needs_no_critic(config: Config) -> None:
+    """Raises ConfigError for advantages that only April's learner can compute."""
+    if needs_values(config.algorithm, imported=True):
+        refuse(
+            "algorithm.advantage",
+            config.algorithm.advantage,
+            "asks for a critic, and a trainer of yours has its own, if any",
+            "leave it out, and take the rewards of a batch",
+        )
+    if needs_norms(config.algorithm, imported=True):
+        refuse(
+            "algorithm.advantage",
+            config.algorithm.advantage,
+            "asks for the gradient of each response, which April's learner alone has",
+            "leave it out, and take the rewards of a batch",
+        )

@@ -1,0 +1,145 @@
+"""Start and end of a run's processes: priority, end with the parent, and exit statuses."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+
+REFUSED = 2
+"""Exit status of a process that a restart would not help: its configuration, folder or address cannot be used."""
+RUN_FAILED = 3
+"""Exit status of a broker whose run has failed."""
+STEPPED_ASIDE = 4
+"""Exit status of a broker that has stepped aside for a successor, which continues from its journal."""
+STEP_ASIDE = signal.SIGUSR1
+"""Signal that makes a broker step aside: it stops no peer, and its peers wait for the successor."""
+
+SUPERVISED = "APRIL_SUPERVISED_BY"
+"""Environment variable with the process id of the parent that supervises this process."""
+
+
+def die_with_parent() -> None:
+    """If `april run` supervises this process, have the kernel kill it when its parent dies (Linux)."""
+    parent = os.environ.get(SUPERVISED)
+    if not parent or sys.platform != "linux":
+        return
+    end_with_parent()
+    if os.getppid() != int(parent):
+        sys.exit("april run has ended before this process could start")
+
+
+LIBC = ctypes.CDLL(None)
+"""Loaded at import: a child that is forked while other threads run may deadlock when it loads a library."""
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux)."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+NICENESS = 10
+"""Niceness of low-priority processes: about a tenth of the CPU time of a normal process."""
+SESSION_NICENESS = Path("/proc/self/autogroup")
+"""Niceness of the whole session. With autogrouping, Linux divides CPU time among sessions first, and a process's own
+niceness counts only within its session."""
+
+
+def give_way() -> None:
+    """Lower this process's CPU priority below that of the machine's other processes.
+
+    Generation on the CPU always has more to do; by slowing the learner it would only make its own samples staler. Child
+    processes inherit the priority, unless they start a session of their own.
+    """
+    os.nice(max(0, NICENESS - os.nice(0)))
+    pass_on_niceness()
+
+
+def pass_on_niceness() -> None:
+    """Give this process's session, which the process leads, the niceness of the process."""
+    for _ in range(20):
+        try:
+            SESSION_NICENESS.write_text(str(os.nice(0)))
+        except BlockingIOError:  # the kernel accepts ten changes per second in total
+            time.sleep(0.1)
+        except OSError:  # no autogrouping on this system
+            return
+        else:
+            return
+
+
+def end(status: int) -> NoReturn:
+    """Exit with `status` without shutting down the interpreter while native threads run.
+
+    Threads of torch's process groups outlive the groups. One that needs the interpreter during shutdown aborts the
+    process; one that is blocked in a transfer keeps it from exiting.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+# --- ends a process with all its descendants in any session or group, found by an inherited variable (Linux) ---
+
+
+MARK = "APRIL_EXECUTION"
+"""Environment variable that descendants inherit."""
+ROUNDS = 5
+"""Searches, since a found process may have started another one meanwhile."""
+
+
+def new_mark() -> dict[str, str]:
+    """Environment entry with a new mark, for a process that will be ended with its descendants."""
+    return {MARK: secrets.token_hex(16)}
+
+
+def end_marked(mark: dict[str, str]) -> None:
+    """SIGKILL all processes with the mark. Processes that replaced their environment are not found."""
+    entry = f"{MARK}={mark[MARK]}".encode()
+    for _ in range(ROUNDS):
+        found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if entry in environment_of(folder)]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def environment_of(folder: Path) -> list[bytes]:
+    """The environment of a process by its folder in /proc; empty if it has ended or is another user's."""
+    try:
+        return (folder / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+# --- delays before restarts of a failing process ---
+
+
+LONGEST_DELAY_S = 60.0
+"""Longest delay, and the delay before the last allowed restart."""
+STEADY_S = 120.0
+"""A process that has worked for this long since its start gets all its restarts back."""
+DOUBLINGS = 10
+"""After this many doublings a delay grows no further."""
+
+
+def delay_s(restart: int, most: int) -> float:
+    """Seconds to wait before restart number `restart` (from 1), if `most` restarts without success are allowed.
+
+    Delays double from one second on, but are at least those obtained by halving backwards from the last delay of 60 s:
+    with 3 restarts they are 0, 30 and 60 s.
+    """
+    if restart <= 1:
+        return 0.0
+    growing = 2.0 ** min(restart - 1, DOUBLINGS) - 1
+    return min(LONGEST_DELAY_S, max(growing, LONGEST_DELAY_S * 2.0 ** (restart - most)))

@@ -1,0 +1,118 @@
+"""Logging of a run's processes: to stderr, as text or as one JSON object per line."""
+
+import logging
+import re
+import sys
+import traceback
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import orjson
+
+IDS = ("run", "worker", "role", "group", "sample", "step")
+"""Fields of a log record that name what it is about: log.info(..., extra={"worker": name})."""
+
+
+class ToStderr(logging.StreamHandler[TextIO]):
+    """Writes each line to the current `sys.stderr`."""
+
+    stream = property(lambda self: sys.stderr, lambda self, stream: None)
+
+
+class JsonLines(logging.Formatter):
+    """Formats records as JSON: time, level, process, logger, message, the record's ids and the exception."""
+
+    def __init__(self, process: str, ids: dict[str, Any]):
+        """`ids`: ids in every line of this process."""
+        super().__init__()
+        self.process = process
+        self.ids = ids
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= self.ids | {name: getattr(record, name) for name in IDS if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()
+
+
+def log_to_stderr(process: str, log_format: str = "text", **ids: Any) -> None:
+    """Set up logging for a process of a run.
+
+    `log_format`: text | json. With json every line has `ids`, and the exception that ends the process is a line, too.
+    """
+    handler = ToStderr()
+    if log_format == "json":
+        handler.setFormatter(JsonLines(process, ids))
+        sys.excepthook = log_exception
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def log_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    logging.getLogger(__name__).critical("ended by %s", kind.__name__, exc_info=(kind, error, traceback))
+
+
+# --- logs failures of user code by kind ---
+
+
+ERROR_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b")
+
+
+class Failures:
+    """Counts failures by cause, and logs a few of each kind.
+
+    failures = Failures(log)
+    failures.note("scoring_failed", "verifier 'my:grade': KeyError: 'o'", "a verifier failed", sample=7)
+    """
+
+    def __init__(self, log: logging.Logger):
+        self.by_cause: Counter[str] = Counter()
+        self.last: dict[str, str] = {}
+        """The latest error of each cause."""
+        self._log = log
+        self._by_kind: Counter[tuple[str, str]] = Counter()
+
+    def note(self, cause: str, error: str, what: str, **ids: object) -> None:
+        """Count a failure, and log it if it is the 1st, 2nd, 4th, 8th, ... of its kind.
+
+        `what`: the subject of the log line; `ids`: fields of the log record.
+        """
+        self.by_cause[cause] += 1
+        self.last[cause] = error
+        kind = cause, kind_of(error)
+        self._by_kind[kind] += 1
+        count = self._by_kind[kind]
+        if count == 1:
+            self._log.warning("%s, %s: %s", what, cause, error, extra=ids)
+        elif count.bit_count() == 1:
+            self._log.warning("%s: %d of this kind so far: %s", cause, count, error, extra=ids)
+
+
+def kind_of(error: str) -> str:
+    """The part of an error that all failures of its kind share: what failed and the error's name, without details."""
+    name = ERROR_NAME.search(error)
+    return error[: name.end()] if name else error.partition(":")[0]
+
+
+# --- tracebacks of user code, without April's own frames ---
+
+
+OWN = str(Path(__file__).parents[1])
+
+
+def raised(error: BaseException) -> str:
+    """The formatted traceback of an error without April's frames; only the exception if no other frames are left."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OWN)]
+    trace = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    return "".join([*trace, *traceback.format_exception_only(error)]).rstrip()

@@ -1,0 +1,148 @@
+"""Finds parts by name: engines, schedules, losses and so on, shipped ones or the user's, as `package.module:Name`.
+
+Each kind of part has one registry in its package. A registry knows the configuration key that names the part, and the
+places of the shipped parts, which it imports only when they are asked for:
+
+    ENGINES = Registry("worker.engine", "engine", {"torch": "april.workers.engines.embedded.entry:TorchEntry"})
+    ENGINES.find("torch")
+    ENGINES.find("my_engine:Engine")     # the user's own file
+"""
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from april.util.errors import refuse
+
+PART_SYNTAX = "package.module:Name"
+REGISTRIES = {
+    "worker.engine": "april.workers.engines:ENGINES",
+    "schedule.kind": "april.broker.schedules:SCHEDULES",
+    "learner.backend": "april.learner.backends:BACKENDS",
+    "algorithm.loss": "april.learner.losses:LOSSES",
+    "algorithm.corrections": "april.learner.losses:CORRECTIONS",
+    "algorithm.advantage": "april.learner.losses:ADVANTAGES",
+    "algorithm.step_scale": "april.learner.losses:STEP_SCALES",
+    "reward.name": "april.workers.rewards:VERIFIERS",
+    "environment.name": "april.workers.environments:ENVIRONMENTS",
+    "agent.program": "april.agents:PROGRAMS",
+    "schedule.group_filter": "april.broker.filters:FILTERS",
+    "operations.sinks": "april.broker.telemetry:SINKS",
+    "operations.alarms": "april.broker.telemetry:ALARMS",
+    "weights.transport": "april.weights:TRANSPORTS",
+    "run.target": "april.launch:TARGETS",
+    "launch.on": "april.launch.clusters:LAUNCHERS",
+}
+"""Place of the registry by configuration key. They are not imported here: the configuration asks its registries, and
+all packages import the configuration."""
+
+
+FOLDERS_VARIABLE = "APRIL_FOLDERS"
+"""Environment variable with the folders of the user's own parts, for processes that this one starts; as PYTHONPATH."""
+
+
+def add_import_folders(*folders: Path) -> None:
+    """Append the working directory and `folders` to Python's path, in this process and in those that it starts."""
+    inherited = [text for text in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if text]
+    wanted = dict.fromkeys([os.getcwd(), *(str(folder.resolve()) for folder in folders), *inherited])
+    sys.path += [folder for folder in wanted if folder not in sys.path]
+    os.environ[FOLDERS_VARIABLE] = os.pathsep.join(wanted)
+
+
+@dataclass(frozen=True, eq=False)
+class Registry:
+    """The parts of one kind."""
+
+    key: str
+    """Key of the configuration that names a part."""
+    noun: str
+    """What a part is called in a sentence, as in "is no engine"."""
+    shipped: Mapping[str, str] = field(default_factory=dict)
+    """`package.module:Name` of each shipped part by its name."""
+    base: str = ""
+    """Base class of the parts, as `package.module:Name`; empty: any callable is a part."""
+    prefixes: tuple[str, ...] = ()
+    """Prefixes that a name may have, in this order; they are removed here and have a meaning where the part is used."""
+
+    def find(self, name: str, key: str = "") -> Any:
+        """Import the part called `name`. `key`: key that it was given under, if not this registry's own.
+
+        Raises ConfigError if it cannot be imported or is something of another kind.
+        """
+        self.check_name(name, key)
+        try:
+            stripped = self.without_prefix(name)
+            found = import_object(self.shipped.get(stripped, stripped))
+        except ImportFailed as error:
+            self._refuse(name, key, str(error), error)
+        if objection := self._objection(found):
+            self._refuse(name, key, objection)
+        return found
+
+    def check_name(self, name: str, key: str = "") -> None:
+        """Refuse a name that is neither shipped nor `package.module:Name`, without importing it. Raises ConfigError."""
+        stripped = self.without_prefix(name)
+        module, colon, attribute = stripped.partition(":")
+        is_place = colon and attribute and all(map(str.isidentifier, (*module.split("."), *attribute.split("."))))
+        if stripped not in self.shipped and not is_place:
+            self._refuse(name, key)
+
+    def without_prefix(self, name: str) -> str:
+        for prefix in self.prefixes:
+            name = name.removeprefix(prefix)
+        return name
+
+    def names_where(self, fits: Callable[[Any], bool]) -> str:
+        """Names of the shipped parts for which `fits` is true, joined by "or", for a sentence that offers them."""
+        return " or ".join(repr(name) for name in self.shipped if fits(self.find(name)))
+
+    def _objection(self, found: Any) -> str:
+        if not self.base:
+            return "" if callable(found) else f"it is {found!r}, which cannot be called"
+        base = import_object(self.base)
+        fits = isinstance(found, type) and issubclass(found, base)
+        return "" if fits else f"it is {found!r}, and has to be a class that derives from {self.base}"
+
+    def _refuse(self, name: str, key: str, detail: str = "", cause: Exception | None = None) -> NoReturn:
+        hint = "" if name in self.shipped else did_you_mean(name, self.shipped)
+        choices = f"use one of {', '.join(map(repr, self.shipped))} or name" if self.shipped else "name"
+        reason = f" ({detail})" if detail else ""
+        refuse(key or self.key, name, f"is no {self.noun}{reason}", f"{hint}{choices} your own as {PART_SYNTAX}", cause)
+
+
+def registry_of(key: str) -> Registry:
+    """The registry of the parts that a configuration key names."""
+    registry: Registry = import_object(REGISTRIES[key])
+    return registry
+
+
+class ImportFailed(LookupError):
+    """An object that could not be imported; the text says why."""
+
+
+@cache
+def import_object(place: str) -> Any:
+    """The object at `package.module:Name`. Raises ImportFailed, whatever importing its module raises."""
+    module, _, attribute = place.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        raise ImportFailed(f"importing {module} raised {type(error).__name__}: {error}") from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            hint = did_you_mean(name, (other for other in dir(found) if not other.startswith("_")))
+            raise ImportFailed(f"{module} has no {name!r}{hint and f', {hint}'}".rstrip())
+        found = getattr(found, name)
+    return found
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The question `did you mean 'NAME'? ` with the most similar name; empty if none is similar."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""

@@ -1,0 +1,138 @@
+"""The server's side of CURVE: admits only keys on the allow-list, and identifies senders by their keys.
+
+access = AccessControl(context, keys, AllowList(folder / "allow-list"))
+access.guard(socket)                # before it is bound
+frames = socket.recv_multipart(copy=False)
+peer = access.peer_of(frames[0])
+if access.watch():                  # regularly: True if keys may have been added or revoked
+    ...
+"""
+
+import logging
+import threading
+from collections import Counter
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from april.util import clock
+from april.wire.security.allow_list import AllowList, KeyOwner
+from april.wire.security.keys import Keys
+
+# --- logging of refusals at a limited rate, so that no peer can fill the disk ---
+
+
+log = logging.getLogger(__name__)
+
+LINES_A_MINUTE = 60
+"""Refusals logged per minute; further ones are only counted."""
+
+
+class Audit:
+    """Logs refusals. Two threads may share one; the limit is then exceeded by a line at most."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._lines = 0
+        self._suppressed = 0
+
+    def warn(self, text: str, *arguments: object) -> None:
+        minute = int(clock.now() // 60)
+        if minute != self._minute:
+            self._minute, self._lines = minute, 0
+        self._lines += 1
+        if self._lines > LINES_A_MINUTE:
+            self._suppressed += 1
+            return
+        if self._suppressed:
+            log.warning("%d refusals were not logged", self._suppressed)
+            self._suppressed = 0
+        log.warning(text, *arguments)
+
+
+# --- the server's side of CURVE ---
+
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+"""Where libzmq asks whether a key is admitted (ZAP, ZeroMQ RFC 27)."""
+DOMAIN = b"april"
+
+FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "protocol",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broken off",
+}
+CAUSES: dict[int, str] = {
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "no keys",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "wrong broker key",
+}
+
+
+class AccessControl:
+    """Admits listed keys to the guarded sockets of a ZeroMQ context, and counts failed handshakes."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, allow_list: AllowList):
+        self.keys = keys
+        self.allow_list = allow_list
+        self.failures: Counter[str] = Counter()
+        """Failed handshakes by cause: unknown key, wrong broker key, no keys, protocol, broken off."""
+        self._reported_changes = 0
+        """Changes of the allow-list that `watch` has reported; the handshake thread may have read them earlier."""
+        self._audit = Audit()
+        self._guarded: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+        self._zap = context.socket(zmq.REP)
+        self._zap.bind(ZAP_ADDRESS)
+        threading.Thread(target=self._serve_zap, name="zap", daemon=True).start()
+
+    def guard(self, socket: zmq.Socket[bytes]) -> None:
+        """Admit only listed keys to `socket`, which must not be bound yet. Without a ZAP answer nobody is admitted."""
+        socket.curve_server = True
+        socket.curve_publickey = self.keys.public.encode()
+        socket.curve_secretkey = self.keys.secret.encode()
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        monitor = socket.get_monitor_socket(sum(FAILURES))
+        self._guarded.append((socket, monitor))
+
+    def peer_of(self, frame: zmq.Frame) -> KeyOwner:
+        """The sender of a message, from any of its frames."""
+        return self.allow_list.find(str(frame.get("User-Id")))
+
+    def watch(self) -> bool:
+        """Count failed handshakes; returns whether the allow-list has changed since the last call."""
+        for _, monitor in self._guarded:
+            while monitor.poll(0):
+                event = recv_monitor_message(monitor)
+                self._fail(CAUSES.get(event["value"], FAILURES[zmq.Event(event["event"])]))
+        reported, self._reported_changes = self._reported_changes, self.allow_list.refresh()
+        return self._reported_changes != reported
+
+    def _fail(self, cause: str, detail: str = "") -> None:
+        self.failures[cause] += 1
+        self._audit.warn("a handshake has failed: %s%s", cause, detail)
+
+    def close(self) -> None:
+        """Close the monitor sockets; the ZAP thread ends with the context."""
+        for socket, monitor in self._guarded:
+            socket.disable_monitor()
+            monitor.close()
+
+    # --- the thread that answers libzmq -------------------------------------------------------------------------
+
+    def _serve_zap(self) -> None:
+        try:
+            while True:
+                self._zap.send_multipart(self._authenticate(*self._zap.recv_multipart()))
+        except zmq.ContextTerminated:
+            self._zap.close()
+
+    def _authenticate(
+        self, version: bytes, request: bytes, domain: bytes, address: bytes, routing_id: bytes, mechanism: bytes,
+        *credentials: bytes,
+    ) -> list[bytes]:  # fmt: skip
+        key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        self.allow_list.refresh()
+        if domain == DOMAIN and self.allow_list.find(key.decode()).role:
+            return [version, request, b"200", b"", key, b""]
+        self._fail("unknown key", f", {key.decode()} from {address.decode(errors='replace')}")
+        return [version, request, b"400", b"not on the allow-list", b"", b""]

@@ -1,0 +1,95 @@
+"""The allow-list: a file with a line `key role name` per peer, read again whenever it changes.
+
+# comment
+Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID worker w7
+"""
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from april.util.errors import refuse
+from april.wire.security.keys import KEY_CHARACTERS, ROLES
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeyOwner:
+    """The sender of a message, identified by the CURVE key of its connection."""
+
+    key: str
+    role: str
+    """worker | scorer | agents | learner | monitor; "" for a key that is not on the list (any more)."""
+    name: str
+
+
+class AllowList:
+    """The peers on the list, by key. Used by the handshake thread and by the owner's thread.
+
+    `refresh` reads a changed file again. A file that cannot be read or has an invalid line is logged and ignored.
+    """
+
+    def __init__(self, path: Path):
+        """Raises ConfigError if the file is invalid."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._file_state = self._stat()
+        self._peers = read(path)
+        self._changes = 0
+
+    def find(self, key: str) -> KeyOwner:
+        """The owner of a key in Z85; its role is "" if the key is not on the list."""
+        return self._peers.get(key) or KeyOwner(key, "", "")
+
+    def refresh(self) -> int:
+        """Read the file again if it has changed; returns how many times the list has changed so far."""
+        with self._lock:
+            file_state = self._stat()
+            if file_state != self._file_state:
+                self._file_state = file_state
+                self._read_again()
+            return self._changes
+
+    def _read_again(self) -> None:
+        try:
+            peers = read(self.path)
+        except ValueError as error:
+            return log.error("the allow-list stays as it was: %s", error)
+        if peers != self._peers:
+            self._peers, self._changes = peers, self._changes + 1
+            log.info("the allow-list %s names %d keys now", self.path, len(peers))
+
+    def _stat(self) -> tuple[int, ...] | None:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def read(path: Path) -> dict[str, KeyOwner]:
+    """The peers in an allow-list, by key. Raises ConfigError, which names the invalid line."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        refuse("security.keys", path, f"cannot be read ({error.strerror})", "make it with `april keygen`")
+    except UnicodeDecodeError:
+        refuse("security.keys", path, "is not text", "make it anew with `april keygen`")
+    peers: dict[str, KeyOwner] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 3 or len(words[0]) != KEY_CHARACTERS or words[1] not in ROLES:
+            refuse(
+                "security.keys",
+                path,
+                f"has a line {number} that is not `key role name`",
+                f"roles are {', '.join(ROLES)}",
+            )
+        if words[0] in peers:
+            refuse("security.keys", path, f"names the key of line {number} twice", "take one of the lines out")
+        peers[words[0]] = KeyOwner(*words)
+    return peers

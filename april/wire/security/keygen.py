@@ -1,0 +1,68 @@
+"""`april keygen`: makes a folder with the broker's keys, its peers' keys and the allow-list."""
+
+import os
+import re
+from pathlib import Path
+
+import zmq
+
+from april.util.errors import ConfigError, refuse
+from april.wire.security.allow_list import read
+from april.wire.security.keys import ALLOW_LIST, ROLES, Keys, find_key_file, load_keys
+
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make the keys of all parts of a run; returns the written files. Raises ConfigError rather than replace a key."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(FOLDER_MODE)
+    except OSError as error:
+        raise ConfigError(f"folder {str(folder)!r} cannot be made ({error.strerror}); give another") from None
+    public, secret = new_pair()
+    paths = [write_key(folder, Keys("broker", "broker", public, secret, public))]
+    write_new(folder / ALLOW_LIST, "# key, role, name of every peer that the broker and the learner let in\n")
+    paths.append(folder / ALLOW_LIST)
+    return paths + [add_peer(folder, role, role) for role in ROLES]
+
+
+def add_peer(folder: Path, role: str, name: str) -> Path:
+    """Make the key of another peer and add it to the allow-list; returns the key file. Raises ConfigError."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+        refuse("--name", name, "is no name", "use letters, digits, '.', '-' and '_'")
+    broker = load_keys(folder, "broker")
+    allow_list = folder / ALLOW_LIST
+    if any(peer.name == name for peer in read(allow_list).values()):
+        refuse("--name", name, f"is on {allow_list} already", "use another, or take that line out")
+    public, secret = new_pair()
+    path = write_key(folder, Keys(role, name, public, secret, broker.public))
+    with allow_list.open("a") as file:
+        file.write(f"{public} {role} {name}\n")
+    return path
+
+
+def new_pair() -> tuple[str, str]:
+    """A (public, secret) key pair in Z85. The public key has no `#`, which begins a comment in the allow-list."""
+    while True:
+        public, secret = (key.decode() for key in zmq.curve_keypair())
+        if "#" not in public:
+            return public, secret
+
+
+def write_key(folder: Path, keys: Keys) -> Path:
+    lines = [f'{name} = "{value}"\n' for name, value in vars(keys).items()]
+    path = find_key_file(folder, keys.name)
+    write_new(path, f"# whoever has this file is the {keys.role} {keys.name}\n{''.join(lines)}")
+    return path
+
+
+def write_new(path: Path, text: str) -> None:
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"file {str(path)!r} cannot be made ({error.strerror}); add a peer with --role and --name, "
+            "or give another folder"
+        ) from None

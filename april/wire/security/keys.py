@@ -1,0 +1,71 @@
+"""CURVE key files: the identity of a process, and the broker that it trusts.
+
+A key file is TOML with role, name, public and secret key, and the broker's public key; keys are in Z85. A folder made
+by `april keygen` has one per part, named after its role.
+"""
+
+import os
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import overload
+
+from april.util.errors import refuse
+
+ALLOW_LIST = "allow-list"
+"""Name of the allow-list in a key folder."""
+ROLES = ("worker", "scorer", "agents", "learner", "monitor")
+KEY_CHARACTERS = 40
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The content of a key file."""
+
+    role: str
+    """broker | worker | scorer | agents | learner | monitor"""
+    name: str
+    public: str
+    secret: str = field(repr=False)
+    broker: str
+    """The broker's public key."""
+
+
+def find_key_file(keys: Path, role: str) -> Path:
+    """The key file of a role. `keys`: a folder with the file ROLE.key, or that file itself."""
+    return keys / f"{role}.key" if keys.is_dir() else keys
+
+
+@overload
+def load_keys(keys: Path, role: str) -> Keys: ...
+@overload
+def load_keys(keys: Path | None, role: str) -> Keys | None: ...
+def load_keys(keys: Path | None, role: str) -> Keys | None:
+    """The keys of this process; None if `security.keys` is not set. Raises ConfigError."""
+    if keys is None:
+        return None
+    path = find_key_file(keys, role)
+    try:
+        with path.open("rb") as file:
+            if is_open_to_others(os.fstat(file.fileno())):
+                refuse("security.keys", path, "can be read by others", f"run `chmod 600 {path}`")
+            tree = tomllib.load(file)
+        found = Keys(**tree)
+    except OSError as error:
+        refuse("security.keys", path, f"cannot be read ({error.strerror})", "make it with `april keygen`")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError):
+        refuse("security.keys", path, "is no key file", "make it with `april keygen`")
+    if any(len(key) != KEY_CHARACTERS for key in map(str, (found.public, found.secret, found.broker))):
+        refuse("security.keys", path, "holds a key that is not one", "make it anew with `april keygen`")
+    if found.role != role:
+        refuse("security.keys", path, f"holds the key of a {found.role}", f"give a {role}'s")
+    return found
+
+
+def is_open_to_others(file: os.stat_result) -> bool:
+    """Whether others than its owner can read a key file.
+
+    The process's group may read a file of root, as a Secret in a pod without root needs it.
+    """
+    group_may_read = file.st_uid == 0 != os.geteuid()
+    return bool(file.st_mode & (0o037 if group_may_read else 0o077))

@@ -1,0 +1,233 @@
+"""Loads the weights received over a weight channel into an engine, and checks that the engine holds them."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from april.util import clock
+from april.weights.receiver import StagedWeights, WeightReceiver
+from april.weights.verification import Canary
+from april.workers.engines.base import AdapterEngine, Engine, EngineError
+
+# --- weight check ---
+
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 2
+"""Consecutive failed checks after which a worker leaves."""
+MOVEMENT_FACTOR = 4.0
+"""A movement counts as one above this multiple of the noise."""
+MIN_NOISE_NATS = 1e-6
+"""Lower bound of the noise estimate (nats)."""
+MIN_FOLLOWED_SHARE = 0.5
+"""Least share of the learner's movement that the engine's scores must show."""
+
+
+class WrongWeights(EngineError):
+    """The engine does not hold the weights it was sent; the text says which test shows that."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest difference by rounding between learner and engine in a canary token's log-probability (nats)."""
+
+    mean: float
+    largest: float
+
+
+TOLERANCES: Mapping[str, Tolerance] = {
+    "float32": Tolerance(1e-4, 1e-3),
+    "float16": Tolerance(0.05, 0.4),
+    "bfloat16": Tolerance(0.2, 1.5),
+}
+"""Tolerance by data type. The worst case measured by `benchmarks/canary.py` is 1/25 of it for float32, a quarter for
+bfloat16. float16, with three more bits than bfloat16, was not measured."""
+DEFAULT_TOLERANCE = Tolerance(0.6, 4.0)
+"""Tolerance of any other type (8 bits and fewer)."""
+
+
+@dataclass(frozen=True)
+class CanaryScore:
+    """The canary's log-probabilities under one version."""
+
+    published: np.ndarray
+    """float64 [T - 1]: the learner's."""
+    scored: np.ndarray
+    """float64 [T - 1]: the engine's."""
+    checksum: int
+    """Checksum of the weights."""
+
+    @property
+    def noise(self) -> float:
+        return max(MIN_NOISE_NATS, float(np.abs(self.scored - self.published).mean()))
+
+
+class WeightCheck:
+    """The check of one engine, version after version."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """Consecutive failures."""
+        self._last: CanaryScore | None = None
+        self._reference: CanaryScore | None = None
+        """Score from which movement is measured: that of the newest version whose movement exceeded the noise."""
+
+    def judge(self, staged: StagedWeights, canary: Canary, scored: np.ndarray, dtype: str) -> None:
+        """Check `scored`, float32 [T - 1], the engine's log-probabilities of the canary, computed in `dtype`.
+
+        Raises WrongWeights.
+        """
+        score = CanaryScore(np.array(canary.logprobs), np.asarray(scored, np.float64), staged.checksum)
+        why = disagreement(score, tolerance_of(dtype, canary.dtype))
+        if not why and self._reference:
+            why = standstill(self._reference, score)
+        if not why and self._last and dtype == canary.dtype:
+            why = repetition(self._last, score)
+        if why:
+            raise self._fail(staged, why)
+        log.info("version %s is proven: %.2g nats from the learner in the mean", staged.version, score.noise)
+        self.failures, self._last = 0, score
+        if self._reference is None or has_moved(self._reference, score):
+            self._reference = score
+
+    def failure(self, staged: StagedWeights, error: EngineError) -> WrongWeights:
+        """The WrongWeights error for an engine that refused to score the canary, or whose score failed `judge`."""
+        if isinstance(error, WrongWeights):
+            return error
+        return self._fail(staged, f"it does not score the canary: {error}")
+
+    def _fail(self, staged: StagedWeights, why: str) -> WrongWeights:
+        """Count a failure; the reference score stays."""
+        self.failures += 1
+        return WrongWeights(f"the engine is not seen to hold version {staged.version}: {why}")
+
+
+def tolerance_of(*dtypes: str) -> Tolerance:
+    """Tolerance of the coarsest of the types."""
+    return max((TOLERANCES.get(dtype, DEFAULT_TOLERANCE) for dtype in dtypes), key=lambda tolerance: tolerance.mean)
+
+
+def disagreement(score: CanaryScore, tolerance: Tolerance) -> str:
+    differences = np.abs(score.scored - score.published)
+    if differences.mean() <= tolerance.mean and differences.max() <= tolerance.largest:
+        return ""
+    return (
+        f"its log-probabilities of the canary are {differences.mean():.2g} from the learner's in the mean and "
+        f"{differences.max():.2g} at most, where {tolerance.mean:g} and {tolerance.largest:g} are rounding"
+    )
+
+
+def has_moved(since: CanaryScore, score: CanaryScore) -> bool:
+    return float(np.abs(score.published - since.published).mean()) > MOVEMENT_FACTOR * since.noise
+
+
+def standstill(since: CanaryScore, score: CanaryScore) -> str:
+    """Compare the movements since a reference score.
+
+    The engine's share is the least-squares slope of its per-token movements over the learner's.
+    """
+    if not has_moved(since, score):
+        return ""
+    learner, engine = score.published - since.published, score.scored - since.scored
+    share = float(engine @ learner / (learner @ learner))
+    if share >= MIN_FOLLOWED_SHARE:
+        return ""
+    return (
+        f"the learner's log-probabilities of the canary have moved by {np.abs(learner).mean():.2g} in the mean, and "
+        f"the engine's by {share:.0%} of that"
+    )
+
+
+def repetition(last: CanaryScore, score: CanaryScore) -> str:
+    moved = np.mean(score.published != last.published)
+    if score.checksum == last.checksum or moved < 0.5 or (score.scored != last.scored).any():
+        return ""
+    return "the learner's log-probabilities of the canary have moved, and the engine's are the same to the bit"
+
+
+# --- loads the weights received over a weight channel into an engine, and checks that the engine holds them ---
+
+
+class WeightLoader:
+    """Loads weights into an in-process engine, at once, between two of its steps."""
+
+    def __init__(self, engine: Engine, receiver: WeightReceiver, weight_check: WeightCheck | None = None):
+        """`weight_check`: None to load without a check."""
+        self.engine = engine
+        self.receiver = receiver
+        self.weight_check = weight_check
+        self._in_progress: tuple[StagedWeights, Future | asyncio.Task] | None = None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether weights are being loaded, or staged for loading."""
+        return self._in_progress is not None or self.receiver.has_staged
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether weights are being loaded."""
+        return self._in_progress is not None
+
+    def load(self) -> float | None:
+        """Load staged weights, or continue loading them; called in every pass of the worker's loop.
+
+        Returns the time from their announcement until they were loaded (s), or None if no load has finished. An engine
+        that has lost its weights, or fails the weight check, gets them again. Raises WrongWeights after `MAX_FAILURES`
+        consecutive failures.
+        """
+        engine, receiver = self.engine, self.receiver
+        if self._in_progress is None and engine.ready:
+            if engine.version is None and receiver.held is not None:
+                receiver.forget()
+            if staged := receiver.take():
+                self._in_progress = staged, self.start_load(staged)
+        if self._in_progress is None or not self._in_progress[1].done():
+            return None
+        (staged, loading), self._in_progress = self._in_progress, None
+        try:
+            loading.result()
+        except EngineError as error:
+            log.error("weights %s were not loaded: %s", staged.version, error)
+            wrong = isinstance(error, WrongWeights)
+            receiver.refuse(str(error), wrong)
+            if wrong and self.weight_check and self.weight_check.failures >= MAX_FAILURES:
+                raise
+            return None
+        receiver.loaded(staged.version)
+        return clock.now() - staged.started_at
+
+    def start_load(self, staged: StagedWeights) -> Future | asyncio.Task:
+        loading: Future[None] = Future()
+        try:
+            if staged.adapter:
+                cast(AdapterEngine, self.engine).load_adapter(staged.version, staged.adapter, staged.tensors or {})
+            else:
+                self.engine.load_weights(staged.version, staged.tensors or {})
+            self._check_weights(staged)
+            loading.set_result(None)
+        except EngineError as error:
+            loading.set_exception(error)
+        return loading
+
+    def _check_weights(self, staged: StagedWeights) -> None:
+        """Raises WrongWeights if the check fails, after discarding the engine's weights."""
+        check, canary = self.weight_check, self.canary_of(staged)
+        if not (check and canary):
+            return
+        try:
+            check.judge(staged, canary, self.engine.score(canary.text), self.engine.dtype)
+        except EngineError as error:
+            self.engine.discard_weights()
+            raise check.failure(staged, error) from None
+
+    def canary_of(self, staged: StagedWeights) -> Canary | None:
+        """The canary published with these weights, if they are to be checked."""
+        if self.weight_check and staged.canary is None:
+            log.warning("the learner has published no canary with %s: nothing is proven", staged.version)
+        return staged.canary if self.weight_check else None

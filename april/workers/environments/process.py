@@ -1,0 +1,162 @@
+"""An environment process, `python -m april.workers.environments.process LIMIT_S RULES`.
+
+It reads calls on stdin and answers on stdout.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+
+import msgspec
+
+from april.util.logs import raised
+from april.util.pool import (
+    LENGTH_BYTES,
+    ORPHAN_MARGIN_S,
+    READY,
+    RETIRED,
+    START_LIMIT_S,
+    PoolProcess,
+    ProcessPool,
+    frame,
+    private_pipes,
+    send,
+)
+from april.util.resources import limit_memory
+from april.wire.limits import MAX_STATE_BYTES, MAX_TEXT_CHARACTERS
+from april.workers.environments import ENVIRONMENTS
+from april.workers.environments.base import Environment, EnvironmentTurn, Observation
+
+# --- messages between a worker and its environment processes, framed as those of verifier processes ---
+
+
+NO_STATE = msgspec.msgpack.encode(None)
+"""State of an environment that has answered without one."""
+
+
+class EnvironmentRules(msgspec.Struct, frozen=True):
+    """Settings shared by all calls of a run: keys of [environment]."""
+
+    name: str
+    timeout_s: float
+    memory_mb: int
+    traced: bool = False
+    """Whether error texts contain the whole traceback."""
+
+
+class EnvironmentCall(msgspec.Struct, array_like=True, frozen=True):
+    """A turn to answer."""
+
+    key: int
+    text: str
+    number: int
+    complete: bool
+    state: bytes
+    """State of the last observation, MessagePack; empty before the first."""
+    prompt: str
+    label: str
+
+
+class EnvironmentAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """An observation, or the error why there is none."""
+
+    key: int
+    text: str = ""
+    state: bytes = b""
+    done: bool = False
+    error: str = ""
+
+
+# --- an environment process, `python -m april.workers.environments.process LIMIT_S RULES` ---
+
+
+OBSERVATION_CHARACTERS = 1 << 18
+"""Longest observation (characters); the rest is cut off."""
+
+
+def main(limit_s: float, rules: EnvironmentRules) -> None:
+    """Serve calls until the pipe closes.
+
+    The pool enforces the time limit of a call; `limit_s` is longer, and only matters if the pool has died.
+    """
+    pipe, answers = private_pipes()
+    calls = os.fdopen(pipe, "rb")
+    limit_memory(rules.memory_mb)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, START_LIMIT_S + ORPHAN_MARGIN_S)
+    with contextlib.suppress(Exception):
+        ENVIRONMENTS.find(rules.name)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    send(answers, READY)
+    while length := int.from_bytes(calls.read(LENGTH_BYTES), "little"):
+        call = msgspec.msgpack.decode(calls.read(length), type=EnvironmentCall)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        try:
+            answer, out_of_memory = answer_call(rules.name, call, rules.traced), False
+        except MemoryError:  # the memory may never be released: end, and let another process replace this one
+            answer, out_of_memory = EnvironmentAnswer(call.key, error=f"it needs more than {rules.memory_mb} MiB"), True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(answers, frame(answer))
+        if out_of_memory:
+            sys.exit(RETIRED)
+
+
+def answer_call(name: str, call: EnvironmentCall, traced: bool = False) -> EnvironmentAnswer:
+    try:
+        return observe(ENVIRONMENTS.find(name), call)
+    except MemoryError:
+        raise
+    except Exception as error:
+        text = raised(error) if traced else f"{type(error).__name__}: {error}"[:MAX_TEXT_CHARACTERS]
+        return EnvironmentAnswer(call.key, error=text)
+
+
+def observe(environment: Environment, call: EnvironmentCall) -> EnvironmentAnswer:
+    """Call the environment. Raises what it raises, and TypeError or ValueError for an invalid observation."""
+    state = msgspec.msgpack.decode(call.state) if call.state else None
+    observation = environment(
+        EnvironmentTurn(
+            text=call.text,
+            number=call.number,
+            complete=call.complete,
+            state=state,
+            prompt=call.prompt,
+            label=call.label,
+        )
+    )
+    if isinstance(observation, str):
+        observation = Observation(observation)
+    if not isinstance(observation, Observation) or not isinstance(observation.text, str):
+        raise TypeError(f"returned {observation!r}, which is neither an Observation nor text")
+    if not observation.text and not observation.done:
+        raise ValueError("returned an empty observation though it is not done; say something to the policy")
+    packed = msgspec.msgpack.encode(observation.state)
+    if len(packed) > MAX_STATE_BYTES:
+        raise ValueError(f"returned a state of {len(packed)} bytes, more than {MAX_STATE_BYTES}; keep less in it")
+    return EnvironmentAnswer(call.key, observation.text[:OBSERVATION_CHARACTERS], packed, bool(observation.done))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EnvironmentRules))
+
+
+# --- pool of environment processes ---
+
+
+class EnvironmentPool(ProcessPool[EnvironmentCall, EnvironmentAnswer]):
+    """Every submitted call gets exactly one answer, which has an observation or an error."""
+
+    def __init__(self, processes: int, rules: EnvironmentRules):
+        self.rules = rules
+        super().__init__(processes)
+
+    def submit(self, call: EnvironmentCall) -> None:
+        self.queue.append(call)
+        self.dispatch()
+
+    def start_process(self) -> PoolProcess:
+        return PoolProcess("april.workers.environments.process", self.rules, self.rules.timeout_s, EnvironmentAnswer)
+
+    def charge(self, item: EnvironmentCall, failure: str) -> EnvironmentAnswer:
+        return EnvironmentAnswer(item.key, error=failure)
