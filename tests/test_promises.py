@@ -65,18 +65,66 @@ def test_there_are_promises_and_each_is_made_once():
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda mutant: mutant.name)
 def test_a_mutant_can_be_planted_and_breaks_a_promise(mutant):
     mutant.find(ROOT)
-    assert mutant.new != mutant.old and is_there(mutant.caught_by)
+    assert mutant.by != mutant.node and is_there(mutant.caught_by)
     (row,) = [row for row in ROWS if row.promise == mutant.promise]
     assert mutant.name in row.mutants
     assert mutant.caught_by.partition("[")[0] in row.tests
 
 
-def test_a_snippet_that_is_gone_or_stands_twice_is_refused(tmp_path):
-    mutant = Mutant("off-by-one", "", "april", "a < b", "a <= b", "")
+SOURCE = """
+LIMIT = 8
+
+
+class Queue:
+    def push(self, a, b):
+        \"\"\"Docstrings, comments and layout do not matter.\"\"\"
+        if (a  <  b):   # here
+            self.count += 1
+        return a
+
+    def pop(self, a, b):
+        return a < b or a < b
+"""
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """planted(...) -> the module `april.module` with a fault planted in it."""
     (tmp_path / "april").mkdir()
-    for text in ("", "a < b or a < b"):
-        (tmp_path / "april" / "module.py").write_text(text)
-        with pytest.raises(BadMutant, match=r"off-by-one: its old text stands \d times in april"):
-            mutant.plant(tmp_path)
-    (tmp_path / "april" / "module.py").write_text("return a < b\n")
-    assert mutant.plant(tmp_path).read_text() == "return a <= b\n"
+
+    def plant(function, operator, node, by=""):
+        (tmp_path / "april" / "module.py").write_text(SOURCE)
+        mutant = Mutant("off-by-one", "", f"april.module{function}", operator, node, "", by)
+        return mutant.plant(tmp_path).read_text()
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("fault", "old", "new"),
+    [
+        ((":Queue.push", "replace", "a < b", "a <= b"), "(a  <  b)", "((a <= b))"),
+        ((":Queue.push", "negate", "a < b"), "(a  <  b)", "((not (a < b)))"),
+        ((":Queue.push", "true", "a < b"), "(a  <  b)", "(True)"),
+        ((":Queue.push", "delete", "self.count += 1"), "self.count += 1", "pass"),
+        ((":LIMIT", "replace", "8", "9"), "LIMIT = 8", "LIMIT = (9)"),
+        (("", "replace", "LIMIT = 8", "LIMIT = 9"), "LIMIT = 8", "LIMIT = 9"),
+    ],
+)
+def test_a_fault_is_an_operator_on_a_node_of_a_function_s_syntax_tree(planted, fault, old, new):
+    assert planted(*fault) == SOURCE.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ((":Queue.push", "true", "a > b"), "its node stands 0 times in april.module:Queue.push"),
+        ((":Queue.pop", "true", "a < b"), "its node stands 2 times in april.module:Queue.pop"),
+        ((":Queue.peek", "true", "a < b"), "april.module:Queue.peek is not defined"),
+        (("s", "delete", "pass"), "there is no module april.modules"),
+        ((":Queue.push", "invert", "a < b"), "operator 'invert' is not one of replace, delete"),
+    ],
+)
+def test_a_fault_that_cannot_be_planted_is_refused(planted, fault, reason):
+    with pytest.raises(BadMutant, match=f"^mutant off-by-one: {re.escape(reason)}"):
+        planted(*fault)

@@ -12,7 +12,7 @@ def finish(run):
     run.until(lambda: run.ledger.next_step == 1)
     group = run.ledger.deliveries[0][0]
     assert run.ledger.closed
-    sampled = sum(sample.sampled for sample in group.samples)
+    sampled = sum(sample.sampled_tokens for sample in group.samples)
     assert sampled == group.tokens < sum(sample.length for sample in group.samples)
     return [run.facts(sample) for sample in group.samples]
 

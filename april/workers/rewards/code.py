@@ -25,7 +25,7 @@ from april.workers.rewards.text import after_thinking
 
 BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 HERE = Path(__file__).parent
-IMPORT = "from april.workers.rewards.messages import pack, receive, send, unpack\n"
+IMPORT = "from april.workers.rewards.plain_values import pack, receive, send, unpack\n"
 
 
 def inlined_source(file: str) -> str:

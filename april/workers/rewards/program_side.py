@@ -5,7 +5,7 @@ It runs after the program, in its process, without April. The judge trusts nothi
 
 from typing import Any
 
-from april.workers.rewards.messages import pack, receive, send, unpack
+from april.workers.rewards.plain_values import pack, receive, send, unpack
 
 OPERATIONS: dict[str, Any] = {"length": len, "text": str, "all": list, "next": next}
 
