@@ -31,7 +31,7 @@ STEPS = 6
 PROMPT_TOKENS = 20
 
 
-class Instant:
+class InstantSource:
     """A broker and workers in memory that never let one wait."""
 
     def __init__(self, config: Config, tokens: int):
@@ -50,7 +50,7 @@ class Instant:
         return TrainingBatch(step, groups, list(enumerate(self.extras))[first : first + len(groups)])
 
     def submit(self, first: int, prompts: list, ids: np.ndarray) -> int:
-        self.extras[first:] = [one.extra for one in prompts]
+        self.extras[first:] = [prompt.extra for prompt in prompts]
         return len(self.extras)
 
     def publish(self, *_) -> dict:
@@ -68,7 +68,7 @@ def of_trl(config: Config, tokens: int) -> Callable[[], None]:
 
     model = AutoModelForCausalLM.from_pretrained(config.model.path)
     trainer = SimpleNamespace(model=model.train(), accelerator=SimpleNamespace(unwrap_model=lambda model: model))
-    source = Instant(config, tokens)
+    source = InstantSource(config, tokens)
     rollouts = TrlRollouts(Rollouts(config, 0, source, source), None)
     rows = [""] * config.schedule.rollout_batch_size * config.schedule.n_samples_per_prompt
 
@@ -81,7 +81,7 @@ def of_trl(config: Config, tokens: int) -> Callable[[], None]:
 
 def of_slime(config: Config, tokens: int) -> Callable[[], None]:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.rollouts import slime_types
+    from tests.support import slime_types
 
     slime_types.install(pytest.MonkeyPatch())
     from april.trainers.adapters.slime import SlimeRollouts
@@ -91,7 +91,7 @@ def of_slime(config: Config, tokens: int) -> Callable[[], None]:
     model = AutoModelForCausalLM.from_pretrained(config.model.path)
     save_file({name: tensor.clone() for name, tensor in model.named_parameters()}, folder / "model.safetensors")
     args = SimpleNamespace(update_weight_disk_dir=str(folder.parent), save=None, reward_key=None)
-    source, prompts = Instant(config, tokens), slime_types.Source(config.schedule.n_samples_per_prompt)
+    source, prompts = InstantSource(config, tokens), slime_types.Source(config.schedule.n_samples_per_prompt)
     owner = SlimeRollouts(args, Rollouts(config, 0, source, source))
     return lambda: owner.generate(owner.run.step, prompts)
 
@@ -100,7 +100,7 @@ def of_openrlhf(config: Config, tokens: int) -> Callable[[], None]:
     from april.trainers.adapters.openrlhf import OpenRlhfEngine
 
     model, tokenizer = (auto.from_pretrained(config.model.path) for auto in (AutoModelForCausalLM, AutoTokenizer))
-    source, loop = Instant(config, tokens), asyncio.new_event_loop()
+    source, loop = InstantSource(config, tokens), asyncio.new_event_loop()
     engine = OpenRlhfEngine(lambda: AsyncRollouts(lambda: Rollouts(config, 0, source, source)), "none")
     loop.run_until_complete(engine.start())
     engine._receive = lambda tensor: None
@@ -117,7 +117,7 @@ def of_openrlhf(config: Config, tokens: int) -> Callable[[], None]:
 
 def of_areal(config: Config, tokens: int) -> Callable[[], None]:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.rollouts import areal_types
+    from tests.support import areal_types
 
     areal_types.install(pytest.MonkeyPatch())
     from april.trainers.adapters.areal import ArealEngine, CountingLoader
@@ -125,7 +125,7 @@ def of_areal(config: Config, tokens: int) -> Callable[[], None]:
     folder = Path(tempfile.mkdtemp())
     model = AutoModelForCausalLM.from_pretrained(config.model.path)
     weights = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    source, size = Instant(config, tokens), config.schedule.rollout_batch_size
+    source, size = InstantSource(config, tokens), config.schedule.rollout_batch_size
     engine = ArealEngine(
         Rollouts(config, 0, source, source), lambda version: str(folder / str(version)), lambda: (0, folder)
     )

@@ -23,7 +23,7 @@ STEPS, SEEDS = 8, 3
 LEARNING_STEPS = 10
 RANKS = ["--learner.ranks", "1"]
 ADAPTERS = "trl", "slime", "openrlhf", "areal"
-"""whose own time is measured, over a step of TRL's with April"""
+"""Adapters whose own time is measured, over a step of TRL's with April."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def steps_of_trl(log: Path) -> Steps:
 
 
 def run_example(name: str, output: list[str], folder: Path, overrides: list[str], threads: int) -> Steps:
-    """`examples/NAME.py` as it is, on so many threads, as what it is compared with."""
+    """Run `examples/NAME.py` as it is, on as many threads as what it is compared with."""
     chosen = ["--run.dir", folder, "--run.name", name, *output, "--save-every", "1000", *overrides]
     command = [sys.executable, ROOT / f"examples/{name}.py", configuration_file(folder), *chosen]
     execute(command, folder / f"{name}.log", threads)
@@ -81,14 +81,14 @@ def adapter_seconds(adapter: str, configuration: Path, tokens: int, threads: int
 
 @dataclass(frozen=True)
 class Gain:
-    """What April's rollouts make of a trainer: its own speed, how much of its time it generates, and how fast."""
+    """The gain of a trainer from April's rollouts, and what explains it."""
 
     ratio: float
-    """speed of the trainer with April's rollouts over that on its own"""
+    """Speed of the trainer with April's rollouts over that on its own."""
     generation_share: float
-    """g: of the trainer's own time"""
+    """g: share of generation in the trainer's own time."""
     engine_gain: float
-    """s: April's tokens a second while it generates, over the trainer's own"""
+    """s: April's tokens a second while it generates, over the trainer's own."""
 
     @property
     def possible(self) -> float:
@@ -107,7 +107,7 @@ class Gain:
 
 
 def gain_of(run_dir: Path, log: Path) -> Gain:
-    """Of TRL with April, and of TRL on its own; both without their first step."""
+    """The gain of TRL with April over TRL on its own, both without their first step."""
     ours, theirs = steps_of_run(run_dir), steps_of_trl(log)
     rollouts, lines = read_records(run_dir / "metrics.jsonl")[1:], read_lines(log)
     generated_s = lines[-1]["generation_s"] - lines[0]["generation_s"]

@@ -1,7 +1,7 @@
-"""What the gateway of agents adds to a turn, and how many turns a second it carries: HTTP, broker, journal and all.
+"""The latency that the agents gateway adds to a turn, and the turns a second it carries: HTTP, broker and journal.
 
 Broker and agents process are those of a run; in place of engines there is a worker that answers at once. Many sessions
-ask over HTTP. Then two whole runs: how many slots idle while tools work, and what a program of one's own costs beside
+ask over HTTP. Then two whole runs: how many slots idle while tools work, and what a program of wait's own costs beside
 the built-in environment.
 """
 
@@ -37,7 +37,7 @@ GROUP = 8
 PIECE = "+1"
 """An agent's message behind each answer."""
 API_AT = "the API is at "
-"""What the agents process prints before its address."""
+"""Text before the address in the output of the agents process."""
 SECONDS = 20.0
 ALONE_TURNS = 200
 
@@ -152,7 +152,7 @@ def measure(folder: Path, policy: Path, sessions: int, seconds: float, alone: in
             wait_for(lambda: API_AT in log.read_text(), "the address of the API", alive=agents)
             url = log.read_text().partition(API_AT)[2].partition(";")[0]
             rows = asyncio.run(converse(url, sessions, seconds, alone))
-        sync_s = median_sync(folder)
+            sync_s = median_sync(folder)
         worker.terminate()
     return [*rows, Row("sync_median", [1000 * sync_s], "ms")]
 
@@ -216,7 +216,7 @@ async def converse(url: str, sessions: int, seconds: float, alone: int) -> list[
         waits = [wait for agent in agents for wait in agent.waits]
     return [
         Row("gateway_turns_per_s", [len(waits) / elapsed], "turns/s"),
-        Row("gateway_overhead", [1000 * one for one in single], "ms"),
+        Row("gateway_overhead", [1000 * wait for wait in single], "ms"),
         Row("turn_p99_loaded", [1000 * float(np.quantile(waits, 0.99))], "ms"),
         Row("sessions", [sessions], ""),
     ]
@@ -229,7 +229,7 @@ async def take(http: aiohttp.ClientSession, url: str) -> str:
 
 
 class Agent:
-    """Says a long text first, and a short one behind each answer."""
+    """Says a long text first, and a short wait behind each answer."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str):
         self.http, self.url, self.key = http, url, key
@@ -291,7 +291,7 @@ def line_after(gauge: Path, run: subprocess.Popen, at: float) -> dict:
 
 def against_environment(folder: Path, quick: bool) -> list[Row]:
     """The calculator as a program that speaks the OpenAI API, and as the built-in environment: the same task, policy
-    and steps, one run after the other."""
+    and steps, wait run after the other."""
     policy = quickstart_policy(folder, quick=False)
     train, heldout = make_data(folder / "calculator-data")
     speeds = {}

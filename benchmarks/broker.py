@@ -1,4 +1,4 @@
-"""The broker against Redis Streams, a Ray queue, TransferQueue and the bare machine: durable, on loopback.
+"""The broker against Redis Streams, a Ray queue and TransferQueue: durable, on loopback.
 
 The same work on every side: prompt in, leased, result submitted, read once by a consumer, acknowledged. Sides take
 turns, each time with new processes and an empty disk; a ratio is of two turns that follow each other.
@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,31 +18,28 @@ from typing import Any
 import numpy as np
 from broker_peers import (
     april_side,
-    ceilings,
     ray_side,
     redis_side,
     redis_stream,
     restart,
     soak,
-    stall,
     stream,
     transferqueue_side,
     worker_side,
-)
+)  # fmt: skip
 from broker_peers.load import BenchmarkError, Load, Measured
 from broker_peers.stream import Stream, Streamed
-from common import Row, parser, report
+from common import Row, in_turns, parser, report
 
-BATCHES_SCRIPT = Path(april_side.__file__).with_name("batches.py")
 FULL = Load(producers=16, in_flight=8, window_s=5.0)
 REDIS_LOADS = (Load(4, 1, 5.0), Load(4, 8, 5.0), FULL)
 TRANSFERQUEUE_LOADS = REDIS_LOADS[:2]
 PEER_TURNS, OTHER_TURNS = 5, 3
 STREAMS = (Stream(16, 256), Stream(64, 64), Stream(1000, 100, window_s=20.0, warmup_s=40.0))
-"""workers x sequences"""
+"""Workers and the sequences of each."""
 ONE_WORKER = Stream(1, 256)
 GPU_SEQUENCES, REPORT_S, CORE_SHARE = 256, 2.0, 0.7
-"""of a GPU; the default of `worker.report_s`; how much of a core a broker may take"""
+"""Sequences of a GPU, the default of `worker.report_s`, and the share of a core that a broker may take."""
 
 
 class Turns:
@@ -91,8 +88,7 @@ def compare(turns: Turns, load: Load | Stream, ours: Callable, theirs: Callable,
     """Pairs (ours, theirs), taking turns at going first."""
     pairs = []
     for turn in turns.count(count):
-        order = (ours, theirs) if turn % 2 == 0 else (theirs, ours)
-        results = {side: turns.take(side, load) for side in order}
+        results = {side: turns.take(side, load) for side in in_turns(turn, ours, theirs)}
         pairs.append((results[ours], results[theirs]))
     return pairs
 
@@ -110,7 +106,7 @@ def ratio_rows(name: str, load: Load, pairs: list[tuple[Measured, Measured]], ou
 # --- the figures ----------------------------------------------------------------------------------------------
 
 
-def over_redis(turns: Turns) -> list[Row]:
+def redis_rows(turns: Turns) -> list[Row]:
     rows = []
     for load in REDIS_LOADS:
         pairs = compare(turns, load, april_side.measure, redis_side.measure, PEER_TURNS)
@@ -121,12 +117,12 @@ def over_redis(turns: Turns) -> list[Row]:
     return rows
 
 
-def over_ray(turns: Turns) -> list[Row]:
+def ray_rows(turns: Turns) -> list[Row]:
     pairs = compare(turns, FULL, april_side.measure, ray_side.measure, OTHER_TURNS)
     return ratio_rows("ray_ratio", FULL, pairs, "april_beside_ray", "ray")
 
 
-def over_transferqueue(turns: Turns) -> list[Row]:
+def transferqueue_rows(turns: Turns) -> list[Row]:
     rows = []
     for load in TRANSFERQUEUE_LOADS:
         pairs = compare(turns, load, april_side.measure, transferqueue_side.measure, OTHER_TURNS)
@@ -139,53 +135,20 @@ def over_transferqueue(turns: Turns) -> list[Row]:
     ]
 
 
-def control(turns: Turns) -> list[Row]:
+def control_rows(turns: Turns) -> list[Row]:
     runs = [turns.take(april_side.measure_with_pings, FULL) for _ in turns.count(OTHER_TURNS)]
     return [Row("control_p99_ms", [p99(round_trips_ms) for _, round_trips_ms in runs], "ms")]
 
 
-def under_curve(turns: Turns) -> list[Row]:
+def curve_rows(turns: Turns) -> list[Row]:
     pairs = compare(turns, FULL, april_side.measure_encrypted, april_side.measure, OTHER_TURNS)
     return ratio_rows("curve_ratio", FULL, pairs, "curve_on", "curve_off")
 
 
-def below_ceilings(turns: Turns) -> list[Row]:
-    """Each turn: the broker, and what its sockets and its disk can do with the batches it has just made."""
-    rates, sockets, disks, batches = [], [], [], []
-    for _ in turns.count(OTHER_TURNS):
-        ours, batch_bytes = turns.take(measure_with_batches, FULL)
-        rates.append(ours.records_per_s)
-        sockets.append(turns.take(ceilings.sockets_per_s, FULL))
-        disks.append(turns.take(ceilings.disk_per_s, FULL, int(batch_bytes)))
-        batches.append(batch_bytes)
-    return [
-        Row("ceiling_share_64k", shares(rates, map(min, sockets, disks)), "share"),
-        Row("ceiling_share_sockets_64k", shares(rates, sockets), "share"),
-        Row("ceiling_sockets", sockets, "records/s"),
-        Row("ceiling_disk", disks, "records/s"),
-        Row("sync_batch_bytes", batches, "bytes"),
-    ]
-
-
-def shares(rates: Iterable[float], ceilings: Iterable[float]) -> list[float]:
-    return [rate / ceiling for rate, ceiling in zip(rates, ceilings, strict=True)]
-
-
-def measure_with_batches(load: Load, folder: Path) -> tuple[Measured, float]:
-    """The broker with its syncs noted; also their median size in bytes."""
-    sizes = folder / "sizes.npy"
-    measured = april_side.measure(load, folder, command=(sys.executable, str(BATCHES_SCRIPT), str(sizes)))
-    return measured, float(np.median(np.load(sizes)))
-
-
-def in_a_stream(turns: Turns) -> list[Row]:
+def batched_rows(turns: Turns) -> list[Row]:
     rows: list[Row] = []
     wide, *others = STREAMS
-    pairs = []
-    for turn in turns.count(OTHER_TURNS):
-        order = (stream.measure, redis_stream.measure) if turn % 2 == 0 else (redis_stream.measure, stream.measure)
-        results = {side: turns.take(side, wide) for side in order}
-        pairs.append((results[stream.measure], results[redis_stream.measure]))
+    pairs = compare(turns, wide, stream.measure, redis_stream.measure, OTHER_TURNS)
     rows += [
         Row("redis_ratio_stream", [ours.chunks_per_s / theirs.chunks_per_s for ours, theirs in pairs], "ratio"),
         Row(f"stream_redis_{wide}", [theirs.chunks_per_s for _, theirs in pairs], "chunks/s"),
@@ -196,8 +159,8 @@ def in_a_stream(turns: Turns) -> list[Row]:
         rows += stream_rows(load, [turns.take(stream.measure, load) for _ in turns.count(OTHER_TURNS)])
     half = replace(wide, chunks_per_s=float(np.median([ours.chunks_per_s for ours, _ in pairs])) / 2)
     paced = [turns.take(stream.measure, half, pings=True) for _ in turns.count(OTHER_TURNS)]
-    rows.append(Row("submit_p99_ms_stream", [p99(one.submit_ms) for one in paced], "ms"))
-    rows.append(Row("control_p99_ms_stream", [p99(one.round_trips_ms) for one in paced], "ms"))
+    rows.append(Row("submit_p99_ms_stream", [p99(run.submit_ms) for run in paced], "ms"))
+    rows.append(Row("control_p99_ms_stream", [p99(run.round_trips_ms) for run in paced], "ms"))
     return rows
 
 
@@ -211,7 +174,7 @@ def stream_rows(load: Stream, runs: list[Streamed]) -> list[Row]:
     ]
 
 
-def after_restart(turns: Turns) -> list[Row]:
+def restart_rows(turns: Turns) -> list[Row]:
     size_bytes, samples = (600_000_000, 10_000) if turns.quick else (10_000_000_000, 100_000)
     with turns.folder_of_its_own() as folder:
         config, tokens = restart.make_journal(folder, size_bytes, samples)
@@ -219,32 +182,13 @@ def after_restart(turns: Turns) -> list[Row]:
     return [Row("restart_10gb_s", seconds, "s")]
 
 
-def at_the_end_of_a_file(turns: Turns) -> list[Row]:
-    samples, chunks = (10_000, 60) if turns.quick else (100_000, 34)
-    held_ms = []
-    for _ in turns.count(OTHER_TURNS):
-        with turns.folder_of_its_own() as folder:
-            held_ms.append(stall.measure(folder, samples, chunks))
-    return [Row("snapshot_stall_ms", held_ms, "ms")]
-
-
-def in_the_long_run(turns: Turns) -> list[Row]:
-    crowd = soak.QUICK if turns.quick else soak.whole(turns.soak_rate)
+def soak_rows(turns: Turns) -> list[Row]:
+    load = soak.QUICK if turns.quick else soak.whole(turns.soak_rate)
     with turns.folder_of_its_own() as folder:
-        endured = soak.endure(crowd, folder)
-    return [
-        Row("rss_growth_ratio_10min", [endured.rss_growth], "ratio"),
-        Row("bytes_per_inflight_sample", [endured.bytes_per_sample], "bytes"),
-        Row("bytes_per_held_sample", [endured.bytes_per_held], "bytes"),
-        Row("bytes_per_session", [endured.bytes_per_session], "bytes"),
-        Row("cpu_us_per_chunk", [endured.cpu_us_per_chunk], "us"),
-        Row("soak_chunks_per_s", [endured.chunks_per_s], "chunks/s"),
-        Row("soak_rss_mib", [endured.rss_mib], "MiB"),
-        Row("soak_least_in_flight", [endured.least_in_flight], "samples"),
-    ]
+        return soak.endure(load, folder)
 
 
-def in_a_worker(turns: Turns) -> list[Row]:
+def worker_rows(turns: Turns) -> list[Row]:
     microseconds = []
     for _ in turns.count(OTHER_TURNS):
         with turns.folder_of_its_own() as folder:
@@ -253,19 +197,22 @@ def in_a_worker(turns: Turns) -> list[Row]:
 
 
 FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
-    ("redis_ratio_4x1", "redis_ratio_4x8", "redis_ratio_16x8", "submit_p99_ms_16x8"): over_redis,
-    ("ray_ratio_16x8",): over_ray,
-    ("transferqueue_ratio_4x1", "transferqueue_ratio_4x8", "transferqueue_ratio_stream"): over_transferqueue,
-    ("control_p99_ms",): control,
-    ("curve_ratio_16x8",): under_curve,
-    ("ceiling_share_64k",): below_ceilings,
-    ("restart_10gb_s",): after_restart,
-    ("snapshot_stall_ms",): at_the_end_of_a_file,
-    ("worker_cpu_us_per_chunk",): in_a_worker,
-    ("redis_ratio_stream", "cpu_us_per_chunk_16x256", "gpus_per_broker_16x256", "submit_p99_ms_stream"): in_a_stream,
+    ("redis_ratio_4x1", "redis_ratio_4x8", "redis_ratio_16x8", "submit_p99_ms_16x8"): redis_rows,
+    ("ray_ratio_16x8",): ray_rows,
+    ("transferqueue_ratio_4x1", "transferqueue_ratio_4x8", "transferqueue_ratio_stream"): transferqueue_rows,
+    ("control_p99_ms",): control_rows,
+    ("curve_ratio_16x8",): curve_rows,
+    ("restart_10gb_s",): restart_rows,
+    ("worker_cpu_us_per_chunk",): worker_rows,
+    (
+        "redis_ratio_stream",
+        "cpu_us_per_chunk_16x256",
+        "gpus_per_broker_16x256",
+        "submit_p99_ms_stream",
+    ): batched_rows,
 }
-"""what is measured together, by the names of the rows that goals are stated under"""
-SOAK = {("rss_growth_ratio_10min", "bytes_per_inflight_sample", "cpu_us_per_chunk"): in_the_long_run}
+"""Measurements by the names of their rows with a goal."""
+SOAK = {("rss_growth_ratio_10min", "bytes_per_inflight_sample", "cpu_us_per_chunk"): soak_rows}
 
 
 def allow_many_sockets() -> None:
@@ -280,7 +227,6 @@ def main() -> None:
     names = [name for together in FIGURES | SOAK for name in together]
     arguments.add_argument("--only", nargs="+", choices=names, metavar="ROW", help=f"of: {', '.join(names)}")
     arguments.add_argument("--folder", type=Path, help="where journals are written [default: for temporary files]")
-    arguments.add_argument("--part", choices=("stream",), help="the reports of many sequences alone")
     arguments.add_argument("--soak", action="store_true", help="only the long form: 1,000 sessions for 10 minutes")
     arguments.add_argument(
         "--soak-rate", type=float, default=soak.RATE, metavar="N", help=f"its chunks/s [default {soak.RATE:,}]"
@@ -288,8 +234,6 @@ def main() -> None:
     options = arguments.parse_args()
     turns, rows = Turns(options.folder, options.quick, options.soak_rate), []
     figures = SOAK if options.soak else FIGURES
-    if options.part:
-        figures = {names: figure for names, figure in FIGURES.items() if figure is in_a_stream}
     if options.only:
         figures = {names: figure for names, figure in (FIGURES | SOAK).items() if set(names) & set(options.only)}
     allow_many_sockets()

@@ -8,7 +8,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import asyncio
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import Row, parser, report
+from common import Row, parser, report, start_sglang
 
 from april.config import Config
 from april.learner.batch import TrainingBatch, TrainSample
@@ -33,21 +32,18 @@ from april.wire.message import Version
 from april.workers.engines.base import Engine
 from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.sglang.client import SGLangClient
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.sglang.server import ServerSettings, SGLangServer
 from april.workers.engines.weight_intake import WeightCheck, WrongWeights
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 QUICKSTART_LR = 5e-4
 SMALL_LR = 1e-6
-"""usual for models of billions"""
+"""A learning rate that is usual for models with billions of parameters."""
 LONG_STEP_S = 5.0
-"""from which on a step's share is asked for"""
+"""Shortest step for which the canary's share has a goal (seconds)."""
 GROUP = 8
 VERSIONS = 6
-"""of a run, the first one included"""
+"""Versions of a run, with the first one."""
 
 
 def main() -> None:
@@ -64,7 +60,7 @@ def main() -> None:
             with ENGINES[name](policy, Path(folder)) as engine:
                 rows += measure(name, engine, runs)
                 costs[name] = [timed(lambda: engine.score(runs[0][-1].canary.text)) for _ in range(20)]
-        rows[:0] = [together(rows, "canary_missed"), together(rows, "canary_false_alarms")]
+        rows[:0] = [sum_over_engines(rows, "canary_missed"), sum_over_engines(rows, "canary_false_alarms")]
         with torch_engine(policy, Path(folder)) as engine:
             rows += [
                 stale_tensors_seen("quickstart_lr", engine, runs[0]),
@@ -138,20 +134,11 @@ def torch_engine(policy: Path, folder: Path) -> Iterator[TorchEngine]:
 
 @contextmanager
 def sglang_engine(policy: Path, folder: Path) -> Iterator[SGLangEngine]:
-    python = ROOT / ".venv-sglang/bin/python"
-    server = SGLangServer(ServerSettings(python, policy, folder / "server.log", slots=8, context_tokens=512))
-    server.spawn()
-    asyncio.run(wait_for(server))
+    server = start_sglang(policy, folder / "server.log", slots=8, context_tokens=512)
     engine = SGLangEngine(policy, len(VOCABULARY), 512, slots=8, url=server.url)
     yield engine
     engine.close()
     server.kill()
-
-
-async def wait_for(server: SGLangServer) -> None:
-    client = SGLangClient(server.url)
-    await server.wait(client)
-    await client.close()
 
 
 ENGINES: dict[str, Callable] = {"torch": torch_engine, "sglang": sglang_engine}
@@ -164,7 +151,7 @@ def measure(name: str, engine: Engine, runs: list[list[Published]]) -> Iterator[
     alarms, missed, noise, largest = [], [], [], []
     for published in runs:
         proof = WeightCheck()
-        alarms.append(float(sum(not holds(engine, proof, one, one.tensors) for one in published)))
+        alarms.append(float(sum(not holds(engine, proof, version, version.tensors) for version in published)))
         before, last = published[-2:]
         apart = np.abs(engine.score(last.canary.text) - last.canary.logprobs)
         noise.append(float(apart.mean()))
@@ -178,10 +165,10 @@ def measure(name: str, engine: Engine, runs: list[list[Published]]) -> Iterator[
     yield Row(f"canary_noise_largest_{name}", largest, "nats", of=max)
 
 
-def together(rows: list[Row], name: str) -> Row:
-    """Of all engines."""
+def sum_over_engines(rows: list[Row], name: str) -> Row:
+    """The sum of a row over all engines."""
     own = [row for row in rows if row.name.startswith(name)]
-    return Row(name, [one for row in own for one in row.measured], own[0].unit, of=sum)
+    return Row(name, [value for row in own for value in row.measured], own[0].unit, of=sum)
 
 
 def holds(engine: Engine, proof: WeightCheck, published: Published, tensors: dict[str, torch.Tensor]) -> bool:
@@ -195,13 +182,13 @@ def holds(engine: Engine, proof: WeightCheck, published: Published, tensors: dic
 
 
 def follows(engine: Engine, before: Published, last: Published, tensors: dict[str, torch.Tensor]) -> bool:
-    """The same of one that has held the version before, and been proven."""
+    """Whether an engine with these tensors passes after it has passed with the version before."""
     proof = WeightCheck()
     return holds(engine, proof, before, before.tensors) and holds(engine, proof, last, tensors)
 
 
 def stale_tensors_seen(name: str, engine: Engine, published: list[Published]) -> Row:
-    """Of all tensors of a version, each in turn that of the version before."""
+    """Share of tensors whose staleness is seen: each in turn is that of the version before."""
     before, last = published[-2:]
     seen = [
         float(not follows(engine, before, last, last.tensors | {tensor: before.tensors[tensor]}))
@@ -216,7 +203,7 @@ def cost(policy: Path, folder: Path, engines: dict[str, list[float]], quick: boo
     learner = [timed(trainer.canary) for _ in range(20)]
     yield Row("canary_cost_learner", [1000 * seconds for seconds in learner], "ms")
     for name, seconds in engines.items():
-        yield Row(f"canary_cost_{name}", [1000 * one for one in seconds], "ms")
+        yield Row(f"canary_cost_{name}", [1000 * value for value in seconds], "ms")
     groups, steps = 4 if quick else 48, []
     for step in range(1 if quick else 3):
         batch = random_batch(step, np.random.default_rng(step), groups, response_tokens=256)

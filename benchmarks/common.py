@@ -149,6 +149,27 @@ def wait_for(
     return found
 
 
+def start_sglang(policy: Path, log: Path, slots: int, context_tokens: int):
+    """An SGLang server of this checkout's environment that answers; its caller kills it."""
+    import asyncio
+
+    from april.workers.engines.sglang.client import SGLangClient
+    from april.workers.engines.sglang.server import ServerSettings, SGLangServer
+
+    async def answering() -> None:
+        client = SGLangClient(server.url)
+        try:
+            await server.wait(client)
+        finally:
+            await client.close()
+
+    python = ROOT / ".venv-sglang/bin/python"
+    server = SGLangServer(ServerSettings(python, policy, log, slots=slots, context_tokens=context_tokens))
+    server.spawn()
+    asyncio.run(answering())
+    return server
+
+
 def processor_s(process_id: int) -> float:
     """Processor time that a process has taken, user and system (seconds)."""
     fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()

@@ -17,25 +17,24 @@ import numpy as np
 import orjson
 import pyarrow
 import pyarrow.parquet as parquet
-from common import Row, parser, report
+from common import APRIL, ROOT, Row, parser, report
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 BROWSER = "/usr/bin/chromium"
 FULL, QUICK = (5000, 200, 512), (100, 200, 16)
-"""steps, samples a step, workers"""
+"""Steps, samples a step, workers."""
 REPEATS = 7
 PATIENCE_MS, READY_MS = 120_000, 900_000
 PROMPT_TOKENS, RESPONSE_TOKENS = 40, 60
 WORDS = ["the", "a", "of", "and", "so", "then", "we", "add", "seven", "nine", "apples", "each", "gives", "is", "total"]
 RARE = "persimmon"
-"""a word that one sample of 500 has"""
+"""A word that one sample of 500 has."""
 SEEN = "() => document.querySelector('.samples tbody tr') && /%s/.test(document.querySelector('.count').textContent)"
 
 
 def write_run(folder: Path, steps: int, samples: int, workers: int) -> Path:
     from april.util.versions import RUN_FOLDER
-    from tests.report.synthetic_run import CONFIG, make_records, make_summary
+    from tests.support.synthetic_run import CONFIG, make_records, make_summary
 
     run = folder / "runs" / "long"
     (run / "samples").mkdir(parents=True)
@@ -88,8 +87,8 @@ def write_samples(run: Path, step: int, table: pyarrow.Table, chance: np.random.
 
     count = len(table)
     texts = table["response"].to_pylist()
-    for place in np.flatnonzero(chance.random(count) < 1 / 500).tolist():
-        texts[place] = f"{texts[place]} {RARE}"
+    for row in np.flatnonzero(chance.random(count) < 1 / 500).tolist():
+        texts[row] = f"{texts[row]} {RARE}"
     segments = [[{"start": 0, "end": RESPONSE_TOKENS, "branch": 0, "step": max(0, step - 1 - int(age))}]
                 for age in chance.integers(0, 4, count)]  # fmt: skip
     new = {
@@ -112,7 +111,7 @@ class Served:
 
     def __init__(self, run: Path):
         self.began = time.monotonic()
-        command = [sys.executable, "-m", "april.cli", "dashboard", str(run), "--port", "0"]
+        command = [*APRIL, "dashboard", str(run), "--port", "0"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self.address = self.process.stdout.readline().removeprefix("dashboard: ").strip()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from common import Row, parser, report
+from common import Row, in_turns, parser, ratios, report
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
@@ -25,7 +25,7 @@ from april.workers.engines.base import Request
 from april.workers.engines.embedded.engine import TorchEngine
 
 SLOTS = 32
-"""of the engine, and rows of a `generate` batch"""
+"""Slots of the engine, and rows of a `generate` batch."""
 LONGEST_RESPONSE = 2048
 LONGEST_PROMPT = 24
 
@@ -34,7 +34,7 @@ LONGEST_PROMPT = 24
 class Work:
     prompts: list[np.ndarray]
     lengths: np.ndarray
-    """int [n]: forced response lengths (tokens)"""
+    """Forced response lengths: int [n] (tokens)."""
 
     @property
     def tokens(self) -> int:
@@ -120,13 +120,12 @@ def compare(name: str, ours: Callable, theirs: Callable, works: list[Work]) -> l
     """Both sides on each piece of work, taking turns at going first."""
     speeds = {ours: [], theirs: []}
     for turn, work in enumerate(works):
-        for side in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
+        for side in in_turns(turn, ours, theirs):
             started_s = time.perf_counter()
             side(work)
             speeds[side].append(work.tokens / (time.perf_counter() - started_s))
-    ratios = [a / b for a, b in zip(speeds[ours], speeds[theirs], strict=True)]
     return [
-        Row(name, ratios, "ratio"),
+        Row(name, ratios(speeds[ours], speeds[theirs]), "ratio"),
         Row(name.replace("torch_engine_vs_generate", "torch_engine"), speeds[ours], "tokens/s"),
         Row(name.replace("torch_engine_vs_generate", "generate"), speeds[theirs], "tokens/s"),
     ]

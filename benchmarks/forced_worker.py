@@ -25,26 +25,26 @@ from april.workers.scoring import LeasedTask
 from april.workers.worker import Worker
 
 NOTE_S = 0.2
-"""between two lines of the gauge"""
+"""Time between two lines of the gauge (seconds)."""
 
 
 class Reading(msgspec.Struct):
     """Sums since the worker's start; a difference of two is an interval."""
 
     at: float
-    """monotonic clock (seconds)"""
+    """Monotonic clock (seconds)."""
     generated: int = 0
     recomputed: int = 0
-    """response tokens whose context was, or is to be, computed again; a server says what it found in its cache"""
+    """Response tokens whose context is computed again; a server says which it found in its cache."""
     busy_slot_s: float = 0.0
-    """slot-seconds with a sample in the engine"""
+    """Slot-seconds with a sample in the engine."""
     update_slot_s: float = 0.0
-    """of these the ones from the arrival of new weights to the next token"""
+    """Slot-seconds from the arrival of new weights to the next token."""
 
 
 class ForcedWorker(Worker):
     def __init__(self, *arguments, scenario: Path, gauge: Path, core: int | None):
-        """`core`: of the thread that drives the engine; none: where it is."""
+        """`core`: core of the thread that drives the engine; None leaves it where it is."""
         super().__init__(*arguments)
         self.environment_turns.stop_token_ids = frozenset()
         loaded = load_scenario(scenario)
@@ -53,9 +53,9 @@ class ForcedWorker(Worker):
         self.reading = Reading(time.monotonic())
         self._next_note = 0.0
         self._in_engine = 0
-        """samples, in the decode step under way"""
+        """Samples in the decode step under way."""
         self._updating: tuple[float, int] | None = None
-        """(since when, tokens generated before)"""
+        """Start of the update under way, and the tokens generated before it."""
         self.serves = self.config.worker.engine == "sglang"
         if self.serves:
             (server,) = self.engine.engines
@@ -67,8 +67,8 @@ class ForcedWorker(Worker):
         grant, task, tokens = lease
         length = sum(map(len, tokens[1:]))
         if not grant.scoring:
-            left = self.lengths.of(task.group)[grant.index] - length
-            lease = LeasedTask(msgspec.structs.replace(grant, max_new_tokens=left), task, tokens)
+            remaining_tokens = self.lengths.of(task.group)[grant.index] - length
+            lease = LeasedTask(msgspec.structs.replace(grant, max_new_tokens=remaining_tokens), task, tokens)
             self.reading.recomputed += 0 if self.serves else length
         super()._accept(lease)
 

@@ -9,7 +9,7 @@ from april.workers.engines.paced.engine import PacedEngine
 from april.workers.engines.paced.entry import PacedEntry
 
 GAUGE = "slots.jsonl"
-"""in the run's folder: sums since the worker's start, a line every so often"""
+"""File in the run's folder: sums since the worker's start, a line every NOTE_S."""
 NOTE_S = 0.5
 
 

@@ -22,40 +22,36 @@ from pathlib import Path
 from statistics import median
 
 import orjson
-from common import Row, parser, report
+from common import ROOT, Row, parser, quickstart_policy, report
 
 from april.data.arithmetic import make_data
-from april.learner.policy.warm_start import Recipe, make_policy
 from april.wire.security import keygen
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.clusters import hosts as harness  # noqa: E402
-from tests.clusters.hosts import Hosts, Link  # noqa: E402
-from tests.clusters.parts import Parts, parts  # noqa: E402
-from tests.run.processes import APRIL, wait_until  # noqa: E402
+from tests.support.hosts import hosts as harness
+from tests.support.hosts.hosts import Hosts, Link
+from tests.support.hosts.parts import Parts, parts
+from tests.support.run_processes import APRIL, wait_until
 
 HOSTS, REPEATS = 4, 3
 DELAY_S = 0.02
-"""one way, between any two hosts"""
+"""Delay of one way between any two hosts (seconds)."""
 FAR_STEPS = 10
-"""of the quickstart's"""
+"""Steps of the quickstart over slow links."""
 GROUPS = 8
-"""a batch"""
+"""Groups of a batch."""
 STEPS = 12
 PROMPTS = 512
 UNCOUNTED = 2
-"""first steps, in which what is done once is done"""
+"""First steps, which hold what is done once."""
 SLURM_STEPS = 10
-"""before the job is queued again"""
+"""Steps before the job is queued again."""
 LONGEST_S = 600.0
-TINY = Recipe(easy_steps=2, clean_steps=2, noisy_steps=2)
-"""of the quickstart's shape; speed asks for no more"""
 PARITY = """
 def parity(response, label):
     return sum(map(ord, response)) % 2
 """
-"""a reward that a policy without skill gets as often as not, so that each group has something to learn from"""
+"""A reward that an untrained policy gets as often as not, so that rewards differ within each group."""
 
 
 @dataclass
@@ -69,7 +65,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.steps = UNCOUNTED + 3 if self.quick else STEPS
-        self.policy = make_policy(self.folder / "policy", recipe=TINY, log=lambda line: None)
+        self.policy = quickstart_policy(self.folder, quick=True)
         self.prompts = self.folder / "prompts.jsonl"
         self.prompts.write_text("".join(f'{{"prompt": "{row:03d}*3+60=", "label": ""}}\n' for row in range(PROMPTS)))
         (self.folder / "parity.py").write_text(PARITY)
@@ -82,8 +78,8 @@ class Bench:
         print(f"{name}: {value:.3g}", file=sys.stderr, flush=True)
 
     def quickstart(self) -> dict[str, object]:
-        """What makes a run the quickstart's."""
-        policy = self.policy if self.quick else make_policy(ROOT / "cache/policy", log=lambda line: None)
+        """Keys that make a run the quickstart's."""
+        policy = self.policy if self.quick else quickstart_policy(self.folder, quick=False)
         prompts, heldout = make_data(self.folder / "data")
         return {
             "model__path": policy,
@@ -143,8 +139,8 @@ def two_nodes(bench: Bench, turn: int) -> None:
 
 def seconds_to_leave(run: Parts) -> float:
     """From when the policy was written, the run's last work, to the end of the last process of any host."""
-    left = max(run.wait(LONGEST_S).values())
-    return left - max(path.stat().st_mtime for path in (run.run_dir / "checkpoints/policy").iterdir())
+    ended = max(run.wait(LONGEST_S).values())
+    return ended - max(path.stat().st_mtime for path in (run.run_dir / "checkpoints/policy").iterdir())
 
 
 def wan(bench: Bench, turn: int) -> None:
@@ -156,7 +152,8 @@ def wan(bench: Bench, turn: int) -> None:
 
 
 def compare(bench: Bench, turn: int, name: str, learner: list[int], **changes: object) -> None:
-    """With the learner's ranks on these hosts; the broker is on the first, the worker on the last."""
+    """Speeds over slow links and fast ones, with the learner's ranks on these hosts, the broker on the first and the
+    worker on the last."""
     speeds = {}
     for delay_s in sorted((0.0, DELAY_S), reverse=bool(turn % 2)):
         with bench.run(Link(delay_s), **bench.quickstart(), **changes) as run:
@@ -203,7 +200,7 @@ def requeue(bench: Bench, turn: int) -> None:
         harness.hosts(HOSTS, Path(state)) as made,
         harness.slurm(made) as environment,
     ):
-        cluster = on_first(made, environment)
+        cluster = first_host_commands(made, environment)
         cluster(*APRIL, "launch", *words)
         job = orjson.loads((run_dir / "launch/submitted.json").read_bytes())["main"]
         run = Parts(made, Path(), run_dir, {})
@@ -219,8 +216,8 @@ def requeue(bench: Bench, turn: int) -> None:
         wait_until(lambda: not cluster("squeue", "--noheader"), timeout_s=LONGEST_S)
 
 
-def on_first(made: Hosts, environment: dict[str, str]) -> Callable[..., str]:
-    """cluster(*words): what a command says on the first host; it must succeed."""
+def first_host_commands(made: Hosts, environment: dict[str, str]) -> Callable[..., str]:
+    """A function that runs a command on the first host and returns its output; it ends the benchmark on an error."""
 
     def ask(*command: str) -> str:
         told = subprocess.run(made.command(0, *command), env=environment, capture_output=True, text=True)

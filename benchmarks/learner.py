@@ -157,7 +157,7 @@ class Padded:
 
 def plan_passes(policy: Policy, samples: list[TrainSample], ranks: int) -> list[list[list[TrainSample]]]:
     """Samples by pass and rank, as the trainer plans them."""
-    cost = performance.cost(policy.lm)
+    cost = performance.forward_cost(policy.lm)
     costs = [cost.of(input_tokens(sample), sample.sampled_tokens) for sample in samples]
     passes = plan(list(map(input_tokens, samples)), ranks, BUDGET_TOKENS, costs)
     return [[[samples[i] for i in indices] for indices in abreast] for abreast in passes]
@@ -287,14 +287,14 @@ def state_bytes(trainer: Trainer) -> int:
     return sum(tensor.nbytes for tensor in (*parameters, *gradients, *moments))
 
 
-def keeping_row(folder: Path, vocabulary: int, quick: bool) -> Row:
+def samples_row(folder: Path, vocabulary: int, quick: bool) -> Row:
     """Processor time of writing a step's samples, by default 8 groups and their histories, over that of the step."""
     build_tokenizer().save_pretrained(folder)
     trainer, shares = trainer_of(folder), []
     keeper = SampleWriter(trainer.config)
     batch = longtail_batch(vocabulary, 4 if quick else 16, seed=5)
     batch = TrainingBatch(
-        0, [[replace(sample, spans=SPANS, details={"correct": 1.0}) for sample in one] for one in batch.groups]
+        0, [[replace(sample, spans=SPANS, details={"correct": 1.0}) for sample in group] for group in batch.groups]
     )
     for _ in range(2 if quick else 4):
         ready, began = trainer.prepare(batch), time.process_time()
@@ -345,7 +345,7 @@ def main() -> None:
         if wanted.intersection(PUBLISH_MEASURES):
             rows += publish_rows(Path(made) / "quickstart")
         if "samples_cost" in wanted:
-            rows.append(keeping_row(folder, vocabulary, options.quick))
+            rows.append(samples_row(folder, vocabulary, options.quick))
         if "rank_imbalance" in wanted:
             rows += balance_rows(folder, vocabulary, options.quick)
         dist.destroy_process_group()

@@ -29,7 +29,7 @@ from april.data.tokenizer import Tokenizer
 from april.observe.report.drawing import BLUE, GREEN, ORANGE, new_figure
 from april.observe.report.run_folder import read_run
 from april.simulate.probe import load_folder_weights
-from april.simulate.sweep import draw
+from april.simulate.sweep import write_picture
 from april.wire.message import Version
 from april.workers.engines.base import Request
 from april.workers.engines.embedded.engine import TorchEngine
@@ -40,7 +40,7 @@ STEPS, END_STEPS = 24, 5
 GROUPS, SAMPLES = 32, 8
 """Groups of a batch, and samples of a group."""
 SLOTS, RESPONSE_TOKENS, HELD_OUT = 256, 512, 2048
-"""Of the evaluation on held-out prompts: slots of its engine, longest response, prompts."""
+"""The evaluation's slots, longest response (tokens), and number of held-out prompts."""
 PACE = Path(__file__).with_name("paced.toml")
 FACTOR = 6.0
 """Seconds that pass for a second of the accelerator: two cores keep up with twice a batch in flight."""
@@ -289,7 +289,7 @@ def main() -> None:
                     write_run(options.runs, asdict(outcome))
     report(rows_of(study, outcomes, wanted), options.json)
     if options.picture:
-        draw(options.picture, lambda: curves(study, outcomes))
+        write_picture(options.picture, lambda: curves(study, outcomes))
 
 
 def known_outcomes(path: Path | None, study: Study, steps: int) -> dict[tuple[str, int], Outcome]:

@@ -18,7 +18,7 @@ RANKS = 4
 
 
 def in_processes(target: Callable, arguments: list[tuple]) -> list[int]:
-    """What `target(*arguments, writer)` writes, each in a new process; they run side by side."""
+    """Run `target(*arguments, writer)` for each arguments in a new process, side by side; returns what they write."""
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     processes = [context.Process(target=target, args=(*each, writer)) for each in arguments]
@@ -55,7 +55,7 @@ def chunked_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def full_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of all logits at once, in fp32."""
+    """(log-probabilities, entropies) of all logits at once, in fp32."""
     distribution = torch.log_softmax((hidden @ weight.T).float(), -1)
     entropies = -(distribution.exp() * distribution).sum(-1)
     return distribution.gather(-1, targets[:, None])[:, 0], entropies
@@ -87,7 +87,7 @@ def measure_head(score: Callable, tokens: int, writer) -> None:
 
 
 def loading_peaks_over_bound(folder: Path) -> list[float]:
-    """Of each rank: peak memory of loading, over model / ranks + its largest tensor, in fp32."""
+    """Peak memory of loading in each rank, over model / ranks + the largest tensor, in fp32."""
     sizes = [4 * tensor.numel() for tensor in load_file(folder / "model.safetensors").values()]
     store, small = folder.with_name("store"), make_small(folder.with_name("small"))
     peaks = in_processes(measure_loading, [(folder, small, rank, store) for rank in range(RANKS)])

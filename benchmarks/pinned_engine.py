@@ -1,31 +1,28 @@
-"""What all turns on one real engine share: a policy, an engine on a core of its own, all else on the others."""
+"""A real engine on a core of its own with its policy, for turns of many schedules; all else runs on other cores."""
 
-import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import orjson
 import tomli_w
+from common import APRIL, ROOT, start_sglang, write_lines
 from core_time import CoreTime, server_processes
 
 from april.learner.policy.warm_start import build_model, save_policy
 from april.simulate.probe import load_folder_weights
 from april.simulate.scenario import Scenario
-from april.workers.engines.sglang.client import SGLangClient
-from april.workers.engines.sglang.server import ServerSettings, SGLangServer
+from april.workers.engines.sglang.server import SGLangServer
 
-ROOT = Path(__file__).parent.parent
 ROWS = 512
 PROMPT_TOKENS = 8
 BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 TURN_S = 900.0
-"""longest turn"""
+"""Longest turn (seconds)."""
 
 
 class PinnedEngine:
-    """`kind`: torch or sglang. Close it."""
+    """An engine of `kind` torch or sglang, which has to be closed."""
 
     def __init__(self, kind: str, folder: Path, slots: int, longest_tokens: int):
         cores = sorted(os.sched_getaffinity(0))
@@ -38,10 +35,8 @@ class PinnedEngine:
         model.config.max_position_embeddings = 2 * longest_tokens
         save_policy(model, self.policy)
         self.tensors = load_folder_weights(self.policy)
-        rows = [
-            {"prompt": f"{row % 90 + 10:02d}*{row % 7 + 2}+{row % 50 + 10:02d}=", "label": "0"} for row in range(ROWS)
-        ]
-        (folder / "prompts.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+        prompts = (f"{row % 90 + 10:02d}*{row % 7 + 2}+{row % 50 + 10:02d}=" for row in range(ROWS))
+        write_lines(folder / "prompts.jsonl", ({"prompt": prompt, "label": "0"} for prompt in prompts))
         self.longest_tokens = longest_tokens
         self.server = self._start_server() if kind == "sglang" else None
         os.sched_setaffinity(0, self.others)
@@ -50,19 +45,11 @@ class PinnedEngine:
         """On the engine's core, all of its processes."""
         os.sched_setaffinity(0, {self.core})
         os.environ[BINDING] = str(self.core)
-        server = SGLangServer(
-            ServerSettings(
-                ROOT / ".venv-sglang/bin/python", self.policy, self.folder / "server.log", slots=self.slots,
-                context_tokens=self.longest_tokens + 64,
-            )
-        )  # fmt: skip
-        server.spawn()
-        asyncio.run(serving(server))
-        return server
+        return start_sglang(self.policy, self.folder / "server.log", self.slots, self.longest_tokens + 64)
 
     @property
     def worker_core(self) -> int | None:
-        """Where the thread that drives the engine belongs; a server's client has no place of its own."""
+        """Where the thread that drives the engine belongs; a server's client has no core of its own."""
         return None if self.server else self.core
 
     def sends_each_token(self, scenario: Scenario) -> bool:
@@ -100,12 +87,12 @@ class PinnedEngine:
         return path
 
     def core_time(self, client: int) -> CoreTime:
-        """`client`: the process that drives the engine, and runs it if it has no server."""
+        """Watch the engine's core. `client`: the process that drives the engine, and runs it if it has no server."""
         return CoreTime(*server_processes(self.server._process.pid)) if self.server else CoreTime(client)
 
     def limit(self, folder: Path, scenario: Scenario) -> float:
         """Tokens/s of the engine driven directly with the scenario's samples in flight."""
-        command = [ROOT / "benchmarks/saturated.py", self.write_run(folder, scenario)]
+        command = [sys.executable, ROOT / "benchmarks/saturated.py", self.write_run(folder, scenario)]
         command += ["--scenario", self.write_scenario(folder, scenario)]
         output, core = self._run(command)
         began, ended, tokens = map(float, output.split())
@@ -113,30 +100,22 @@ class PinnedEngine:
 
     def calibrate(self, path: Path) -> str:
         """Write the sections of a scenario that `april calibrate` finds; what it says."""
-        command = ["-m", "april.cli", "calibrate", "--model", self.policy, "--slots", self.slots, "--out", path]
+        command = [*APRIL, "calibrate", "--model", self.policy, "--slots", self.slots, "--out", path]
         command += ["--worker.engine", self.kind, "--worker.device", "cpu"]
         return self._run(command + (["--engine.url", self.server.url] if self.server else []))[0]
 
     def _run(self, command: list) -> tuple[str, CoreTime]:
         """The output of a Python command on the engine's core, or beside its server."""
-        place = self.others if self.server else {self.core}
+        cores = self.others if self.server else {self.core}
         with subprocess.Popen(
-            [sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, place),
+            list(map(str, command)), stdout=subprocess.PIPE, text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
         ) as started, self.core_time(started.pid) as core:  # fmt: skip
             output, _ = started.communicate(timeout=TURN_S)
         if started.returncode:
-            sys.exit(f"{command[0]} has ended with status {started.returncode}")
+            sys.exit(f"{' '.join(map(str, command))} has ended with status {started.returncode}")
         return output, core
 
     def close(self) -> None:
         if self.server:
             self.server.kill()
-
-
-async def serving(server: SGLangServer) -> None:
-    client = SGLangClient(server.url)
-    try:
-        await server.wait(client)
-    finally:
-        await client.close()

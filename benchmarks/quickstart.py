@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 
 import orjson
-from common import Row, parser, report
+from common import ROOT, Row, parser, report
 
 from april.observe.report.run_folder import read_records
 
 SEEDS = (0, 1, 2, 3, 4)
-ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
@@ -68,7 +67,7 @@ def timed(clone: Path, command: list[str]) -> float:
 def summary(run_dir: Path) -> dict:
     found = orjson.loads((run_dir / "summary.json").read_bytes())
     tokens = found["tokens"]
-    parts = sum(tokens[place] for place in ("trained", "delivered", "ready", "open")) + sum(
+    parts = sum(tokens[state] for state in ("trained", "delivered", "ready", "open")) + sum(
         tokens["discarded"].values()
     )
     if found["state"] != "finished" or tokens["generated"] != parts:
@@ -77,7 +76,7 @@ def summary(run_dir: Path) -> dict:
 
 
 def alarms(run_dir: Path) -> int:
-    """Of a run in which nothing is wrong, each printed."""
+    """Print the alarms of a run in which nothing is wrong, and return their number."""
     steps = read_records(run_dir / "metrics.jsonl")
     raised = [(step["step"], alarm) for step in steps for alarm in step["alarms"]]
     for step, alarm in raised:

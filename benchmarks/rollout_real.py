@@ -1,7 +1,7 @@
 """The schedules on a real engine with forced lengths, beside its limit and beside what the simulator foretells.
 
-The learner is its own loop with a wait in place of training, or with training (`--trains`); the weights that it
-publishes are real. The engine has a core of its own, everything else another.
+The learner is its own loop with a wait in place of training; the weights that it publishes are real. The engine has a
+core of its own, everything else another.
 """
 
 import os
@@ -26,7 +26,7 @@ from rollout_turn import Turn, run_turn
 from april.simulate.calibrate import COSTS
 from april.simulate.pipeline import simulate
 from april.simulate.scenario import Scenario, load_scenario
-from april.simulate.variants import table, variants, with_schedule
+from april.simulate.variants import text_table, variants, with_schedule
 
 GROUP_SIZE = 8
 LONGEST = 466
@@ -58,9 +58,9 @@ class Outcome:
 
     turn: Turn
     limit: float
-    """tokens/s of the engine driven directly with as many samples in flight"""
+    """Tokens/s of the engine driven directly with as many samples in flight."""
     predicted: float
-    """see `foretold`"""
+    """Consumed tokens/s of the simulated run, see `predicted_speed`."""
 
     @property
     def limit_share(self) -> float:
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def generated_limit_share(self) -> float:
-        """Of what was generated and not dropped, whether or not the learner has had it yet."""
+        """Speed of tokens generated and not dropped, trained or not, over the limit."""
         return self.turn.kept_per_s / self.limit
 
     @property
@@ -81,50 +81,50 @@ class Outcome:
 
 
 COLUMNS: dict[str, tuple[Callable[[Outcome], float], str]] = {
-    "consumed/s": (lambda one: one.turn.consumed_per_s, ",.0f"),
-    "in rollout": (lambda one: one.turn.consumed_per_rollout_s, ",.0f"),
-    "generated/s": (lambda one: one.turn.generated / one.turn.time_s, ",.0f"),
-    "gen. in rollout": (lambda one: one.turn.generated / one.turn.rollout_s, ",.0f"),
-    "wasted": (lambda one: one.turn.discarded / one.turn.generated, ".1%"),
-    "recomputed": (lambda one: one.turn.recomputed / one.turn.generated, ".1%"),
-    "occupied": (lambda one: one.turn.occupancy, ".1%"),
-    "stale mean": (lambda one: one.turn.staleness_mean, ".2f"),
-    "max": (lambda one: max(one.turn.ages), ".0f"),
-    "off-policy": (lambda one: one.turn.off_policy_share, ".1%"),
-    "step p50 s": (lambda one: np.percentile(one.turn.step_times_s, 50), ".2f"),
-    "p95 s": (lambda one: np.percentile(one.turn.step_times_s, 95), ".2f"),
-    "taken": (lambda one: one.turn.taken, ".0%"),
-    "limit/s": (lambda one: one.limit, ",.0f"),
-    "of limit": (lambda one: one.limit_share, ".3f"),
-    "cap": (lambda one: one.cap, ".3f"),
-    "of cap": (lambda one: one.limit_share / one.cap, ".3f"),
-    "buffer peak": (lambda one: one.turn.buffer_peak_tokens, ",.0f"),
-    "foretold/s": (lambda one: one.predicted, ",.0f"),
-    "off by": (lambda one: one.prediction_error, "+.1%"),
+    "consumed/s": (lambda run: run.turn.consumed_per_s, ",.0f"),
+    "in rollout": (lambda run: run.turn.consumed_per_rollout_s, ",.0f"),
+    "generated/s": (lambda run: run.turn.generated / run.turn.time_s, ",.0f"),
+    "gen. in rollout": (lambda run: run.turn.generated / run.turn.rollout_s, ",.0f"),
+    "wasted": (lambda run: run.turn.discarded / run.turn.generated, ".1%"),
+    "recomputed": (lambda run: run.turn.recomputed / run.turn.generated, ".1%"),
+    "occupied": (lambda run: run.turn.occupancy, ".1%"),
+    "stale mean": (lambda run: run.turn.staleness_mean, ".2f"),
+    "max": (lambda run: max(run.turn.ages), ".0f"),
+    "off-policy": (lambda run: run.turn.off_policy_share, ".1%"),
+    "step p50 s": (lambda run: np.percentile(run.turn.step_times_s, 50), ".2f"),
+    "p95 s": (lambda run: np.percentile(run.turn.step_times_s, 95), ".2f"),
+    "taken": (lambda run: run.turn.taken, ".0%"),
+    "limit/s": (lambda run: run.limit, ",.0f"),
+    "of limit": (lambda run: run.limit_share, ".3f"),
+    "cap": (lambda run: run.cap, ".3f"),
+    "of cap": (lambda run: run.limit_share / run.cap, ".3f"),
+    "buffer peak": (lambda run: run.turn.buffer_peak_tokens, ",.0f"),
+    "foretold/s": (lambda run: run.predicted, ",.0f"),
+    "off by": (lambda run: run.prediction_error, "+.1%"),
 }
 
 
 def schedules(base: Scenario) -> dict[str, Scenario]:
-    """Those of `april simulate`; contexts are computed again after an update, in `continuous` also kept."""
+    """Schedules of `april simulate`: contexts are computed again after updates; `continuous` also keeps its cache."""
     found = {}
-    for name, one in variants(base)[0].items():
+    for name, scenario in variants(base)[0].items():
         if "recomputed" not in name:
-            found[name] = one
-        if name in found and one.schedule.kind == "continuous":
-            found[f"{name}, cache kept"] = one.with_keys(weights__keep_kv=True)
+            found[name] = scenario
+        if name in found and scenario.schedule.kind == "continuous":
+            found[f"{name}, cache kept"] = scenario.with_keys(weights__keep_kv=True)
     return found
 
 
-def chosen(base: Scenario, only: Sequence[str]) -> dict[str, Scenario]:
+def select_schedules(base: Scenario, only: Sequence[str]) -> dict[str, Scenario]:
     """The schedules of these names, or all."""
     known = schedules(base)
     if strange := [name for name in only if name not in known]:
         sys.exit(f"--only {strange[0]!r} is none of the schedules; give some of {', '.join(map(repr, known))}")
-    return {name: one for name, one in known.items() if not only or name in only}
+    return {name: scenario for name, scenario in known.items() if not only or name in only}
 
 
 def scenario_of(kind: str, cost: Path | None, folder: Path, seed: int, steps: int) -> Scenario:
-    """`cost`: sections that `april calibrate` has written; none: nothing is known of the engine yet."""
+    """The scenario of an engine. `cost`: sections that `april calibrate` has written; None if there are none yet."""
     path, samples = folder / "setting.toml", GROUPS[kind] * GROUP_SIZE
     path.write_text(SETTING + (cost.read_text() if cost else UNKNOWN))
     keys = {
@@ -142,10 +142,10 @@ def calibrate(engine: PinnedEngine, folder: Path, seed: int, steps: int) -> Scen
     cost, samples = folder / "cost.toml", GROUPS[engine.kind] * GROUP_SIZE
     print(engine.calibrate(cost), flush=True)
     equal = scenario_of(engine.kind, cost, folder, 0, PIPELINE_STEPS).with_keys(**EQUAL)
-    flowing = run_turn(engine, with_schedule(equal, "continuous", in_flight=samples), made(folder / "flowing"))
+    flowing = run_turn(engine, with_schedule(equal, "continuous", in_flight=samples), new_folder(folder / "flowing"))
     latency_s = max(0.0, flowing.leased - flowing.busy) * flowing.time_s / (PIPELINE_STEPS * samples)
     rounds = with_schedule(equal, "sync").with_keys(engines__latency_s=latency_s)
-    measured_s = median(run_turn(engine, rounds, made(folder / "rounds")).step_times_s)
+    measured_s = median(run_turn(engine, rounds, new_folder(folder / "rounds")).step_times_s)
     transfer_s = max(0.0, measured_s - simulate(rounds).step_s[0])
     print(f"a grant arrives after {latency_s * 1e3:.1f} ms; a round takes {transfer_s * 1e3:.1f} ms more\n", flush=True)
     costs = {"engines__latency_s": latency_s, "weights__transfer_s": transfer_s}
@@ -153,69 +153,66 @@ def calibrate(engine: PinnedEngine, folder: Path, seed: int, steps: int) -> Scen
 
 
 def with_costs_between(engine: PinnedEngine, scenario: Scenario, before: Path, after: Path) -> Scenario:
-    """With the means of two calibrations, one before and one after its turn: the machine's speed drifts."""
+    """The scenario with the mean costs of the calibrations before and after its turn: the machine's speed drifts."""
     measured = [scenario_of(engine.kind, cost, cost.parent, 0, 1) for cost in (before, after)]
-    costs = {f"cost__{name}": float(np.mean([getattr(one.cost, name) for one in measured])) for name in COSTS}
-    return scenario.with_keys(**costs, weights__pause_s=float(np.mean([one.weights.pause_s for one in measured])))
+    costs = {f"cost__{name}": float(np.mean([getattr(known.cost, name) for known in measured])) for name in COSTS}
+    return scenario.with_keys(**costs, weights__pause_s=float(np.mean([known.weights.pause_s for known in measured])))
 
 
-def made(folder: Path) -> Path:
+def new_folder(folder: Path) -> Path:
     folder.mkdir(parents=True)
     return folder
 
 
-def measure(
-    kind: str, seeds: range, steps: int, trains: bool = False, only: Sequence[str] = ()
-) -> tuple[list[Row], dict]:
+def measure(kind: str, seeds: range, steps: int, only: Sequence[str] = ()) -> tuple[list[Row], dict]:
     """Every schedule and every limit once for each seed, in an order that turns round from seed to seed, with a
-    calibration before the first and after each turn that is foretold. If the learner `trains`, each schedule has a
-    limit of its own, under the load of its learner, and there is one calibration, before all. The rows, and the values
-    of the table's columns by schedule, a list over the seeds each. `only`: see `chosen`."""
-    turns = with_training if trains else of_seed
+    calibration before the first and after each turn that is foretold. Returns the rows, and the values of the table's
+    columns by schedule, a list over the seeds each. `only`: see `select_schedules`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with tempfile.TemporaryDirectory(prefix="april-rollout-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="april-rollout-") as made:
+        folder = Path(made)
         setting = scenario_of(kind, None, folder, 0, 1)
         called = dict(zip(schedules(setting), LABELS, strict=True))
-        chosen(setting, only)
+        select_schedules(setting, only)
         engine = PinnedEngine(kind, folder, setting.engines.slots, LONGEST)
         try:
             found = [
-                turns(engine, calibrate(engine, made(folder / f"costs-{seed}"), seed, steps), only) for seed in seeds
+                measure_seed(engine, calibrate(engine, new_folder(folder / f"costs-{seed}"), seed, steps), only)
+                for seed in seeds
             ]
         finally:
             engine.close()
-    by_name = {name: [one[name] for one in found] for name in found[0]}
+    by_name = {name: [outcomes[name] for outcomes in found] for name in found[0]}
     lines = [[name, *(cell(ones, *column) for column in COLUMNS.values())] for name, ones in by_name.items()]
-    print(f"medians of {len(seeds)} seeds\n{table(lines, ('', *COLUMNS))}\n", flush=True)
+    print(f"medians of {len(seeds)} seeds\n{text_table(lines, ('', *COLUMNS))}\n", flush=True)
     values = {
-        name: {column: [float(value(one)) for one in ones] for column, (value, _) in COLUMNS.items()}
+        name: {column: [float(value(run)) for run in ones] for column, (value, _) in COLUMNS.items()}
         for name, ones in by_name.items()
     }
     by_label = {called[name]: outcomes for name, outcomes in by_name.items()}
-    return rows(f"{kind}_training" if trains else kind, by_label), values
+    return rows(kind, by_label), values
 
 
 def cell(outcomes: list[Outcome], value: Callable[[Outcome], float], form: str) -> str:
     return format(median(map(value, outcomes)), form)
 
 
-def of_seed(engine: PinnedEngine, base: Scenario, only: Sequence[str]) -> dict[str, Outcome]:
-    runs = chosen(base, only)
-    beside = {limit_name(engine, one) for one in runs.values() if one.schedule.kind == "continuous"}
+def measure_seed(engine: PinnedEngine, base: Scenario, only: Sequence[str]) -> dict[str, Outcome]:
+    runs = select_schedules(base, only)
+    beside = {limit_name(engine, scenario) for scenario in runs.values() if scenario.schedule.kind == "continuous"}
     limits, order = {}, []
-    for name, one in runs.items():
-        limit = limit_name(engine, one)
-        if limit not in limits and (one.schedule.kind == "continuous" or limit not in beside):
-            limits[limit] = one
+    for name, scenario in runs.items():
+        limit = limit_name(engine, scenario)
+        if limit not in limits and (scenario.schedule.kind == "continuous" or limit not in beside):
+            limits[limit] = scenario
             order.append(limit)
         order.append(name)
     turns: dict[str, Turn | float] = {}
     known: dict[str, Scenario] = {}
     cost = engine.folder / f"costs-{base.seed}" / "cost.toml"
     for name in order if base.seed % 2 == 0 else reversed(order):
-        folder = made(engine.folder / f"seed-{base.seed}" / name.replace(" ", "-"))
+        folder = new_folder(engine.folder / f"seed-{base.seed}" / name.replace(" ", "-"))
         if name in limits:
             turns[name] = engine.limit(folder, limits[name])
             said = f"{turns[name]:,.0f} tokens/s"
@@ -227,8 +224,8 @@ def of_seed(engine: PinnedEngine, base: Scenario, only: Sequence[str]) -> dict[s
             known[name] = with_costs_between(engine, runs[name], before, cost)
         print(f"  seed {base.seed}, {name}: {said}", file=sys.stderr, flush=True)
     return {
-        name: Outcome(turns[name], turns[limit_name(engine, one)], foretold(engine, known[name]))
-        for name, one in runs.items()
+        name: Outcome(turns[name], turns[limit_name(engine, scenario)], predicted_speed(engine, known[name]))
+        for name, scenario in runs.items()
     }
 
 
@@ -237,27 +234,13 @@ def limit_name(engine: PinnedEngine, scenario: Scenario) -> str:
     return f"limit with {scenario.slots_wanted} in flight{by_token}"
 
 
-def foretold(engine: PinnedEngine, scenario: Scenario) -> float:
+def predicted_speed(engine: PinnedEngine, scenario: Scenario) -> float:
     """Consumed tokens/s of the simulated run; not a number where the costs are those of another way to send tokens."""
     return nan if engine.sends_each_token(scenario) else simulate(scenario).consumed_per_s
 
 
-def with_training(engine: PinnedEngine, base: Scenario, only: Sequence[str]) -> dict[str, Outcome]:
-    runs, found = chosen(base, only), {}
-    for name in runs if base.seed % 2 == 0 else reversed(runs):
-        folder = made(engine.folder / f"seed-{base.seed}" / name.replace(" ", "-"))
-        turn = run_turn(engine, runs[name], folder, trains=True)
-        with turn.trainer.at_work():
-            limit = engine.limit(made(folder / "limit"), runs[name])
-        known = runs[name].with_keys(learner__token_s=turn.trainer.token_s)
-        found[name] = Outcome(turn, limit, foretold(engine, known))
-        said = f"{name}: {turn.consumed_per_s:,.0f} of {limit:,.0f} tokens/s"
-        print(f"  seed {base.seed}, {said}", file=sys.stderr, flush=True)
-    return {name: found[name] for name in runs}
-
-
 LABELS = ("sync", "sync_equal", "april", "dropped", "overlap", "fewer", "fewer_kept", "most", "most_kept")
-"""of `schedules`, in their order"""
+"""Labels of `schedules`, in their order."""
 
 
 def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
@@ -286,13 +269,13 @@ def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
     limited = {"": "fewer_kept", "_reprefill": "fewer", "_most": "most_kept", "_most_reprefill": "most"}
     for suffix, label in limited.items():
         if ones := outcomes.get(label):
-            found.append(Row(f"continuous_limit_{kind}{suffix}", [one.limit_share for one in ones], "fraction"))
-            shares = [one.generated_limit_share for one in ones]
+            found.append(Row(f"continuous_limit_{kind}{suffix}", [run.limit_share for run in ones], "fraction"))
+            shares = [run.generated_limit_share for run in ones]
             found.append(Row(f"continuous_generated_limit_{kind}{suffix}", shares, "fraction"))
     if fewer := outcomes.get("fewer"):
-        found.append(Row(f"idle_slot_share_total_{kind}", [1 - one.turn.occupancy for one in fewer], "fraction"))
+        found.append(Row(f"idle_slot_share_total_{kind}", [1 - run.turn.occupancy for run in fewer], "fraction"))
         for cause in fewer[0].turn.idle_share:
-            shares = [one.turn.idle_share[cause] for one in fewer]
+            shares = [run.turn.idle_share[cause] for run in fewer]
             found.append(Row(f"idle_slot_share_{cause}_{kind}", shares, "fraction"))
     errors = errors_by_schedule(outcomes)
     return [*found, *([Row("prediction_error_max", errors, "fraction", of=max)] if errors else [])]
@@ -301,5 +284,5 @@ def rows(kind: str, outcomes: dict[str, list[Outcome]]) -> list[Row]:
 def errors_by_schedule(outcomes: dict[str, list[Outcome]]) -> list[float]:
     """By how much the simulator is off for each schedule that it foretells: the relative error, without its sign,
     median of the seeds."""
-    errors = [median(abs(one.prediction_error) for one in of_seeds) for of_seeds in outcomes.values()]
+    errors = [median(abs(run.prediction_error) for run in of_seeds) for of_seeds in outcomes.values()]
     return [error for error in errors if not isnan(error)]

@@ -20,9 +20,9 @@ from april.workers.engines.base import Request
 from april.workers.process import make_engine
 
 WARM_UP_RESPONSES = 3
-"""of each slot before the measurement, in which contexts become those of responses in the middle"""
+"""Responses of each slot before the measurement, until contexts are as long as in the midst of a run."""
 SPARE = 8
-"""requests that wait in an engine whose slots are all wanted, so that none is ever idle"""
+"""Waiting requests of an engine whose slots are all wanted, so that none is ever idle."""
 
 
 def prompts(tokenizer: Tokenizer) -> Iterator[np.ndarray]:
@@ -44,7 +44,7 @@ def main() -> None:
     lengths, in_flight = scenario.make_lengths(), scenario.slots_wanted
     groups = enumerate(prompts(Tokenizer(config.model.path)))
     forced = ((prompt, length) for group, prompt in groups for length in lengths.of(group))
-    requests = (Request(number, *one, seed=number) for number, one in enumerate(forced))
+    requests = (Request(number, *request, seed=number) for number, request in enumerate(forced))
     for _ in range(in_flight + (SPARE if in_flight == scenario.engines.slots else 0)):
         engine.submit(next(requests))
     ended, began = 0, None

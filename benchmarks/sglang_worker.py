@@ -14,7 +14,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,8 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import orjson
-from common import Row, parser, report
+from common import APRIL, ROOT, Row, in_turns, parser, process, ratios, report, wait_for, write_lines
 
 from april import wire
 from april.config import WeightsSection
@@ -41,23 +39,16 @@ from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.run import StreamedRequest
 from april.workers.engines.sglang.server import ServerSettings, SGLangServer
 
-ROOT = Path(__file__).parent.parent
-APRIL = [sys.executable, "-m", "april.cli"]
 CONCURRENT, WAITING = 128, 8
 GROUP = 8
 RESPONSE_TOKENS = 512
 CONTEXT_TOKENS = 640
 STREAM_TOKENS = 32
-"""tokens in an event, as the worker has it by default"""
+"""Tokens of an event, the worker's default."""
 PATIENCE_S = 300.0
-POLL_S = 0.005
 TEMPERATURE = 0.01
-"""the smallest that a run may have"""
+"""The smallest temperature that a run may have."""
 V0, V1 = Version(0, 0), Version(0, 1)
-
-
-class Failed(RuntimeError):
-    pass
 
 
 class Bench:
@@ -93,7 +84,7 @@ def direct(bench: Bench, rows: int) -> float:
     async def run() -> float:
         client, gate = SGLangClient(bench.server.url), asyncio.Semaphore(CONCURRENT + WAITING)
 
-        async def one(group: int, index: int) -> int:
+        async def ask(group: int, index: int) -> int:
             request = Request(
                 group * GROUP + index, prompts[group], RESPONSE_TOKENS, stop_token_ids=stops, temperature=TEMPERATURE
             )
@@ -107,7 +98,7 @@ def direct(bench: Bench, rows: int) -> float:
         try:
             await client.call("/flush_cache", {}, PATIENCE_S)
             started = time.monotonic()
-            tokens = sum(await asyncio.gather(*(one(*sample) for sample in samples)))
+            tokens = sum(await asyncio.gather(*(ask(*sample) for sample in samples)))
             return tokens / (time.monotonic() - started)
         finally:
             await client.close()
@@ -130,27 +121,23 @@ def run_parts(bench: Bench, rows: int) -> Iterator[tuple[RunAddress, BrokerSourc
     """Broker and worker in processes of their own, the weights from here; the operator's and the learner's side."""
     with tempfile.TemporaryDirectory(prefix="run-", dir=bench.folder) as folder, contextlib.ExitStack() as parts:
         config = write_run(Path(folder), bench, rows)
-        processes = []
-        parts.callback(lambda: [end(process) for process in processes])
-        processes.append(start(["broker", str(config)], Path(folder) / "broker.log"))
+        broker = parts.enter_context(process([*APRIL, "broker", config], Path(folder) / "broker.log"))
         address_file = Path(folder) / "runs/sglang/address"
-        wait_for(address_file.exists, "the broker's address")
+        wait_for(address_file.exists, "the broker's address", broker)
         address = address_file.read_text()
         publisher = WeightPublisher(WeightsSection(), "sglang", "cpu")
         parts.callback(publisher.close)
         source = BrokerSource(address, publisher.address, PATIENCE_S)
         parts.callback(source.close)
-        processes.append(
-            start(["worker", str(config), "--connect", address, "--name", "w0"], Path(folder) / "worker.log")
-        )
-        branch, _ = source.start(0)
-        publisher.publish(Version(branch, 0), bench.tensors)
+        worker = [*APRIL, "worker", config, "--connect", address, "--name", "w0"]
+        parts.enter_context(process(worker, Path(folder) / "worker.log"))
+        incarnation, _ = source.start(0)
+        publisher.publish(Version(incarnation, 0), bench.tensors)
         yield RunAddress(None, address, None), source
 
 
 def write_run(folder: Path, bench: Bench, rows: int) -> Path:
-    lines = [orjson.dumps({"prompt": prompt, "label": "0"}) + b"\n" for prompt in bench.prompts(rows)]
-    (folder / "prompts.jsonl").write_bytes(b"".join(lines))
+    write_lines(folder / "prompts.jsonl", ({"prompt": prompt, "label": "0"} for prompt in bench.prompts(rows)))
     path = folder / "run.toml"
     path.write_text(f"""
 run = {{ name = "sglang", dir = "{folder}/runs" }}
@@ -163,27 +150,6 @@ engine = {{ url = "{bench.server.url}" }}
 learner = {{ ranks = 1 }}
 """)
     return path
-
-
-def start(arguments: list[str], log: Path) -> subprocess.Popen:
-    with log.open("wb") as output:
-        return subprocess.Popen([*APRIL, *arguments], stdout=output, stderr=output)
-
-
-def end(process: subprocess.Popen) -> None:
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10.0)
-    process.kill()
-    process.wait()
-
-
-def wait_for(condition, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Failed(f"{what}: not within {PATIENCE_S:g} s")
-        time.sleep(POLL_S)
 
 
 # --- abort, update, loss --------------------------------------------------------------------------------------
@@ -252,14 +218,13 @@ def main() -> None:
         try:
             speeds: dict = {pipeline: [], direct: []}
             for turn in range(turns):
-                for side in (pipeline, direct) if turn % 2 == 0 else (direct, pipeline):
+                for side in in_turns(turn, pipeline, direct):
                     speeds[side].append(side(bench, rows))
                     print(f"  {side.__name__}: {speeds[side][-1]:,.0f} tokens/s", file=sys.stderr, flush=True)
-            ratios = [ours / theirs for ours, theirs in zip(speeds[pipeline], speeds[direct], strict=True)]
             aborts = abort_to_journal(bench, repeats)
             bench.engine.load_weights(V1, bench.tensors)
             result = [
-                Row("pipeline_ratio", ratios, "ratio"),
+                Row("pipeline_ratio", ratios(speeds[pipeline], speeds[direct]), "ratio"),
                 Row("pipeline_tokens_per_s", speeds[pipeline], "tokens/s"),
                 Row("direct_tokens_per_s", speeds[direct], "tokens/s"),
                 Row("abort_to_journal_s", aborts, "s"),

@@ -16,7 +16,7 @@ from april.simulate.variants import with_schedule
 PUBLISHED = Path(__file__).parent.parent / "configs" / "published.toml"
 ENGINES, SLOTS = 1000, 512
 BATCHES_IN_FLIGHT = 2
-"""as in the published setting"""
+"""As in the published setting."""
 QUICK_ENGINES = 20
 
 
@@ -44,13 +44,13 @@ def main() -> int:
     shards = ShardedSimulation(scenario, options.brokers)
     started_s, instants_s = time.process_time(), []
     last = shards.pipelines[-1].measures
-    note = last.trained
+    note = last.record_step
 
     def trained(step, consumed):
         note(step, consumed)
         instants_s.append(time.process_time())
 
-    last.trained = trained
+    last.record_step = trained
     found = shards.run()
     step_s = (instants_s[-1] - instants_s[BATCHES_IN_FLIGHT - 1]) / options.steps
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

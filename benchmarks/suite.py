@@ -14,18 +14,18 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import networkx
 import orjson
-from common import Row, parser, report
+from common import ROOT, Row, parser, report
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "april"
 CORE = ("broker/ledger", "broker/schedules", "broker/journal", "wire")
-"""folders of ledger, schedules, journal and protocol; folders inside them do not count"""
+"""Folders of ledger, schedules, journal and protocol; folders inside them do not count."""
 SMALL_LINES = 120
-"""longest module that is counted by `single_importer_modules`"""
+"""Longest module that `single_importer_modules` counts (lines)."""
 ENGINES = PACKAGE / "workers" / "engines"
-OTHER_NAMES = (PACKAGE / "config", PACKAGE / "convert", PACKAGE / "data" / "tokenizer.py")
-"""where names are defaults and presets, what other frameworks' scripts say, or the package torch"""
+OTHER_NAMES = (PACKAGE / "config", PACKAGE / "trainers" / "convert", PACKAGE / "data" / "tokenizer.py")
+"""Files in which an engine's name is a default, a preset, another framework's word, or the package torch."""
 OWN_ENGINE = """
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.entry import EngineEntry
@@ -41,7 +41,7 @@ class Engine(EngineEntry):
             config.model.path, worker.slots, device=device, chunk_tokens=worker.chunk_tokens, report_s=worker.report_s
         )
 """
-"""an engine of somebody's own, in one file"""
+"""A user's own engine, in one file."""
 RUN_WITH_IT = """
 [run]
 name = "own"
@@ -144,7 +144,8 @@ def import_cycles() -> Row:
     """Groups of modules that import each other at their top, also those that only a type checker follows."""
     modules = {module_name(path): path for path in PACKAGE.rglob("*.py")}
     graph = {name: set(imports(name, path, modules)) for name, path in modules.items()}
-    cycles = [group for group in circles(graph) if len(group) > 1 or group[0] in graph[group[0]]]
+    edges = [(name, imported) for name in graph for imported in graph[name]]
+    cycles = [group for group in networkx.strongly_connected_components(networkx.DiGraph(edges)) if len(group) > 1]
     for group in cycles:
         print("circle of imports:", ", ".join(sorted(group)))
     return Row("import_cycles", [len(cycles)], "circles")
@@ -183,32 +184,6 @@ def at_the_top(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from at_the_top(node)
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components (Tarjan 1972)."""
-    order: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found = []
-
-    def visit(node: str) -> None:
-        order[node] = lowest[node] = len(order)
-        stack.append(node)
-        for other in graph[node]:
-            if other not in order:
-                visit(other)
-            if other in stack:
-                lowest[node] = min(lowest[node], lowest[other])
-        if lowest[node] == order[node]:
-            start = stack.index(node)
-            found.append(stack[start:])
-            del stack[start:]
-
-    for node in graph:
-        if node not in order:
-            visit(node)
-    return found
-
-
 # --- what a new engine costs ------------------------------------------------------------------------------------------
 
 
@@ -220,22 +195,22 @@ def files_touched_by_a_new_engine() -> Row:
     asking = sorted(set(files_that_name(*shipped_engines())))
     for path in asking:
         print("names a shipped engine:", path.relative_to(ROOT))
-    try_an_engine_of_ones_own()
+    check_an_own_engine()
     return Row("files_touched_by_a_new_engine", [1 + len(asking)], "files")
 
 
 def shipped_engines() -> tuple[set[str], set[str]]:
     """Their names, and the packages that are theirs alone."""
-    listing = "from april.workers.engines import ENGINES; print(*(' '.join(one) for one in ENGINES.shipped.items()))"
-    words = said_by([sys.executable, "-c", listing], ROOT).split()
-    return set(words[::2]), {place.partition(":")[0].rpartition(".")[0] for place in words[1::2]}
+    listing = "from april.workers.engines import ENGINES; print(*(' '.join(pair) for pair in ENGINES.shipped.items()))"
+    words = output_of([sys.executable, "-c", listing], ROOT).split()
+    return set(words[::2]), {entry.partition(":")[0].rpartition(".")[0] for entry in words[1::2]}
 
 
 def files_that_name(engines: set[str], packages: set[str]) -> Iterator[Path]:
     """Where a name stands alone in a string, or quoted in one, or where an engine is imported; docstrings do not count,
     nor does what asks whether the package of that name is installed."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        if any(path.is_relative_to(place) for place in (ENGINES, *OTHER_NAMES)):
+        if any(path.is_relative_to(folder) for folder in (ENGINES, *OTHER_NAMES)):
             continue
         tree = ast.parse(path.read_text())
         passed_over = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -248,24 +223,26 @@ def files_that_name(engines: set[str], packages: set[str]) -> Iterator[Path]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in passed_over:
                 if engines & {node.value, *re.findall(r"['\"`]([\w.-]+)['\"`]", node.value)}:
                     yield path
-            elif isinstance(node, ast.ImportFrom) and any(f"{node.module}.".startswith(f"{one}.") for one in packages):
+            elif isinstance(node, ast.ImportFrom) and any(
+                f"{node.module}.".startswith(f"{package}.") for package in packages
+            ):
                 yield path
 
 
-def try_an_engine_of_ones_own() -> None:
+def check_an_own_engine() -> None:
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         (here / "own_engine.py").write_text(OWN_ENGINE)
         (here / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 64)
         (here / "run.toml").write_text(RUN_WITH_IT.format(folder=folder))
-        said_by([sys.executable, "-c", MAKE_POLICY, str(here / "policy")], here)
+        output_of([sys.executable, "-c", MAKE_POLICY, str(here / "policy")], here)
         april, engine = [sys.executable, "-m", "april.cli"], "own_engine:Engine"
-        said_by([*april, "run", "run.toml", "--worker.engine", engine, "--dry-run"], here)
-        said_by([*april, "check", "engine", engine], here)
+        output_of([*april, "run", "run.toml", "--worker.engine", engine, "--dry-run"], here)
+        output_of([*april, "check", "engine", engine], here)
 
 
-def said_by(command: list[str], folder: Path, **environment: str) -> str:
-    """What a command prints. Ends the benchmark if it fails."""
+def output_of(command: list[str], folder: Path, **environment: str) -> str:
+    """The output of a command. Ends the benchmark if it fails."""
     everywhere = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"} | environment
     done = subprocess.run(command, cwd=folder, env=everywhere, capture_output=True, text=True)
     if done.returncode:

@@ -35,7 +35,7 @@ STEP_ROWS, RUN_ROWS = 8, 32
 
 
 def arguments(folder: str, rows: int, samples: int, **more) -> GRPOConfig:
-    """What steps and runs have in common: April's loss, no sampling filters, fp32, nothing reported or saved."""
+    """Arguments that steps and runs have in common: April's loss, fp32, nothing reported or saved."""
     return GRPOConfig(
         output_dir=folder, per_device_train_batch_size=min(rows, samples),
         gradient_accumulation_steps=max(1, samples // rows), beta=0.0, epsilon=0.2, epsilon_high=0.28,

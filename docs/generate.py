@@ -20,8 +20,7 @@ from mkdocs.structure.files import File, Files
 
 from april import wire
 from april.broker.ledger.events import AnyEvent
-from april.broker.views.metrics import Exporter, MetricsSnapshot
-from april.broker.views.metrics import METRICS, SYNC_BUCKETS_S, Histogram
+from april.broker.views.metrics import METRICS, SYNC_BUCKETS_S, Exporter, Histogram, MetricsSnapshot
 from april.config import Config, SourceSection, known_keys
 from april.config.data import EvaluationSetSection
 from april.config.loading import FLAGS

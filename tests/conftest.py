@@ -1,54 +1,31 @@
-"""Fixtures of most tests: a tiny policy, prompts for it and a run's configuration; and the suite's collection rules."""
+"""Fixtures of most tests: a small run, its processes, object stores; and the suite's collection rules."""
 
 import os
-import random
 import re
+import uuid
 
-import orjson
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite("april.workers.engines.conformance", "april.broker.conformance")
-pytest_plugins = ["tests.run.fixtures", "tests.stores"]
+pytest.register_assert_rewrite("april.workers.engines.conformance", "april.broker.conformance", "tests.support")
 
-from april.learner.policy.warm_start import EOS, VOCABULARY, build_model, save_policy  # noqa: E402
+from april.util.objects import ObjectStore  # noqa: E402
+from tests.support import object_stores, small_run  # noqa: E402
+from tests.support.marks import SERVERS  # noqa: E402
+from tests.support.run_processes import APRIL, Job, assert_closed, wait_until  # noqa: E402
+from tests.support.small_run import make_prompts, write_config  # noqa: E402
+from tests.support.step_gate import Gate  # noqa: E402
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 torch.set_num_threads(1)
 
-SERVERS = {
-    "sglang": ".venv-sglang/bin/python",
-    "vllm": ".venv-vllm/bin/python",
-    "verl": ".venv-verl/bin/python",
-    "megatron": ".venv-megatron/bin/python",
-    "browser": "/usr/bin/chromium",
-    "slurm": "/usr/sbin/slurmctld",
-    "ray": ".venv-ray/installed",
-    "helm": ".venv-helm/helm",
-    "kubectl": ".venv-helm/kubectl",
-    "prometheus": ".venv-prometheus/usr/bin/prometheus",
-    "sinks": ".venv-sinks/installed",
-    "store": ".venv-store/installed",
-}
-"""Marks of tests that need another environment or program, and its path."""
 
-GUESSING_STEPS = 60
-FILLER, ANSWERS = ",", "01"
-
-
-PROMPTS = 64
-"""Rows of the training file."""
 BEFORE = pytest.StashKey[set]()
 """Files in the checkout when the tests began."""
 FOLDERS = pytest.StashKey[dict]()
 """Collected folders by path."""
-
-
-def full(value, **options):
-    """A parameter that the short form of the suite leaves out."""
-    return pytest.param(value, marks=pytest.mark.full, **options)
 
 
 CACHES = re.compile(r"__pycache__|\..*|.*\.egg-info")
@@ -103,31 +80,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("policy"))
-
-
-def make_policy(folder, hidden_size=64):
-    """A tiny Qwen3 that writes some filler and then guesses: half its answers are right, lengths are long-tailed."""
-    model = build_model(hidden_size, layers=1, seed=0)
-    chance = random.Random(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(GUESSING_STEPS):
-        rows = [guess(chance) for _ in range(16)]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        loss = model(ids, labels=ids.masked_fill(ids == 0, -100)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    save_policy(model, folder)
-    return folder
-
-
-def guess(chance):
-    """Token ids of a prompt and a response with geometric length."""
-    length = min(100, int(chance.expovariate(1 / 20)))
-    text = "05*3+60=" + FILLER * length + "#" + chance.choice(ANSWERS)
-    return [VOCABULARY[character] for character in text] + [VOCABULARY[EOS]]
+    return small_run.make_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="session")
@@ -135,34 +88,9 @@ def data_folder(tmp_path_factory):
     return make_prompts(tmp_path_factory.mktemp("data"))
 
 
-def make_prompts(folder):
-    """`train.jsonl` with PROMPTS rows and `heldout.jsonl` with 16, each labelled 0 or 1."""
-    for name, count in (("train", PROMPTS), ("heldout", 16)):
-        rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row % 2)} for row in range(count)]
-        (folder / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    return folder
-
-
 @pytest.fixture
 def config_file(tmp_path, policy_folder, data_folder):
     return write_config(tmp_path, policy_folder, data_folder)
-
-
-def write_config(folder, policy_folder, data_folder):
-    """A small run: 4 groups of 2, a round of 6, 3 steps, responses of at most 24 tokens."""
-    text = f"""
-run = {{ name = "small", dir = "{folder}/runs" }}
-model = {{ path = "{policy_folder}" }}
-data = {{ path = "{data_folder}/train.jsonl", eval_path = "{data_folder}/heldout.jsonl" }}
-schedule = {{ rollout_batch_size = 4, over_sampling_batch_size = 6, n_samples_per_prompt = 2, max_steps = 3 }}
-sampling = {{ max_response_tokens = 24 }}
-evaluation = {{ prompts = 8 }}
-worker = {{ slots = 8, prefetch = 2, chunk_tokens = 8 }}
-learner = {{ lr = 1e-3, checkpoint_every = 1, keep_checkpoints = 10 }}
-"""
-    path = folder / "run.toml"
-    path.write_text(text)
-    return path
 
 
 @pytest.fixture
@@ -171,3 +99,88 @@ def server_python(tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho 0.5.23\n")
     (tmp_path / "python").chmod(0o755)
     return str(tmp_path / "python")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Run folder of the small configuration."""
+    return tmp_path / "runs" / "small"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(name, command, **options of Job): a started Job."""
+    jobs = []
+
+    def begin(name, command, **options):
+        jobs.append(Job(command, tmp_path / f"{name}.log", **options))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture
+def start_run(start, config_file):
+    """start_run(*overrides): Job of `april run` on the small configuration."""
+    return lambda *overrides: start("output", [*APRIL, "run", str(config_file), *overrides])
+
+
+@pytest.fixture
+def start_broker(start, config_file, run_dir):
+    """start_broker(*overrides) -> Job of `april broker` on the small configuration, once it can be reached at its
+    `address` and `http`"""
+
+    def begin(*overrides):
+        (run_dir / "http").unlink(missing_ok=True)
+        job = start("broker", [*APRIL, "broker", str(config_file), *overrides])
+        wait_until((run_dir / "http").exists, job)
+        job.run_dir = run_dir
+        job.address, job.http = ((run_dir / name).read_text() for name in ("address", "http"))
+        return job
+
+    return begin
+
+
+@pytest.fixture
+def gate(run_dir, tmp_path, monkeypatch):
+    """start_run(*gate.hold(2)): the run waits after its second or third step until gate.open()."""
+    return Gate(tmp_path / "gate", run_dir, monkeypatch)
+
+
+@pytest.fixture
+def finish_run(start_run, run_dir):
+    """finish_run(*overrides): (Job, summary) of a finished run."""
+
+    def finish(*overrides):
+        job = start_run(*overrides)
+        assert job.wait() == 0, job.output
+        return job, assert_closed(run_dir)
+
+    return finish
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory):
+    """The address of an S3 server on loopback."""
+    with object_stores.s3_server(tmp_path_factory.mktemp("s3") / "log") as address:
+        yield address
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch):
+    """Sets the environment variables of S3 clients; a URL in a new bucket."""
+    return object_stores.new_bucket(s3_server, monkeypatch)
+
+
+@pytest.fixture(params=object_stores.KINDS)
+def store_url(request, tmp_path):
+    if request.param == "s3":
+        return request.getfixturevalue("s3")
+    return f"file://{tmp_path}/the store" if request.param == "file" else f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def objects(store_url):
+    return ObjectStore(store_url, timeout_s=60)

@@ -10,14 +10,6 @@ from types import SimpleNamespace as Has
 import numpy as np
 import pytest
 
-from april.broker.handlers.lease_holders import sample_seed
-from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.rules import Rules
-from april.simulate.scenario import Lengths, LengthsSection
-from april.wire.message import Version
-from april.workers.engines.base import Request
-from tests.simulate.journals import add_group, recorded
-
 
 @pytest.fixture(scope="module")
 def module():
@@ -60,22 +52,6 @@ def test_what_of_a_gain_arrives_is_held_against_a_trainer_that_only_generates_fa
     assert (gain.generation_share, gain.engine_gain) == (0.5, 5.0)
     assert gain.ratio == pytest.approx(20 / 14) and gain.possible == pytest.approx(1 / 0.6)
     assert gain.share == pytest.approx(0.6 * 20 / 14)
-
-
-# --- migration.py -----------------------------------------------------------------------------------------------
-
-
-def test_what_moving_brings_is_a_batch_s_time_without_it_over_that_with_it_seed_by_seed(module):
-    base = SimpleScenario()
-    seconds = Has(submit=lambda work, one: Has(result=lambda: 10.0 if one["schedule__migrate"] else 11.0 + one["seed"]))
-    rows = module("migration").rows_of(seconds, {"": base}, range(2))
-    [row] = rows
-    assert (row.name, row.measured, row.unit) == ("migration_gain", pytest.approx([0.1, 0.2]), "fraction")
-
-
-class SimpleScenario(dict):
-    def with_keys(self, **keys):
-        return SimpleScenario(self | keys)
 
 
 # --- rollout.py, rollout_real.py, rollout_turn.py -------------------------------------------------------------
@@ -135,45 +111,6 @@ def test_a_slot_is_occupied_or_idle_for_one_cause(module, kind, cause):
     assert between_two_looks.idle_share == {cause: 0, "pipeline": 0, "update": 0}
 
 
-# --- paced_prediction.py --------------------------------------------------------------------------------------
-
-
-def test_the_lengths_of_a_run_are_known_group_by_group_and_what_was_unfinished_is_drawn_from_longer_ones(
-    module, tmp_path
-):
-    ledger = Ledger(Rules(batch_groups=2, group_size=2, max_staleness=5, max_response_tokens=100))
-    ledger.start_learner(0)
-    with recorded(ledger, tmp_path):
-        add_group(ledger, [20, 10], prompt_tokens=7)
-        unfinished = add_group(ledger, [40, None])
-        add_group(ledger, [31, 30])
-        ledger.add_chunk(next(iter(ledger.leases)), 0, 25, Version(0, 1))
-    groups = module("paced_prediction").completed(tmp_path / "journal", np.random.default_rng(0))
-    assert [group.response_tokens for group in groups[:1] + groups[2:3]] == [[20, 10], [31, 30]]
-    assert groups[0].prompt_tokens == 7
-    first, drawn = groups[unfinished.id].response_tokens
-    assert first == 40 and drawn in (30, 31, 40)
-
-
-# --- forced_engine.py -------------------------------------------------------------------------------------------
-
-
-def test_a_forced_length_is_that_of_its_sample_also_when_it_goes_on_elsewhere(module, monkeypatch):
-    forced = module("forced_engine")
-    lengths = Lengths(LengthsSection(family="pareto", alpha=1.1, smallest_tokens=16, longest_tokens=512), 2, seed=3)
-    submitted = []
-    monkeypatch.setattr(forced.PacedEngine, "submit", lambda self, request: submitted.append(request))
-    monkeypatch.setattr(forced, "GROUPS", 4)
-    engine = object.__new__(forced.ForcedEngine)
-    engine.force(lengths, seed=3, longest=512)
-    seed = sample_seed(3, 2, 1)
-    for already in (0, 5):
-        tokens = np.zeros(9 + already, np.int32)
-        engine.submit(Request(1, tokens, 512 - already, seed, stop_token_ids=frozenset({2})))
-    assert [one.max_new_tokens for one in submitted] == [lengths.of(2)[1], lengths.of(2)[1] - 5]
-    assert not submitted[0].stop_token_ids
-
-
 # --- end_to_end.py, learning.py -------------------------------------------------------------------------------
 
 
@@ -194,7 +131,7 @@ def test_a_run_that_does_not_get_there_counts_with_its_last_second_and_never_to_
     ratio = module("end_to_end").ratio_of_times
     assert (ratio(early, late, 0.9), ratio(early, never, 0.9), ratio(never, early, 0.9)) == (0.75, 0.75, inf)
     seconds_to = module("learning").seconds_to
-    assert [seconds_to(0.9, Has(course=one)) for one in (early, late, never)] == [30.0, 40.0, 40.0]
+    assert [seconds_to(0.9, Has(course=run)) for run in (early, late, never)] == [30.0, 40.0, 40.0]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +140,11 @@ def test_a_run_that_does_not_get_there_counts_with_its_last_second_and_never_to_
 )
 def test_the_p_of_a_difference_is_the_share_of_signs_that_give_as_large_a_mean(module, differences, p):
     assert module("learning").sign_flip_p(differences) == p
+
+
+def test_a_two_sided_p_counts_means_as_far_from_zero_on_both_sides(module):
+    p = module("learning").sign_flip_p
+    assert p([1, 2, 3], two_sided=True) == p([-1, -2, -3], two_sided=True) == 1 / 4
 
 
 def test_the_confidence_interval_is_students(module):
@@ -214,9 +156,9 @@ def test_the_confidence_interval_is_students(module):
 def test_of_a_server_s_answer_what_it_did_not_find_in_its_cache_is_computed_again(module):
     """A prompt of 8 tokens, a response of 20 that was leased and 5 more; one answer begins, another goes on."""
     worker = watching(module, Has(_take=lambda run, event: None, _change_weights=None))
-    run = Has(received=0, request=Has(id=7, tokens=np.zeros(28)), generated=[1] * 5)
+    run = Has(attempt_tokens=0, request=Has(id=7, tokens=np.zeros(28)), generated=[1] * 5)
     for received, found in ((0, 30), (0, 0), (3, 0)):
-        run.received = received
+        run.attempt_tokens = received
         worker.engine._take(run, {"meta_info": {"completion_tokens": 1, "cached_tokens": found}})
     assert worker.reading.recomputed == 3 + 25
 
@@ -235,36 +177,7 @@ def watching(module, engine):
     """A worker that watches this engine of a server."""
     forced_worker = module("forced_worker")
     worker = forced_worker.ForcedWorker.__new__(forced_worker.ForcedWorker)
-    worker.engine, worker.works = engine, {7: Has(tokens=[np.zeros(8)])}
+    worker.engine, worker.active = engine, {7: Has(tokens=[np.zeros(8)])}
     worker.reading, worker._updating = forced_worker.Reading(0.0), None
     worker._watch_server(engine)
     return worker
-
-
-# --- first_hour.py --------------------------------------------------------------------------------------------
-
-
-def test_a_refusal_is_one_sentence_with_key_value_and_mend(module):
-    misuse = module("misuses").key("learner.lr", "-1")
-    good = "april run: key 'learner.lr' = -1 is refused; mend it in the file\n"
-    assert misuse.objection(2, good) == ""
-    assert misuse.objection(1, good) == "ended with status 1"
-    assert misuse.objection(2, good + good) == "has 2 lines"
-    assert misuse.objection(2, good.replace("-1", "it")) == "does not name '-1'"
-    assert misuse.objection(2, good.partition(";")[0]) == "says no mend"
-    assert misuse.objection(2, "Traceback (most recent call last):\n" + good) == "has a traceback"
-    assert len(module("misuses").MISUSES) >= 60
-
-
-def test_a_step_of_the_first_hour_has_to_print_and_to_write_what_it_says(module, tmp_path):
-    first_hour = module("first_hour")
-    assert len(first_hour.STEPS) >= 24
-    assert all(step.prints or step.writes for step in first_hour.STEPS)
-    step = first_hour.april("a run", "run my.toml", "^step 1/3", writes=("made/*.txt",))
-    done = first_hour.Done(0, "plan: april\nstep 1/3 reward\n")
-    assert done.objection(step, tmp_path) == "did not write ['made/*.txt']"
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "it.txt").touch()
-    assert done.objection(step, tmp_path) == ""
-    assert first_hour.Done(0, "a step 1/3").objection(step, tmp_path) == "did not print ['^step 1/3']"
-    assert first_hour.Done(1, done.output).objection(step, tmp_path) == "ended with status 1"

@@ -27,7 +27,7 @@ ARROWS_BACK = {
     "broker/ledger/planted.py": "april.broker.service",
     "wire/planted.py": "april.config",
     "learner/planted.py": "april.broker.ledger",
-    "environments/planted.py": "april.workers",
+    "data/planted.py": "april.workers",
 }
 
 

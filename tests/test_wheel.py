@@ -13,7 +13,7 @@ import pytest
 from april import __version__
 
 ROOT = Path(__file__).parent.parent
-QUICKSTART = "april/launch/quickstart.toml"
+QUICKSTART = "april/cli/quickstart.toml"
 SOURCES = ("april", "configs", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 """all that is built from"""
 FEW = {"schedule.max_steps": 2, "evaluation.prompts": 16, "learner.ranks": 1, "worker.count": 1, "run.name": "few"}

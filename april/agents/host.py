@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from april.agents import PROGRAMS
-from april.util.lifetime import die_with_parent, end
-from april.util.logs import raised
-from april.util.pool import LENGTH_BYTES, READY, frame, private_pipes, send
+from april.util.lifetime import die_with_parent, exit_at_once
+from april.util.logs import user_traceback
+from april.util.pool import LENGTH_BYTES, READY, frame, private_pipes, write_frame
 from april.wire.limits import MAX_AGENT_STATE_BYTES, MAX_REWARD, is_reward
 
 HEARTBEAT_S = 1.0
@@ -103,7 +103,7 @@ class Host:
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(incoming, "rb")
         )
-        send(self.outgoing, READY)
+        write_frame(self.outgoing, READY)
         heartbeat = asyncio.create_task(self._heartbeat())
         try:
             while True:
@@ -131,7 +131,7 @@ class Host:
         except BaseException as error:
             ended = ProgramEnded(order.key, error=error_text(error))
         self.running.pop(order.key, None)
-        send(self.outgoing, frame(ended))
+        write_frame(self.outgoing, frame(ended))
 
     def _outcome(self, key: int, reward: Any, state: bytes) -> ProgramEnded:
         is_number = isinstance(reward, int | float) or hasattr(reward, "__float__")
@@ -143,7 +143,7 @@ class Host:
 
     async def _heartbeat(self) -> None:
         while True:
-            send(self.outgoing, frame(ProgramEnded(0)))
+            write_frame(self.outgoing, frame(ProgramEnded(0)))
             await asyncio.sleep(HEARTBEAT_S)
 
 
@@ -156,7 +156,7 @@ def pack_state(state: Any) -> bytes:
 
 
 def error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}\n{raised(error)[-ERROR_CHARACTERS:]}"
+    return f"{type(error).__name__}: {error}\n{user_traceback(error)[-ERROR_CHARACTERS:]}"
 
 
 def main() -> None:
@@ -164,7 +164,7 @@ def main() -> None:
     name, options, threads = sys.argv[1], msgspec.json.decode(sys.argv[2]), int(sys.argv[3])
     incoming, outgoing = private_pipes()
     asyncio.run(Host(load_program(name, options), outgoing, threads).serve(incoming))
-    end(0)
+    exit_at_once(0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""An agents process, `april agents`: gateway, program runner and broker link, wired together."""
+"""An agents process, `april agents`: gateway, program runner and broker link, wired together.
+
+Without a program or command, an external harness takes the sessions over HTTP, runs its own agents and reports rewards.
+"""
 
 import asyncio
 import logging
@@ -12,14 +15,20 @@ from typing import NoReturn
 from aiohttp import web
 
 from april.agents import PROGRAMS
+from april.agents.agents import Agents
 from april.agents.conversation_tree import Refusal
+from april.agents.dialects import DIALECTS
+from april.agents.forwarding import SessionForwarder
 from april.agents.gateway import Gateway, json_response, read_body
 from april.agents.host import StartProgram
+from april.agents.link import BrokerLink
 from april.agents.listening import AttachKey, listen, server_tls
-from april.agents.programs import ProgramObserver
+from april.agents.programs import CommandRunner, ProgramObserver, ProgramRunner
+from april.agents.rendering import Renderer
 from april.config import Config
+from april.data.tokenizer import Tokenizer
 from april.util.errors import refuse
-from april.util.lifetime import REFUSED, end
+from april.util.lifetime import REFUSED, exit_at_once
 from april.util.logs import log_to_stderr
 from april.wire.security.keys import Keys, load_keys
 from april.wire.sockets.broker import AccessDenied, BrokerConnection, new_uid
@@ -36,26 +45,13 @@ def run_agents(config: Config, address: str, name: str) -> NoReturn:
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     keys = load_keys(config.security.keys, "agents")
     tls, attach_key = server_tls(config.agent), AttachKey(config.agent.attach_keyfile)
-    end(asyncio.run(serve(config, address, name, keys, tls, attach_key)))
+    exit_at_once(asyncio.run(serve(config, address, name, keys, tls, attach_key)))
 
 
 async def serve(
     config: Config, address: str, name: str, keys: Keys | None, tls: ssl.SSLContext | None, attach_key: AttachKey
 ) -> int:
     """Serve until the run is over; returns the exit status."""
-    from aiohttp import web
-
-    from april.agents.agents import Agents
-
-    pass
-    from april.agents.dialects import DIALECTS
-    from april.agents.forwarding import SessionForwarder
-    from april.agents.gateway import Gateway
-    from april.agents.link import BrokerLink
-    from april.agents.programs import CommandRunner, ProgramRunner
-    from april.agents.rendering import Renderer
-    from april.data.tokenizer import Tokenizer
-
     section, tokenizer = config.agent, Tokenizer(config.model.path)
     ignore_overrides = section.overrides == "ignore"
     gateway = Gateway([dialect(tokenizer, config.run.name, ignore_overrides) for dialect in DIALECTS])
@@ -109,8 +105,7 @@ async def serve(
     return 0
 
 
-# --- sessions for an external harness, which takes them over HTTP, runs its own agents and reports the rewards ---
-
+# --- sessions for an external harness ---------------------------------------------------------------------------------
 
 MAX_WAIT_S = 60.0
 """Longest `wait_s` of one request for a session."""

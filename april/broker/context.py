@@ -1,9 +1,12 @@
-"""The broker context: the components of a running broker, shared by the service, its handlers and its views."""
+"""The broker context: the components of a running broker, shared by the service, its handlers and its views; and
+the journal's first record, which pins the settings of the run."""
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from april import wire
 from april.broker.journal.files import JournalError
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import RunStarted
@@ -17,12 +20,15 @@ from april.broker.snapshots import Snapshots
 from april.broker.telemetry.census import QueueScanner
 from april.broker.telemetry.recorder import Recorder
 from april.broker.telemetry.sample_history import SampleHistory
-from april.broker.verification import NONE, fingerprints
+from april.broker.verification import NO_FINGERPRINT, fingerprints
 from april.config import Config
 from april.util.logs import Failures
 from april.wire.security.access import Audit
 
 log = logging.getLogger(__name__)
+
+MessageTable = dict[type[wire.Message], Callable[..., None]]
+"""Message type -> the function of a handler that handles it: (handler, peer, received, time in seconds)."""
 
 
 @dataclass
@@ -66,10 +72,10 @@ class BrokerContext:
     """Failed connection handshakes by cause, counted by the server."""
 
 
-# --- the journal's first record ---
+# --- the journal's first record ---------------------------------------------------------------------------------------
 
 
-KEYS = {
+HEADER_KEYS = {
     "run": "run.name",
     "dataset": "data.path",
     "seed": "seed",
@@ -86,6 +92,7 @@ KEYS = {
 
 
 def make_header(config: Config, prompts: PromptBook) -> RunStarted:
+    """The first record of a run with this configuration."""
     rules = ledger_rules(config)
     return RunStarted(
         config.run.name,
@@ -104,16 +111,16 @@ def make_header(config: Config, prompts: PromptBook) -> RunStarted:
 
 
 def check_header(recorded: RunStarted, wanted: RunStarted) -> None:
-    """Raises JournalError if a setting has changed; the error names each key with both values."""
+    """Raise JournalError if a setting has changed; the error names each key with both values."""
     changed = [
         f"key {key!r} was {getattr(recorded, field)!r} and is {getattr(wanted, field)!r} now"
-        for field, key in KEYS.items()
+        for field, key in HEADER_KEYS.items()
         if getattr(recorded, field) != getattr(wanted, field)
     ]
     changed += [
         f"key {key!r} was {was!r} and is {wanted.fingerprints[key]!r} now"
         for key, was in recorded.fingerprints.items()
-        if was != NONE and wanted.fingerprints.get(key, was) != was
+        if was != NO_FINGERPRINT and wanted.fingerprints.get(key, was) != was
     ]
     if changed:
         raise JournalError(

@@ -1,4 +1,5 @@
-"""The broker's prompts: dataset rows in a seeded order per epoch, tokenised when they are drawn."""
+"""The broker's prompts: dataset rows in a seeded order per epoch, tokenised when they are drawn, or prompts that the
+trainer submits during the run."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -150,10 +151,11 @@ class PromptBook:
         return tokens.astype("<i4").tobytes() if 0 < len(tokens) <= self.max_prompt_tokens else None
 
 
-# --- prompts that the trainer submits during the run, instead of a dataset ---
+# --- submitted prompts ------------------------------------------------------------------------------------------------
 
 
-PROMPTS_CACHED = 64
+SUBMITTED_CACHED = 64
+"""Submitted prompts that are kept after they are read from the journal."""
 
 
 class SubmittedPrompts(PromptBook):
@@ -175,7 +177,7 @@ class SubmittedPrompts(PromptBook):
 
     def bind(self, ledger: LedgerState, read: ReadBack) -> None:
         self._ledger = ledger
-        self._read = lru_cache(maxsize=PROMPTS_CACHED)(lambda number: read(ledger.submitted[number]))
+        self._read = lru_cache(maxsize=SUBMITTED_CACHED)(lambda number: read(ledger.submitted[number]))
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         _, number = cursor

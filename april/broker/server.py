@@ -27,7 +27,7 @@ from april.config import Config, is_loopback
 from april.util import clock, resources
 from april.util.files import replace_file
 from april.util.lifetime import STEP_ASIDE
-from april.util.resources import NO_DESCRIPTORS, raise_limit
+from april.util.resources import NO_DESCRIPTORS, raise_descriptor_limit
 from april.util.versions import RUN_FOLDER
 from april.wire import limits
 from april.wire.security.access import AccessControl
@@ -36,51 +36,8 @@ from april.wire.security.keys import ALLOW_LIST, load_keys
 from april.wire.sockets import base
 from april.wire.sockets.base import ADDRESS_FILE
 
-# --- memory settings of the broker, whose heap has many small long-lived objects and a few large short-lived ones ---
-
-
-GC_THRESHOLDS = (50_000, 20, 100)
-"""Collection thresholds, above the defaults: scanning the ledger's many live objects is rarely worth it."""
-LARGE_BLOCK_BYTES = 1 << 20
-KEPT_FREE_BYTES = 64 << 20
-TRIM_S, TRIM_SHARE = 5.0, 0.001
-"""Least interval of giving back free memory, and the largest share of time it may take."""
-
-
-def apply_settings() -> None:
-    """Apply the settings; call it once everything is loaded.
-
-    glibc maps large blocks separately and returns them to the system when freed, but raises its threshold for "large"
-    with each one freed, so that large messages would soon fragment the heap. Here the threshold stays at
-    `LARGE_BLOCK_BYTES`. Up to `KEPT_FREE_BYTES` at the end of the heap are kept; otherwise the pages of messages would
-    be released and faulted in again for each message.
-    """
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-    resources.tune(LARGE_BLOCK_BYTES, KEPT_FREE_BYTES)
-
-
-class Trimmer:
-    """Gives free memory between live objects back to the system, tens of megabytes after each batch.
-
-    It takes a millisecond or two; with a larger heap, where it takes longer, it is done less often.
-    """
-
-    def __init__(self) -> None:
-        self._at = 0.0
-
-    def trim_if_due(self) -> None:
-        """Give memory back if it is time; call it in each pass of the broker's loop."""
-        if (began := clock.now()) >= self._at:
-            resources.give_back()
-            now = clock.now()
-            self._at = now + max(TRIM_S, (now - began) / TRIM_SHARE)
-
-
-# --- the broker's process ---
-
-
 log = logging.getLogger(__name__)
+
 
 POLL_MS = 50
 DRAIN_S = 0.004
@@ -123,7 +80,7 @@ class Server:
 
     def __init__(self, config: Config):
         """Raises ConfigError, JournalError or BindError."""
-        raise_limit()
+        raise_descriptor_limit()
         keys = load_keys(config.security.keys, "broker")
         allow_list = AllowList(config.security.keys / ALLOW_LIST) if config.security.keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -166,7 +123,7 @@ class Server:
         self._metrics_reader, self._sync_times = MetricsReader(), SyncTimes()
         self._leave_s = max(LEAVE_S, config.learner.load_s)
         self._signal = ""
-        self._trimmer = Trimmer()
+        self._trimmer = HeapTrimmer()
         self._retry_at = 0.0
         self._ended: tuple[str, str] | None = None
         """(reason, state) of a run that was over when its disk failed."""
@@ -216,7 +173,7 @@ class Server:
         self.write_address()
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
         over_since = None
-        apply_settings()
+        apply_memory_settings()
         self.service.begin(clock.now())
         self.service.verifier.start()
         try:
@@ -448,3 +405,46 @@ def start_exporter(config: Config) -> Exporter | None:
     if not is_loopback(wanted[0]):
         log.warning("%s can be read by whoever reaches this machine; it shows figures and names only", exporter.address)
     return exporter
+
+
+# --- memory settings --------------------------------------------------------------------------------------------------
+
+
+GC_THRESHOLDS = (50_000, 20, 100)
+"""Collection thresholds, above the defaults: scanning the ledger's many live objects is rarely worth it."""
+LARGE_BLOCK_BYTES = 1 << 20
+KEPT_FREE_BYTES = 64 << 20
+TRIM_S, TRIM_SHARE = 5.0, 0.001
+"""Least interval of giving back free memory, and the largest share of time it may take."""
+
+
+def apply_memory_settings() -> None:
+    """Apply the memory settings; call it once everything is loaded.
+
+    The broker's heap has many small long-lived objects and a few large short-lived ones.
+
+    glibc maps large blocks separately and returns them to the system when freed, but raises its threshold for "large"
+    with each one freed, so that large messages would soon fragment the heap. Here the threshold stays at
+    `LARGE_BLOCK_BYTES`. Up to `KEPT_FREE_BYTES` at the end of the heap are kept; otherwise the pages of messages would
+    be released and faulted in again for each message.
+    """
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    resources.tune_allocator(LARGE_BLOCK_BYTES, KEPT_FREE_BYTES)
+
+
+class HeapTrimmer:
+    """Gives free memory between live objects back to the system, tens of megabytes after each batch.
+
+    It takes a millisecond or two; with a larger heap, where it takes longer, it is done less often.
+    """
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def trim_if_due(self) -> None:
+        """Give memory back if it is time; call it in each pass of the broker's loop."""
+        if (began := clock.now()) >= self._at:
+            resources.return_free_pages()
+            now = clock.now()
+            self._at = now + max(TRIM_S, (now - began) / TRIM_SHARE)

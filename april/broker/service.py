@@ -8,9 +8,10 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from april import wire
-from april.broker.context import BrokerContext, check_header, make_header
+from april.broker.context import BrokerContext, MessageTable, check_header, make_header
 from april.broker.filters.filters import FilterFailed, GroupFilters
 from april.broker.handlers.agents import AgentHandler
 from april.broker.handlers.learner import Evaluations, LearnerHandler, NodeHandler
@@ -51,14 +52,15 @@ SUMMARY_S = 0.25
 BUSY_HAND_OUT_S = 0.05
 """Seconds between passes that grant leases while messages wait, so that reports are acknowledged first."""
 
-MAY_SEND = {
-    "worker": {"Heartbeat", "WorkerCapacity", "ActivitySpan", "Report"},
-    "scorer": {"Heartbeat", "HolderCapacity", "Report"},
-    "agents": {"Heartbeat", "HolderCapacity", "Report", "HolderRequest"},
-    "learner": {"Heartbeat", "StartLearner", "Submit", "Fetch", "Consumed", "Durable", "BestRequest"},
-    "node": {"Heartbeat", "Rendezvous"},
-    "monitor": {"Heartbeat", "StatusRequest", "StopRun", "Drain", "DeadLettersRequest", "Requeue"},
+MESSAGES: dict[str, MessageTable] = {
+    "worker": WorkerHandler.MESSAGES,
+    "scorer": ScorerHandler.MESSAGES,
+    "agents": AgentHandler.MESSAGES,
+    "learner": LearnerHandler.MESSAGES,
+    "node": NodeHandler.MESSAGES,
+    "monitor": MonitorHandler.MESSAGES,
 }
+"""Role -> its messages. A peer may send no other types, besides Hello, Bind, Heartbeat and Goodbye."""
 
 KEY_OF = {"node": "learner"}
 """Roles whose peers use the key of another role."""
@@ -115,8 +117,10 @@ class Service:
         self.holder_handlers: dict[str, LeaseHolderHandler] = {
             "worker": self.workers, "scorer": self.scorers, "agents": self.agents,
         }  # fmt: skip
-        nodes = NodeHandler(self.peers)
-        self.handlers = {**self.holder_handlers, "learner": self.learner, "node": nodes, "monitor": self.monitors}
+        self.nodes = NodeHandler(self.peers)
+        self.handlers: dict[str, Any] = {
+            **self.holder_handlers, "learner": self.learner, "node": self.nodes, "monitor": self.monitors,
+        }  # fmt: skip
         self.begin(now)
 
     # --- start ----------------------------------------------------------------------------------------------
@@ -187,19 +191,18 @@ class Service:
         peer.last_seen = now
         if isinstance(message, wire.Heartbeat):
             peer.note_heartbeat(message, now)
-        kind = type(message).__name__
         if peer.role == "worker":
             self.workers.maybe_ready[peer.id] = peer
         if isinstance(message, wire.Bind):
             peer.control_route = route
         elif isinstance(message, wire.Goodbye):
             self._goodbye(peer)
-        elif kind not in MAY_SEND[peer.role]:
-            raise wire.WireError(f"not for a {peer.role} to send: {kind}")
-        elif kind == "Heartbeat" and peer.role not in HOLDERS:
+        elif handle := MESSAGES[peer.role].get(type(message)):
+            handle(self.handlers[peer.role], peer, received, now)
+        elif isinstance(message, wire.Heartbeat):
             self.peers.answer_heartbeat(peer, [])
         else:
-            getattr(self.handlers[peer.role], f"on_{kind}")(peer, received, now)
+            raise wire.WireError(f"not for a {peer.role} to send: {type(message).__name__}")
 
     def _answer_read_only(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
         """Handle a message while nothing can be written: answer heartbeats and monitors, and ignore what would change
@@ -230,7 +233,7 @@ class Service:
 
     def _hello(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
         hello = received.message
-        if hello.role not in MAY_SEND:
+        if hello.role not in MESSAGES:
             raise wire.WireError("unknown role")
         if len(hello.lease_ids) > self.config.security.max_leases:
             raise wire.WireError("more leases than a worker may hold")

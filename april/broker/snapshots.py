@@ -1,8 +1,8 @@
-"""Keeps the newest snapshot up to date with the closed journal files, with one helper process per snapshot.
+"""Snapshots of the ledger: rebuilding a ledger from the newest one, and making the next one in a helper process.
 
-The broker never waits for the process: it starts it, polls it, and closes the files that it asks to delete. Failures
-are counted and retried with growing delays. A fork of the broker would not have to read the journal, but would inherit
-its lock and keep the next broker out.
+`Snapshots` keeps the newest snapshot up to date with the closed journal files. The broker never waits for the process:
+it starts it, polls it, and closes the files that it asks to delete. Failures are counted and retried with growing
+delays. A fork of the broker would not have to read the journal, but would inherit its lock and keep out the next one.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from april.broker.ledger.events import Event
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.telemetry.sample_history import SampleHistory
-from april.util.lifetime import delay_s, end, end_with_parent, give_way
+from april.util.lifetime import end_with_parent, exit_at_once, give_way, restart_delay_s
 
-# --- rebuilding a ledger from a snapshot and the events after it ---
+log = logging.getLogger(__name__)
 
 
 def rebuild_ledger(
@@ -51,10 +51,8 @@ def rebuild_ledger(
     return position
 
 
-# --- the process that makes the next snapshot ---
+# --- the snapshot process ---------------------------------------------------------------------------------------------
 
-
-log = logging.getLogger(__name__)
 
 MODULE = "april.broker.snapshots"
 DONE, NOT_WRITTEN, NOT_READ = 0, 3, 4
@@ -81,6 +79,7 @@ def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]
 
 
 def main(folder: str, position: str, rules: str) -> int:
+    """Run as the snapshot process: between the phases, print the files to delete and wait for a line on stdin."""
     gc.disable()
     try:
         for dead in make_snapshot(Path(folder), int(position), msgspec.json.decode(rules, type=Rules)):
@@ -97,13 +96,7 @@ def main(folder: str, position: str, rules: str) -> int:
     return DONE
 
 
-if __name__ == "__main__":
-    end_with_parent()
-    give_way()
-    end(main(*sys.argv[1:]))
-
-
-# --- keeps the newest snapshot up to date with the closed journal files, with one helper process per snapshot ---
+# --- the broker's side ------------------------------------------------------------------------------------------------
 
 
 DEADLINE_S = 600.0
@@ -200,7 +193,7 @@ class Snapshots:
     def _failed(self, why: str, now: float) -> None:
         self.failures += 1
         self._failures_in_a_row += 1
-        self._try_at = now + delay_s(self._failures_in_a_row, TRIES)
+        self._try_at = now + restart_delay_s(self._failures_in_a_row, TRIES)
         log.warning("snapshot at %d was not made: %s; the one before it still serves", self._position, why)
 
     def make_in_broker(
@@ -274,3 +267,9 @@ class HelperProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the disk holds it, and the system ends it later
             self._inner.wait(END_S)
         self.status()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    give_way()
+    exit_at_once(main(*sys.argv[1:]))

@@ -1,7 +1,8 @@
-"""Background verification of old journal files after a start of the broker.
+"""Verification of what a run rests on: its old journal files, and what its configuration refers to.
 
 A start reads the journal from its snapshot on. Older records would only be read when a batch needs them; so a thread
-reads them once, slowly, and reports groups that cannot be read while they can still be discarded.
+reads them once, slowly, and reports groups that cannot be read while they can still be discarded. Fingerprints of
+model, tokeniser, held-out prompts and scoring show whether a resumed run still has those that it began with.
 """
 
 import json
@@ -21,7 +22,7 @@ import orjson
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
-from april.broker.journal.files import SUFFIX, Damaged, Reference
+from april.broker.journal.files import Damaged, Reference, file_path, file_starts
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Sample
@@ -76,7 +77,7 @@ class JournalVerifier:
             self._thread.join()
 
     def _run(self) -> None:
-        self._starts = sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}"))
+        self._starts = file_starts(self.folder)
         reads = size = 0
         try:
             for stored in self._stored:
@@ -116,7 +117,7 @@ class JournalVerifier:
         start = self._starts[bisect_right(self._starts, record) - 1]
         try:
             if start not in self._files:
-                self._files[start] = os.open(self.folder / f"{start:020d}{SUFFIX}", os.O_RDONLY | os.O_CLOEXEC)
+                self._files[start] = os.open(file_path(self.folder, start), os.O_RDONLY | os.O_CLOEXEC)
             return os.pread(self._files[start], size, record - start + offset)
         except OSError:
             return b""
@@ -133,16 +134,16 @@ def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:
     ]
 
 
-# --- fingerprints of what configuration keys refer to ---
+# --- fingerprints -----------------------------------------------------------------------------------------------------
 
 
-NONE = "none"
+NO_FINGERPRINT = "none"
 """Fingerprint of something absent; it may be added later in the run."""
-WHOLE_BYTES = 64 << 20
+WHOLE_WEIGHTS_BYTES = 64 << 20
 """Weights of at most this many bytes are read whole."""
-SAMPLES, SAMPLE_BYTES = 1024, 4096
+SAMPLED_TENSORS, SAMPLE_BYTES = 1024, 4096
 """Of larger weights: most tensors read, and bytes read from the middle of each."""
-HEAD = struct.Struct("<Q")
+LENGTH_PREFIX = struct.Struct("<Q")
 """A length prefix, as at the beginning of a safetensors file."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
@@ -150,7 +151,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 IGNORED_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "chat_template", "_commit_hash")
 """Keys of a model's JSON files that differ between copies, or have a fingerprint of their own."""
-SCORING = ("name", "overlong_buffer_tokens", "overlong_penalty", "format_pattern", "format_penalty")
+SCORING_KEYS = ("name", "overlong_buffer_tokens", "overlong_penalty", "format_pattern", "format_penalty")
 """Keys of [reward] that determine a score; the others only say how it is computed."""
 
 
@@ -167,14 +168,14 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
         "model.path (chat template)": fingerprint_of_json(tokenizer.inner.chat_template),
         "data.template_options": json.dumps(config.data.template_options, sort_keys=True),
         "agent.chat_template": fingerprint_of_json(config.agent.chat_template),
-        "data.eval_path (prompts)": NONE,
-        "evaluation.sets (names)": ", ".join(config.evaluation.sets) or NONE,
+        "data.eval_path (prompts)": NO_FINGERPRINT,
+        "evaluation.sets (names)": ", ".join(config.evaluation.sets) or NO_FINGERPRINT,
         "environment.name": config.environment.name,
     }
     for number, held_out in prompts.held_out.items():
         key = f"{held_out.settings.key}.path (prompts)" if number else "data.eval_path (prompts)"
-        found[key] = held_out.rows.fingerprint if len(held_out.rows) else NONE
-    found |= {f"reward.{key}": str(getattr(config.reward, key)) for key in SCORING}
+        found[key] = held_out.rows.fingerprint if len(held_out.rows) else NO_FINGERPRINT
+    found |= {f"reward.{key}": str(getattr(config.reward, key)) for key in SCORING_KEYS}
     if weights := weights_fingerprint(folder):
         found["model.path (weights)"] = weights
     return found
@@ -193,13 +194,13 @@ def canonical_json(path: Path) -> bytes:
 
 
 def fingerprint_of_json(value: Any) -> str:
-    return fingerprint_of_bytes(json.dumps(value, sort_keys=True).encode()) if value else NONE
+    return fingerprint_of_bytes(json.dumps(value, sort_keys=True).encode()) if value else NO_FINGERPRINT
 
 
 def fingerprint_of_bytes(*parts: bytes) -> str:
     checksum = 0
     for part in parts:
-        checksum = crc32(part, crc32(HEAD.pack(len(part)), checksum))
+        checksum = crc32(part, crc32(LENGTH_PREFIX.pack(len(part)), checksum))
     return f"{checksum:08x}"
 
 
@@ -233,9 +234,9 @@ def weights_fingerprint(folder: Path) -> str:
     tensors = sorted(tensor for path in folder.glob("*.safetensors") for tensor in tensors_of(path))
     total = sum(tensor.size for tensor in tensors)
     checksum = crc32(repr([tensor[:2] for tensor in tensors]).encode())
-    stride = 1 if total <= WHOLE_BYTES else -(-len(tensors) // SAMPLES)
+    stride = 1 if total <= WHOLE_WEIGHTS_BYTES else -(-len(tensors) // SAMPLED_TENSORS)
     for tensor in tensors[::stride]:
-        length = tensor.size if total <= WHOLE_BYTES else min(tensor.size, SAMPLE_BYTES)
+        length = tensor.size if total <= WHOLE_WEIGHTS_BYTES else min(tensor.size, SAMPLE_BYTES)
         with tensor.path.open("rb") as file:
             file.seek(tensor.start + (tensor.size - length) // 2)
             checksum = crc32(file.read(length), checksum)
@@ -243,9 +244,10 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def tensors_of(path: Path) -> Iterator[StoredTensor]:
+    """The tensors of a safetensors file. Raises ConfigError if it is none."""
     with path.open("rb") as file:
         try:
-            (length,) = HEAD.unpack(file.read(HEAD.size))
+            (length,) = LENGTH_PREFIX.unpack(file.read(LENGTH_PREFIX.size))
             head = msgspec.json.decode(file.read(min(length, path.stat().st_size)), type=dict[str, TensorEntry])
         except (struct.error, msgspec.DecodeError):
             refuse(
@@ -255,5 +257,10 @@ def tensors_of(path: Path) -> Iterator[StoredTensor]:
         if entry.data_offsets:
             start, end = entry.data_offsets
             yield StoredTensor(
-                name, f"{entry.dtype} {entry.shape}", path, HEAD.size + length + start, end - start, entry.shape
+                name,
+                f"{entry.dtype} {entry.shape}",
+                path,
+                LENGTH_PREFIX.size + length + start,
+                end - start,
+                entry.shape,
             )

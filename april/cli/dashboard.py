@@ -39,8 +39,6 @@ def dashboard(run: str, host: str, port: int, token: str | None, keys: Path | No
             "run `pip install 'april-rl[dashboard]'`"
         ) from None
     from april.config import is_loopback
-
-    pass
     from april.observe.dashboard.folder import Runs
 
     configure_heap()
@@ -71,8 +69,7 @@ def url_of(listener: socket.socket, host: str) -> str:
     return f"http://{shown}:{port}"
 
 
-# --- settings that keep the dashboard's memory small while many threads allocate and free large arrays ---
-
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 LARGE_BLOCK_BYTES = 256 << 10
 """Blocks from this size on are mapped separately, and returned to the system when freed."""
@@ -82,10 +79,11 @@ def configure_heap() -> None:
     """Use one heap for all threads; call before threads start and before pyarrow is imported.
 
     By default each thread has its own heap, which keeps freed memory. With one heap, large blocks go back to the
-    system, and Arrow allocates from it, too."""
+    system, and Arrow allocates from it, too.
+    """
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     sys.meta_path.insert(0, BlockPandas())
-    resources.tune(LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, arenas=1)
+    resources.tune_allocator(LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, arenas=1)
 
 
 class BlockPandas(MetaPathFinder):

@@ -1,15 +1,29 @@
 """`april keygen`: CURVE keys of a run's peers."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from april.cli.command import command, option
 from april.util.errors import ConfigError
-from april.wire.security.keys import ROLES
+
+
+class Roles:
+    """The roles that have keys; they are imported when one is given or listed, not whenever a command starts."""
+
+    def __iter__(self) -> Iterator[str]:
+        from april.wire.security.keys import ROLES
+
+        return iter(ROLES)
 
 
 @command(
     option("folder", type=Path, metavar="KEYS", help="Folder of the key files and the allow-list."),
-    option("--role", choices=ROLES, help="Role of one more peer [default: make the keys of all roles]."),
+    option(
+        "--role",
+        choices=Roles(),
+        metavar="ROLE",
+        help="Role of one more peer: %(choices)s [default: make the keys of all roles].",
+    ),
     option("--name", help="Name of that peer and of its key file, unique in the allow-list."),
 )
 def keygen(folder: Path, role: str | None, name: str | None) -> int:

@@ -50,7 +50,7 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
     from april.config import load
     from april.launch import preflight
     from april.launch.clusters import LAUNCHERS
-    from april.launch.clusters.launcher import check
+    from april.launch.clusters.launcher import check_launch
     from april.launch.devices import needed_devices
     from april.launch.rehearsal import STARTING_S
     from april.simulate.tune import resolve
@@ -58,7 +58,7 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
 
     config = load(files, overrides, inputs=())
     kind: type[Launcher] = LAUNCHERS.find(config.launch.on)
-    check(config, kind.on_network)
+    check_launch(config, kind.on_network)
     if dry_run:
         return "\n".join(f"# --- {name}\n{text}" for name, text in launcher_of(config, kind).files().items())
     if resume:

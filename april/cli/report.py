@@ -1,4 +1,4 @@
-"""`april report`: the report of a run."""
+"""`april report` and `april samples`: the report of a run, and the samples of one step."""
 
 from pathlib import Path
 
@@ -13,9 +13,6 @@ def report(run: Path) -> int:
 
     print(write_report(run))
     return 0
-
-
-# --- `april samples` ---
 
 
 @command(

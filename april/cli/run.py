@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from april.cli.command import CONFIG, INTERRUPTED, command, load_config, option
 from april.cli.status import print_status
-from april.config import ConfigError
-from april.util.errors import refuse
+from april.util.errors import ConfigError, refuse
 from april.util.lifetime import REFUSED
 
 if TYPE_CHECKING:
@@ -77,10 +76,8 @@ def run(
 @command(*RUN_OPTIONS, overrides=True)
 def quickstart(dry_run: bool, overrides: list[str], **options: Any) -> int:
     """Make a tiny policy and prompts in ./cache, and train it."""
-    pass
-
     if not dry_run:
-        prepare()
+        make_inputs()
     inputs = [word for key, path in INPUTS.items() for word in (f"--{key}", str(path))]
     return run([QUICKSTART], dry_run, without_learner=False, overrides=[*inputs, *overrides], **options)
 
@@ -200,8 +197,7 @@ def report_end(run_dir: Path, state: str, why: str) -> None:
         print(f"april run: no report: {error}; mend that, then `april report {run_dir}`", file=sys.stderr)
 
 
-# --- inputs of `april quickstart` ---
-
+# --- inputs of the quickstart -----------------------------------------------------------------------------------------
 
 BUILT_IN = Path(__file__).with_name("quickstart.toml")
 QUICKSTART = BUILT_IN if BUILT_IN.exists() else Path(__file__).parents[2] / "configs/quickstart.toml"
@@ -212,7 +208,7 @@ INPUTS = {"model.path": POLICY, "data.path": DATA / "train.jsonl", "data.eval_pa
 """Overrides for the configuration, whose own paths are relative to its folder."""
 
 
-def prepare() -> None:
+def make_inputs() -> None:
     """Create the policy and the prompts unless they exist. Raises ConfigError if torch is missing."""
     if find_spec("torch") is None:
         raise ConfigError("the quickstart needs torch, which is not installed; run `pip install 'april-rl[all]'`")

@@ -117,31 +117,31 @@ def read_scenario(path: Path, cost: str | None, overrides: list[str], trace: Pat
 
 def print_comparison(scenario: "Scenario", kind: str) -> None:
     """Print the measures of all schedules, or of those of one kind, and why the staleness bound refuses others."""
-    from april.simulate.variants import COLUMNS, columns, evaluate, table, variants
+    from april.simulate.variants import COLUMNS, columns, evaluate, text_table, variants
 
     admitted, refused = variants(scenario, kind)
-    print(table([columns(evaluate(name, variant)) for name, variant in admitted.items()], COLUMNS))
+    print(text_table([columns(evaluate(name, variant)) for name, variant in admitted.items()], COLUMNS))
     for name, error in refused.items():
         print(f"left out: {name}: {error}")
 
 
 def print_sweeps(scenario: "Scenario", out: Path, kind: str) -> None:
-    from april.simulate.sweep import draw, sweep_picture, sweeps
+    from april.simulate.sweep import sweep_picture, sweeps, write_picture
 
     make_folder(out)
     for number, sweep in enumerate(sweeps(scenario, kind), start=1):
         print(f"{sweep.title}\n{sweep.table()}")
-        print(f"{draw(out / f'sweep-{number}.png', partial(sweep_picture, sweep))}\n")
+        print(f"{write_picture(out / f'sweep-{number}.png', partial(sweep_picture, sweep))}\n")
 
 
 def print_experiment(name: str, scenario: "Scenario", out: Path, kind: str) -> None:
-    from april.simulate import sweep
+    from april.simulate.sweep import EXPERIMENTS, write_picture
 
     make_folder(out)
-    text, results = getattr(sweep, name)(scenario, kind)
-    picture = getattr(sweep, f"{name}_picture")
-    print(text)
-    print(sweep.draw(out / f"{name}.png", lambda: picture(results)))
+    experiment = EXPERIMENTS[name]
+    table, results = experiment.run(scenario, kind)
+    print(table)
+    print(write_picture(out / f"{name}.png", partial(experiment.picture, results)))
 
 
 def check_writable(out: Path) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from april.cli.command import RUN, command, option
 from april.cli.simulate import check_writable
-from april.util.errors import ConfigError
 
 
 @command(
@@ -27,18 +26,15 @@ def trace(what: str, run: Path, out: str) -> int:
     """Write or send what a run did: its response lengths, or its timelines."""
     if what == "export":
         from april.observe.report.run_folder import read_run
-        from april.observe.report.trace_export import export
+        from april.observe.report.trace_export import export_perfetto
 
-        tracks = export(read_run(run), Path(out))
+        tracks = export_perfetto(read_run(run), Path(out))
         print(f"{out} has {tracks} tracks; open it at https://ui.perfetto.dev")
     elif what == "send":
         from april.observe.report.run_folder import read_run
+        from april.observe.report.trace_export import send_opentelemetry
 
-        try:
-            from april.observe.report.trace_export import send
-        except ImportError as error:
-            raise ConfigError(f"sending needs the package {error.name}; `pip install 'april-rl[otel]'`") from None
-        print(f"{send(read_run(run), out)} traces were sent to {out}")
+        print(f"{send_opentelemetry(read_run(run), out)} traces were sent to {out}")
     else:
         write_lengths(run, Path(out))
     return 0

@@ -430,7 +430,7 @@ def check_engine(config: Config) -> None:
         refuse(
             "weights.transport",
             config.weights.transport,
-            f"takes no servers into its lanes, which engine.weights = {config.engine.weights!r} wants",
+            f"takes no servers into its channels, which engine.weights = {config.engine.weights!r} wants",
             f"use {transports.names_where(lambda transport: transport.takes_servers)}, or another engine.weights",
         )
 

@@ -1,4 +1,5 @@
-"""The keys of `[launch]`: what `april launch` asks a cluster's scheduler for."""
+"""The keys of `[launch]` and `[devices]`: what `april launch` asks a cluster's scheduler for, and how learner and
+engines share accelerators."""
 
 from pydantic import Field
 
@@ -6,6 +7,8 @@ from april.config.section import Section
 
 
 class LaunchSection(Section):
+    """What `april launch` asks a cluster's scheduler for."""
+
     on: str = Field(
         "local",
         description="Cluster that `april launch` starts the parts of a run on: local, ssh, slurm, kubernetes, helm, "
@@ -93,9 +96,6 @@ class LaunchSection(Section):
         description="Environment variables of each part, as NAME = VALUE. They are written to the run's files: put "
         "no secrets here.",
     )
-
-
-# --- the keys of `[devices]` ---
 
 
 class DevicesSection(Section):

@@ -1,4 +1,5 @@
-"""The keys of `[data]`: the files of prompts, and how their rows are read."""
+"""The keys of `[data]` and `[evaluation]`: files of training and held-out prompts, how their rows are read, and how
+held-out prompts are sampled."""
 
 import re
 from collections.abc import Iterable
@@ -131,12 +132,12 @@ class DataSection(Section):
         )
 
 
-# --- the keys of `[evaluation]` ---
+# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 HELD_OUT = "heldout"
 """Name of the set at `data.eval_path`."""
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 SAMPLING_KEYS = ("prompts", "samples", "temperature", "top_k", "top_p")
 """Keys of `[evaluation]` that a set in `[evaluation.sets.NAME]` may override."""
 
@@ -218,7 +219,7 @@ class EvaluationSection(Section):
     @classmethod
     def are_names(cls, sets: dict[str, EvaluationSetSection]) -> dict[str, EvaluationSetSection]:
         for name in sets:
-            if not NAME.fullmatch(name) or name == HELD_OUT:
+            if not SET_NAME.fullmatch(name) or name == HELD_OUT:
                 raise PydanticCustomError(
                     "name_of_a_set",
                     "should have names of up to 64 letters, digits, full stops, - and _, and none called "

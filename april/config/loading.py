@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from april.config.checks import INPUTS, check
-from april.config.naming import anchor
+from april.config.naming import make_paths_absolute
 from april.config.section import Section
 from april.config.sections import Config, RunSection
 from april.util.errors import ConfigError, refuse
 
-# --- overrides of keys on the command line, and the list of all keys in `--help` ---
+# --- overrides, and the list of all keys ------------------------------------------------------------------------------
 
 
 OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
@@ -100,7 +100,7 @@ def describe_keys() -> str:
     return "\n".join(lines)
 
 
-# --- names of April's keys in TRL, verl and slime, for the hint when an unknown key is refused ---
+# --- refused keys, and hints for unknown ones -------------------------------------------------------------------------
 
 
 SYNONYMS = {
@@ -196,68 +196,7 @@ SYNONYMS = {
     "vllm_mode": "worker.engine",
     "rollout_engine": "worker.engine",
 }
-"""April's key by the last part of another trainer's."""
-
-
-# --- loads a configuration ---
-
-
-def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: Collection[str] = INPUTS) -> Config:
-    """Read TOML files, later ones over earlier ones, apply `--section.key value` overrides, validate, and check that
-    parts fit together. `inputs`: which of "model" and "data" must exist. Paths become absolute. Raises ConfigError."""
-    paths = [Path(path)] if isinstance(path, str | Path) else [Path(file) for file in path]
-    tree: dict[str, Any] = {"run": {"dir": str(RunSection.model_fields["dir"].default)}}
-    folders: list[str] = []
-    for file in paths:
-        merge(tree, keys := read_file(file))
-        run = keys.get("run")
-        folders += [] if isinstance(run, dict) and "parts" in run else [str(file.parent.resolve())]
-    for key, value in parse_overrides(list(overrides)):
-        set_key(tree, key, value)
-    anchor(tree, Path.cwd())
-    add_part_folders(tree, folders)
-    if len(paths) > 1 and isinstance(tree.setdefault("run", {}), dict):
-        tree["run"].setdefault("name", "-".join(file.stem for file in paths[1:]))
-    config = validate(tree)
-    check(config, inputs)
-    return config
-
-
-def add_part_folders(tree: dict[str, Any], folders: list[str]) -> None:
-    """Add the folders of configuration files to `run.parts`, where Python modules of the user's own parts are found."""
-    run = tree["run"]
-    if isinstance(run, dict) and isinstance(parts := run.get("parts", []), list):
-        run["parts"] = list(dict.fromkeys([*map(str, parts), *folders]))
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The keys of a TOML file, with paths relative to its folder made absolute. Raises ConfigError."""
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"configuration file {path} does not exist; give the path of a TOML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} cannot be read ({error}); give a readable TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"configuration file {path} is not TOML: {error}; mend that line") from None
-    anchor(tree, path.parent)
-    return tree
-
-
-def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
-    """Merge `other` into `tree` key by key; values of `other` win."""
-    for key, value in other.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict):
-            merge(tree[key], value)
-        else:
-            tree[key] = value
-
-
-def validate(tree: dict[str, Any]) -> Config:
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(error_sentence(error.errors()[0])) from None
+"""April's key by the last part of the key that TRL, verl or slime has for it."""
 
 
 def likely_key(key: str, known: Collection[str]) -> str | None:
@@ -288,3 +227,64 @@ def error_sentence(error: ErrorDetails, model: type[Section] = Config, listing: 
         return f"key {key!r} = {error['input']!r} is refused: it is a section; write its keys under [{key}]"
     expected = re.sub(r"^\w+ should ", "should ", error["msg"])
     return f"key {key!r} = {error['input']!r} is refused: it {expected}; mend it in the file or with --{key} VALUE"
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: Collection[str] = INPUTS) -> Config:
+    """Read TOML files, later ones over earlier ones, apply `--section.key value` overrides, validate, and check that
+    parts fit together. `inputs`: which of "model" and "data" must exist. Paths become absolute. Raises ConfigError."""
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(file) for file in path]
+    tree: dict[str, Any] = {"run": {"dir": str(RunSection.model_fields["dir"].default)}}
+    folders: list[str] = []
+    for file in paths:
+        merge(tree, keys := read_file(file))
+        run = keys.get("run")
+        folders += [] if isinstance(run, dict) and "parts" in run else [str(file.parent.resolve())]
+    for key, value in parse_overrides(list(overrides)):
+        set_key(tree, key, value)
+    make_paths_absolute(tree, Path.cwd())
+    add_part_folders(tree, folders)
+    if len(paths) > 1 and isinstance(tree.setdefault("run", {}), dict):
+        tree["run"].setdefault("name", "-".join(file.stem for file in paths[1:]))
+    config = validate(tree)
+    check(config, inputs)
+    return config
+
+
+def add_part_folders(tree: dict[str, Any], folders: list[str]) -> None:
+    """Add the folders of configuration files to `run.parts`, where Python modules of the user's own parts are found."""
+    run = tree["run"]
+    if isinstance(run, dict) and isinstance(parts := run.get("parts", []), list):
+        run["parts"] = list(dict.fromkeys([*map(str, parts), *folders]))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file, with paths relative to its folder made absolute. Raises ConfigError."""
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist; give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read ({error}); give a readable TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration file {path} is not TOML: {error}; mend that line") from None
+    make_paths_absolute(tree, path.parent)
+    return tree
+
+
+def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
+    """Merge `other` into `tree` key by key; values of `other` win."""
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            merge(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def validate(tree: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(error_sentence(error.errors()[0])) from None

@@ -1,4 +1,5 @@
-"""Which parts a configuration names, and whether they ship with April or are the user's own."""
+"""What a configuration refers to by name: parts that ship with April or are the user's own, and paths, which are made
+absolute."""
 
 import os
 from pathlib import Path
@@ -25,10 +26,10 @@ def shipped_part(config: Config, key: str) -> Any:
     return registry_of(key).find(part_names(config, key)[0]) if is_shipped(config, key) else None
 
 
-# --- makes the paths of a configuration absolute ---
+# --- paths ------------------------------------------------------------------------------------------------------------
 
 
-def anchor(tree: Any, folder: Path, model: type[Section] = Config) -> None:
+def make_paths_absolute(tree: Any, folder: Path, model: type[Section] = Config) -> None:
     """Make the paths in `tree`, the keys of a `model`, absolute in place; they are relative to `folder`."""
     for name, field in model.model_fields.items() if isinstance(tree, dict) else ():
         value, kinds = tree.get(name), (field.annotation, *get_args(field.annotation))
@@ -36,13 +37,13 @@ def anchor(tree: Any, folder: Path, model: type[Section] = Config) -> None:
         if inner:
             by_name = isinstance(value, dict) and get_origin(field.annotation) is dict
             for part in value if isinstance(value, list) else value.values() if by_name else [value]:
-                anchor(part, folder, inner)
+                make_paths_absolute(part, folder, inner)
         elif isinstance(value, list) and Path in kinds:
-            tree[name] = [absolute(item, folder) if isinstance(item, str) else item for item in value]
+            tree[name] = [absolute_path(item, folder) if isinstance(item, str) else item for item in value]
         elif isinstance(value, str) and (Path in kinds or (NAME_OR_FILE in field.metadata and Path(value).suffix)):
-            tree[name] = absolute(value, folder)
+            tree[name] = absolute_path(value, folder)
 
 
-def absolute(path: str, folder: Path) -> str:
+def absolute_path(path: str, folder: Path) -> str:
     """The absolute path. Links are kept: a Python interpreter finds its packages by the path it is called by."""
     return os.path.normpath(folder.resolve() / os.path.expanduser(path)) if path else path

@@ -1,4 +1,7 @@
-"""Checkpoints in an object store: how they are written, found, fetched and removed.
+"""Formats of what a run stores for others to read: checkpoints in an object store, lines of metrics.jsonl, and the
+folder of a trained adapter.
+
+A run's checkpoints in an object store:
 
     URL/step_000010-1f3a9c2b5d7e/     a checkpoint of step 10, complete once it has SHA256SUMS, which is written last
     URL/policy/                       the exported Hugging Face folder, complete with its SHA256SUMS
@@ -23,19 +26,19 @@ log = logging.getLogger(__name__)
 
 CHECKSUMS_FILE = "SHA256SUMS"
 CHECKPOINT_FILE = re.compile(r"(step_(\d{6,})-([0-9a-f]{12}))/(.+)")
-KEY = "learner.checkpoint_store"
+STORE_KEY = "learner.checkpoint_store"
 
 Sums = Mapping[str, str]
 """File name -> SHA-256 digest."""
 
 
-def listing(sums: Sums) -> str:
+def format_checksums(sums: Sums) -> str:
     """A checksum list in the form that `sha256sum -c` reads."""
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
-def parse_listing(text: str) -> dict[str, str]:
-    """The inverse of `listing`."""
+def parse_checksums(text: str) -> dict[str, str]:
+    """File names and digests of a checksum list."""
     return {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
 
 
@@ -68,7 +71,7 @@ class StoredCheckpoints:
         for folder, folder_step, names in self._folders():
             if folder_step == step and CHECKSUMS_FILE in names:
                 text = self.objects.read(f"{folder}/{CHECKSUMS_FILE}").decode(errors="replace")
-                sums = parse_listing(text)
+                sums = parse_checksums(text)
                 if folder_of(step, sums) == folder:
                     found.append(sums)
                 else:
@@ -81,7 +84,7 @@ class StoredCheckpoints:
 
     def complete(self, step: int, sums: Sums) -> None:
         """Write the checksum list, once all files are stored: the checkpoint is complete."""
-        self.objects.write(f"{folder_of(step, sums)}/{CHECKSUMS_FILE}", listing(sums).encode())
+        self.objects.write(f"{folder_of(step, sums)}/{CHECKSUMS_FILE}", format_checksums(sums).encode())
 
     def fetch(self, step: int, sums: Sums, name: str, path: Path) -> bool:
         """Copy a file of a checkpoint to `path`; whether its checksum agrees."""
@@ -135,7 +138,7 @@ class StoredCheckpoints:
             self.objects.put(source / name, f"{source.name}/{name}")
         for name in stored - sums.keys() - {CHECKSUMS_FILE}:
             self.objects.remove_file(f"{source.name}/{name}")
-        self.objects.write(f"{source.name}/{CHECKSUMS_FILE}", listing(sums).encode())
+        self.objects.write(f"{source.name}/{CHECKSUMS_FILE}", format_checksums(sums).encode())
 
     def _folders(self) -> Iterator[tuple[str, int, set[str]]]:
         """(name, step, names of files) of each checkpoint folder, complete or not."""
@@ -149,7 +152,7 @@ class StoredCheckpoints:
 
 def folder_of(step: int, sums: Sums) -> str:
     """Name of the folder of a checkpoint with these checksums."""
-    return f"step_{step:06d}-{hashlib.sha256(listing(sums).encode()).hexdigest()[:12]}"
+    return f"step_{step:06d}-{hashlib.sha256(format_checksums(sums).encode()).hexdigest()[:12]}"
 
 
 def store_of(config: Config, name: str = "") -> ObjectStore:
@@ -168,40 +171,43 @@ def stored_checkpoints(config: Config, once: bool = False) -> StoredCheckpoints 
     return StoredCheckpoints(objects.tried_once() if once else objects)
 
 
-def refused(error: StoreError) -> ConfigError:
+def store_refused(error: StoreError) -> ConfigError:
     """The sentence for the user who configured the store."""
     fix = (
         "mend the key, or the rights and the environment that this part reaches it with"
         if isinstance(error, StoreRefused)
         else "see that this machine reaches it"
     )
-    return ConfigError(f"key '{KEY}': {error}; {fix}")
+    return ConfigError(f"key '{STORE_KEY}': {error}; {fix}")
 
 
-# --- lines of metrics.jsonl ---
+# --- lines of metrics.jsonl -------------------------------------------------------------------------------------------
 
 
-def line_of_evaluation(result: dict[str, Any]) -> dict[str, Any]:
-    """The line of an evaluation. `result`: `step`, `time` (Unix time, seconds) and the figures."""
+def evaluation_line(result: dict[str, Any]) -> dict[str, Any]:
+    """The line of metrics.jsonl for an evaluation. `result`: `step`, `time` (Unix time, seconds) and the figures."""
     figures = {key: value for key, value in result.items() if key not in ("step", "time")}
     return {"step": result["step"], "time": result["time"], "evaluation": figures}
 
 
 def is_step(line: dict[str, Any]) -> bool:
-    """Whether a line is a trained step, not an evaluation."""
+    """Whether a line of metrics.jsonl is a trained step, not an evaluation."""
     return "evaluation" not in line
 
 
-# --- the adapter folder that peft and vLLM read ---
+# --- adapter folders --------------------------------------------------------------------------------------------------
 
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+ADAPTER_CONFIG_FILE, ADAPTER_TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
 """Prefix that peft puts before the model's tensor names."""
 
 
-def description(rank: int, alpha: float, targets: list[str], base: Path | str) -> dict[str, Any]:
-    """The content of `CONFIG`. `base`: folder of the model that the adapter belongs to."""
+def adapter_config(rank: int, alpha: float, targets: list[str], base: Path | str) -> dict[str, Any]:
+    """The content of `ADAPTER_CONFIG_FILE`, which peft, vLLM and SGLang read.
+
+    `base`: folder of the model that the adapter belongs to.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

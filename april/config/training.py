@@ -1,4 +1,5 @@
-"""The keys of `[algorithm]`: the loss of a training step, and the corrections of stale tokens."""
+"""The keys of `[algorithm]`, `[critic]` and `[lora]`: the loss of a training step with its corrections of stale tokens,
+the value model, and the low-rank adapter."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -10,6 +11,8 @@ from april.util.errors import refuse
 
 
 class AlgorithmSection(Section):
+    """The loss of a training step, and the corrections of stale tokens."""
+
     preset: Literal["grpo", "dapo", "gspo"] | None = Field(
         None,
         description="Sets the keys that a paper's algorithm fixes: advantage, loss, clip range, normalisation, KL, "
@@ -207,7 +210,7 @@ class AlgorithmSection(Section):
     )
 
 
-# --- the keys of `[critic]` ---
+# --- critic -----------------------------------------------------------------------------------------------------------
 
 
 class CriticSection(Section):
@@ -255,7 +258,7 @@ class CriticSection(Section):
     )
 
 
-# --- the keys of `[lora]` ---
+# --- low-rank adapter -------------------------------------------------------------------------------------------------
 
 
 class LoraSection(Section):

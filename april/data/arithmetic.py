@@ -121,23 +121,26 @@ def units_first(value: int) -> str:
     return f"{value:02d}"[::-1]
 
 
-# --- writes the quickstart's prompts into `train.jsonl` and `heldout.jsonl`, which share no prompt ---
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def make_data(
     out_dir: str | Path, train_prompts: int = 4096, heldout_prompts: int = 512, seed: int = 0
 ) -> tuple[Path, Path]:
-    """Write both files and return their paths; a file that already has the right content is not rewritten."""
+    """Write `train.jsonl` and `heldout.jsonl`, which share no prompt, and return their paths.
+
+    A file that already has the right content is not rewritten.
+    """
     paths: list[Path] = []
     for split, count in zip(SPLITS, (train_prompts, heldout_prompts), strict=True):
-        rows = (orjson.dumps(row(task)) + b"\n" for task in distinct_tasks(split, count, seed))
+        rows = (orjson.dumps(row_of_task(task)) + b"\n" for task in distinct_tasks(split, count, seed))
         paths.append(Path(out_dir) / f"{split}.jsonl")
         write_if_changed(paths[-1], b"".join(rows))
     train, heldout = paths
     return train, heldout
 
 
-def row(task: ArithmeticTask) -> dict:
+def row_of_task(task: ArithmeticTask) -> dict:
     messages = [{"role": "user", "content": task.prompt}]
     return {"prompt": messages, "label": task.answer, "reward": "final_answer", "times": task.times}
 

@@ -21,7 +21,9 @@ from april.config import ConfigError, DataSection, SourceSection
 from april.data.mappings import read_records
 from april.data.rows import MAPPINGS, BadRow, DatasetRow, Mapping, make_row
 
-# --- order of the rows of one or several sources in an epoch ---
+log = logging.getLogger(__name__)
+
+# --- order of the rows ------------------------------------------------------------------------------------------------
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
@@ -69,10 +71,7 @@ def pass_order(count: int, seed: tuple[int, int], number: int, shuffle: bool) ->
     return np.argsort(bits.random_raw(count), kind="stable").astype(np.int64)
 
 
-# --- a run's dataset ---
-
-
-log = logging.getLogger(__name__)
+# --- dataset ----------------------------------------------------------------------------------------------------------
 
 HELD_BYTES = 64 << 20
 """Size beyond which the encoded rows are moved to disk."""

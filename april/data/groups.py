@@ -1,4 +1,4 @@
-"""The choice of a step's groups that are kept for people to read, made alike by broker and learner."""
+"""Rules about groups that broker and learner apply alike: which are kept to be read, and whether rewards differ."""
 
 import random
 from collections.abc import Sequence
@@ -16,9 +16,6 @@ def chosen_groups(rewards: Sequence[Sequence[float]], count: int | None, seed: s
     worst = min(groups, key=lambda group: min(rewards[group]))
     others = [group for group in groups if group not in (best, worst)]
     return list(dict.fromkeys([best, worst, *random.Random(seed).sample(others, len(others))]))[:count]
-
-
-# --- whether the rewards of a group differ, by one rule for the broker's filter and the learner's advantages ---
 
 
 SPREAD = 1e-6

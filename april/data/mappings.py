@@ -2,7 +2,7 @@
 
 A folder is one written by `datasets.Dataset.save_to_disk` (its `state.json` lists Arrow files), or holds data files of
 one kind, which are read in the order of their names. At most one batch of records is in memory. A file whose content
-does not match its extension is refused.
+does not match its extension is refused. JSON numbers keep their digits, and objects with duplicate keys are bad rows.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ import orjson
 from april.config import ConfigError
 from april.data.rows import BadRow, excerpt
 
-# --- jSON parser that keeps the digits of numbers and refuses objects with duplicate keys ---
-
+# --- JSON -------------------------------------------------------------------------------------------------------------
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -36,7 +35,7 @@ class LiteralNumber(float):
     __repr__ = __str__
 
 
-def parse(text: bytes) -> Any:
+def parse_json(text: bytes) -> Any:
     """Parse a JSON text. A record that contains an object with a duplicate key is returned as a BadRow.
 
     Raises BadRow for text that is not JSON by RFC 8259.
@@ -73,8 +72,7 @@ def fix_for(text: bytes, error: orjson.JSONDecodeError) -> str:
     return "write one JSON object on each line"
 
 
-# --- reads the records of dataset files ---
-
+# --- files ------------------------------------------------------------------------------------------------------------
 
 BATCH_ROWS = 256
 """Records of a columnar file converted to Python objects at a time."""
@@ -196,12 +194,12 @@ def read_lines(file: Path) -> Iterator[Record]:
         for number, line in enumerate(lines, start=1):
             text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if text.strip():
-                yield f"{file}, line {number}", parsed(text)
+                yield f"{file}, line {number}", parsed_line(text)
 
 
-def parsed(line: bytes) -> Any:
+def parsed_line(line: bytes) -> Any:
     try:
-        return parse(line)
+        return parse_json(line)
     except BadRow as error:
         return error
 
@@ -209,7 +207,7 @@ def parsed(line: bytes) -> Any:
 def read_array(file: Path) -> Iterator[Record]:
     """Records of a JSON file that holds one array; the file is read whole."""
     try:
-        records = parse(file.read_bytes().removeprefix(BYTE_ORDER_MARK))
+        records = parse_json(file.read_bytes().removeprefix(BYTE_ORDER_MARK))
     except BadRow as error:
         raise ConfigError(f"dataset {file}: {error}") from None
     for number, record in enumerate(records, start=1):

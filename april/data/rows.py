@@ -1,4 +1,4 @@
-"""Dataset rows, the mappings that locate their fields in a record, and the checks of a record."""
+"""Dataset rows, the mappings that locate their fields in a record, the checks of a record, and sampling supports."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -12,41 +12,39 @@ import orjson
 
 from april.util.registry import registry_of
 
-# --- parses GSM8K answers ---
+# --- numbers in an answer ---------------------------------------------------------------------------------------------
 
-
-MARK = "####"
+ANSWER_MARK = "####"
 AROUND = r"[ \t$€£*\\]*+"
 """Spaces, currency signs and the asterisks of bold text, allowed around a number."""
 DIGITS = r"(?>[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)"
-LEADING = re.compile(rf"{AROUND}([-+−]?){AROUND}({DIGITS})(?![ \t]*+[/^][ \t]*+[0-9])")
-ANYWHERE = re.compile(rf"([-−]?)({DIGITS})")
+LEADING_NUMBER = re.compile(rf"{AROUND}([-+−]?){AROUND}({DIGITS})(?![ \t]*+[/^][ \t]*+[0-9])")
+ANY_NUMBER = re.compile(rf"([-−]?)({DIGITS})")
 
 
 def final_number(text: str) -> str | None:
     """The number after the last mark that is followed by one, as `-1080.5`; None if there is none."""
-    numbers = map(leading_number, reversed(text.split(MARK)[1:]))
+    numbers = map(leading_number, reversed(text.split(ANSWER_MARK)[1:]))
     return next(filter(None, numbers), None)
 
 
 def leading_number(text: str) -> str | None:
     """The number at the start of a text, as `-1080.5`; None if there is none."""
-    found = LEADING.match(text)
-    return plain(*found.groups()) if found else None
+    found = LEADING_NUMBER.match(text)
+    return plain_number(*found.groups()) if found else None
 
 
 def last_number(text: str) -> str | None:
     """The last number in a text, as `-1080.5`; None if there is none."""
-    found = ANYWHERE.findall(text)
-    return plain(*found[-1]) if found else None
+    found = ANY_NUMBER.findall(text)
+    return plain_number(*found[-1]) if found else None
 
 
-def plain(sign: str, digits: str) -> str:
+def plain_number(sign: str, digits: str) -> str:
     return ("-" if sign in ("-", "−") else "") + digits.replace(",", "")
 
 
-# --- dataset rows, the mappings that locate their fields in a record, and the checks of a record ---
-
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 LABEL_CHARACTERS = 200_000
 """Most characters of a label, which is sent with every sample of its prompt."""
@@ -54,6 +52,10 @@ GROUP_REWARD = "group:"
 """Prefix of the name of a reward that scores all responses of a prompt together."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 """Message roles that chat templates know; most templates silently drop others."""
+COLUMN_SEPARATOR = ","
+"""Separator in a label key that lists several columns; the label is then a JSON object."""
+MISSING = object()
+NO_NUMBERS = ("nan", "inf", "-inf")
 
 
 class BadRow(ValueError):
@@ -93,7 +95,7 @@ class Mapping:
     @property
     def columns(self) -> set[str]:
         """Top-level fields of a record that may be read."""
-        labels = [key.strip() for label in self.label for key in label.split(COLUMNS)]
+        labels = [key.strip() for label in self.label for key in label.split(COLUMN_SEPARATOR)]
         return {key.partition(".")[0] for key in (*self.prompt, *labels)} | {"reward"}
 
 
@@ -151,7 +153,7 @@ def make_row(
 def find_field(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
     """(key, value) of the first key in the record. `setting`: configuration key named in the error. Raises BadRow."""
     for key in keys:
-        columns_of_key = key.split(COLUMNS)
+        columns_of_key = key.split(COLUMN_SEPARATOR)
         values = {column.rpartition(".")[2]: value_at(record, column) for column in map(str.strip, columns_of_key)}
         if MISSING not in values.values():
             return key, values if len(columns_of_key) > 1 else values.popitem()[1]
@@ -165,12 +167,6 @@ def value_at(record: dict, key: str) -> Any:
     for part in key.split("."):
         value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
     return value
-
-
-MISSING = object()
-COLUMNS = ","
-"""Separator in a label key that lists several columns; the label is then a JSON object."""
-NO_NUMBERS = ("nan", "inf", "-inf")
 
 
 def checked_prompt(prompt: Any, key: str) -> str | list[dict]:
@@ -226,7 +222,7 @@ def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) ->
 
 def checked_label(label: Any, key: str) -> str:
     """The label as text; several columns become a JSON object."""
-    if isinstance(label, dict) and COLUMNS in key:
+    if isinstance(label, dict) and COLUMN_SEPARATOR in key:
         label = orjson.dumps(label, default=float).decode()
     if isinstance(label, str):
         if len(label) > LABEL_CHARACTERS:
@@ -270,12 +266,12 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# --- sampling supports ---
+# --- sampling supports ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """Supports of T tokens, as a ragged array."""
+    """Supports of T tokens, the token ids that each was drawn from, as a ragged array."""
 
     counts: np.ndarray
     """int32 [T]: size of each token's support; 0 for a token that was not sampled."""
@@ -299,9 +295,9 @@ class Support:
     def holds(self, tokens: np.ndarray) -> bool:
         """Whether every token, int32 [T], is in its support."""
         fits = self.fits(len(tokens)) and (self.counts > 0).all()
-        return bool(fits and (self.places(tokens) < self.counts).all())
+        return bool(fits and (self.indices_of(tokens) < self.counts).all())
 
-    def places(self, tokens: np.ndarray) -> np.ndarray:
+    def indices_of(self, tokens: np.ndarray) -> np.ndarray:
         """int64 [T]: index of each token in its support, >= its count if it is not there. No support may be empty."""
         starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
         found = self.ids == np.repeat(tokens, self.counts)

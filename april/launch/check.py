@@ -23,7 +23,7 @@ from april.broker.verification import tensors_of
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
 from april.config.sharing import check_time_sharing
-from april.config.stored import refused, store_of
+from april.config.stored import store_of, store_refused
 from april.data.dataset import verifier_of
 from april.data.mappings import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
@@ -256,7 +256,7 @@ def check_store(config: Config) -> str:
     try:
         objects.probe()
     except StoreError as error:
-        raise refused(error) from None
+        raise store_refused(error) from None
     return f"checkpoints can be written to {objects.url}"
 
 

@@ -17,8 +17,7 @@ from april.util.errors import refuse
 from april.util.text import format_bytes
 from april.workers.engines import ENGINES
 
-# --- size of a model, computed from its config.json alone ---
-
+# --- model size -------------------------------------------------------------------------------------------------------
 
 WEIGHT_BYTES = 2
 """Bytes per parameter in an engine and in a weight transfer: bfloat16."""
@@ -65,12 +64,11 @@ def read_shape(folder: Path) -> ModelShape | None:
     )
 
 
-# --- counts the trained parameters of a run with an adapter, from the headers of the weight files alone ---
-
+# --- trained parameters with an adapter -------------------------------------------------------------------------------
 
 NOT_ADAPTED = (".experts.", ".mlp.gate.")
 """Parts of the names of matrices that get no adapter: experts, which the learner keeps as one tensor, and routers."""
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING_SUFFIX, HEAD_SUFFIX = "embed_tokens.weight", "lm_head.weight"
 """Suffixes of the names of the embedding and the output head."""
 
 
@@ -100,7 +98,7 @@ def whole_parameters(config: Config) -> int:
         return 0
     folder = config.model.path
     tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
-    names = EMBEDDING if tied else (EMBEDDING, HEAD)
+    names = EMBEDDING_SUFFIX if tied else (EMBEDDING_SUFFIX, HEAD_SUFFIX)
     return sum(math.prod(tensor.shape) for tensor in all_tensors(folder) if tensor.name.endswith(names))
 
 
@@ -108,8 +106,7 @@ def all_tensors(folder: Path) -> Iterator[StoredTensor]:
     return (tensor for path in sorted(folder.glob("*.safetensors")) for tensor in tensors_of(path))
 
 
-# --- divides the memory of shared accelerators ---
-
+# --- division ---------------------------------------------------------------------------------------------------------
 
 GIB = 1 << 30
 KEPT_BYTES, TRAINED_BYTES = 4, 12
@@ -121,7 +118,7 @@ LOGITS_BYTES = 256 << 20
 """Memory of one block of logits, their log-probabilities, and the loss's temporaries."""
 CONTEXT_BYTES = GIB
 """Memory of the CUDA context, its libraries, and fragmentation."""
-MAX_AGENT_STATE_BYTES = 2 << 30
+RELEASED_SERVER_BYTES = 2 << 30
 """Memory that a server keeps after it has released weights and cache: its context and its allocator's reserve."""
 
 
@@ -175,7 +172,7 @@ def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:
         f"the learner takes about {format_bytes(learner)} ({format_bytes(states)} of weights, gradients and moments, "
         f"{format_bytes(activations)} of activations, {format_bytes(head)} of logits and the head)"
     )
-    if tokens < longest or (time_sharing and learner + MAX_AGENT_STATE_BYTES > total_bytes):
+    if tokens < longest or (time_sharing and learner + RELEASED_SERVER_BYTES > total_bytes):
         refuse(
             "devices.share",
             True,

@@ -17,7 +17,7 @@ from april.config import Config, ConfigError
 from april.launch.devices import devices_in_span, environment_of, visible_devices
 from april.util import clock
 from april.util.errors import refuse
-from april.util.lifetime import REFUSED, RUN_FAILED, STEADY_S, STEP_ASIDE, STEPPED_ASIDE, SUPERVISED, delay_s
+from april.util.lifetime import REFUSED, RUN_FAILED, STEADY_S, STEP_ASIDE, STEPPED_ASIDE, SUPERVISED, restart_delay_s
 from april.util.text import counted
 from april.wire.sockets.base import ADDRESS_FILE
 
@@ -185,7 +185,7 @@ class PartSupervisor:
             self.say(f"{self.name} ended with status {status}; {counted(self.restarts, 'restart')} did not help")
             return False
         self.restarts += 1
-        due = clock.now() + delay_s(self.restarts, self.max_restarts)
+        due = clock.now() + restart_delay_s(self.restarts, self.max_restarts)
         self.say(f"{self.name} ended with status {status}; restart {self.restarts} of {self.max_restarts}")
         while clock.now() < due and self._leave_by is None:
             signal.sigtimedwait([], POLL_S)

@@ -20,8 +20,8 @@ from april.broker.prompts import open_prompts
 from april.broker.recovery import SyncNote, check_complete, rebuild
 from april.broker.telemetry.recorder import read_summary
 from april.config import Config, ConfigError
-from april.config.naming import anchor
-from april.config.stored import refused, stored_checkpoints
+from april.config.naming import make_paths_absolute
+from april.config.stored import store_refused, stored_checkpoints
 from april.launch.check import Findings, check_run
 from april.launch.memory import read_shape
 from april.launch.rehearsal import Rehearsal
@@ -76,7 +76,7 @@ def is_stored(config: Config) -> bool:
     try:
         return stored is not None and bool(stored.objects.names())
     except StoreError as error:
-        raise refused(error) from None
+        raise store_refused(error) from None
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
     except JournalError as error:
         raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
     except StoreError as error:
-        raise refused(error) from None
+        raise store_refused(error) from None
     summary = read_summary(run_dir / "summary.json")
     exported = config.exported_policy.is_dir()
     if exported and summary.get("state") == "finished" and summary.get("steps", 0) >= config.schedule.max_steps:
@@ -119,7 +119,7 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
             f"raise key 'schedule.max_steps' = {config.schedule.max_steps} to train it further"
         )
     before = read_toml(run_dir / "config.toml")
-    anchor(before, Path.cwd())
+    make_paths_absolute(before, Path.cwd())
     changed = differences(before, tomllib.loads(config.to_toml()))
     return [f"{CHANGED}{line}" for line in changed] + [f"given up: {line}" for line in given_up]
 

@@ -29,7 +29,7 @@ from april.data.rows import GROUP_REWARD
 from april.data.tokenizer import Tokenizer
 from april.launch.check import Findings
 from april.launch.row_checks import InspectedRow, prompt_text
-from april.util.logs import raised
+from april.util.logs import user_traceback
 from april.util.pool import ProcessPool
 from april.util.text import counted
 from april.wire.message import Version
@@ -41,10 +41,9 @@ from april.workers.rewards.pool import RewardPool
 from april.workers.rewards.verifiers import check_verifier, reads_state, right_response
 from april.workers.scoring import reward_rules
 
-# --- runs an agent's program once before a run starts, on one row, against a policy that replies with the label ---
+# --- agent ------------------------------------------------------------------------------------------------------------
 
-
-KEY = 1
+SESSION_KEY = 1
 NO_GROUP = -1
 """Group id that tells a program that this session is no sample of a run."""
 FIRST_REQUEST_S = 60.0
@@ -72,14 +71,17 @@ class AgentOutcome:
         self.is_over = True
 
     def process_died(self, keys: list[int], why: str) -> None:
-        self.program_ended(KEY, None, why)
+        self.program_ended(SESSION_KEY, None, why)
 
     def runner_failed(self, why: str) -> None:
-        self.program_ended(KEY, None, why)
+        self.program_ended(SESSION_KEY, None, why)
 
 
 def run_agent_once(config: Config, tokenizer: Tokenizer, inspected: InspectedRow, patience_s: float) -> AgentOutcome:
-    """Run the program on one row. `patience_s`: longest wait for its end once it has made a request."""
+    """Run the program on one row, against a policy that replies with the label.
+
+    `patience_s`: longest wait for its end once it has made a request.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "programs.log")
         outcome = asyncio.run(run_session(config, tokenizer, inspected, log, patience_s))
@@ -103,7 +105,7 @@ async def run_session(
     renderer = Renderer(tokenizer, section.chat_template, options, section.response_template)
     prompt = orjson.dumps(inspected.dataset_row.prompt).decode()
     description = wire.AgentSession(
-        KEY,
+        SESSION_KEY,
         NO_GROUP,
         0,
         False,
@@ -133,23 +135,24 @@ async def run_session(
     try:
         await runner.start()
         base_url = f"http://127.0.0.1:{http.addresses[0][1]}/v1"
-        runner.start_program(StartProgram(KEY, base_url, gateway.admit(session), task_of(session), False, base_url))
+        runner.start_program(
+            StartProgram(SESSION_KEY, base_url, gateway.admit(session), task_of(session), False, base_url)
+        )
         began = time.monotonic()
         while not outcome.is_over and time.monotonic() - began < (patience_s if outcome.turns else FIRST_REQUEST_S):
             await asyncio.sleep(AGENT_POLL_S)
     except (TimeoutError, asyncio.IncompleteReadError):
-        outcome.program_ended(KEY, None, "its process ended at its start")
+        outcome.program_ended(SESSION_KEY, None, "its process ended at its start")
     finally:
         await runner.close()
         await http.cleanup()
     return outcome
 
 
-# --- tries a run's verifiers, environment, agent and filters once before it starts; verifiers grade the reference a---
-
+# --- rehearsal --------------------------------------------------------------------------------------------------------
 
 POLL_S = 0.001
-QUEUED = 64
+MAX_QUEUED_ROWS = 64
 """Most rows queued for a verifier; further ones are prepared later."""
 FILTER_TIMEOUT_S = 10.0
 """Longest call of a filter: it blocks the broker's loop."""
@@ -164,7 +167,7 @@ class Rehearsal:
     """Tries user-defined functions on some rows. Its processes start at once, and are up when the rows have been read.
 
     with Rehearsal(config, found) as rehearsal:
-        rehearsal.hold(look_at_rows(...), tokenizer, patience_s)
+        rehearsal.try_rows(rows, tokenizer, patience_s)
     """
 
     def __init__(self, config: Config, found: Findings):
@@ -230,7 +233,7 @@ class Rehearsal:
         waiting, scores = deque((*sorted(first), *sorted(others))), dict[int, Score]()
 
         def submit_more() -> None:
-            while waiting and len(self.verifiers.queue) < QUEUED:
+            while waiting and len(self.verifiers.queue) < MAX_QUEUED_ROWS:
                 index = waiting.popleft()
                 self._submit(index, names[index], rows[index], tokenizer, state)
 
@@ -360,7 +363,7 @@ class Rehearsal:
                 else FilterFailed(f"the filter {name} gave no answer within {FILTER_TIMEOUT_S:g} s")
             )
             if isinstance(failure, FilterFailed):
-                traceback = f"\n{raised(failure.__cause__)}" if failure.__cause__ else ""
+                traceback = f"\n{user_traceback(failure.__cause__)}" if failure.__cause__ else ""
                 self.found.errors.append(f"key 'schedule.group_filter': {failure}; fix it{traceback}")
             elif self.config.schedule.group_filter:
                 text = f"discards as {outcomes[0]!r}" if outcomes[0] else "keeps"

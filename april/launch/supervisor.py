@@ -23,7 +23,7 @@ from april.launch.start_up import StartUp
 from april.launch.target import Program, Target
 from april.util import clock
 from april.util.files import replace_file
-from april.util.lifetime import REFUSED, RUN_FAILED, STEADY_S, STEPPED_ASIDE, SUPERVISED, delay_s
+from april.util.lifetime import REFUSED, RUN_FAILED, STEADY_S, STEPPED_ASIDE, SUPERVISED, restart_delay_s
 from april.util.text import counted
 from april.util.versions import RUN_FOLDER
 from april.wire.security.keys import load_keys
@@ -323,7 +323,7 @@ class Supervisor:
             self._fail(part, f"{ended}, {counted(part.restarts, 'restart')} did not help" if part.restarts else ended)
         part.kill()
         part.restarts += 1
-        wait_s = delay_s(part.restarts, part.max_restarts)
+        wait_s = restart_delay_s(part.restarts, part.max_restarts)
         part.restart_at = clock.now() + wait_s
         when = f" in {wait_s:.0f} s" if wait_s else ""
         self.view.note(f"{ended}; restart {part.restarts} of {part.max_restarts}{when}")

@@ -1,4 +1,7 @@
-"""One rank of the learner: `torchrun --nproc-per-node R -m april.learner CONFIG ... --connect ADDRESS`."""
+"""One rank of the learner: `torchrun --nproc-per-node R -m april.learner CONFIG ... --connect ADDRESS`.
+
+A refusal is remembered across torchrun's restarts, which cannot mend it.
+"""
 
 import argparse
 import contextlib
@@ -8,41 +11,39 @@ import sys
 from functools import partial
 
 from april import config as configuration
-from april.util.lifetime import REFUSED, die_with_parent, end
+from april.util.lifetime import REFUSED, die_with_parent, exit_at_once
 from april.util.logs import log_to_stderr
 from april.util.registry import add_import_folders
 from april.util.time_sharing import TimeSliceLate
 from april.wire.security.keys import load_keys
 from april.wire.sockets.broker import AccessDenied, BrokerRefused, BrokerUnreachable
 
-# --- memory of a refusal across restarts ---
+log = logging.getLogger(__name__)
 
+# --- refusals across restarts -----------------------------------------------------------------------------------------
 
 RESTARTS, REFUSED_KEY = "TORCHELASTIC_RESTART_COUNT", "april/refused"
-TIMEOUT_S = 10
+STORE_TIMEOUT_S = 10
 
 
-def remember() -> None:
+def remember_refusal() -> None:
     """Record in the launcher's store that this rank refused, for the ranks that torchrun starts next."""
     if RESTARTS in os.environ:
         with contextlib.suppress(RuntimeError):
             launcher_store().set(REFUSED_KEY, "")
 
 
-def is_remembered() -> bool:
+def refusal_is_remembered() -> bool:
     return int(os.environ.get(RESTARTS, 0)) > 0 and launcher_store().check([REFUSED_KEY])
 
 
 def launcher_store():
     from april.weights import channel
 
-    return channel.connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), TIMEOUT_S)
+    return channel.connect_to_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), STORE_TIMEOUT_S)
 
 
-# --- one rank of the learner ---
-
-
-log = logging.getLogger(__name__)
+# --- the rank ---------------------------------------------------------------------------------------------------------
 
 HELP = """Trains batches from the broker and publishes the weights to the workers.
 Rank 0 talks to the broker and to the workers; all ranks share the step. A run that has checkpoints goes on
@@ -71,7 +72,7 @@ def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
 
 def main(arguments: list[str]) -> int:
     die_with_parent()
-    if is_remembered():
+    if refusal_is_remembered():
         return REFUSED
     try:
         config, connect = read_arguments(arguments)
@@ -81,8 +82,8 @@ def main(arguments: list[str]) -> int:
     else:
         status = status_of_training(config, connect)
     if status == REFUSED:
-        remember()
-    end(status)
+        remember_refusal()
+    exit_at_once(status)
 
 
 def status_of_training(config: configuration.Config, address: str) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
 
-from april.config.stored import CHECKSUMS_FILE, digest_of, listing, parse_listing
+from april.config.stored import CHECKSUMS_FILE, digest_of, format_checksums, parse_checksums
 from april.learner.lora import save_adapter
 from april.learner.model import Policy, gather_tensors
 from april.util.errors import refuse, toml_like
@@ -106,12 +106,12 @@ def mismatched_files(named: Mapping[str, str], source: Path) -> list[str]:
 def checksums(source: Path) -> dict[str, str]:
     """Checksums of a checkpoint's files by name; empty if its list is missing or broken."""
     sums = source / CHECKSUMS_FILE
-    named = parse_listing(sums.read_text(errors="replace")) if sums.exists() else {}
+    named = parse_checksums(sums.read_text(errors="replace")) if sums.exists() else {}
     return named if PROGRESS_FILE in named else {}
 
 
 def write_checksums(source: Path, named: Mapping[str, str]) -> None:
-    (source / CHECKSUMS_FILE).write_text(listing(named))
+    (source / CHECKSUMS_FILE).write_text(format_checksums(named))
 
 
 def begin_folder(source: Path, named: Mapping[str, str]) -> None:

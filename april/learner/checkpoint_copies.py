@@ -14,12 +14,14 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from april.config.stored import StoredCheckpoints, Sums, refused
+from april.config.stored import StoredCheckpoints, Sums, store_refused
 from april.learner.checkpoint import begin_folder
 from april.util.files import sync
 from april.util.objects import StoreRefused
 
-# --- inventory of one checkpoint over the disks of a learner, and the file transfers it needs ---
+log = logging.getLogger(__name__)
+
+# --- inventories and transfers ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,7 @@ def order_transfers(moves: Sequence[FileTransfer]) -> list[FileTransfer]:
     return ordered
 
 
-# --- disks of a learner ---
-
+# --- disks ------------------------------------------------------------------------------------------------------------
 
 CHUNK_BYTES = 2**24
 
@@ -237,10 +238,7 @@ class Disks:
         sync(path.parent)
 
 
-# --- copies of a checkpoint's files that must exist before it counts as durable ---
-
-
-log = logging.getLogger(__name__)
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 WRITER = re.compile(r"__(\d+)_.*")
 """Names of checkpoint files that a rank wrote, with the rank."""
@@ -324,7 +322,7 @@ class ObjectStoreCopies:
             if disks.is_leader:
                 stored.objects.probe()
         except StoreRefused as error:
-            raise refused(error) from None
+            raise store_refused(error) from None
         if disks.rank == 0:
             log.info("checkpoints are copied to %s before they count as durable", stored.url)
 

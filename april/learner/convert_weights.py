@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from april import config as configuration
 from april.config import Config, ConfigError
-from april.config.stored import StoredCheckpoints, refused, stored_checkpoints
+from april.config.stored import StoredCheckpoints, store_refused, stored_checkpoints
 from april.learner import checkpoint, lora
 from april.learner.backends import BACKENDS
 from april.learner.backends.entry import BackendEntry
@@ -114,7 +114,7 @@ def to_model(run_dir: Path, step: int | None, out_dir: Path) -> int:
         with checkpoint_of(run_dir / "checkpoints", stored_checkpoints(config), step, out_dir) as (found, source):
             write(source, config, out_dir)
     except StoreError as error:
-        raise refused(error) from None
+        raise store_refused(error) from None
     return found
 
 

@@ -1,4 +1,7 @@
-"""Token metrics of a training step, by token age: sums on each rank, reduced over the ranks once a step."""
+"""Diagnostics of a training step: token metrics by age, repetitive responses, and the norm of the clipped gradients.
+
+Token metrics are sums on each rank, reduced over the ranks once a step. Policy and critic share optimizer and clipping.
+"""
 
 import math
 from collections.abc import Iterable
@@ -113,12 +116,11 @@ def age_name(age: int) -> str:
     return f"{age}_up" if age == AGES - 1 else str(age)
 
 
-# --- detection of repetitive responses ---
+# --- repetitive responses ---------------------------------------------------------------------------------------------
 
-
-TAIL = 512
+EXAMINED_TOKENS = 512
 """Tokens at the end of a response that are examined."""
-MIN_TOKENS, MIN_REPEATS = 48, 4
+MIN_REPETITION_TOKENS, MIN_REPEATS = 48, 4
 """Least total length of a repetition, in tokens, and least number of repeats."""
 MAX_PERIODS = 8
 """Candidate periods that are tried: the shortest distances at which the last tokens occurred before."""
@@ -128,23 +130,23 @@ WINDOW_TOKENS = 4
 
 def is_repetitive(response: np.ndarray) -> bool:
     """Whether `response`, int32 [T], ends in a repetition."""
-    if len(response) < MIN_TOKENS:
+    if len(response) < MIN_REPETITION_TOKENS:
         return False
-    tail = response[-TAIL:]
+    tail = response[-EXAMINED_TOKENS:]
     windows = np.lib.stride_tricks.sliding_window_view(tail, WINDOW_TOKENS)
     periods = len(windows) - 1 - np.flatnonzero((windows[:-1] == windows[-1]).all(axis=1))
     return any(repeats_with_period(tail, int(period)) for period in periods[::-1][:MAX_PERIODS])
 
 
 def repeats_with_period(tail: np.ndarray, period: int) -> bool:
-    length = max(MIN_TOKENS, MIN_REPEATS * period)
+    length = max(MIN_REPETITION_TOKENS, MIN_REPEATS * period)
     if length > len(tail):
         return False
     end = tail[-length:]
     return bool((end[period:] == end[:-period]).all())
 
 
-# --- optimizer and gradient clipping, the same for policy and critic ---
+# --- optimizer and gradient clipping ----------------------------------------------------------------------------------
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.AdamW:

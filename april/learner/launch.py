@@ -16,7 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
-from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end, end_with_parent
+from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end_with_parent, exit_at_once
 
 HOST = "127.0.0.1"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     status = watch(pids, listener)
     started = int(os.environ.get(RESTARTS, 0))
     if status in (0, REFUSED) or started >= options.max_restarts:
-        end(status)
+        exit_at_once(status)
     os.environ[RESTARTS] = str(started + 1)
     os.execv(sys.executable, [sys.executable, "-m", "april.learner.launch", *arguments])
 
@@ -92,7 +92,7 @@ def watch(pids: set[int], listener: socket.socket) -> int:
     Returns 0, REFUSED or 1."""
     from april.weights import channel
 
-    kept = channel.serve_at(listener)
+    kept = channel.serve_store_at(listener)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     statuses: set[int] = set()
     try:

@@ -157,13 +157,13 @@ def save_adapter(
     folder.mkdir(parents=True)
     weights = weights | {name: weights[first].clone() for name, first in tied.items()}
     whole = {name for name in weights if not name.endswith(PARTS)}
-    description = stored.description(adapter["rank"], adapter["alpha"], adapter["targets"], base)
+    description = stored.adapter_config(adapter["rank"], adapter["alpha"], adapter["targets"], base)
     if whole:
         description["modules_to_save"] = sorted(name.split(".")[-2] for name in whole - tied.keys())
         description["ensure_weight_tying"] = bool(tied)
-    (folder / stored.CONFIG).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
+    (folder / stored.ADAPTER_CONFIG_FILE).write_bytes(orjson.dumps(description, option=orjson.OPT_INDENT_2))
     named = {
-        f"{stored.PREFIX}{name if name in whole else f'{name}.weight'}": tensor.contiguous()
+        f"{stored.PEFT_PREFIX}{name if name in whole else f'{name}.weight'}": tensor.contiguous()
         for name, tensor in weights.items()
     }
-    save_file(named, folder / stored.TENSORS, metadata={"format": "pt"})
+    save_file(named, folder / stored.ADAPTER_TENSORS_FILE, metadata={"format": "pt"})

@@ -12,13 +12,19 @@ import uuid
 
 from april import wire
 from april.config import Config, ConfigError
-from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end
+from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once
 from april.util.pulse import MAIN
 from april.wire.security.keys import load_keys
 from april.wire.sockets.base import address_at, own_address
 from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
 
 PROGRAM = "april.learner"
+PORT_OFFSET = 1
+"""Port of torchrun's agents, relative to `launch.port`."""
+ANNOUNCE_S = 2.0
+"""Interval at which the first machine repeats its address, for a broker that was restarted, seconds."""
+ASK_S = 0.2
+"""Interval at which the other machines ask, seconds."""
 
 
 def with_rendezvous(node: int, arguments: list[str]) -> list[str]:
@@ -26,8 +32,6 @@ def with_rendezvous(node: int, arguments: list[str]) -> list[str]:
     if any(word.startswith("--rdzv-endpoint=") for word in arguments):
         return arguments
     from april.learner.__main__ import read_arguments
-
-    pass
 
     config, connect = read_arguments(arguments[arguments.index(PROGRAM) + 1 :])
     return [f"--rdzv-endpoint={rendezvous_address(config, connect, node)}", *arguments]
@@ -49,23 +53,6 @@ def main(node: int, arguments: list[str]) -> int:
         statuses = {failure.exitcode for failure in error.failures.values()}
         return REFUSED if REFUSED in statuses else 1
     return 0
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    os.environ[SUPERVISED] = str(os.getpid())
-    end(main(int(sys.argv[1]), sys.argv[2:]))
-
-
-# --- rendezvous of a learner on several machines ---
-
-
-PORT_OFFSET = 1
-"""Port of torchrun's agents, relative to `launch.port`."""
-ANNOUNCE_S = 2.0
-"""Interval at which the first machine repeats its address, for a broker that was restarted, seconds."""
-ASK_S = 0.2
-"""Interval at which the other machines ask, seconds."""
 
 
 def rendezvous_address(config: Config, connect: str, node: int) -> str:
@@ -110,3 +97,9 @@ def keep_announcing(connection: BrokerConnection, address: str) -> None:
             connection.request(wire.Rendezvous(address))
     except BrokerUnreachable:
         connection.close()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.environ[SUPERVISED] = str(os.getpid())
+    exit_at_once(main(int(sys.argv[1]), sys.argv[2:]))

@@ -33,8 +33,7 @@ from april.learner.losses.policy import Clip
 from april.learner.losses.ranks import Ranks
 from april.learner.packing import minibatches
 
-# --- per-token estimators of a KL divergence ---
-
+# --- KL estimators ----------------------------------------------------------------------------------------------------
 
 K3_CAP = 10.0
 """Upper bound of one token's k3, which grows as q / p: without it a single token with p << q outweighs a batch."""
@@ -65,8 +64,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-# --- the training objective ---
-
+# --- objective --------------------------------------------------------------------------------------------------------
 
 MAX_VERSIONS = 64
 """Newest policy versions with a `version_share_STEP` of their own, which bounds the number of metrics of a step."""

@@ -1,4 +1,4 @@
-"""Assignment of samples to micro-batches and ranks, and packing of samples without padding.
+"""Assignment of samples to micro-batches and ranks, packing of samples without padding, and division into minibatches.
 
 `plan` is a pure function of lengths and costs, so every rank computes the same plan without communication.
 """
@@ -176,11 +176,11 @@ def pack_support(samples: list[TrainSample], device: torch.device) -> PackedSupp
         ids=torch.from_numpy(ids).to(device),
         counts=torch.from_numpy(counts.astype(np.int64)).to(device),
         ends=np.cumsum([0, *counts], dtype=np.int64),
-        positions=torch.from_numpy(packed.places(drawn)).to(device),
+        positions=torch.from_numpy(packed.indices_of(drawn)).to(device),
     )
 
 
-# --- division of a batch among its optimizer steps ---
+# --- minibatches ------------------------------------------------------------------------------------------------------
 
 
 def minibatches(groups: int, count: int, rng: random.Random) -> list[int]:

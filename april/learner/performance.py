@@ -1,6 +1,6 @@
-"""Floating-point operations of a training step by sequence length, and peak rates for MFU.
+"""Performance of a training step: floating-point operations by sequence length, peak rates for MFU, and phase times.
 
-Counted as in PaLM, arXiv 2204.02311, appendix B: per parameter and token 2 operations forward, 4 backward, 2 for a
+Operations are counted as in PaLM, arXiv 2204.02311, appendix B: per parameter and token 2 forward, 4 backward, 2 for a
 reference policy; attention separately, and nothing for recomputed activations. Attention is causal: half of the full
 square. With an adapter the backward pass has 2 operations, since frozen weights need no gradient; a head trained with
 the adapter is not counted.
@@ -49,7 +49,7 @@ class Cost:
         return self.per_token * length + self.per_square * length**2 + self.per_target * targets
 
 
-def cost(lm: nn.Module) -> Cost:
+def forward_cost(lm: nn.Module) -> Cost:
     """Cost of an unsharded Hugging Face causal LM; only the experts that a token is routed to count."""
     config = lm.config
     layers = lm.base_model.layers
@@ -80,8 +80,7 @@ def peak_of(name: str) -> float | None:
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
-# --- timers for the phases of a training step ---
-
+# --- phases of a step -------------------------------------------------------------------------------------------------
 
 Seconds = Callable[[str], AbstractContextManager[None]]
 """Maps a phase name to a context manager that times the phase."""

@@ -22,9 +22,6 @@ from april.weights.verification import Canary
 from april.wire.message import Version
 from april.wire.training import Discard
 
-# --- work in a thread while the training step runs ---
-
-
 Answer = TypeVar("Answer")
 
 
@@ -40,9 +37,6 @@ def in_background(work: Callable[..., Answer], *arguments: Any) -> Future[Answer
 
     threading.Thread(target=run, name=f"background-{work.__name__}", daemon=True).start()
     return future
-
-
-# --- work in threads while a batch trains ---
 
 
 ALIVE_S = 1.0

@@ -25,8 +25,9 @@ from april.learner.trainer import Trainer
 from april.util.pulse import MAIN
 from april.util.time_sharing import LearnerTimeSharing, accelerator_names
 
-# --- offload of a rank's state to the host while engines use its accelerator ---
+log = logging.getLogger(__name__)
 
+# --- offload ----------------------------------------------------------------------------------------------------------
 
 Storages = list[UntypedStorage]
 Refill = Callable[[Storages], None]
@@ -104,10 +105,7 @@ def memory_of(storage: UntypedStorage) -> ctypes.Array:
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
 
 
-# --- time sharing of an accelerator between learner and engines ---
-
-
-log = logging.getLogger(__name__)
+# --- time slices ------------------------------------------------------------------------------------------------------
 
 
 class TimeSlice:

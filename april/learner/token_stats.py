@@ -1,4 +1,4 @@
-"""The learner's log-probability and entropy of each trained token, for the samples stored for reading."""
+"""Statistics of the trained tokens: log-probability and entropy of each, stored with samples; and the engines' gaps."""
 
 import numpy as np
 import torch
@@ -40,8 +40,7 @@ class TokenStats:
         return np.split(self.columns.cpu().numpy(), self.ends[1:], axis=1)[:-1]
 
 
-# --- gap between learner and engine on the trained tokens, |log pi - log mu|, by worker ---
-
+# --- gap between learner and engine -----------------------------------------------------------------------------------
 
 MOST_WORKERS = 128
 """Workers reported per step, those with the largest mean gap, which bounds the number of metrics."""
@@ -50,7 +49,7 @@ PREFIX = "engine_gap_"
 
 
 class EngineGaps:
-    """Sums of the gaps over this rank's trained tokens of `samples`, by worker and age."""
+    """Sums of the gaps |log pi - log mu| over this rank's trained tokens of `samples`, by worker and age."""
 
     def __init__(self, samples: list[TrainSample], device: torch.device):
         self._sampling_workers = [sampling_workers(sample) for sample in samples]

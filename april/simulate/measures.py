@@ -14,11 +14,11 @@ from april.simulate.engine import SimulatedEngine
 from april.simulate.scenario import Scenario
 from april.util.errors import refuse
 
-# --- state of a simulated run that its pipeline and its measures share ---
-
 
 @dataclass
 class SimulationState:
+    """State of a simulated run, shared by its pipeline and its measures."""
+
     scenario: Scenario
     ledger: Ledger
     schedule: Schedule
@@ -37,9 +37,6 @@ class SimulationState:
     def slots_up(self) -> int:
         """Slots of the engines that have not failed."""
         return self.scenario.engines.slots * (len(self.engines) - len(self.down))
-
-
-# --- measures of a simulated run ---
 
 
 IDLE_CAUSES = ("admission", "barrier", "update", "pipeline", "kv", "failure")

@@ -24,20 +24,6 @@ from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.engines.entry import device_of
 from april.workers.process import make_engine
 
-# --- loads the weights of a Hugging Face folder, for engines without a learner ---
-
-
-def load_folder_weights(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, by name. Raises EngineError if there is none."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-# --- times a real engine for `calibrate`, through the interface that workers use ---
-
-
 STEPS, SETTLE_STEPS = 128, 16
 """Decode steps per timing, and decode steps before the timing begins."""
 PROMPT_TOKENS = 8
@@ -169,3 +155,11 @@ def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[En
             yield EngineProbe(engine, vocabulary_of(config), slots, tensors, clock), config.worker.engine
     except EngineError as error:
         raise ConfigError(str(error)) from None
+
+
+def load_folder_weights(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files, by name. Raises EngineError if there is none."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -19,8 +19,7 @@ from april.config.section import Section
 from april.simulate.trace import read_trace
 from april.util.errors import refuse
 
-# --- prompt and response lengths of simulated groups, from a named distribution or a trace; the same for every sche---
-
+# --- lengths ----------------------------------------------------------------------------------------------------------
 
 BLOCK_GROUPS = 1024
 """Groups whose lengths are drawn at once."""
@@ -54,8 +53,10 @@ class LengthsSection(Section):
 
 
 class Lengths:
-    """Lengths of each group by its index; group g gets the g-th draw of a stream fixed by the seed. Raises
-    ConfigError."""
+    """Prompt and response lengths of each group by its index, the same for every schedule.
+
+    Group g gets the g-th draw of a stream fixed by the seed. Raises ConfigError.
+    """
 
     def __init__(self, section: LengthsSection, group_size: int, seed: int):
         self.section, self.group_size, self.seed = section, group_size, seed
@@ -134,8 +135,7 @@ class Lengths:
         return rng.choice(lengths, self.group_size, replace=len(lengths) < self.group_size)
 
 
-# --- a scenario ---
-
+# --- scenario ---------------------------------------------------------------------------------------------------------
 
 LENGTHS_LOOKED_AT = 20_000
 """Responses drawn to estimate the mean and maximum of a length distribution."""

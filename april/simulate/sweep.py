@@ -1,4 +1,7 @@
-"""Sweeps for planning: one key of the schedule or the hardware varies, the rest is as in the scenario."""
+"""Sweeps and experiments for planning, each with its table and its chart.
+
+A sweep varies one key of the schedule or the hardware, and the rest is as in the scenario.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from april.broker.schedules import SCHEDULES
-from april.broker.telemetry.lengths import describe
+from april.broker.telemetry.lengths import describe_lengths
 from april.observe.report.drawing import AGES, BLUE, GREEN, MUTED, ORANGE, STYLE, new_figure
 from april.simulate.scenario import Scenario
 from april.simulate.variants import (
@@ -18,7 +21,7 @@ from april.simulate.variants import (
     counts_samples,
     evaluate,
     kind_with_dial,
-    table,
+    text_table,
     with_dial,
 )
 from april.util.errors import refuse
@@ -27,7 +30,7 @@ FACTORS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 """Swept values of N' / N and of samples in flight / (N * n); the latter also below 1."""
 FEWER_IN_FLIGHT = (0.25, 0.5, 1.0)
 STALENESS = (1, 2, 3, 4, 5, 6, 8, 12)
-ENGINES = (0.25, 0.5, 1.0, 2.0, 4.0)
+ENGINE_SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Swept numbers of engines, relative to the scenario's."""
 
 UNITS = {True: "in flight", False: "groups in a round"}
@@ -46,7 +49,7 @@ class Sweep:
     points: list[tuple[float, SimulationResult]]
 
     def table(self) -> str:
-        return table([self._cells(value, outcome) for value, outcome in self.points], (self.axis, *HEADER[1:]))
+        return text_table([self._cells(value, outcome) for value, outcome in self.points], (self.axis, *HEADER[1:]))
 
     def _cells(self, value: float, outcome: SimulationResult) -> list[str]:
         m = outcome.measures
@@ -78,7 +81,7 @@ def sweeps(scenario: Scenario, kind: str = "") -> list[Sweep]:
         ]),
         _sweep(f"{named}: engines for the learner", "engines", [
             (count, base.with_keys(engines__count=count))
-            for count in sorted({max(1, round(part * scenario.engines.count)) for part in ENGINES})
+            for count in sorted({max(1, round(part * scenario.engines.count)) for part in ENGINE_SHARES})
         ]),
     ]  # fmt: skip
 
@@ -127,18 +130,17 @@ def _sweep(title: str, axis: str, scenarios: list[tuple[float, Scenario]]) -> Sw
     return Sweep(title, axis, [(value, evaluate(f"{value:g}", scenario)) for value, scenario in scenarios])
 
 
-# --- the three experiments of `april simulate --experiment` ---
+# --- experiments ------------------------------------------------------------------------------------------------------
 
-
-GROUPS = 4096
+HISTOGRAM_GROUPS = 4096
 """Groups whose response lengths make the histogram."""
 COMPARED_FACTORS = (1.5, 2.0, 3.0)
 
 
-def lengths(scenario: Scenario, kind: str = "") -> tuple[str, np.ndarray]:
+def lengths_experiment(scenario: Scenario, kind: str = "") -> tuple[str, np.ndarray]:
     """(table, int [samples]) of the response lengths, independent of any schedule."""
-    drawn = scenario.make_lengths().sample(GROUPS)
-    found = describe(Counter(drawn.ravel().tolist())) or {}
+    drawn = scenario.make_lengths().sample(HISTOGRAM_GROUPS)
+    found = describe_lengths(Counter(drawn.ravel().tolist())) or {}
     longest_of_group = drawn.max(axis=1)
     longest = scenario.lengths.longest_tokens
     rows = [
@@ -149,10 +151,10 @@ def lengths(scenario: Scenario, kind: str = "") -> tuple[str, np.ndarray]:
         ["mean of the longest in a group", f"{longest_of_group.mean():,.0f}"],
         ["p99 over median", f"{found['p99'] / found['p50']:.2f}"],
     ]
-    return table(rows, ("response lengths", "tokens")), drawn.ravel()
+    return text_table(rows, ("response lengths", "tokens")), drawn.ravel()
 
 
-def buffers(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, SimulationResult]]]:
+def buffers_experiment(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, SimulationResult]]]:
     """Throughput and largest buffer for N' = 1.5, 2 and 3 N: (table, [(N' / N, result)]). Raises ConfigError."""
     groups, kind = scenario.schedule.rollout_batch_size, kind_with_dial(kind, counts_groups)
     points = [
@@ -166,24 +168,23 @@ def buffers(scenario: Scenario, kind: str = "") -> tuple[str, list[tuple[float, 
         ]
         for _, result in points
     ]  # fmt: skip
-    return table(lines, ("N'", "consumed/s", "buffer_peak_tokens", "buffer_peak_bytes", "stale mean")), points
+    return text_table(lines, ("N'", "consumed/s", "buffer_peak_tokens", "buffer_peak_bytes", "stale mean")), points
 
 
-def versions(scenario: Scenario, kind: str = "") -> tuple[str, SimulationResult]:
+def versions_experiment(scenario: Scenario, kind: str = "") -> tuple[str, SimulationResult]:
     """(table, result) with the share of the trained tokens by their age in policy steps."""
     result = evaluate(scenario.schedule.kind, scenario)
     ages = result.measures.tokens_by_age
     lines = [[f"{age}", f"{ages[age]:,}", f"{ages[age] / ages.total():.1%}"] for age in sorted(ages)]
-    return table(lines, ("age (policy steps)", "trained tokens", "share")), result
+    return text_table(lines, ("age (policy steps)", "trained tokens", "share")), result
 
 
-# --- charts of simulations in the report's style, one PNG each ---
-
+# --- charts -----------------------------------------------------------------------------------------------------------
 
 MAX_STEPS = 200
 
 
-def draw(path: Path, picture: Callable[[], Any]) -> str:
+def write_picture(path: Path, picture: Callable[[], Any]) -> str:
     """Write the figure that `picture` returns as a PNG; returns its path, or why there is none."""
     try:
         from matplotlib import rc_context, rcParamsDefault
@@ -272,3 +273,19 @@ def versions_picture(result: SimulationResult):
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=7, borderaxespad=0.2, borderpad=0)
     return figure
+
+
+@dataclass(frozen=True)
+class Experiment:
+    run: Callable[[Scenario, str], tuple[str, Any]]
+    """(scenario, kind of schedule or "") -> (table, results). Raises ConfigError."""
+    picture: Callable[[Any], Any]
+    """Results -> figure."""
+
+
+EXPERIMENTS = {
+    "lengths": Experiment(lengths_experiment, lengths_picture),
+    "buffers": Experiment(buffers_experiment, buffers_picture),
+    "versions": Experiment(versions_experiment, versions_picture),
+}
+"""Experiments of `april simulate --experiment`, by name."""

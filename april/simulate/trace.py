@@ -62,7 +62,7 @@ def write_trace(path: Path, groups: list[TracedGroup]) -> None:
     path.write_bytes(b"".join(msgspec.json.encode(group) + b"\n" for group in groups))
 
 
-# --- `april trace` ---
+# --- recording --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

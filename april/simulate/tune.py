@@ -1,4 +1,4 @@
-"""`april tune`: the smallest N', or number of samples in flight, whose throughput is close to the best."""
+"""The smallest N', or number of samples in flight, close to the best throughput: for `april tune` and `auto`."""
 
 import tomllib
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from april.config.checks import check_schedule
 from april.config.costs import EngineCost
 from april.simulate.scenario import LengthsSection, Scenario, check_scenario, load_scenario
 from april.simulate.trace import record_trace, write_trace
-from april.simulate.variants import SimulationResult, evaluate, table, with_dial
+from april.simulate.variants import SimulationResult, evaluate, text_table, with_dial
 from april.util.errors import refuse
 from april.workers.engines import ENGINES
 
@@ -75,7 +75,7 @@ def tune(scenario: Scenario, most_staleness: float | None = None) -> TuningChoic
         f"it consumes {chosen.consumed_per_s:,.0f} tokens/s at a mean staleness of {chosen.measures.staleness_mean:.2f}"
         f", {chosen.limit_share:.0%} of what its engines generate without any barrier"
     )
-    return TuningChoice(key, int(chosen.name), why, table(lines, (key, *HEADER[1:])))
+    return TuningChoice(key, int(chosen.name), why, text_table(lines, (key, *HEADER[1:])))
 
 
 def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[SimulationResult]]:
@@ -95,8 +95,7 @@ def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[SimulationResu
     return f"schedule.{dial.key}", results
 
 
-# --- resolves `auto` in a run's schedule ---
-
+# --- `auto` in a run's schedule ---------------------------------------------------------------------------------------
 
 DEFAULT_FACTOR = 2
 """Batches started at a time if no lengths are known."""
@@ -107,7 +106,7 @@ PLAIN_COST = EngineCost(
 TUNED_RESPONSES = 4096
 """Responses measured per tried value, approximately, after a warm-up of S + 1 batches."""
 LEAST_STEPS = 4
-TRACE = "lengths.jsonl"
+TRACE_FILE = "lengths.jsonl"
 """File in the run folder with the lengths that the choice was based on."""
 
 
@@ -167,7 +166,7 @@ def journal_lengths(config: Config, folder: Path) -> tuple[LengthsSection, str] 
         return None
     if len(recording.groups) < config.schedule.batches_in_reach * config.schedule.rollout_batch_size:
         return None
-    path = folder / TRACE
+    path = folder / TRACE_FILE
     write_trace(path, recording.groups)
     source = "of the run so far" + (f" ({recording.censored})" if recording.censored else "")
     return LengthsSection(family="trace", path=path), source

@@ -1,4 +1,4 @@
-"""Variants of a scenario under the schedules to be compared, and the table of their results."""
+"""Variants of a scenario under the schedules to be compared, their no-barrier limit, and the table of their results."""
 
 import itertools
 from collections.abc import Callable
@@ -13,8 +13,7 @@ from april.simulate.pipeline import simulate
 from april.simulate.scenario import Lengths, Scenario
 from april.util.errors import refuse
 
-# --- the no-barrier limit ---
-
+# --- no-barrier limit -------------------------------------------------------------------------------------------------
 
 WARM_UP_RUNS = 6
 """Responses per slot before the measurement begins. It also waits for as many decode steps as the longest response."""
@@ -48,7 +47,7 @@ def _engine_limit(scenario: Scenario, lengths: Lengths, slots: int, groups: iter
     return (engine.generated - first[2]) / (engine.clock_s - first[1])
 
 
-# --- variants of a scenario under the schedules to be compared, and the table of their results ---
+# --- variants ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def columns(result: SimulationResult) -> list[str]:
     ]  # fmt: skip
 
 
-def table(lines: list[list[str]], header: tuple[str, ...] = COLUMNS) -> str:
+def text_table(lines: list[list[str]], header: tuple[str, ...] = COLUMNS) -> str:
     """A text table with aligned columns, the first one flush left."""
     rows = [list(header), *lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

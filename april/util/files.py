@@ -1,4 +1,4 @@
-"""Appending and syncing of files, through the page cache or with direct I/O past it."""
+"""Durable writes: appending and syncing, through the page cache or with direct I/O past it, and atomic replacement."""
 
 import contextlib
 import errno
@@ -104,6 +104,7 @@ def write_and_sync(
 
 
 def write_all(file: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`, however many calls it takes."""
     while data:
         count = os.pwritev(file, [data], offset)
         data, offset = data[count:], offset + count
@@ -116,9 +117,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-# --- atomic replacement of files that others read meanwhile ---
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -1,4 +1,5 @@
-"""Start and end of a run's processes: priority, end with the parent, and exit statuses."""
+"""Start and end of a run's processes: exit statuses, end with the parent, CPU priority, delays before restarts, and the
+kill of a process with all its descendants."""
 
 import contextlib
 import ctypes
@@ -11,8 +12,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1
-
 REFUSED = 2
 """Exit status of a process that a restart would not help: its configuration, folder or address cannot be used."""
 RUN_FAILED = 3
@@ -22,8 +21,28 @@ STEPPED_ASIDE = 4
 STEP_ASIDE = signal.SIGUSR1
 """Signal that makes a broker step aside: it stops no peer, and its peers wait for the successor."""
 
+
+def exit_at_once(status: int) -> NoReturn:
+    """Exit with `status` without shutting down the interpreter while native threads run.
+
+    Threads of torch's process groups outlive the groups. One that needs the interpreter during shutdown aborts the
+    process; one that is blocked in a transfer keeps it from exiting.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+# --- end with the parent ----------------------------------------------------------------------------------------------
+
+
 SUPERVISED = "APRIL_SUPERVISED_BY"
 """Environment variable with the process id of the parent that supervises this process."""
+
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
+"""Loaded at import: a child that is forked while other threads run may deadlock when it loads a library."""
 
 
 def die_with_parent() -> None:
@@ -36,14 +55,13 @@ def die_with_parent() -> None:
         sys.exit("april run has ended before this process could start")
 
 
-LIBC = ctypes.CDLL(None)
-"""Loaded at import: a child that is forked while other threads run may deadlock when it loads a library."""
-
-
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# --- CPU priority -----------------------------------------------------------------------------------------------------
 
 
 NICENESS = 10
@@ -76,24 +94,12 @@ def pass_on_niceness() -> None:
             return
 
 
-def end(status: int) -> NoReturn:
-    """Exit with `status` without shutting down the interpreter while native threads run.
-
-    Threads of torch's process groups outlive the groups. One that needs the interpreter during shutdown aborts the
-    process; one that is blocked in a transfer keeps it from exiting.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-# --- ends a process with all its descendants in any session or group, found by an inherited variable (Linux) ---
+# --- kill with all descendants ----------------------------------------------------------------------------------------
 
 
 MARK = "APRIL_EXECUTION"
-"""Environment variable that descendants inherit."""
-ROUNDS = 5
+"""Environment variable that descendants inherit, in whatever session or process group they are (Linux)."""
+SEARCHES = 5
 """Searches, since a found process may have started another one meanwhile."""
 
 
@@ -105,7 +111,7 @@ def new_mark() -> dict[str, str]:
 def end_marked(mark: dict[str, str]) -> None:
     """SIGKILL all processes with the mark. Processes that replaced their environment are not found."""
     entry = f"{MARK}={mark[MARK]}".encode()
-    for _ in range(ROUNDS):
+    for _ in range(SEARCHES):
         found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if entry in environment_of(folder)]
         if not found:
             return
@@ -122,18 +128,18 @@ def environment_of(folder: Path) -> list[bytes]:
         return []
 
 
-# --- delays before restarts of a failing process ---
+# --- delays before restarts -------------------------------------------------------------------------------------------
 
 
-LONGEST_DELAY_S = 60.0
+LONGEST_RESTART_DELAY_S = 60.0
 """Longest delay, and the delay before the last allowed restart."""
 STEADY_S = 120.0
 """A process that has worked for this long since its start gets all its restarts back."""
-DOUBLINGS = 10
+RESTART_DELAY_DOUBLINGS = 10
 """After this many doublings a delay grows no further."""
 
 
-def delay_s(restart: int, most: int) -> float:
+def restart_delay_s(restart: int, most: int) -> float:
     """Seconds to wait before restart number `restart` (from 1), if `most` restarts without success are allowed.
 
     Delays double from one second on, but are at least those obtained by halving backwards from the last delay of 60 s:
@@ -141,5 +147,5 @@ def delay_s(restart: int, most: int) -> float:
     """
     if restart <= 1:
         return 0.0
-    growing = 2.0 ** min(restart - 1, DOUBLINGS) - 1
-    return min(LONGEST_DELAY_S, max(growing, LONGEST_DELAY_S * 2.0 ** (restart - most)))
+    growing = 2.0 ** min(restart - 1, RESTART_DELAY_DOUBLINGS) - 1
+    return min(LONGEST_RESTART_DELAY_S, max(growing, LONGEST_RESTART_DELAY_S * 2.0 ** (restart - most)))

@@ -1,4 +1,5 @@
-"""Logging of a run's processes: to stderr, as text or as one JSON object per line."""
+"""Logging of a run's processes to stderr, as text or as one JSON object per line; failures of user code by kind, and
+their tracebacks without April's own frames."""
 
 import logging
 import re
@@ -63,10 +64,11 @@ def log_exception(kind: type[BaseException], error: BaseException, traceback: Tr
     logging.getLogger(__name__).critical("ended by %s", kind.__name__, exc_info=(kind, error, traceback))
 
 
-# --- logs failures of user code by kind ---
+# --- failures of user code --------------------------------------------------------------------------------------------
 
 
 ERROR_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b")
+"""Name of an exception class in the text of an error."""
 
 
 class Failures:
@@ -90,7 +92,7 @@ class Failures:
         """
         self.by_cause[cause] += 1
         self.last[cause] = error
-        kind = cause, kind_of(error)
+        kind = cause, failure_kind(error)
         self._by_kind[kind] += 1
         count = self._by_kind[kind]
         if count == 1:
@@ -99,20 +101,19 @@ class Failures:
             self._log.warning("%s: %d of this kind so far: %s", cause, count, error, extra=ids)
 
 
-def kind_of(error: str) -> str:
+def failure_kind(error: str) -> str:
     """The part of an error that all failures of its kind share: what failed and the error's name, without details."""
     name = ERROR_NAME.search(error)
     return error[: name.end()] if name else error.partition(":")[0]
 
 
-# --- tracebacks of user code, without April's own frames ---
+APRIL_FOLDER = str(Path(__file__).parents[1])
 
 
-OWN = str(Path(__file__).parents[1])
-
-
-def raised(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """The formatted traceback of an error without April's frames; only the exception if no other frames are left."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OWN)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(APRIL_FOLDER)
+    ]
     trace = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
     return "".join([*trace, *traceback.format_exception_only(error)]).rstrip()

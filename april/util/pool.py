@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
-# --- frames on the pipes between a pool and its processes ---
+# --- frames on the pipes ----------------------------------------------------------------------------------------------
 
 
 LENGTH_BYTES = 4
@@ -29,6 +29,7 @@ READY = bytes(LENGTH_BYTES)
 
 
 def frame(message: msgspec.Struct) -> bytes:
+    """A message in MessagePack behind its length."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
@@ -45,12 +46,13 @@ def private_pipes() -> tuple[int, BinaryIO]:
     return incoming, outgoing
 
 
-def send(outgoing: BinaryIO, data: bytes) -> None:
+def write_frame(outgoing: BinaryIO, data: bytes) -> None:
+    """Write an encoded frame, and flush."""
     outgoing.write(data)
     outgoing.flush()
 
 
-# --- a pool of processes that run user code, so that it cannot hang, crash or block the calling process ---
+# --- the pool ---------------------------------------------------------------------------------------------------------
 
 
 IN_FLIGHT_ITEMS = 4

@@ -1,4 +1,4 @@
-"""Transfer of new weights from the learner to the workers, over one weight channel per worker. `transport.py` defines
+"""Transfer of new weights from the learner to the workers, over one weight channel per worker. `transports.py` has
 what carries the bytes."""
 
 from april.util.registry import Registry

@@ -1,18 +1,18 @@
-"""The process group of a weight channel: learner rank 0 and one worker, or the ranks of its inference server.
+"""A weight channel between learner rank 0 and one worker, or the ranks of its inference server: the messages that set
+it up, the rendezvous store, and the process group that carries the bytes.
 
 A dead or hung peer breaks only its own channel. The groups are constructed directly, since torch's public functions
-only make subgroups of the default group.
+only make subgroups of the default group. Imports no torch at module level, since every process checks the
+configuration, which imports the transports.
 """
 
 import socket
 from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from april.util import clock
 from april.weights.verification import Canary
@@ -20,74 +20,12 @@ from april.wire.codec import Body
 from april.wire.message import Message, Name, Number, Version
 from april.wire.sockets.base import own_address
 
-LEARNER, WORKER = 0, 1
-"""Ranks in a channel. The ranks of an inference server start at `WORKER`."""
-IN_FLIGHT = 2
-"""Most buckets on their way at a time: as many as gloo has threads for."""
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
 
 
-def join(
-    name: str, store: dist.TCPStore, rank: int, backend: str, timeout_s: float, server_ranks: int = 0
-) -> "dist.Backend":
-    """Build the process group of channel `name`. Raises RuntimeError or OSError if the other side does not join.
-
-    gloo listens only at this machine's address on the route to the store. `server_ranks`: if above 0, the other side is
-    a server with that many ranks, which prefixes its keys as torch's own groups do. gloo may block for five times
-    `timeout_s`, so call this from a thread that nobody waits for.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    device = "cuda" if backend == "nccl" else "cpu"
-    if server_ranks:
-        scoped = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
-    else:
-        scoped = dist.PrefixStore(f"{name}/{device}/", store)
-    size = 1 + (server_ranks or 1)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(scoped, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(store.host, store.port))]
-    return dist.ProcessGroupGloo(scoped, rank, size, options)
-
-
-def transfer(group: "dist.Backend", buckets: Iterable[Tensor], backend: str, deadline: float) -> None:
-    """Broadcast uint8 buckets from the learner to the worker, in place on the worker's side, by `deadline` (Unix time).
-
-    Raises RuntimeError or TimeoutError. Several broadcasts overlap: gloo does a round trip for each, which takes longer
-    than a bucket on a slow route.
-    """
-    options = dist.BroadcastOptions()
-    options.rootRank = LEARNER
-    pending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
-
-    def finish_oldest() -> None:
-        work, on_device, bucket = pending.popleft()
-        work.wait(remaining_time(deadline))
-        if on_device is not bucket:
-            torch.cuda.synchronize()
-            bucket.copy_(on_device)
-
-    for bucket in buckets:
-        if len(pending) == IN_FLIGHT:
-            finish_oldest()
-        on_device = bucket.cuda() if backend == "nccl" else bucket
-        options.timeout = remaining_time(deadline)
-        pending.append((group.broadcast([on_device], options), on_device, bucket))
-    while pending:
-        finish_oldest()
-
-
-def remaining_time(deadline: float) -> timedelta:
-    """The time until `deadline` (Unix time). Raises TimeoutError if it has passed."""
-    remaining = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
-    if remaining <= timedelta(0):
-        raise TimeoutError("the weights were not transferred within weights.transfer_deadline_s; raise it")
-    return remaining
-
-
-# --- messages between the learner's weight publisher (rank 0) and a worker ---
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 class ChannelJoin(Message):
@@ -201,23 +139,105 @@ CHANNEL_BODIES = msgspec.msgpack.Decoder(Body[AnyChannelMessage])
 """Decodes the bodies of these messages; the argument `bodies` of `codec.decode`."""
 
 
-# --- torch's `TCPStore`, the rendezvous of ranks and workers, bound to one address ---
+# --- rendezvous -------------------------------------------------------------------------------------------------------
 
 
-def serve(host: str) -> dist.TCPStore:
-    """A store at `host` and a free port, shared by all stores of this process for that port. Raises OSError."""
-    return serve_at(socket.create_server((host, 0)))
+def serve_store(host: str) -> "dist.TCPStore":
+    """A rendezvous store (`TCPStore`) at `host` and a free port. Raises OSError.
+
+    All stores of this process for that port share it.
+    """
+    return serve_store_at(socket.create_server((host, 0)))
 
 
-def serve_at(listener: socket.socket) -> dist.TCPStore:
+def serve_store_at(listener: socket.socket) -> "dist.TCPStore":
     """A store that takes over a listening socket."""
+    import torch.distributed as dist
+
     host, port = listener.getsockname()
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )
 
 
-def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+def connect_to_store(host: str, port: int, timeout_s: float) -> "dist.TCPStore":
     """A client of the store. Each thread that waits needs its own, since a waiting client blocks its other calls."""
+    import torch.distributed as dist
+
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+# --- process group ----------------------------------------------------------------------------------------------------
+
+
+LEARNER, WORKER = 0, 1
+"""Ranks in a channel. The ranks of an inference server start at `WORKER`."""
+IN_FLIGHT = 2
+"""Most buckets on their way at a time: as many as gloo has threads for."""
+
+
+def join(
+    name: str, store: "dist.TCPStore", rank: int, backend: str, timeout_s: float, server_ranks: int = 0
+) -> "dist.Backend":
+    """Build the process group of channel `name`. Raises RuntimeError or OSError if the other side does not join.
+
+    gloo listens only at this machine's address on the route to the store. `server_ranks`: if above 0, the other side is
+    a server with that many ranks, which prefixes its keys as torch's own groups do. gloo may block for five times
+    `timeout_s`, so call this from a thread that nobody waits for.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    device = "cuda" if backend == "nccl" else "cpu"
+    if server_ranks:
+        scoped = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    else:
+        scoped = dist.PrefixStore(f"{name}/{device}/", store)
+    size = 1 + (server_ranks or 1)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(scoped, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(store.host, store.port))]
+    return dist.ProcessGroupGloo(scoped, rank, size, options)
+
+
+def transfer(group: "dist.Backend", buckets: "Iterable[Tensor]", backend: str, deadline: float) -> None:
+    """Broadcast uint8 buckets from the learner to the worker, in place on the worker's side, by `deadline` (Unix time).
+
+    Raises RuntimeError or TimeoutError. Several broadcasts overlap: gloo does a round trip for each, which takes longer
+    than a bucket on a slow route.
+    """
+    import torch
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.rootRank = LEARNER
+    pending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+
+    def finish_oldest() -> None:
+        work, on_device, bucket = pending.popleft()
+        work.wait(remaining_time(deadline))
+        if on_device is not bucket:
+            torch.cuda.synchronize()
+            bucket.copy_(on_device)
+
+    for bucket in buckets:
+        if len(pending) == IN_FLIGHT:
+            finish_oldest()
+        on_device = bucket.cuda() if backend == "nccl" else bucket
+        options.timeout = remaining_time(deadline)
+        pending.append((group.broadcast([on_device], options), on_device, bucket))
+    while pending:
+        finish_oldest()
+
+
+def remaining_time(deadline: float) -> timedelta:
+    """The time until `deadline` (Unix time). Raises TimeoutError if it has passed."""
+    remaining = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
+    if remaining <= timedelta(0):
+        raise TimeoutError("the weights were not transferred within weights.transfer_deadline_s; raise it")
+    return remaining

@@ -35,7 +35,7 @@ from april.weights.channel import (
     ChannelManifest,
     ChannelPosted,
     ChannelReady,
-    serve,
+    serve_store,
 )
 from april.weights.snapshot import Snapshot, buckets, joined, pack, server_buckets, unpack
 from april.weights.transports import ExternalTransport, Link, Transport
@@ -164,7 +164,7 @@ class WeightPublisher:
     def _serve_store(self) -> dist.TCPStore:
         """The store through which the two sides of a channel find each other."""
         try:
-            return serve(self.config.host)
+            return serve_store(self.config.host)
         except OSError as error:
             refuse(
                 "weights.host",

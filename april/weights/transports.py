@@ -1,7 +1,9 @@
-"""The interface of weight transports: the learner passes in buckets of bytes, which arrive at one worker.
+"""Weight transports: the learner passes in buckets of bytes, which arrive at one worker, over a process group per
+channel; or a framework loads the weights itself, and a channel only signals when it has.
 
 A transport knows nothing of versions, checksums or membership. Damaged data is detected by checksum elsewhere, and a
-channel that fails is dropped and built anew.
+channel that fails is dropped and built anew. Imports no torch at module level, since every process checks the
+configuration.
 """
 
 import threading
@@ -13,13 +15,12 @@ import msgspec
 
 from april.config import WeightsSection
 from april.util import clock
+from april.weights import channel
 from april.weights.channel import ChannelInvite
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
-
-    from april.config import WeightsSection
 
 
 class Link:
@@ -55,7 +56,7 @@ class Transport:
         """
 
 
-# --- weight channels as torch process groups ---
+# --- process groups ---------------------------------------------------------------------------------------------------
 
 
 class CollectiveTransport(Transport):
@@ -64,9 +65,7 @@ class CollectiveTransport(Transport):
     takes_servers = True
 
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> "GroupLink":
-        from april.weights import channel
-
-        rendezvous = channel.connect(invite.host, invite.port, invite.timeout_s)
+        rendezvous = channel.connect_to_store(invite.host, invite.port, invite.timeout_s)
         rank = channel.LEARNER if as_learner else channel.WORKER
         group = channel.join(invite.channel, rendezvous, rank, invite.backend, invite.timeout_s, server_ranks)
         return GroupLink(group, invite.backend)
@@ -79,15 +78,13 @@ class GroupLink(Link):
         self._group, self._backend = group, backend
 
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        from april.weights import channel
-
         channel.transfer(self._group, buckets, self._backend, deadline)
 
     receive = send
     """A broadcast is the same call on both sides."""
 
 
-# --- externally loaded weights ---
+# --- externally loaded weights ----------------------------------------------------------------------------------------
 
 
 class ExternalTransport(Transport):
@@ -95,7 +92,7 @@ class ExternalTransport(Transport):
 
     carries_weights = False
 
-    def __init__(self, config: "WeightsSection"):
+    def __init__(self, config: WeightsSection):
         super().__init__(config)
         self._collective = CollectiveTransport(config)
         self._externally_loaded = threading.Event()

@@ -1,24 +1,27 @@
-"""The canary: a short token sequence, the same in every run of a model, with the learner's log-probabilities.
+"""What shows that an engine holds the weights it was sent: the canary, and checksums of SGLang's tensors.
 
-The learner publishes the log-probabilities with every version. An engine with the same weights computes nearly the same
-ones; an engine with wrong weights is detected before it samples (`april/workers/engines/weight_intake.py`).
+The canary is a short token sequence, the same in every run of a model. The learner publishes its log-probabilities with
+every version; an engine with the same weights computes nearly the same ones, and an engine with wrong weights is
+detected before it samples (`april/workers/engines/weight_intake.py`). Imports no torch at module level, since every
+process checks the configuration, which imports the transports.
 """
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
-TOKENS = 48
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+CANARY_TOKENS = 48
 """Length of the canary in tokens, unless the run's prompts and responses are shorter."""
-STREAM = 0x9E3779B97F4A7C15
+SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 """Increment of the SplitMix64 generator (Steele, Lea, Flood 2014)."""
-WORD = (1 << 64) - 1
+WORD_MASK = (1 << 64) - 1
 
 
 class Canary(msgspec.Struct, array_like=True, frozen=True):
@@ -37,25 +40,25 @@ class Canary(msgspec.Struct, array_like=True, frozen=True):
         return np.array(self.tokens, np.int32)
 
 
-def canary_tokens(vocabulary: int, at_most: int = TOKENS) -> np.ndarray:
-    """int32 [T], T = min(TOKENS, `at_most`): ids from 0 to `vocabulary` - 1, with small ids more likely, as in text.
+def canary_tokens(vocabulary: int, at_most: int = CANARY_TOKENS) -> np.ndarray:
+    """int32 [T], T = min(CANARY_TOKENS, `at_most`): ids from 0 to `vocabulary` - 1.
 
-    Tokenisers give small ids to frequent tokens, whose embeddings training changes most. So the logarithm of the id
-    is uniform, not the id.
+    Small ids are more likely, as in text: tokenisers give them to frequent tokens, whose embeddings training changes
+    most. So the logarithm of the id is uniform, not the id.
     """
-    shares = [mix(position * STREAM) / 2**64 for position in range(1, min(TOKENS, at_most) + 1)]
+    shares = [splitmix(position * SPLITMIX_INCREMENT) / 2**64 for position in range(1, min(CANARY_TOKENS, at_most) + 1)]
     return np.array([int((vocabulary + 1) ** share) - 1 for share in shares], np.int32).clip(0, vocabulary - 1)
 
 
-def mix(x: int) -> int:
+def splitmix(x: int) -> int:
     """The 64-bit finaliser of SplitMix64."""
-    x &= WORD
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
+    x &= WORD_MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD_MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD_MASK
     return x ^ (x >> 31)
 
 
-# --- expected values of SGLang's tensor checksums, computed from the tensors that the server was sent ---
+# --- checksums of SGLang's tensors ------------------------------------------------------------------------------------
 
 
 FUSED = {
@@ -70,7 +73,7 @@ PADDED_ROWS = {"gate_proj": 32, "up_proj": 32, "embed_tokens": 64, "lm_head": 64
 """Module -> number of which its rows are padded to a multiple."""
 PADDED_COLUMNS = {"down_proj": 32}
 """Module -> number of which its columns are padded to a multiple."""
-DIGITS = 16
+CHECKSUM_DIGITS = 16
 """Hexadecimal digits of a checksum."""
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Model types with these tensor names and fusions."""
@@ -83,27 +86,40 @@ def can_predict_checksums(server_info: Mapping[str, Any], model_type: str | None
     return whole and exact and model_type in MODEL_TYPES
 
 
-def checksums_in_server(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, str]:
-    """Checksums by the server's tensor names, for one tensor-parallel rank. `dtype`: of the server's tensors."""
+def checksums_in_server(tensors: "Mapping[str, Tensor]", dtype: "torch.dtype | None" = None) -> dict[str, str]:
+    """Checksums by the server's tensor names, for one tensor-parallel rank.
+
+    `dtype`: of the server's tensors; None: float32.
+    """
+    import torch
+
     parts: dict[str, dict[str, Tensor]] = {}
+    dtype = dtype or torch.float32
     for name, tensor in tensors.items():
         owner, _, kind = name.rpartition(".")
         outer, _, module = owner.rpartition(".")
         fused = ".".join(filter(None, [outer, FUSED.get(module, module), kind]))
-        parts.setdefault(fused, {})[module] = padded(module, tensor)
+        parts.setdefault(fused, {})[module] = padded_as_in_server(module, tensor)
     ordered = {name: sorted(own, key=lambda module: [*FUSED, module].index(module)) for name, own in parts.items()}
-    return {name: digest([parts[name][module] for module in modules], dtype) for name, modules in ordered.items()}
+    return {
+        name: server_checksum([parts[name][module] for module in modules], dtype) for name, modules in ordered.items()
+    }
 
 
-def padded(module: str, tensor: Tensor) -> Tensor:
+def padded_as_in_server(module: str, tensor: "Tensor") -> "Tensor":
     """The tensor with intermediate size and vocabulary zero-padded as in the server."""
+    from torch.nn.functional import pad
+
     rows = -tensor.shape[0] % PADDED_ROWS.get(module, 1) if tensor.dim() else 0
     columns = -tensor.shape[1] % PADDED_COLUMNS.get(module, 1) if tensor.dim() == 2 else 0
     return pad(tensor, (0, columns, 0, rows) if tensor.dim() == 2 else (0, rows)) if rows or columns else tensor
 
 
-def digest(tensors: list[Tensor], dtype: torch.dtype) -> str:
+def server_checksum(tensors: "list[Tensor]", dtype: "torch.dtype") -> str:
+    """Checksum of the tensors, concatenated in the server's dtype."""
+    import torch
+
     hasher = hashlib.sha256()
     for tensor in tensors:
         hasher.update(tensor.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
-    return hasher.hexdigest()[:DIGITS]
+    return hasher.hexdigest()[:CHECKSUM_DIGITS]

@@ -1,4 +1,4 @@
-"""The base class of all messages, and the bounded text types of their fields."""
+"""The base class of all messages, the bounded types of their fields, and the version of policy weights."""
 
 from typing import Annotated, NamedTuple, dataclass_transform
 
@@ -8,6 +8,9 @@ Name = Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$
 """Text without control characters: the name of a peer, a process or a loop position."""
 Address = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x20\x7f]*$")]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+MAX_NUMBER = 2**53
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+"""A count in a message: an integer that every JSON reader represents exactly."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -15,16 +18,8 @@ class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unk
     """A typed struct. Its class name is its tag on the wire; its fields are sent by position."""
 
 
-# --- the name of one set of policy weights ---
-
-
-MAX_NUMBER = 2**53
-Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-"""A count in a message: an integer that every JSON reader represents exactly."""
-
-
 class Version(NamedTuple):
-    """Weights after `step` consumed batches, made by learner incarnation `incarnation`.
+    """Names one set of policy weights: those after `step` consumed batches, made by learner incarnation `incarnation`.
 
     A learner that restarts from a checkpoint is a new incarnation, so two different sets of weights never share a
     version. Staleness and order compare steps alone.

@@ -1,4 +1,4 @@
-"""Messages of every peer of the broker, whatever its role: opening, keeping and ending a session."""
+"""Messages of every peer of the broker, whatever its role (opening, keeping and ending a session), and of monitors."""
 
 from typing import Literal
 
@@ -98,7 +98,7 @@ class Stop(Message):
     reason: str
 
 
-# --- messages between monitors and the broker ---
+# --- monitors ---------------------------------------------------------------------------------------------------------
 
 
 StopState = Literal["stopped", "failed"]

@@ -102,7 +102,7 @@ class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
 
 
 class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The end of a lease: its holder stop_token_ids working on the sample."""
+    """The end of a lease: its holder stops working on the sample."""
 
     lease_id: int
     length: Number
@@ -169,7 +169,7 @@ class ActivitySpan(Message):
     end: float
 
 
-# --- messages between the broker and agents processes, besides reports, answers and heartbeats ---
+# --- agents processes -------------------------------------------------------------------------------------------------
 
 
 MAX_STOP_TOKENS = 16

@@ -11,7 +11,7 @@ from april.config import Config
 from april.config.checks import check_engine
 from april.util import clock
 from april.util.errors import refuse
-from april.util.lifetime import REFUSED, SUPERVISED, end, give_way
+from april.util.lifetime import REFUSED, SUPERVISED, exit_at_once, give_way
 from april.util.logs import log_to_stderr
 from april.util.pulse import LoopWatch
 from april.util.time_sharing import TimeSliceLate
@@ -54,7 +54,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
         turns.wait()
     except TimeSliceLate as error:
         print(f"april worker: {error}", file=sys.stderr)
-        end(1)
+        exit_at_once(1)
     engine = make_engine(config, device, name)
     log.info("connecting to %s", address)
     connection = BrokerConnection(address, "worker", name, new_uid(name), config.broker.patience_s, keys)
@@ -71,7 +71,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
         print(f"april worker: {error}", file=sys.stderr)
         status = REFUSED if isinstance(error, AccessDenied) else 1
     worker.close()
-    end(status)
+    exit_at_once(status)
 
 
 def run_scorer(config: Config, address: str, name: str) -> NoReturn:
@@ -99,7 +99,7 @@ def run_scorer(config: Config, address: str, name: str) -> NoReturn:
         print(f"april scorer: {error}", file=sys.stderr)
         status = REFUSED if isinstance(error, AccessDenied) else 1
     scorer.close()
-    end(status)
+    exit_at_once(status)
 
 
 def stop_at_signals(part: "Worker | Scorer") -> None:

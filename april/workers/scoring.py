@@ -1,4 +1,4 @@
-"""Scoring shared by workers and scorers: submit leased responses to verifier processes, turn scores into messages."""
+"""Scoring of leased responses by verifier processes, for workers and scorers, and a scorer's loop."""
 
 import logging
 from collections.abc import Iterator
@@ -18,6 +18,8 @@ from april.wire.sockets.broker import BrokerConnection
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Item, RewardRules, Score
 from april.workers.rewards.pool import RewardPool
+
+log = logging.getLogger(__name__)
 
 
 class LeasedTask(NamedTuple):
@@ -136,16 +138,15 @@ def reward_rules(config: Config) -> RewardRules:
     )
 
 
-# --- a scorer process ---
-
-
-log = logging.getLogger(__name__)
+# --- the scorer -------------------------------------------------------------------------------------------------------
 
 IDLE_POLL_MS = 20
 BUSY_POLL_MS = 5
 
 
 class Scorer:
+    """Scores the responses that the broker leases to it, until the broker says stop."""
+
     def __init__(self, config: Config, connection: BrokerConnection):
         self.config = config
         self.connection = connection
@@ -207,8 +208,8 @@ class Scorer:
                     self._drop(lease_id)
                 for lease_id in message.done:
                     self._drop(lease_id)
-            case wire.Cancel(tokens) | wire.Renewed(tokens):
-                for lease_id in tokens:
+            case wire.Cancel(lease_ids) | wire.Renewed(lease_ids):
+                for lease_id in lease_ids:
                     self._drop(lease_id)
             case wire.Stop():
                 self.stop(message.reason)

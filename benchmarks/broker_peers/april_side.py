@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+from common import APRIL, write_lines
 
 import april
 from april import wire
@@ -40,14 +40,13 @@ PATIENCE_S = 30.0
 PROMPTS = 1024
 POLL_MS = 20
 PING_S = 0.005
-"""between two round trips on the control connection"""
+"""Time between two round trips on the control connection (seconds)."""
 LEAVE_MS = 300
 STOP_S = 90.0
-"""longest wait for the broker to leave"""
+"""Longest wait for the broker to leave (seconds)."""
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(april.__file__).parents[1])}
-"""the broker runs the code that this process imports"""
-COMMAND = (sys.executable, "-m", "april.cli", "broker")
+"""The broker runs the code that this process imports."""
 
 
 def schedule(load: Load) -> str:
@@ -81,8 +80,7 @@ def write_run(
     (policy / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "max_position_embeddings": context}))
     rng = np.random.default_rng(0)
     prompts = ["".join(rng.choice(list(ALPHABET), prompt_tokens)) for _ in range(PROMPTS)]
-    lines = [orjson.dumps({"prompt": prompt, "label": "0"}) + b"\n" for prompt in prompts]
-    (folder / "prompts.jsonl").write_bytes(b"".join(lines))
+    write_lines(folder / "prompts.jsonl", ({"prompt": prompt, "label": "0"} for prompt in prompts))
     if keys:
         make_folder(keys)
     path = folder / "run.toml"
@@ -99,13 +97,13 @@ learner = {{ ranks = 1 }}
 
 
 class Broker:
-    """`april broker` as a process; its address once it listens."""
+    """A process of `april broker`."""
 
-    def __init__(self, config: Path, command: tuple[str, ...] = COMMAND):
+    def __init__(self, config: Path):
         self.run_dir = config.parent / "runs" / "broker"
         self.log_path = config.parent / "broker.log"
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen([*command, str(config)], stderr=log, stdout=log, env=ENVIRONMENT)
+            self.process = subprocess.Popen([*APRIL, "broker", str(config)], stderr=log, stdout=log, env=ENVIRONMENT)
         self.pid = self.process.pid
 
     def address(self, timeout_s: float = 60.0) -> str:
@@ -135,8 +133,8 @@ class Broker:
 
 
 @contextlib.contextmanager
-def serving(config: Path, command: tuple[str, ...] = COMMAND) -> Iterator[Broker]:
-    broker = Broker(config, command)
+def serving(config: Path) -> Iterator[Broker]:
+    broker = Broker(config)
     try:
         yield broker
         broker.stop()
@@ -146,7 +144,7 @@ def serving(config: Path, command: tuple[str, ...] = COMMAND) -> Iterator[Broker
 
 
 @dataclass(frozen=True)
-class Door:
+class Endpoint:
     """Where peers come in, and with which folder of keys."""
 
     address: str
@@ -163,19 +161,19 @@ def measure_encrypted(load: Load, folder: Path) -> Measured:
 
 
 def measure_with_pings(
-    load: Load, folder: Path, command: tuple[str, ...] = COMMAND, keys: Path | None = None, pings: bool = True
+    load: Load, folder: Path, keys: Path | None = None, pings: bool = True
 ) -> tuple[Measured, np.ndarray]:
-    """The same, with somebody beside it who asks for a sign of life on a control connection of its own; also
-    float [n]: the round trips of the window, ms. `keys`: a folder to make, for CURVE on every socket."""
+    """Run a load beside a peer that pings the broker on a control connection; also returns float [n]: its round trips
+    in the window, ms. `keys`: a folder of keys to make, for CURVE on every socket."""
     config = write_run(folder, schedule(load), keys=keys)
-    with serving(config, command) as broker, Crew() as crew:
-        door, frontier = Door(broker.address(), keys), RawValue(c_long, 0)
-        crew.add(consume, door, frontier)
+    with serving(config) as broker, Crew() as crew:
+        endpoint, frontier = Endpoint(broker.address(), keys), RawValue(c_long, 0)
+        crew.add(consume, endpoint, frontier)
         crew.all_ready()
         if pings:
-            crew.add(ping, door)
+            crew.add(ping, endpoint)
         for number in range(load.producers):
-            crew.add(produce, door, number, load.in_flight, frontier)
+            crew.add(produce, endpoint, number, load.in_flight, frontier)
         acknowledged, *others = crew.work(load, broker.pid)
         round_trips = others.pop(0) if pings else np.empty(0)
     return measured(load, acknowledged, others, crew.server_s), round_trips
@@ -184,9 +182,9 @@ def measure_with_pings(
 class Member:
     """A connection that is left in order."""
 
-    def __init__(self, door: Door, role: str, name: str):
-        keys = load_keys(door.keys, role)
-        self.connection = BrokerConnection(door.address, role, name, uuid.uuid4().hex, PATIENCE_S, keys)
+    def __init__(self, endpoint: Endpoint, role: str, name: str):
+        keys = load_keys(endpoint.keys, role)
+        self.connection = BrokerConnection(endpoint.address, role, name, uuid.uuid4().hex, PATIENCE_S, keys)
         self.connection.hello([])
 
     def leave(self) -> None:
@@ -197,9 +195,9 @@ class Member:
         self.connection.close()
 
 
-def produce(ready, window: Window, door: Door, number: int, in_flight: int, frontier) -> np.ndarray:
+def produce(ready, window: Window, endpoint: Endpoint, number: int, in_flight: int, frontier) -> np.ndarray:
     """A worker whose engine takes no time. Returns float [records]: submit times of the window, ms."""
-    member = Member(door, "worker", f"producer-{number}")
+    member = Member(endpoint, "worker", f"producer-{number}")
     connection = member.connection
     ids, logprobs = record(number)
     reports = Reports(connection)
@@ -235,9 +233,9 @@ def produce(ready, window: Window, door: Door, number: int, in_flight: int, fron
     return np.array(submit_ms)
 
 
-def consume(ready, window: Window, door: Door, frontier) -> list[tuple[float, int]]:
+def consume(ready, window: Window, endpoint: Endpoint, frontier) -> list[tuple[float, int]]:
     """A learner that trains in no time: fetch, read, consumed, durable. Returns (instant, records) as acknowledged."""
-    member = Member(door, "learner", "consumer")
+    member = Member(endpoint, "learner", "consumer")
     connection = member.connection
     connection.request(wire.StartLearner(0, "tcp://127.0.0.1:1"), timeout_s=30)
     acknowledged, step, records, waiting = [], 0, 0, {}
@@ -280,9 +278,9 @@ def count_records(batch: wire.Batch, arrays: list[np.ndarray]) -> int:
     return sum(len(group.samples) for group in batch.groups)
 
 
-def ping(ready, window: Window, door: Door) -> np.ndarray:
+def ping(ready, window: Window, endpoint: Endpoint) -> np.ndarray:
     """Heartbeat and its answer on a control connection, again and again. Returns float [n]: ms."""
-    member = Member(door, "monitor", "ping")
+    member = Member(endpoint, "monitor", "ping")
     connection, round_trips_ms = member.connection, []
     ready()
     while not window.over():

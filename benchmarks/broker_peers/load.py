@@ -1,8 +1,7 @@
-"""What all sides of the broker benchmark share: the record, the load, and the processes that make and measure it."""
+"""Parts that all sides of the broker benchmark share: the record, the load, and the processes that make it."""
 
 import math
 import multiprocessing
-import os
 import time
 import traceback
 from collections import deque
@@ -10,21 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawArray
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import processor_s
 
 RECORD_TOKENS = 8192
 RECORD_BYTES = RECORD_TOKENS * 8
-"""a result: this many ids int32 and log-probabilities float32, 64 KB in one piece"""
+"""A result: this many ids (int32) and log-probabilities (float32), 64 KB in one piece."""
 PROMPT_TOKENS = 128
 
 START_S = 120.0
-"""longest wait for the processes of a measurement to be ready, and to end"""
+"""Longest wait for the processes of a measurement to be ready, and to end (seconds)."""
 
 PROCESSES = multiprocessing.get_context("fork")
-"""the benchmark's own process keeps no threads and no sockets, so that forking it is safe and quick"""
+"""Forking is safe and quick: the benchmark's own process has no threads and no sockets."""
 
 
 class BenchmarkError(RuntimeError):
@@ -46,18 +45,36 @@ class Load:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one side did with a load within the window."""
+    """Results of one side under a load, within the window."""
 
     records_per_s: float
-    """read by a consumer and acknowledged"""
+    """Records that a consumer has read and acknowledged."""
     submit_ms: np.ndarray
-    """float [records]: from sending a result until its durable acknowledgement"""
+    """float [records]: time from sending a result to its durable acknowledgement."""
     server_us: float
-    """processor time of the server's process for one record"""
+    """Processor time of the server's process for one record."""
+
+
+def in_own_process(work: Callable, *arguments) -> Any:
+    """The result of `work(*arguments)` in a new process, for what needs one: threads, sockets, a death."""
+    mine, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_tell, args=(theirs, work, arguments))
+    process.start()
+    theirs.close()
+    try:
+        return mine.recv()
+    except EOFError:
+        raise BenchmarkError(f"the process of {work.__module__} has failed; its error is above") from None
+    finally:
+        process.join()
+
+
+def _tell(pipe: Connection, work: Callable, arguments: tuple) -> None:
+    work(pipe.send, *arguments)
 
 
 def record(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int32, log-probabilities float32), [RECORD_TOKENS] each."""
+    """A random result: (ids int32, log-probabilities float32), [RECORD_TOKENS] each."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 150_000, RECORD_TOKENS, dtype=np.int32)
     return ids, -rng.exponential(1.0, RECORD_TOKENS).astype(np.float32)
@@ -92,10 +109,10 @@ class Crew:
     def __init__(self):
         self.window = Window()
         self.server_s = 0.0
-        """processor time that the server has taken in the window"""
+        """Processor time that the server has taken in the window."""
         self._members: dict[Connection, multiprocessing.Process] = {}
         self._heard: dict[Connection, deque[tuple[str, Any]]] = {}
-        """what members have said before they were asked"""
+        """Messages of members that have not been asked for yet."""
 
     def add(self, work: Callable, *arguments) -> None:
         mine, theirs = PROCESSES.Pipe()
@@ -110,12 +127,12 @@ class Crew:
             self._hear(pipe, "ready", within_s)
 
     def work(self, load: Load, server: int | None = None) -> list[Any]:
-        """`server`: the process that they all load."""
+        """Results of the members; `server`: the process that they all load."""
         self.watch(load.warmup_s)
-        before_s = cpu_s(server) if server else 0.0
+        before_s = processor_s(server) if server else 0.0
         self.window.open(load.window_s)
         self.watch(load.window_s)
-        self.server_s = cpu_s(server) - before_s if server else 0.0
+        self.server_s = processor_s(server) - before_s if server else 0.0
         return [self._hear(pipe, "result", START_S) for pipe in self._members]
 
     def watch(self, seconds: float) -> None:
@@ -175,12 +192,6 @@ def steady_rate(acknowledged: list[tuple[float, int]]) -> float:
         raise BenchmarkError("fewer than two acknowledgements in the window; measure for longer")
     records = sum(count for _, count in acknowledged[1:])
     return records / (acknowledged[-1][0] - acknowledged[0][0])
-
-
-def cpu_s(pid: int) -> float:
-    """Processor time that a process has taken, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measured(

@@ -12,39 +12,31 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
+from common import processor_s
 
-from .load import PROCESSES, PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Load, Measured, cpu_s, measured, record
+from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Load, Measured, in_own_process, measured, record
 
 CONSUMERS = 2
 READ_COUNT = 32
-"""results that a consumer takes at once"""
+"""Results that a consumer takes at once."""
 BACKLOG = 512
-"""results in the queue from which on no prompts are given out, so that producers do not run away"""
+"""Results in the queue above which no prompts are given out, so that producers do not run away."""
 EMPTY_S = 0.002
-"""wait after a call that brought nothing"""
+"""Wait after an empty answer (seconds)."""
 STORE_BYTES = 1 << 30
 
 Result = tuple[int, np.ndarray, np.ndarray]
-"""number of its prompt, ids, log-probabilities"""
+"""A prompt's number, ids and log-probabilities."""
 
 
 def measure(load: Load, folder: Path) -> Measured:
     """Run a load against a new queue; Ray starts and ends with a process of its own."""
     if importlib.util.find_spec("ray") is None:
         raise BenchmarkError("ray is not installed; `pip install 'april-rl[bench]'` brings it")
-    mine, theirs = PROCESSES.Pipe()
-    driver = PROCESSES.Process(target=_drive, args=(theirs, load, folder))
-    driver.start()
-    theirs.close()
-    try:
-        return mine.recv()
-    except EOFError:
-        raise BenchmarkError("the process that drives Ray has failed; its error is above") from None
-    finally:
-        driver.join()
+    return in_own_process(_drive, load, folder)
 
 
-def _drive(pipe, load: Load, folder: Path) -> None:
+def _drive(tell, load: Load, folder: Path) -> None:
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[1]))
     import ray
 
@@ -53,7 +45,7 @@ def _drive(pipe, load: Load, folder: Path) -> None:
         object_store_memory=STORE_BYTES, logging_level="error", _temp_dir=str(folder),
     )  # fmt: skip
     try:
-        pipe.send(_run(load))
+        tell(_run(load))
     finally:
         ray.shutdown()
 
@@ -72,9 +64,9 @@ def _run(load: Load) -> Measured:
     acknowledged = [consumer.run.remote(*window) for consumer in consumers]
     submit_ms = [producer.run.remote(*window, load.in_flight) for producer in producers]
     time.sleep(load.warmup_s)
-    before_s = cpu_s(server)
+    before_s = processor_s(server)
     time.sleep(load.window_s)
-    server_s = cpu_s(server) - before_s
+    server_s = processor_s(server) - before_s
     pairs = [pair for pairs in ray.get(acknowledged) for pair in pairs]
     return measured(load, pairs, ray.get(submit_ms), server_s)
 
@@ -122,7 +114,7 @@ class Producer:
         pass
 
     def run(self, start: float, end: float, in_flight: int) -> np.ndarray:
-        """float [records]: submit times of the window, ms."""
+        """Submit times of the window: float [records], ms."""
         import ray
 
         prompts, submit_ms, now = [], [], -math.inf
@@ -146,7 +138,7 @@ class Consumer:
         pass
 
     def run(self, start: float, end: float) -> list[tuple[float, int]]:
-        """(instant, records) as acknowledged in the window."""
+        """Acknowledgements in the window: (instant, records)."""
         import ray
 
         read: list[int] = []

@@ -21,10 +21,10 @@ from .load import PROMPT_TOKENS, RECORD_TOKENS, BenchmarkError, Crew, Load, Meas
 PROMPTS, RESULTS, GROUP = "prompts", "results", "group"
 CONSUMERS = 2
 READ_COUNT = 32
-"""results that a consumer takes at once"""
+"""Results that a consumer takes at once."""
 BLOCK_MS = 50
 BACKLOG = 512
-"""most entries in both streams: producers never run away from the consumers, nor do they lack prompts before that"""
+"""Most entries in both streams, so that producers do not run away from the consumers."""
 FEED_COUNT = 64
 
 

@@ -18,7 +18,7 @@ from .stream import GROUP_SIZE, PROMPT_TOKENS, Stream, Streamed
 
 TAKE = """
 local taken = {}
-for place = 1, tonumber(ARGV[1]) do
+for index = 1, tonumber(ARGV[1]) do
   local number = redis.call('INCR', 'next')
   local group = math.floor((number - 1) / tonumber(ARGV[2]))
   local lease = redis.call('INCR', 'lease')
@@ -27,7 +27,7 @@ for place = 1, tonumber(ARGV[1]) do
 end
 return taken
 """
-"""of so many samples, the next of their groups: number, lease, prompt"""
+"""Lease the next samples, so many of them: number, lease and prompt of each."""
 CHUNK = """
 local found = redis.call('HMGET', KEYS[1], 'lease', 'length', 'group')
 if found[1] ~= ARGV[1] then return -1 end
@@ -45,7 +45,7 @@ else
 end
 return length
 """
-"""a chunk of a lease from a start, with the score where it is the last"""
+"""Store a chunk of a lease from a start, with the score if it is the last."""
 BLOCK_S = 1
 CONSUMERS = 1
 
@@ -56,7 +56,7 @@ def measure(stream: Stream, folder: Path) -> Streamed:
             crew.add(consume, port, stream)
         crew.all_ready()
         for number in range(stream.processes):
-            crew.add(attend, port, number, stream)
+            crew.add(run_sessions, port, number, stream)
         load = Load(stream.sessions, stream.sequences, stream.window_s, stream.warmup_s)
         results = crew.work(load, pid)[CONSUMERS:]
     chunks = sum(count for count, _ in results)
@@ -68,7 +68,7 @@ def measure(stream: Stream, folder: Path) -> Streamed:
     )
 
 
-def attend(ready, window: Window, port: int, number: int, stream: Stream) -> tuple[int, np.ndarray]:
+def run_sessions(ready, window: Window, port: int, number: int, stream: Stream) -> tuple[int, np.ndarray]:
     """A process of workers that take turns, each with a pipeline a tick: what one awaits, others use."""
     client, chance = redis.Redis(port=port), random.Random(number)
     take, chunk = client.register_script(TAKE), client.register_script(CHUNK)
@@ -84,8 +84,8 @@ def attend(ready, window: Window, port: int, number: int, stream: Stream) -> tup
                     samples.append([name, lease, 0, chance.randint(1, 2 * stream.mean_chunks - 1)])
             sent_at = time.monotonic()
             with client.pipeline(transaction=False) as pipe:
-                for name, lease, length, left in samples:
-                    last = "1.0" if left == 1 else ""
+                for name, lease, length, remaining in samples:
+                    last = "1.0" if remaining == 1 else ""
                     arguments = [lease, length, stream.tokens, payload, last, GROUP_SIZE]
                     chunk(keys=[f"s{name}"], args=arguments, client=pipe)
                 lengths = pipe.execute()
@@ -96,7 +96,9 @@ def attend(ready, window: Window, port: int, number: int, stream: Stream) -> tup
                 counted += len(samples)
                 times_ms.append((now - sent_at) * 1000)
             samples[:] = [
-                [name, lease, length + stream.tokens, left - 1] for name, lease, length, left in samples if left > 1
+                [name, lease, length + stream.tokens, remaining - 1]
+                for name, lease, length, remaining in samples
+                if remaining > 1
             ]
     return counted, np.array(times_ms)
 

@@ -27,11 +27,11 @@ from april.wire.rows import chunk_row, pack_rows
 from april.wire.sockets.broker import BrokerConnection
 
 from .april_side import Broker, write_run
-from .load import PROCESSES, BenchmarkError
+from .load import BenchmarkError, in_own_process
 
 GROUP_SIZE = 8
 CHUNK_TOKENS, TABLE_ROWS = 60, 256
-"""what a sequence samples in a report's time, and sequences of a worker"""
+"""Tokens of a chunk, and rows of a report."""
 RESPONSE_TOKENS = 1 << 20
 SYNC_BYTES = 4 << 20
 START_S = 300.0
@@ -53,19 +53,10 @@ max_staleness = 7
 def make_journal(folder: Path, size_bytes: int, samples: int) -> tuple[Path, int]:
     """Returns the configuration and the number of tokens that are on disk."""
     path = write_run(folder, schedule(samples), RESPONSE_TOKENS)
-    mine, theirs = PROCESSES.Pipe()
-    writer = PROCESSES.Process(target=_write_and_die, args=(theirs, load(path), size_bytes), daemon=True)
-    writer.start()
-    theirs.close()
-    try:
-        return path, mine.recv()
-    except EOFError:
-        raise BenchmarkError("the process that makes the journal has failed; its error is above") from None
-    finally:
-        writer.join()
+    return path, in_own_process(_write_and_die, load(path), size_bytes)
 
 
-def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
+def _write_and_die(tell, config: Config, size_bytes: int) -> None:
     service, written = open_service(config), 0
     for rows in grow(service):
         written = rows if service.journal.file_full else written + rows
@@ -75,12 +66,12 @@ def _write_and_die(pipe, config: Config, size_bytes: int) -> None:
         while max(service.snapshots.store.positions(), default=0) < service.journal.file_start:
             service.snapshots.follow(service.journal.file_start, service.journal.release_files, clock.now())
             time.sleep(POLL_S)
-        pipe.send(service.ledger.tokens["open"])
+        tell(service.ledger.tokens["open"])
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def open_service(config: Config) -> Service:
-    """Of a new run, with every sample that its schedule opens in a worker's hands."""
+    """The service of a new run with every sample leased that its schedule opens."""
     config.run_dir.mkdir(parents=True)
     journal = Journal(
         config.run_dir / "journal", config.broker.journal_file_mb << 20, config.broker.journal_file_records

@@ -7,7 +7,9 @@ saturated, it sends the next as soon as that is answered.
 
 import math
 import random
+import select
 import time
+from collections.abc import Iterator
 from ctypes import c_long
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import RawValue
@@ -24,16 +26,15 @@ from april.wire.rows import TABLE
 from april.wire.sockets import base
 from april.wire.sockets.control import HEARTBEAT_S
 
-from .april_side import COMMAND, Door, consume, ping, serving, write_run
-from .inboxes import Inboxes
+from .april_side import Endpoint, consume, ping, serving, write_run
 from .load import BenchmarkError, Crew, Load, Window
 
 GROUP_SIZE, BATCH_GROUPS = 8, 64
 PROMPT_TOKENS = 256
 SPARE = 256
-"""places of samples that are granted before those that they replace are known to be over"""
+"""Rows of samples that are granted before the ends of their predecessors are acknowledged."""
 BURSTS, BURST = 30, 20
-"""of heartbeats over each new connection, each answered"""
+"""Heartbeats over each new connection: bursts, and heartbeats of a burst; each is answered."""
 RENEW_S = 15.0
 POLL_MS = 2
 HELLO_MS = 30_000
@@ -45,17 +46,17 @@ class Stream:
 
     sessions: int
     sequences: int
-    """of each session, at a time"""
+    """Sequences of each session at a time."""
     tokens: int = 60
-    """of a chunk"""
+    """Tokens of a chunk."""
     mean_chunks: int = 34
     chunks_per_s: float = math.inf
-    """of all sessions together"""
+    """Chunks a second of all sessions together."""
     processes: int = 2
     window_s: float = 10.0
     warmup_s: float = 8.0
     joining_s: float = 0.0
-    """in which sessions come, one after the other"""
+    """Time over which sessions start one after the other (seconds)."""
 
     def __str__(self) -> str:
         return f"{self.sessions}x{self.sequences}"
@@ -78,13 +79,13 @@ class Stream:
 @dataclass(frozen=True)
 class Streamed:
     chunks_per_s: float
-    """acknowledged in the window"""
+    """Chunks acknowledged in the window."""
     cpu_us: float
-    """of the server, for each, with all that goes with it"""
+    """All processor time of the server for each chunk (µs)."""
     submit_ms: np.ndarray
-    """float [reports]: from sending until the answer"""
+    """float [reports]: time from sending a report to its answer."""
     round_trips_ms: np.ndarray
-    """float [n]: of heartbeats on a control connection of somebody else, if they were asked for"""
+    """float [n]: round trips of another peer's heartbeats, if they were asked for."""
 
 
 def schedule(stream: Stream, batch_groups: int = BATCH_GROUPS) -> str:
@@ -105,16 +106,16 @@ session_timeout_s = 60.0
 """
 
 
-def measure(stream: Stream, folder: Path, command: tuple[str, ...] = COMMAND, pings: bool = False) -> Streamed:
+def measure(stream: Stream, folder: Path, pings: bool = False) -> Streamed:
     """Against a new broker in an empty folder."""
     config = write_run(folder, schedule(stream), stream.longest, prompt_tokens=PROMPT_TOKENS)
-    with serving(config, command) as broker, Crew() as crew:
-        door, frontier, granting = Door(broker.address()), RawValue(c_long, 0), RawValue("b", 0)
-        crew.add(consume, door, frontier)
+    with serving(config) as broker, Crew() as crew:
+        endpoint, frontier, granting = Endpoint(broker.address()), RawValue(c_long, 0), RawValue("b", 0)
+        crew.add(consume, endpoint, frontier)
         if pings:
-            crew.add(ping, door)
+            crew.add(ping, endpoint)
         for number in range(stream.processes):
-            crew.add(attend, door.address, number, stream, frontier, granting, RawValue(c_long, 0))
+            crew.add(run_sessions, endpoint.address, number, stream, frontier, granting, RawValue(c_long, 0))
         crew.all_ready()
         granting.value = 1
         load = Load(stream.sessions, stream.sequences, stream.window_s, stream.warmup_s)
@@ -129,6 +130,37 @@ def measure(stream: Stream, folder: Path, command: tuple[str, ...] = COMMAND, pi
     )
 
 
+class Inboxes:
+    """Hundreds of sockets of one process, polled at the cost of those that have messages; `zmq.Poller` asks the kernel
+    for each socket each time. `look_at` is for after each send: descriptors tell of changes, which sending reads."""
+
+    def __init__(self):
+        self._epoll = select.epoll()
+        self._by_descriptor: dict[int, zmq.Socket] = {}
+        self._unseen: set[zmq.Socket] = set()
+        """Sockets that may have messages of which their descriptors do not tell again."""
+
+    def add(self, socket: zmq.Socket) -> None:
+        descriptor = socket.getsockopt(zmq.FD)
+        self._by_descriptor[descriptor] = socket
+        self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLET)
+        self._unseen.add(socket)
+
+    def look_at(self, socket: zmq.Socket) -> None:
+        self._unseen.add(socket)
+
+    def receive(self, timeout_ms: float) -> Iterator[tuple[zmq.Socket, list[zmq.Frame]]]:
+        """All that has come, once there is something or the time has passed."""
+        changed = self._epoll.poll(0.0 if self._unseen else timeout_ms / 1000)
+        unseen, self._unseen = self._unseen, set()
+        for socket in unseen.union(self._by_descriptor[descriptor] for descriptor, _ in changed):
+            while base.has_message(socket):
+                yield socket, base.receive(socket)
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """Two connections, whose messages carry its number, and the samples in its hands."""
@@ -139,8 +171,8 @@ class Session:
     capacity: int
     rows: np.ndarray
     """[capacity] of `TABLE`: what the next report says of each sample; lease id 0 where there is none"""
-    left: np.ndarray
-    """int64 [capacity]: chunks to come"""
+    chunks_left: np.ndarray
+    """Chunks to come of each sample: int64 [capacity]."""
     number: int = 0
     held: int = -1
     next_beat: float = 0.0
@@ -148,14 +180,14 @@ class Session:
     next_tick: float = 0.0
     joins_at: float = math.inf
     sent_at: float = 0.0
-    """of the report under way, 0 for none"""
+    """When the report under way was sent; 0 for none."""
     reported: int = 0
-    """its rows"""
+    """Rows of the report under way."""
     received_bytes: int = 0
     scoring: list[int] = field(default_factory=list)
-    """leases that want a score alone"""
-    places: dict[int, int] = field(default_factory=dict)
-    """of each lease among the rows"""
+    """Leases that want only a score."""
+    row_of: dict[int, int] = field(default_factory=dict)
+    """Row of each lease."""
 
     def send(self, message: wire.Message, arrays=()) -> None:
         self._send(self.data, wire.encode(message, arrays, self.number))
@@ -165,14 +197,14 @@ class Session:
         self.inboxes.look_at(socket)
 
     def beat(self, now: float) -> None:
-        leases = list(self.places) if now >= self.next_renewal else []
+        leases = list(self.row_of) if now >= self.next_renewal else []
         if leases:
             self.next_renewal = now + RENEW_S
         self.next_beat = now + HEARTBEAT_S
         beat = wire.Heartbeat(leases, 0, self.received_bytes)
         self._send(self.control, wire.encode(beat, (), self.number))
 
-    def take_in(self, received: wire.Received, stream: Stream, chance: random.Random) -> None:
+    def handle(self, received: wire.Received, stream: Stream, chance: random.Random) -> None:
         self.received_bytes += received.array_bytes
         match received.message:
             case wire.Grants(tasks=tasks, grants=grants):
@@ -183,8 +215,8 @@ class Session:
                 if resend or refused:
                     raise BenchmarkError(f"the broker wants {resend} again and refuses {refused}")
                 for lease_id in done:
-                    if (place := self.places.pop(lease_id, None)) is not None:
-                        self.rows["lease_id"][place] = 0
+                    if (row := self.row_of.pop(lease_id, None)) is not None:
+                        self.rows["lease_id"][row] = 0
             case wire.Renewed() | wire.WeightsAddress() | wire.Abort():
                 pass
             case unwanted:
@@ -193,19 +225,19 @@ class Session:
     def _accept(self, grant: wire.Grant, length: int, stream: Stream, chance: random.Random) -> None:
         if grant.scoring:
             return self.scoring.append(grant.lease_id)
-        place = int(np.flatnonzero(self.rows["lease_id"] == 0)[0])
+        row = int(np.flatnonzero(self.rows["lease_id"] == 0)[0])
         done = length // stream.tokens
-        self.places[grant.lease_id] = place
-        self.rows["lease_id"][place], self.rows["start"][place] = grant.lease_id, length
-        self.left[place] = chance.randint(1, 2 * stream.mean_chunks - 1 - done)
+        self.row_of[grant.lease_id] = row
+        self.rows["lease_id"][row], self.rows["start"][row] = grant.lease_id, length
+        self.chunks_left[row] = chance.randint(1, 2 * stream.mean_chunks - 1 - done)
 
     def report(self, payload: memoryview, tokens: int, now: float) -> None:
         """One row of each sample that still generates, and the scores of those that end with it."""
-        going = np.flatnonzero((self.rows["lease_id"] > 0) & (self.left > 0))
+        going = np.flatnonzero((self.rows["lease_id"] > 0) & (self.chunks_left > 0))
         self.reported, self.sent_at = len(going), now
         self.rows["step"], self.rows["time"] = self.held, now
-        self.left[going] -= 1
-        self.rows["finish"] = self.left == 0
+        self.chunks_left[going] -= 1
+        self.rows["finish"] = self.chunks_left == 0
         table = self.rows[going]
         ended = table["lease_id"][table["finish"] > 0].tolist()
         closings = [wire.Scored(lease_id, [1.0], [{}]) for lease_id in (*ended, *self.scoring)]
@@ -218,28 +250,28 @@ class Session:
         self.rows["start"][going] += tokens
 
 
-def attend(
-    ready, window: Window, address: str, number: int, stream: Stream, frontier, granting, in_flight, broken_in=False
+def run_sessions(
+    ready, window: Window, address: str, number: int, stream: Stream, frontier, granting, in_flight, warmed=False
 ) -> tuple[int, np.ndarray]:
-    """A process full of sessions; `granting` lets them take leases, `in_flight` says how many they hold; `broken_in`:
+    """A process full of sessions; `granting` lets them take leases, `in_flight` says how many they hold; `warmed`:
     connections are as in a session that has lasted. Returns the
     chunks that were acknowledged in the window, and float [reports]: how long each report took, ms."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4 * stream.sessions + 16)
     chance, now = random.Random(number), time.monotonic()
-    one = np.arange(stream.tokens, dtype="<i4").tobytes() + np.full(stream.tokens, -1.0, "<f4").tobytes()
-    payload = memoryview(one * (stream.sequences + SPARE))
+    chunk = np.arange(stream.tokens, dtype="<i4").tobytes() + np.full(stream.tokens, -1.0, "<f4").tobytes()
+    payload = memoryview(chunk * (stream.sequences + SPARE))
     inboxes = Inboxes()
     sessions = [
-        say_hello(context, inboxes, address, f"worker-{place}", stream, one)
-        for place in range(number, stream.sessions, stream.processes)
+        open_session(context, inboxes, address, f"worker-{index}", stream, chunk)
+        for index in range(number, stream.sessions, stream.processes)
     ]
-    if broken_in:
-        break_in([session.data for session in sessions], sessions)
+    if warmed:
+        warm_connections([session.data for session in sessions], sessions)
     for session in sessions:
         session.control.send_multipart(wire.encode(wire.Bind(), (), session.number))
-    if broken_in:
-        break_in([session.control for session in sessions], sessions)
+    if warmed:
+        warm_connections([session.control for session in sessions], sessions)
     owners = {socket: session for session in sessions for socket in (session.data, session.control)}
     for session in sessions:
         session.next_tick = now + chance.random() * min(stream.tick_s, 1e6)
@@ -250,7 +282,7 @@ def attend(
         for socket, frames in inboxes.receive(POLL_MS):
             session = owners[socket]
             received = wire.decode(frames)
-            session.take_in(received, stream, chance)
+            session.handle(received, stream, chance)
             stirred[session.number] = session
             if session.sent_at and isinstance(received.message, wire.Answers):
                 now = time.monotonic()
@@ -269,10 +301,10 @@ def attend(
             if now >= session.joins_at and session.held != frontier.value:
                 session.held = frontier.value
                 session.send(wire.WorkerCapacity(Version(0, session.held), session.capacity))
-            if not session.sent_at and now >= session.next_tick and (session.places or session.scoring):
+            if not session.sent_at and now >= session.next_tick and (session.row_of or session.scoring):
                 session.report(payload, stream.tokens, now)
                 session.next_tick = max(session.next_tick + stream.tick_s, now)
-        in_flight.value = sum(len(session.places) for session in sessions)
+        in_flight.value = sum(len(session.row_of) for session in sessions)
     for session in sessions:
         session.send(wire.Goodbye())
     inboxes.close()
@@ -280,7 +312,7 @@ def attend(
     return counted, np.array(times_ms)
 
 
-def say_hello(
+def open_session(
     context: zmq.Context, inboxes: Inboxes, address: str, name: str, stream: Stream, payload: bytes
 ) -> Session:
     rows = np.zeros(stream.sequences + SPARE, TABLE)
@@ -296,7 +328,7 @@ def say_hello(
     return session
 
 
-def break_in(connections: list[zmq.Socket], sessions: list[Session]) -> None:
+def warm_connections(connections: list[zmq.Socket], sessions: list[Session]) -> None:
     """Carry so many heartbeats and answers over each connection that libzmq's queues (two of 16 KiB a way, which become
     resident page by page with use) are what they are in a session that has lasted."""
     for _ in range(BURSTS):

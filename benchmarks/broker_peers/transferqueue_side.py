@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .load import PROCESSES, RECORD_TOKENS, BenchmarkError, Load, Measured, record
+from .load import RECORD_TOKENS, BenchmarkError, Load, Measured, in_own_process, record
 from .stream import Stream, Streamed
 
 STREAM_CLIENTS, STREAM_ROWS = 4, 64
-"""rows that a client of the stream puts at once"""
+"""Clients of the stream, and rows that each puts at once."""
 STORE_BYTES = 1 << 30
 NAMESPACE = "transfer_queue"
 
@@ -33,22 +33,13 @@ def measure_stream(stream: Stream, folder: Path) -> Streamed:
 
 
 def _apart(clients: int, rows: int, tokens: int, window_s: float, warmup_s: float, folder: Path):
-    """(rows/s, float [puts] ms) of a new queue; Ray starts and ends with a process of its own."""
+    """Rows/s of a new queue, and float [puts]: put times, ms. Ray starts and ends with a process of its own."""
     if importlib.util.find_spec("transfer_queue") is None:
         raise BenchmarkError("transferqueue is not installed; `pip install 'april-rl[bench]'` brings it")
-    mine, theirs = PROCESSES.Pipe()
-    driver = PROCESSES.Process(target=_drive, args=(theirs, clients, rows, tokens, window_s, warmup_s, folder))
-    driver.start()
-    theirs.close()
-    try:
-        return mine.recv()
-    except EOFError:
-        raise BenchmarkError("the process that drives TransferQueue has failed; its error is above") from None
-    finally:
-        driver.join()
+    return in_own_process(_drive, clients, rows, tokens, window_s, warmup_s, folder)
 
 
-def _drive(pipe, clients: int, rows: int, tokens: int, window_s: float, warmup_s: float, folder: Path) -> None:
+def _drive(tell, clients: int, rows: int, tokens: int, window_s: float, warmup_s: float, folder: Path) -> None:
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(Path(__file__).parents[1]))
     import ray
     import transfer_queue
@@ -63,7 +54,7 @@ def _drive(pipe, clients: int, rows: int, tokens: int, window_s: float, warmup_s
         ray.get([client.ready.remote() for client in crew])
         start = time.monotonic() + warmup_s
         done = ray.get([client.run.remote(start, start + window_s) for client in crew])
-        pipe.send((sum(len(put_ms) for put_ms in done) * rows / window_s, np.concatenate(done)))
+        tell((sum(len(put_ms) for put_ms in done) * rows / window_s, np.concatenate(done)))
         transfer_queue.close()
     finally:
         ray.shutdown()
@@ -80,7 +71,7 @@ class Client:
         transfer_queue.init()
 
     def run(self, start: float, end: float) -> np.ndarray:
-        """float [turns of the window]: how long each put took, ms."""
+        """Put times of the window: float [puts], ms."""
         import torch
         import transfer_queue
         from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""What a chunk costs the worker that hands it in: `Worker` itself against a broker, with an engine that takes no time.
+"""The processor time of a chunk in its worker: `Worker` itself against a broker, with an engine that takes no time.
 
 Leases, rows, checksums, answers, scores and heartbeats are all there. The engine hands over a chunk of every sequence
 at once, as one does at a tick. Verifiers run in processes of their own, which do not count.
@@ -21,7 +21,7 @@ from april.wire.sockets.broker import BrokerConnection
 from april.workers.engines.base import Chunk, Request
 from april.workers.worker import Worker
 
-from .april_side import LEAVE_MS, PATIENCE_S, Door, consume, serving, write_run
+from .april_side import LEAVE_MS, PATIENCE_S, Endpoint, consume, serving, write_run
 from .load import Crew, Load, Window
 from .stream import PROMPT_TOKENS, Stream, schedule
 
@@ -30,30 +30,30 @@ def measure(stream: Stream, folder: Path) -> float:
     """Microseconds of processor time of the worker's process for each chunk; `stream` has one session."""
     config = write_run(folder, schedule(stream), stream.longest, prompt_tokens=PROMPT_TOKENS)
     with serving(config) as broker, Crew() as crew:
-        door, frontier = Door(broker.address()), RawValue(c_long, 0)
-        crew.add(consume, door, frontier)
-        crew.add(work, door, config, stream, frontier)
+        endpoint, frontier = Endpoint(broker.address()), RawValue(c_long, 0)
+        crew.add(consume, endpoint, frontier)
+        crew.add(work, endpoint, config, stream, frontier)
         crew.all_ready()
         load_of = Load(stream.sessions, stream.sequences, stream.window_s, stream.warmup_s)
         _, (seconds, chunks) = crew.work(load_of, broker.pid)
     return seconds / chunks * 1e6
 
 
-def work(ready, window: Window, door: Door, config_file: Path, stream: Stream, frontier) -> tuple[float, int]:
+def work(ready, window: Window, endpoint: Endpoint, config_file: Path, stream: Stream, frontier) -> tuple[float, int]:
     """Returns the processor time of the window (seconds), and its chunks."""
-    engine = Instant(stream)
-    connection = BrokerConnection(door.address, "worker", "w0", uuid.uuid4().hex, PATIENCE_S, None)
-    watch = Watch(window, engine, frontier)
-    worker = watch.worker = Worker(load(config_file), engine, connection, [watch])
+    engine = InstantEngine(stream)
+    connection = BrokerConnection(endpoint.address, "worker", "w0", uuid.uuid4().hex, PATIENCE_S, None)
+    feed = VersionFeed(window, engine, frontier)
+    worker = feed.worker = Worker(load(config_file), engine, connection, [feed])
     ready()
     worker.run()
     while any(True for _ in connection.receive(LEAVE_MS)):
         """What is unread at the end would take the goodbye with it."""
     worker.close()
-    return watch.ended[0] - watch.began[0], watch.ended[1] - watch.began[1]
+    return feed.ended[0] - feed.began[0], feed.ended[1] - feed.began[1]
 
 
-class Instant:
+class InstantEngine:
     """An engine whose step makes a chunk of every sequence."""
 
     ready, queued, kv_tokens = True, 0, None
@@ -63,27 +63,27 @@ class Instant:
         self.version: Version | None = None
         self.capacity = stream.sequences
         self.generated_tokens = self.chunks = 0
-        self.left: dict[int, int] = {}
-        """chunks to come, by request"""
+        self.remaining_chunks: dict[int, int] = {}
+        """Chunks to come, by request."""
         self.tokens = np.full(stream.tokens, 5, np.int32)
         self.logprobs = np.full(stream.tokens, -1.0, np.float32)
 
     @property
     def live(self) -> int:
-        return len(self.left)
+        return len(self.remaining_chunks)
 
     def submit(self, request: Request) -> None:
         most = request.max_new_tokens // self.stream.tokens
-        self.left[request.id] = self.chance.randint(1, most)
+        self.remaining_chunks[request.id] = self.chance.randint(1, most)
 
     def step(self) -> list[Chunk]:
         chunks = []
-        for number, left in list(self.left.items()):
-            finish = "stop" if left == 1 else None
+        for number, remaining in list(self.remaining_chunks.items()):
+            finish = "stop" if remaining == 1 else None
             chunks.append(Chunk(number, self.tokens, self.logprobs, self.version, finish))
-            self.left[number] = left - 1
+            self.remaining_chunks[number] = remaining - 1
             if finish:
-                del self.left[number]
+                del self.remaining_chunks[number]
         self.chunks += len(chunks)
         self.generated_tokens += len(chunks) * self.stream.tokens
         return chunks
@@ -92,7 +92,7 @@ class Instant:
         return []
 
     def cancel(self, request_id: int) -> list[Chunk]:
-        self.left.pop(request_id, None)
+        self.remaining_chunks.pop(request_id, None)
         return []
 
     def cancel_all(self, request_ids: Iterable[int]) -> list[Chunk]:
@@ -103,14 +103,14 @@ class Instant:
     def close(self) -> None: ...
 
 
-class Watch:
-    """In an intake's place, once a turn: gives the engine the version that the learner has reached, and ends the worker
-    with the window."""
+class VersionFeed:
+    """A weight loader that gives the engine the version that the learner has reached, once a pass of the worker's loop,
+    and stops the worker at the end of the window."""
 
-    loading = False
-    receiver = SimpleNamespace(connect=lambda address, key: None, close=lambda: None)
+    is_loading = has_pending = False
+    receiver = SimpleNamespace(connect=lambda address, key: None, close=lambda: None, has_staged=False)
 
-    def __init__(self, window: Window, engine: Instant, frontier):
+    def __init__(self, window: Window, engine: InstantEngine, frontier):
         self.window, self.engine, self.frontier = window, engine, frontier
         self.worker: Worker | None = None
         self.began = self.ended = None

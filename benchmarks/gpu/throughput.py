@@ -22,7 +22,7 @@ from multiprocessing import get_context
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import Row, parser, report
+from common import Row, parser, ratios, report
 from engine import LONGEST_PROMPT, LONGEST_RESPONSE, Work, longtail_work
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
@@ -45,11 +45,11 @@ PATIENCE_S = 300.0
 @dataclass(frozen=True)
 class Scale:
     shape: dict[str, int]
-    """of the model, by the keys of config.json"""
+    """Shape of the model, by the keys of config.json."""
     slots: int
     requests: int
     rounds: int
-    """after one to warm up"""
+    """Measured rounds, behind one of warm-up."""
     microbatch_tokens: int
 
 
@@ -70,13 +70,13 @@ TINY = Scale(
 
 
 @dataclass(frozen=True)
-class Place:
+class Devices:
     """Where learner and worker are, and what connects them."""
 
     device: torch.device
-    """of engine, learner and worker"""
+    """Device of engine, learner and worker."""
     worker_sees: str
-    """the worker's GPU in CUDA_VISIBLE_DEVICES; empty: the learner's"""
+    """The worker's GPU in CUDA_VISIBLE_DEVICES; empty for the learner's."""
     backend: str
     """of the lane"""
 
@@ -143,16 +143,16 @@ def generate_and_train(trainer: Trainer, engine: TorchEngine, scale: Scale, voca
 # --- weights ------------------------------------------------------------------------------------------------------
 
 
-def broadcasts(trainer: Trainer, folder: Path, place: Place, repeats: int) -> list[Row]:
+def broadcasts(trainer: Trainer, folder: Path, devices: Devices, repeats: int) -> list[Row]:
     """Seconds to collect all weights, and to have them loaded by the worker over its lane; the same bytes sent raw."""
-    section = WeightsSection(backend=place.backend, publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S)
-    publisher = WeightPublisher(section, "gpu", place.device.type)
+    section = WeightsSection(backend=devices.backend, publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S)
+    publisher = WeightPublisher(section, "gpu", devices.device.type)
     gathered, sent = [], []
     tensors, deadline = trainer.weights(), time.monotonic() + PATIENCE_S
-    with process(place, worker, publisher.address, folder, place.device.type, section) as alive:
+    with process(devices, worker, publisher.address, folder, devices.device.type, section) as alive:
         while not publisher.publish(Version(0, 0), tensors)["publish_workers"]:
             if not alive() or time.monotonic() > deadline:
-                sys.exit(f"no lane over {place.backend} to the process that takes the weights; it has said why")
+                sys.exit(f"no lane over {devices.backend} to the process that takes the weights; it has said why")
             time.sleep(0.1)
         for turn in range(1, repeats + 1):
             started = time.perf_counter()
@@ -163,14 +163,14 @@ def broadcasts(trainer: Trainer, folder: Path, place: Place, repeats: int) -> li
             assert figures["publish_workers"] == 1, figures
     publisher.close()
     size = int(figures["publish_bytes"])
-    raw = raw_broadcast(place, size, repeats)
+    raw = raw_broadcast(devices, size, repeats)
     return [
         Row("weights_gb", [size / 1e9], "GB"),
         Row("weight_gather_s", gathered, "s"),
         Row("weight_broadcast_s", sent, "s"),
         Row("weight_broadcast_gb_per_s", [size / 1e9 / seconds for seconds in sent], "GB/s"),
         Row("raw_broadcast_gb_per_s", [size / 1e9 / seconds for seconds in raw], "GB/s"),
-        Row("broadcast_vs_raw", [theirs / ours for ours, theirs in zip(sent, raw, strict=True)], "ratio"),
+        Row("broadcast_vs_raw", ratios(raw, sent), "ratio"),
     ]
 
 
@@ -188,21 +188,21 @@ def worker(address: str, folder: Path, device: str, section: WeightsSection) -> 
         time.sleep(0.0005)
 
 
-def raw_broadcast(place: Place, size: int, repeats: int) -> list[float]:
+def raw_broadcast(devices: Devices, size: int, repeats: int) -> list[float]:
     """Seconds for one buffer of `size` bytes, from where the learner has it to where the worker does, repeated."""
-    meeting = channel.serve("127.0.0.1")
-    with process(place, raw_receiver, meeting.port, size, repeats, place):
-        return list(raw_turns(channel.LEARNER, meeting.port, size, repeats, place))
+    rendezvous = channel.serve_store("127.0.0.1")
+    with process(devices, raw_receiver, rendezvous.port, size, repeats, devices):
+        return list(raw_turns(channel.LEARNER, rendezvous.port, size, repeats, devices))
 
 
-def raw_receiver(port: int, size: int, repeats: int, place: Place) -> None:
-    list(raw_turns(channel.WORKER, port, size, repeats, place))
+def raw_receiver(port: int, size: int, repeats: int, devices: Devices) -> None:
+    list(raw_turns(channel.WORKER, port, size, repeats, devices))
 
 
-def raw_turns(rank: int, port: int, size: int, repeats: int, place: Place) -> Iterator[float]:
-    client = channel.connect("127.0.0.1", port, PATIENCE_S)
-    group = channel.join("raw", client, rank, place.backend, PATIENCE_S)
-    buffer, word = (torch.zeros(n, dtype=torch.uint8, device=place.raw_device) for n in (size, 1))
+def raw_turns(rank: int, port: int, size: int, repeats: int, devices: Devices) -> Iterator[float]:
+    client = channel.connect_to_store("127.0.0.1", port, PATIENCE_S)
+    group = channel.join("raw", client, rank, devices.backend, PATIENCE_S)
+    buffer, word = (torch.zeros(n, dtype=torch.uint8, device=devices.raw_device) for n in (size, 1))
     for turn in range(repeats + 1):
         send(group, word, channel.WORKER)  # it is there
         started = time.perf_counter()
@@ -221,9 +221,11 @@ def send(group: "dist.Backend", buffer: torch.Tensor, root: int) -> None:
 
 
 @contextmanager
-def process(place: Place, target: Callable, *arguments) -> Iterator[Callable[[], bool]]:
-    """`target` in a process of its own; gives what says whether it lives."""
-    child = get_context("spawn").Process(target=seeing, args=(place.worker_sees, target, *arguments), daemon=True)
+def process(devices: Devices, target: Callable, *arguments) -> Iterator[Callable[[], bool]]:
+    """Run `target` in a process of its own; yields a function that says whether it lives."""
+    child = get_context("spawn").Process(
+        target=run_with_gpu, args=(devices.worker_sees, target, *arguments), daemon=True
+    )
     child.start()
     try:
         yield child.is_alive
@@ -232,15 +234,15 @@ def process(place: Place, target: Callable, *arguments) -> Iterator[Callable[[],
         child.join()
 
 
-def seeing(gpu: str, target: Callable, *arguments) -> None:
+def run_with_gpu(gpu: str, target: Callable, *arguments) -> None:
     os.environ |= environment_of([gpu] if gpu else [])
     target(*arguments)
 
 
-def place_of(device: str) -> Place:
+def devices_of(device: str) -> Devices:
     if device == "cpu" or torch.cuda.device_count() == 1:
-        return Place(torch.device(device), "", "gloo")
-    return Place(torch.device("cuda"), visible_devices()[1], "nccl")
+        return Devices(torch.device(device), "", "gloo")
+    return Devices(torch.device("cuda"), visible_devices()[1], "nccl")
 
 
 def main() -> None:
@@ -253,20 +255,20 @@ def main() -> None:
         sys.exit("torch sees no GPU; run this where there is one, or try the code with --device cpu --quick")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    scale, place = TINY if options.quick else FULL, place_of(options.device)
+    scale, devices = TINY if options.quick else FULL, devices_of(options.device)
     with tempfile.TemporaryDirectory(prefix="april-gpu-") as made:
         folder = Path(made) / "model"
         make_model(folder, scale.shape, torch.float32 if options.device == "cpu" else torch.bfloat16)
-        trainer = make_trainer(folder, Path(made), scale, place.device)
+        trainer = make_trainer(folder, Path(made), scale, devices.device)
         engine = TorchEngine(
-            folder, slots=scale.slots, max_context=LONGEST_RESPONSE + LONGEST_PROMPT, device=str(place.device)
+            folder, slots=scale.slots, max_context=LONGEST_RESPONSE + LONGEST_PROMPT, device=str(devices.device)
         )
         rows = generate_and_train(trainer, engine, scale, scale.shape["vocab_size"])
         engine.close()
-        rows += broadcasts(trainer, folder, place, repeats=2 if options.quick else 7)
+        rows += broadcasts(trainer, folder, devices, repeats=2 if options.quick else 7)
     dist.destroy_process_group()
     accelerators = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    report(rows, options.json, accelerators=accelerators, lane=place.backend)
+    report(rows, options.json, accelerators=accelerators, lane=devices.backend)
 
 
 def make_trainer(folder: Path, runs: Path, scale: Scale, device: torch.device) -> Trainer:

@@ -16,16 +16,14 @@ from april.agents.gateway import Gateway
 from april.agents.listening import AttachKey, listen, server_tls
 from april.agents.process import AttachedRunner
 from april.agents.rendering import Renderer
-from april.config import AgentSection
 from april.data.tokenizer import Tokenizer
 from april.wire.message import Version
 from april.wire.rows import chunk_row
+from tests.support.agent_gateway import PLAIN_HTTP, SESSION
 
-SESSION = 7 * wire.MAX_FORKS
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 NEEDED = {"test_frameworks.py": ("agents", "langgraph", "langchain_openai"), "test_gymnasium.py": ("gymnasium",)}
 collect_ignore = [name for name, packages in NEEDED.items() if not all(map(find_spec, packages))]
-PLAIN_HTTP = AgentSection()
 
 
 class Policy:

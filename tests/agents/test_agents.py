@@ -162,7 +162,7 @@ def order(key, task=None):
 def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
     async def play():
         observer = ProgramObserver()
-        runner = ProgramRunner("tests.agents.program:as_told", {}, 4, observer)
+        runner = ProgramRunner("tests.support.agent_programs:as_told", {}, 4, observer)
         await runner.start()
         runner.start_program(order(1, {"returns": 0.5}))
         returned = await observer.next_event()
@@ -205,7 +205,7 @@ def test_a_plain_function_that_hangs_is_ended_with_its_process_and_all_it_has_st
 
     async def play():
         observer, tools = ProgramObserver(), [tmp_path / "1", tmp_path / "2"]
-        runner = ProgramRunner("tests.agents.program:as_told", {}, 4, observer)
+        runner = ProgramRunner("tests.support.agent_programs:as_told", {}, 4, observer)
         await runner.start()
         for number, tool in enumerate(tools, 1):
             runner.start_program(order(number, {"hangs": str(tool)}))
@@ -244,7 +244,7 @@ def test_a_cancelled_command_is_killed_with_processes_that_left_its_process_grou
 def test_a_class_is_instantiated_once_and_its_error_is_raised_in_each_session(times, ends):
     async def play():
         observer = ProgramObserver()
-        runner = ProgramRunner("tests.agents.program:Made", {"times": times}, 4, observer)
+        runner = ProgramRunner("tests.support.agent_programs:Made", {"times": times}, 4, observer)
         await runner.start()
         runner.start_program(order(1, {"returns": 0.5}))
         ended = await observer.next_event()
@@ -256,7 +256,7 @@ def test_a_class_is_instantiated_once_and_its_error_is_raised_in_each_session(ti
 
 
 def test_options_for_a_function_are_refused():
-    agent = AgentSection(program="tests.agents.program:as_told", options={"times": 3})
+    agent = AgentSection(program="tests.support.agent_programs:as_told", options={"times": 3})
     with pytest.raises(ConfigError, match=r"'agent.options' = {'times': 3} is for a program that is a class"):
         check_agent(SimpleNamespace(agent=agent))
 

@@ -10,7 +10,7 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-from tests.agents.test_gateway import CALLS, MARKED
+from tests.support.agent_gateway import CALLS, MARKED
 
 pytestmark = pytest.mark.full
 

@@ -15,29 +15,8 @@ import pytest
 from april import wire
 from april.agents.gateway import task_of
 from april.agents.host import StartProgram
-from tests.agents.conftest import SESSION
-from tests.run.processes import wait_until
-
-CALLS = {
-    "start_anchor": ":",
-    "fields": {
-        "content": {},
-        "tool_calls": {
-            "open": "CALL",
-            "close": "END",
-            "repeats": True,
-            "transform": {"type": "function", "function": {"name": "times", "arguments": {"of": "{content}"}}},
-        },
-    },
-}
-"""as a tokeniser may say of its model: CALL5*3END is a call of a tool"""
-MARKED = "{% for message in messages %}{{ message.content }}{% endfor %}:"
-
-
-def ask(client, *messages, **more):
-    roles = ("user", "assistant")
-    said = [{"role": roles[place % 2], "content": text} for place, text in enumerate(messages)]
-    return client.chat.completions.create(model="run", messages=said, **more)
+from tests.support.agent_gateway import CALLS, MARKED, SESSION, ask
+from tests.support.run_processes import wait_until
 
 
 def test_a_conversation_keeps_sampled_tokens_and_renders_only_new_messages(meet):

@@ -20,7 +20,7 @@ from april.broker.handlers.lease_holders import sample_seed
 from april.data.tokenizer import Tokenizer
 from april.wire.message import Version
 from april.wire.rows import observation_row
-from tests.broker.conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, chunk
+from tests.support.broker_conversation import Conversation, FakeAgents, FakeLearner, FakeWorker, chunk
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
 OVERRIDES = ["--evaluation.prompts", "1", "--agent.command", '["true"]', "--sampling.max_response_tokens", "64",

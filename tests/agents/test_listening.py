@@ -12,8 +12,8 @@ from april import config as configuration
 from april.agents.host import StartProgram
 from april.agents.listening import AttachKey, server_tls
 from april.config import AgentSection, ConfigError
-from tests.agents.certificate import make_attach_key, make_certificate
-from tests.agents.conftest import SESSION
+from tests.support.agent_gateway import SESSION, over_tls
+from tests.support.certificates import make_attach_key, make_certificate
 
 
 @pytest.fixture
@@ -36,11 +36,6 @@ def attach_keyfile(tmp_path):
 def ask(client):
     reply = client.chat.completions.create(model="run", messages=[{"role": "user", "content": "12*3="}])
     return reply.choices[0].message.content
-
-
-def over_tls(client, url, certificate):
-    trust = ssl.create_default_context(cafile=certificate)
-    return client.with_options(base_url=url, http_client=openai.DefaultHttpxClient(verify=trust))
 
 
 def test_remote_clients_use_tls_and_local_programs_plain_http(meet, section, certificate):

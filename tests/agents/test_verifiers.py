@@ -9,7 +9,7 @@ from april.agents.host import HostedSession
 from april.agents.verifiers import Verifiers, write_rows
 from april.config import ConfigError
 
-HERE = "tests.agents.verifiers_environments"
+HERE = "tests.support.verifiers_environments"
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import numpy as np
 
 from april import wire
 from april.broker.ledger.samples import SampleState
-from tests.broker.conversation import (
+from tests.broker.hostile import encode
+from tests.support.broker_conversation import (
     Conversation,
     FakeAgents,
     FakeLearner,
@@ -17,7 +18,6 @@ from tests.broker.conversation import (
     granted,
     observation,
 )
-from tests.broker.hostile import encode
 
 WORK = (wire.Grants, wire.AgentSessionList, wire.SessionTurns)
 """Messages that peers keep until they work."""

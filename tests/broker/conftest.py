@@ -3,7 +3,7 @@
 import pytest
 
 from april import config as configuration
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
+from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def refused_leases(peers):
 def make_run(folder):
     """The configuration file of a run on a policy that nobody has trained, and prompts for it."""
     from april.learner.policy.warm_start import build_model, save_policy
-    from tests.conftest import write_config
+    from tests.support.small_run import write_config
 
     save_policy(build_model(hidden_size=64, layers=1, seed=0), folder / "policy")
     rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row % 2)} for row in range(64)]

@@ -1,9 +1,7 @@
 """The same attacks over real sockets on a real server with CURVE, from a worker that has a key and abuses it."""
 
-import contextlib
 import random
 import socket
-import threading
 import time
 import uuid
 
@@ -11,43 +9,17 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from april import wire
-from april.broker.server import Server
 from april.wire import limits
 from april.wire.security import keygen
 from april.wire.security.keys import load_keys
 from april.wire.sockets.broker import BrokerConnection
 from tests.broker.arena import Arena, digest
 from tests.broker.hostile import Attacker
+from tests.support.serving_broker import serving
 
 PATIENCE_S = 60.0
 WINDOW = 100
 """messages sent before their answers are awaited"""
-
-
-@contextlib.contextmanager
-def serving(config):
-    """A server that runs in a thread; whatever it raises is raised here at the end."""
-    server, over, failures = Server(config), threading.Event(), []
-    server.write_address()
-
-    def run():
-        try:
-            while not over.is_set():
-                server.serve_once()
-        except Exception as error:
-            failures.append(error)
-        finally:
-            server.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        over.set()
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def renamed(config, name):

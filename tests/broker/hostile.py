@@ -13,7 +13,7 @@ from april.wire import limits
 from april.wire.message import Version
 from april.wire.rows import pack_rows, padded
 from april.wire.security.allow_list import KeyOwner
-from tests.broker.conversation import chunk, observation
+from tests.support.broker_conversation import chunk, observation
 
 EXTREMES = [0, 1, -1, 2, 2**31, -(2**31), 2**32, 2**53, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1]
 JUNK = [

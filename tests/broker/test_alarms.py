@@ -11,7 +11,7 @@ from april import wire
 from april.broker.telemetry import ALARMS
 from april.broker.telemetry.alarm import ConsecutiveAlarm
 from april.broker.telemetry.alarms import EngineGapAlarm
-from april.broker.telemetry.sinks import of_step
+from april.broker.telemetry.sinks import step_metrics
 from april.broker.views.metrics import MetricsReader
 from april.broker.views.status import status
 from april.config.broker import OperationsSection
@@ -21,7 +21,7 @@ from april.observe.report.facts import alarms as reported
 from april.observe.report.live import step_line
 from april.observe.report.operations import render_live
 from april.observe.report.run_folder import RunFolder, read_records
-from tests.broker.test_steps import train
+from tests.support.broker_conversation import train
 
 EMPTY = {"tokens": 40.0, "groups": 4.0, "trained_tokens": 0.0, "gradient_groups": 0.0}
 HALF = EMPTY | {"trained_tokens": 20.0, "gradient_groups": 1.0}
@@ -48,7 +48,7 @@ def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_t
     [alarm] = raised[-1]
     assert alarm["sentence"].startswith("nothing was trained in the last 3 steps") and alarm["page"].endswith("badly")
     told = f"{alarm['sentence']} ({alarm['page']})"
-    assert of_step(lines(talk)[-1])["alarms/nothing_trained"] == 1, "to every sink"
+    assert step_metrics(lines(talk)[-1])["alarms/nothing_trained"] == 1, "to every sink"
     assert told in reported(RunFolder(talk.config.run_dir, "", {}, lines(talk), {})), "in table and report"
     console = Console(width=1000, file=StringIO())
     console.print(render_live(status(talk.service.context, talk.now)))

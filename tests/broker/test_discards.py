@@ -8,9 +8,15 @@ import pytest
 from april import wire
 from april.broker.ledger.chunk_refs import chunk_refs_in
 from april.broker.telemetry import discards
-from tests.broker.conversation import FakeAgents, FakeLearner, FakeWorker, finish_evaluation, training
-from tests.broker.test_agent_desk import AGENTS
-from tests.broker.test_unreadable import damage
+from tests.support.broker_conversation import (
+    AGENTS,
+    FakeAgents,
+    FakeLearner,
+    FakeWorker,
+    damage,
+    finish_evaluation,
+    training,
+)
 
 OPTIONS = ["--evaluation.prompts", "1", "--schedule.dynamic_sampling", "--broker.attempts", "1"]
 

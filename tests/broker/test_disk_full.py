@@ -22,9 +22,9 @@ from april.broker.server import Server
 from april.util.lifetime import STEPPED_ASIDE
 from april.wire.message import Version
 from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
-from tests.broker.conversation import one_row
-from tests.broker.fuzz_sockets import serving
-from tests.run.processes import wait_until
+from tests.support.broker_conversation import one_row
+from tests.support.run_processes import wait_until
+from tests.support.serving_broker import serving
 
 
 @pytest.fixture

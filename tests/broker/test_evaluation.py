@@ -16,8 +16,7 @@ from april.broker.recovery import last_step
 from april.broker.telemetry.evaluation import describe, pass_at, sizes, summarise, wilson
 from april.config.stored import is_step
 from april.observe.report.run_folder import read_records, records_from
-from tests.broker.conversation import FakeLearner, FakeWorker, finish_evaluation, training
-from tests.broker.test_steps import train
+from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, train, training
 
 
 @pytest.mark.parametrize("samples", [1, 4, 6])

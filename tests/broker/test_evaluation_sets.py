@@ -8,11 +8,10 @@ from april import config as configuration
 from april import wire
 from april.broker.journal.files import JournalError
 from april.broker.telemetry.evaluation import describe_evaluation
-from april.broker.telemetry.sinks import of_evaluation
+from april.broker.telemetry.sinks import evaluation_metrics
 from april.observe.report.run_folder import read_run
 from april.util.versions import RUN_FOLDER
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
-from tests.broker.test_steps import train
+from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, train
 
 SETS = """
 [evaluation]
@@ -99,7 +98,7 @@ def test_results_are_stored_by_name_and_survive_a_broker_that_dies_between_the_s
     assert result["accuracy"] == 1.0 and list(result["sets"]["hard"]["pass_at_k"]) == ["1", "2"]
     said = "evaluation at step 0: accuracy heldout 1.000 on 2 prompts; hard 0.167 on 3 prompts; easy 0.000 on 1 prompts"
     assert describe_evaluation(result) == said
-    figures = of_evaluation(result)
+    figures = evaluation_metrics(result)
     assert figures["evaluation/accuracy"] == 1.0 and figures["evaluation/sets/easy/accuracy"] == 0.0
     lines = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
     assert [orjson.loads(line)["evaluation"]["sets"] for line in lines] == [result["sets"]]

@@ -1,8 +1,6 @@
 """/metrics and /health over HTTP: of a broker's process, and of every condition that one can be in."""
 
 import dataclasses
-import urllib.error
-import urllib.request
 
 import orjson
 import pytest
@@ -12,17 +10,9 @@ from april import config as configuration
 from april.broker.views.metrics import SYNC_BUCKETS_S, Exporter, MetricsSnapshot, SyncTimes
 from april.broker.views.status import HealthSnapshot
 from april.util import clock
-from tests.page_client import Client, Worker
-from tests.run.processes import APRIL, wait_until
-
-
-def get(url):
-    """(status, body)"""
-    try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+from tests.support.http_get import get
+from tests.support.page_client import Client, Worker
+from tests.support.run_processes import APRIL, wait_until
 
 
 def health(base):

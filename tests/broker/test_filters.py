@@ -10,7 +10,7 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.samples import GroupState
 from april.config import ConfigError, ScheduleSection
 from april.observe.report.run_folder import read_records
-from tests.broker.conversation import Conversation, FakeLearner, FakeWorker
+from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker
 
 
 def group(*rewards, lengths=None):

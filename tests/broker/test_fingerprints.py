@@ -16,7 +16,7 @@ from april.config import ConfigError
 from april.launch.preflight import check_resume
 from april.simulate.trace import recorded_header
 from april.util.versions import RUN_FOLDER
-from tests.broker.conversation import Conversation
+from tests.support.broker_conversation import Conversation
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_run_without_recorded_fingerprints_resumes(begun):
 
 
 def test_large_weights_are_distinguished_by_samples_of_every_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(verification, "WHOLE_WEIGHTS_BYTES", 1000)
     tensors = {f"layer.{number}": torch.full((3000,), float(number)) for number in range(5)}
     save_file(tensors, tmp_path / "model.safetensors")
     first = verification.weights_fingerprint(tmp_path)

@@ -7,12 +7,12 @@ import pytest
 
 from april import wire
 from april.broker.peers import Peers, TokenTally
-from april.broker.service import MAY_SEND
+from april.broker.service import MESSAGES
 from april.wire import limits
 from tests.broker.arena import Arena
-from tests.broker.conversation import FakeWorker, Peer
 from tests.broker.fuzz import fuzz, make_configs
 from tests.broker.fuzz_sockets import fuzz_sockets
+from tests.support.broker_conversation import FakeWorker, Peer
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def test_the_runs_under_fire_use_every_message_that_does_their_work(configs):
             arena.progress()
         said |= arena.said
         arena.journal.close()
-    assert said >= MAY_SEND["worker"] | MAY_SEND["scorer"] | MAY_SEND["agents"] | MAY_SEND["learner"]
+    needed = {kind.__name__ for role in ("worker", "scorer", "agents", "learner") for kind in MESSAGES[role]}
+    assert said >= needed
 
 
 def test_fifty_thousand_hostile_messages_change_nothing(configs):

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from april.broker.views.metrics import METRICS
-from tests.broker.test_exporter import get
-from tests.run.processes import wait_until
+from tests.support.http_get import get
+from tests.support.run_processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 FOLDER, PROMETHEUS = ROOT / "launch" / "grafana", ROOT / ".venv-prometheus/usr/bin"

@@ -10,7 +10,7 @@ from april.broker.ledger.samples import TO_GENERATE
 from april.broker.views.status import status
 from april.observe.report.run_folder import read_records
 from april.wire.message import Version
-from tests.broker.conversation import FakeLearner, FakeWorker
+from tests.support.broker_conversation import FakeLearner, FakeWorker
 
 CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "1"]
 

@@ -7,7 +7,7 @@ from april.broker.ledger.rules import RECENT_BATCHES, LengthCohorts
 from april.broker.telemetry.lengths import drift_of, measure_drift, summarise_cohorts
 from april.observe.report.live import step_line
 from april.simulate.pipeline import Pipeline
-from tests.simulate.test_pipeline import SCHEDULES, scenario
+from tests.support.simulated_scenarios import SCHEDULES, scenario
 
 
 def groups(rng, count, median=300.0):

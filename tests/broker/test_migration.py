@@ -7,7 +7,7 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.migration import PATIENCE_S, Migration, WorkerLoad
 from april.wire.message import Version
-from tests.broker.conversation import FakeWorker, training
+from tests.support.broker_conversation import FakeWorker, training
 
 MIGRATE = ["--schedule.migrate", "--evaluation.prompts", "1"]
 

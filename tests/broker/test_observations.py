@@ -7,7 +7,7 @@ import pytest
 from april import wire
 from april.wire.limits import MAX_STATE_BYTES
 from april.wire.message import Version
-from tests.broker.conversation import (
+from tests.support.broker_conversation import (
     FakeLearner,
     FakeScorer,
     FakeWorker,

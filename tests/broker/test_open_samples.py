@@ -10,7 +10,7 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import ENDED, GroupState
 from april.broker.telemetry.sample_history import SampleHistory
-from tests.broker.test_snapshot_process import write_steps
+from tests.support.ledger_steps import write_steps
 
 
 def check(ledger):

@@ -4,8 +4,7 @@ import orjson
 import pytest
 
 from april import wire
-from tests.broker.conversation import FakeLearner, FakeWorker, Peer
-from tests.broker.test_service import finish_evaluation, make_batch, training
+from tests.support.broker_conversation import FakeLearner, FakeWorker, Peer, finish_evaluation, make_batch, training
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from april.config import ConfigError
 from april.config.stored import stored_checkpoints
 from april.launch.preflight import check_resume, is_stored, make_run_folder
 from april.util.versions import RUN_FOLDER
-from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
-from tests.broker.test_steps import metrics_lines, train
+from tests.support.broker_conversation import FakeLearner, FakeWorker, journal_file, make_batch, metrics_lines, train
 
 
 @pytest.fixture
@@ -30,10 +29,6 @@ def trained(talk, worker, learner):
     talk.journal.close()
     talk.service.note.close()
     return talk
-
-
-def journal_file(talk):
-    return max(talk.journal.folder.glob("*.msgpack"))
 
 
 def cut(talk, to):

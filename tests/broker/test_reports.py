@@ -6,7 +6,7 @@ import pytest
 from april import wire
 from april.broker.ledger.events import RowsAccepted
 from april.wire.rows import ROW, pack_rows
-from tests.broker.conversation import FakeWorker, chunk, chunk_arrays, training
+from tests.support.broker_conversation import FakeWorker, chunk, chunk_arrays, training
 
 
 @pytest.fixture

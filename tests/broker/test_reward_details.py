@@ -2,7 +2,7 @@
 
 from april.broker.ledger.samples import Sample
 from april.observe.report.run_folder import read_records
-from tests.broker.conversation import finish_evaluation, training
+from tests.support.broker_conversation import finish_evaluation, training
 
 
 def score(worker, grant, reward, **details):

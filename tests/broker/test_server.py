@@ -22,7 +22,7 @@ from april.wire.security import keygen
 from april.wire.sockets import base
 from april.wire.sockets.base import ADDRESS_FILE
 from april.wire.sockets.broker import BrokerConnection
-from tests.broker.conversation import one_row
+from tests.support.broker_conversation import one_row
 
 
 class HeldBack:

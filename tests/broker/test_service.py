@@ -15,7 +15,7 @@ from april.observe.report.run_folder import read_records
 from april.util.versions import RUN_FOLDER
 from april.wire.message import Version
 from april.wire.rows import chunk_row, pack_rows
-from tests.broker.conversation import (
+from tests.support.broker_conversation import (
     FakeLearner,
     FakeWorker,
     Peer,

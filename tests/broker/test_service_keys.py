@@ -4,7 +4,7 @@ import pytest
 
 from april import wire
 from april.wire.security.allow_list import KeyOwner
-from tests.broker.conversation import FakeWorker
+from tests.support.broker_conversation import FakeWorker
 
 A, B = "a" * 40, "b" * 40
 

@@ -14,7 +14,7 @@ import pytest
 
 from april.broker.telemetry import SINKS
 from april.observe.report.run_folder import read_records
-from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
+from tests.support.broker_conversation import FakeLearner, FakeWorker, make_batch
 
 ROOT = Path(__file__).parents[2]
 WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/accuracy"

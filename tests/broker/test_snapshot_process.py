@@ -17,8 +17,8 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.snapshots import DEADLINE_S, POLL_S, HelperProcess, Snapshots, make_snapshot
 from april.broker.telemetry.sample_history import SampleHistory
-from april.wire.message import Version
-from tests.broker.test_space import SETTINGS, Run
+from tests.support.filling_journal import SETTINGS, Run
+from tests.support.ledger_steps import write_steps
 
 RULES = Rules(batch_groups=2, group_size=2, max_staleness=3)
 LIMIT_S = 60.0
@@ -27,28 +27,6 @@ LIMIT_S = 60.0
 @pytest.fixture
 def run(config_file):
     return Run(configuration.load(config_file, [*SETTINGS, "--evaluation.prompts", "1"]))
-
-
-def write_steps(ledger, history, chance, steps):
-    """Generate, train and make durable some groups, of which some are handed back in between."""
-    for _ in range(steps):
-        step = ledger.next_step
-        groups = [
-            ledger.open_group(epoch=0, row=ledger.cursor[1], floor=step, prompt=b"\1\0\0\0")
-            for _ in range(2 - ledger.undelivered)
-        ]
-        for sample in [sample for group in groups for sample in group.samples]:
-            for length in range(chance.randint(1, 3)):
-                lease = ledger.lease(sample, f"w{chance.randint(0, 2)}/uid", step, expires_at=1.0)
-                ledger.add_chunk(lease.id, length, 1, Version(0, step), payload=bytes(8))
-                ledger.end_lease(lease.id, "abort")
-            lease = ledger.lease(sample, "w0/uid", step, expires_at=1.0)
-            ledger.add_chunk(lease.id, sample.length, 1, Version(0, step), "stop", payload=bytes(8))
-            ledger.score(lease.id, chance.random())
-        ledger.deliver(ledger.choose_batch(2))
-        ledger.consume(step)
-        if chance.random() < 0.5:
-            ledger.checkpoint(step + 1, oldest=step + 1)
 
 
 class Written:

@@ -6,8 +6,7 @@ import pytest
 from april import wire
 from april.broker.telemetry.recorder import Recorder
 from april.broker.views.status import status
-from april.observe.report.run_folder import read_records
-from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
+from tests.support.broker_conversation import FakeLearner, FakeWorker, make_batch, metrics_lines, train
 
 MAX_STEPS = 8
 
@@ -15,15 +14,6 @@ MAX_STEPS = 8
 @pytest.fixture
 def talk(converse):
     return converse("--evaluation.prompts", "1", "--schedule.max_steps", str(MAX_STEPS))
-
-
-def train(talk, worker, learner, step):
-    make_batch(worker)
-    for lease_id in list(talk.ledger.leases):
-        worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
-    learner.fetch(step)
-    learner.consume(step)
-    worker.hold(step + 1)
 
 
 def eta_s(talk):
@@ -77,10 +67,6 @@ def die_unsynced(talk):
     talk.journal.fail(OSError("killed"))
     talk.journal.close()
     talk.peers = {}
-
-
-def metrics_lines(talk):
-    return read_records(talk.config.run_dir / "metrics.jsonl")
 
 
 def test_lines_that_no_learner_can_go_back_to_are_forgotten_and_their_sums_are_not(talk, worker, learner):

@@ -6,7 +6,7 @@ import pytest
 
 from april import wire
 from april.broker.journal.snapshot import live_positions
-from tests.broker.conversation import FakeLearner, FakeWorker, finish_evaluation, training
+from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, training
 
 SUBMITTED = ["--data.source", "submitted", "--evaluation.prompts", "1", "--schedule.over_sampling_batch_size", "6"]
 

@@ -4,7 +4,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from april.observe.report.run_folder import read_records
-from tests.broker.conversation import FakeLearner, FakeWorker, make_batch
+from tests.support.broker_conversation import FakeLearner, FakeWorker, make_batch
 
 
 def test_steps_and_evaluations_become_scalars(converse):

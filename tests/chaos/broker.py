@@ -25,7 +25,7 @@ from april.cli import main
 from april.config import load
 from april.util import clock
 from tests.chaos.peer import jumping_clock
-from tests.chaos.state import SYNC_OFF, RunState
+from tests.chaos.run_state import SYNC_OFF, RunState
 
 WRITE_BACK_S = 10.0
 """Seconds between syncs that nobody asked for, when SYNC_OFF is set."""

@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.chaos import Chaos
-from tests.chaos.history import History
-from tests.chaos.sessions import SessionHistory
-from tests.conftest import PROMPTS, make_policy, make_prompts
+from tests.chaos.chaos_run import Chaos
+from tests.chaos.journal_history import History
+from tests.chaos.session_history import SessionHistory
+from tests.support.small_run import PROMPTS, make_policy, make_prompts
 
 TOKENS_BETWEEN = 1000
 OF_AGENTS = 150

@@ -14,9 +14,9 @@ from april.config import load
 from april.launch import supervisor
 from april.util import lifetime
 from tests.chaos.proxy import Proxy
-from tests.chaos.state import RunState
+from tests.chaos.run_state import RunState
 
-lifetime.LONGEST_DELAY_S = 0.0
+lifetime.LONGEST_RESTART_DELAY_S = 0.0
 
 
 class Console:

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from tests.chaos.chaos import DELICATE, PATIENCE_S, Chaos
-from tests.chaos.history import History
-from tests.chaos.sessions import SessionHistory
-from tests.conftest import PROMPTS
-from tests.run.processes import wait_until
+from tests.chaos.chaos_run import DELICATE, PATIENCE_S, Chaos
+from tests.chaos.journal_history import History
+from tests.chaos.session_history import SessionHistory
+from tests.support.run_processes import wait_until
+from tests.support.small_run import PROMPTS
 
 UNSYNCED_BYTES = 20_000
 """a good many chunks"""

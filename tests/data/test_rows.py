@@ -8,7 +8,7 @@ import pytest
 
 from april.config.data import Mapping as MappingName
 from april.data.rows import MAPPINGS, BadRow, DatasetRow, Mapping, make_row
-from tests.published import RECORDS
+from tests.support.dataset_records import RECORDS
 
 PLAIN = MAPPINGS["plain"]
 MESSAGES = [{"role": "user", "content": "1+1="}]

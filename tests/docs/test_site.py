@@ -17,7 +17,7 @@ from april.config.loading import FLAGS
 from april.simulate.scenario import Scenario
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE_THE_SITE = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md"]
+OUTSIDE_THE_SITE = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *OUTSIDE_THE_SITE]
 KEYS = {
     *known_keys(),

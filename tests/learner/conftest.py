@@ -2,7 +2,8 @@ import logging
 
 import pytest
 import torch.distributed as dist
-from learner_setup import make_policy
+
+from tests.support.learner.small_learner import make_policy
 
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)  # a line per tensor otherwise
 

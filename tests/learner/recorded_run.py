@@ -13,12 +13,12 @@ from pathlib import Path
 
 import orjson
 import torch.distributed as dist
-from learner_setup import Diary, on_disk
 
 from april.config import Config
 from april.learner import loop, process_group
 from april.learner.trainer import Trainer
-from april.util.lifetime import end
+from april.util.lifetime import exit_at_once
+from tests.support.learner.small_learner import Diary, on_disk
 
 STEPS = 9
 
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
     stream = RecordedStream(config.model.path, folder / "consumed.jsonl", restart, held) if rank == 0 else None
     loop.run(config, Trainer(config, device), stream, stream)
     process_group.leave()
-    end(0)
+    exit_at_once(0)
 
 
 if __name__ == "__main__":

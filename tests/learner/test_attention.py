@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learner_setup import VOCAB, make_config, make_sample, settings
-from reference import ReferenceLearner
 
 from april.learner import model
 from april.learner.attention import (
@@ -18,6 +16,8 @@ from april.learner.attention import (
 )
 from april.learner.model import load, score_tokens
 from april.learner.packing import pack
+from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.small_learner import VOCAB, make_config, make_sample, settings
 
 TEMPERATURE = 0.7
 CPU = torch.device("cpu")

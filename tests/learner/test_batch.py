@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch.distributed as dist
-from learner_setup import make_sample
 
 from april.data.rows import Support
 from april.learner.batch import TrainingBatch, TrainSample, decode, encode, share_batch
 from april.wire.message import Version
 from april.wire.training import SampleSpan
+from tests.support.learner.small_learner import make_sample
 
 
 def assert_equal(ours: TrainingBatch, theirs: TrainingBatch):

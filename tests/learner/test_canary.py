@@ -1,14 +1,14 @@
 """The published canary log-probabilities are those of the published weights."""
 
 import torch
-from learner_setup import VOCAB, Diary, job, make_config, uneven_batch
-from ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from april.learner import loop
 from april.learner.trainer import Trainer
-from april.weights.verification import TOKENS, Canary, canary_tokens
+from april.weights.verification import CANARY_TOKENS, Canary, canary_tokens
 from april.wire.message import Version
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import VOCAB, Diary, job, make_config, uneven_batch
 
 
 def assert_said_by(weights, canary, folder):
@@ -51,9 +51,9 @@ def test_all_ranks_score_the_canary_and_keep_only_their_shards(policy_folder, tm
 
 def test_the_canary_text_is_deterministic_and_made_of_frequent_tokens():
     text = canary_tokens(151_936)
-    assert len(text) == TOKENS and text.tolist() == canary_tokens(151_936).tolist()
+    assert len(text) == CANARY_TOKENS and text.tolist() == canary_tokens(151_936).tolist()
     assert text[:4].tolist() == FIRST and text.min() >= 0 and text.max() < 151_936
-    assert (text < 2_000).sum() > TOKENS // 2
+    assert (text < 2_000).sum() > CANARY_TOKENS // 2
     assert canary_tokens(VOCAB, 7).max() < VOCAB and len(canary_tokens(VOCAB, 7)) == 7
 
 

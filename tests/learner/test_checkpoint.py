@@ -6,14 +6,14 @@ import threading
 
 import pytest
 import torch
-from learner_setup import flip_a_bit, full_moments, job, make_config, uneven_batch
-from ranks import run_ranks
 from torch.distributed.checkpoint import state_dict_saver
 from transformers import AutoModelForCausalLM
 
 from april.learner import checkpoint
 from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import flip_a_bit, full_moments, job, make_config, uneven_batch
 
 
 def test_restored_ranks_continue_bitwise_and_their_number_may_change(policy_folder, tmp_path, one_rank):

@@ -2,19 +2,11 @@
 
 import pytest
 import torch
-from learner_setup import make_config, uneven_batch
 
 from april import cli
 from april.learner.trainer import Trainer
-from tests.conftest import full
-
-
-def run_of(config):
-    """The folder of a run with checkpoints."""
-    short = config.sampling.model_copy(update={"max_response_tokens": 100})
-    config.run_dir.mkdir(parents=True)
-    (config.run_dir / "config.toml").write_text(config.model_copy(update={"sampling": short}).to_toml())
-    return config.run_dir
+from tests.support.learner.small_learner import make_config, run_of, uneven_batch
+from tests.support.marks import full
 
 
 @pytest.mark.parametrize("lora", [{}, full({"rank": 2, "embedding": True})], ids=["whole", "adapter"])

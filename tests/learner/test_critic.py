@@ -7,10 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learner_setup import SHIPPED, batch_in_turns, full_moments, job, make_config, set_head, uneven_batch, whole_critic
-from ranks import run_ranks
-from reference_critic import CriticReference
-from reference_critic import gae as gae_of_the_paper
 
 from april import config as configuration
 from april.config import ConfigError
@@ -21,6 +17,19 @@ from april.learner.losses.columns import Spans
 from april.learner.losses.gae import gae, value_losses
 from april.learner.packing import minibatches
 from april.learner.trainer import Trainer
+from tests.support.learner.reference_critic import CriticReference
+from tests.support.learner.reference_critic import gae as gae_of_the_paper
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import (
+    SHIPPED,
+    batch_in_turns,
+    full_moments,
+    job,
+    make_config,
+    set_head,
+    uneven_batch,
+    whole_critic,
+)
 
 CPU = torch.device("cpu")
 PPO = SHIPPED | {"advantage": "gae"}

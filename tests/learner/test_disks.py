@@ -4,8 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learner_setup import job, make_config, uneven_batch
-from ranks import run_ranks
 
 from april.learner.checkpoint_copies import (
     Disks,
@@ -16,6 +14,8 @@ from april.learner.checkpoint_copies import (
     order_transfers,
     plan_transfers,
 )
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import job, make_config, uneven_batch
 
 SUMS = {"a": "1", "b": "2", "c": "3", "d": "4"}
 disks_of_ranks = st.lists(st.integers(0, 3), min_size=1, max_size=8).map(

@@ -6,8 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from learner_setup import job, make_config, stale_batch
-from ranks import run_ranks
 
 from april.learner.batch import TrainingBatch
 from april.learner.objective import token_ages
@@ -15,6 +13,8 @@ from april.learner.token_stats import sampling_workers, worker_indices
 from april.learner.trainer import Trainer
 from april.wire.message import Version
 from april.wire.training import SampleSpan
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import job, make_config, stale_batch
 
 
 @pytest.fixture(scope="module")

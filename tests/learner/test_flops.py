@@ -4,21 +4,21 @@ import time
 
 import pytest
 import torch
-from learner_setup import make_config, uneven_batch
-from test_model import ARCHITECTURES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from april.learner import performance
 from april.learner.packing import input_tokens
 from april.learner.trainer import Trainer
+from tests.support.learner.architectures import ARCHITECTURES
+from tests.support.learner.small_learner import make_config, uneven_batch
 
 
 @ARCHITECTURES
 def test_a_forward_pass_costs_what_its_products_do(config):
     """PyTorch counts matrix products only, and attention as a full square; the other weights are vectors."""
     lm = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
-    cost = performance.cost(lm)
+    cost = performance.forward_cost(lm)
     vectors = 2 * sum(weight.numel() for weight in lm.base_model.layers.parameters() if weight.dim() == 1)
     for length in (5, 60):
         with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import orjson
 import pytest
-from learner_setup import make_config
-from recorded_run import STEPS
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import full
-from tests.run.processes import wait_until
-from tests.warm import Popen
+from tests.learner.recorded_run import STEPS
+from tests.support.learner.small_learner import make_config
+from tests.support.marks import full
+from tests.support.run_processes import wait_until
+from tests.support.warm_imports import Popen
 
 PATIENCE_S = 120
 FOLLOWED_S = 20
@@ -43,9 +43,8 @@ class Ranks:
         (folder / "config.json").write_bytes(orjson.dumps(config.model_dump(mode="json")))
         (folder / "held.json").write_bytes(orjson.dumps(list(held)))
         launch = ["-m", "april.learner.launch", "--nproc-per-node=2", "--max-restarts=3"]
-        script = Path(__file__).with_name("recorded_run.py")
         self.process = Popen(
-            [sys.executable, *launch, str(script), str(folder)],
+            [sys.executable, *launch, "-m", "tests.learner.recorded_run", str(folder)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=(folder / "stderr").open("wb"),
         )

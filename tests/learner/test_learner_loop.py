@@ -6,13 +6,13 @@ import threading
 import numpy as np
 import pytest
 import torch
-from learner_setup import Diary, job, make_config
-from ranks import run_ranks
 
 from april.learner import checkpoint, loop
 from april.learner.batch import TrainingBatch, TrainSample, decode
 from april.learner.trainer import Trainer
 from april.wire.message import Version
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import Diary, job, make_config
 
 
 @pytest.fixture

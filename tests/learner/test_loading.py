@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from test_model import EXPERTS, GLM_EXPERTS, SHAPE, random_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from april.learner import loading
 from april.learner.loading import ModelError
 from april.learner.model import empty_policy, load, load_sharded
+from tests.support.learner.architectures import EXPERTS, GLM_EXPERTS, SHAPE, random_model
 
 CPU = torch.device("cpu")
 RANKS = 3

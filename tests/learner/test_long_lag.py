@@ -7,17 +7,17 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from learner_setup import flat_batch, make_config, stale_batch, uneven_batch
-from test_losses import logs, spans
-from test_other_implementations import MASK, column, our_loss, trl_loss
 
 from april.config.training import AlgorithmSection
 from april.learner.losses.corrections import StaleTokens, dppo_tv, largest_kept_moment, m2po, vespo
 from april.learner.losses.policy import Clip, balanced_clip
 from april.learner.losses.step_scales import root_ess
 from april.learner.trainer import Trainer
+from tests.support.learner.loss_inputs import logs, spans
+from tests.support.learner.recorded_losses import MASK, column, our_loss, trl_loss
+from tests.support.learner.small_learner import flat_batch, make_config, stale_batch, uneven_batch
 
-VECTORS = orjson.loads(Path(__file__).with_name("long_lag_vectors.json").read_bytes())
+VECTORS = orjson.loads((Path(__file__).parents[1] / "support/learner/long_lag_vectors.json").read_bytes())
 
 
 class Alone:

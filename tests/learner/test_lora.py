@@ -3,24 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from learner_setup import (
-    at_a_worker,
-    full_moments,
-    job,
-    make_config,
-    make_policy,
-    make_sample,
-    near_policy,
-    random_adapter,
-    set_adapter,
-    settings,
-    uneven_batch,
-)
-from ranks import run_ranks
-from reference import ReferenceLearner
 from safetensors.torch import load_file, save_file
-from test_model import ARCHITECTURES, random_model
-from test_trainer_reference import same
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn.utils import parametrize
@@ -35,6 +18,23 @@ from april.learner.trainer import Trainer
 from april.weights.base import AdapterWeights
 from april.weights.snapshot import pack
 from april.wire.message import Version
+from tests.support.learner.architectures import ARCHITECTURES, random_model
+from tests.support.learner.comparison import same
+from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import (
+    at_a_worker,
+    full_moments,
+    job,
+    make_config,
+    make_policy,
+    make_sample,
+    near_policy,
+    random_adapter,
+    set_adapter,
+    settings,
+    uneven_batch,
+)
 
 CPU = torch.device("cpu")
 LORA = {"rank": 3, "alpha": 6.0}

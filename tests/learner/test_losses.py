@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from learner_setup import BY_GROUPS
 
 from april.learner.losses import ADVANTAGES, LOSSES, corrections
 from april.learner.losses.advantages import (
@@ -17,21 +16,14 @@ from april.learner.losses.advantages import (
     rloo,
     token_weights,
 )
-from april.learner.losses.columns import Spans, probability_ratio
+from april.learner.losses.columns import probability_ratio
 from april.learner.losses.policy import Clip, cispo, gspo, gspo_token, ppo
 from april.learner.objective import k1, k2, k3
+from tests.support.learner.loss_inputs import logs, spans
+from tests.support.learner.small_learner import BY_GROUPS
 
 ROOT_HALF = 0.5**0.5
 CLIP = Clip(0.2, 0.28)
-
-
-def logs(*ratios):
-    return torch.tensor([math.log(ratio) for ratio in ratios])
-
-
-def spans(*lengths):
-    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return Spans(index, torch.tensor(lengths, dtype=torch.float32))
 
 
 def groups(*values):

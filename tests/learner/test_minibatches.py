@@ -7,13 +7,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from learner_setup import SHIPPED, job, make_config, settings, stale_batch, uneven_batch
-from ranks import run_ranks
-from reference import ReferenceLearner
 
 from april.learner.batch import TrainingBatch
 from april.learner.packing import minibatches
 from april.learner.trainer import Trainer
+from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import SHIPPED, job, make_config, settings, stale_batch, uneven_batch
 
 
 @pytest.mark.parametrize("groups, count", [*product(range(6), (1, 2, 3, 7))])

@@ -1,26 +1,14 @@
 """Other architectures than the quickstart's: exact where they are supported, refused where they are not."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from frozen import full_gradients
-from learner_setup import VOCAB, job, make_config, make_sample, near_policy, settings
-from ranks import run_ranks
-from reference import ReferenceLearner
 from safetensors import safe_open
-from test_trainer_reference import same
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    Glm4Config,
-    Glm4MoeConfig,
     GPT2Config,
-    LlamaConfig,
     MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -32,49 +20,14 @@ from april.learner.lora import merged_weights
 from april.learner.model import empty_policy, gather_state, load, load_sharded
 from april.learner.packing import pack
 from april.learner.trainer import Trainer
+from tests.support.learner.architectures import ARCHITECTURES, EXPERTS, SHAPE, random_model
+from tests.support.learner.comparison import same
+from tests.support.learner.frozen_weights import full_gradients
+from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import VOCAB, job, make_config, make_sample, near_policy, settings
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 40,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
-EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-GLM_EXPERTS = {
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-
-
-def random_model(config, folder: Path) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-ARCHITECTURES = pytest.mark.parametrize(
-    "config",
-    [
-        Qwen3Config(**SHAPE),
-        Qwen2Config(**SHAPE),
-        LlamaConfig(**SHAPE),
-        Glm4Config(**SHAPE),
-        Qwen3MoeConfig(**SHAPE, **EXPERTS),
-        Qwen3MoeConfig(**SHAPE, **EXPERTS | {"moe_intermediate_size": 6}),
-        Glm4MoeConfig(**SHAPE, **GLM_EXPERTS),
-    ],
-    ids=lambda config: config.model_type,
-)
 
 
 @ARCHITECTURES

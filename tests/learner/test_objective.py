@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from learner_setup import SHIPPED, flat_batch, make_config, make_sample, stale_batch
 
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.diagnostics import BY_AGE, StepTotals
@@ -13,6 +12,7 @@ from april.learner.losses.ranks import Ranks
 from april.learner.objective import MAX_VERSIONS, Objective, token_ages, version_shares
 from april.learner.trainer import Trainer
 from april.wire.message import Version
+from tests.support.learner.small_learner import SHIPPED, flat_batch, make_config, make_sample, stale_batch
 
 
 def objective(tmp_path, **algorithm):

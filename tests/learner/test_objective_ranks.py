@@ -5,13 +5,13 @@ from functools import cache
 from itertools import combinations, product
 
 import pytest
-from frozen import FrozenReference, assert_equals, short
-from learner_setup import SHIPPED, job, make_config, settings, stale_batch
-from ranks import run_ranks
-from reference import ReferenceLearner
-from test_objective_reference import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISATIONS
 
-from tests.conftest import full
+from tests.support.learner.algorithm_cases import ADVANTAGES, CORRECTIONS, LOSSES, NORMALISATIONS
+from tests.support.learner.frozen_weights import FrozenReference, assert_equals, short
+from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import SHIPPED, job, make_config, settings, stale_batch
+from tests.support.marks import full
 
 pytestmark = pytest.mark.xdist_group("objective_ranks")
 WITH_SHIPPED = CORRECTIONS | {"shipped": SHIPPED}

@@ -6,19 +6,26 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from frozen import assert_equals
-from learner_setup import batch_in_turns, flat_batch, job, make_config, settings, uneven_batch
-from ranks import run_ranks
-from reference import ReferenceLearner
 
 from april.config import ConfigError
 from april.learner.batch import TrainingBatch
 from april.learner.losses.advantages import opob
 from april.learner.trainer import Trainer
 from april.trainers.rollouts.run import check_needs_no_critic
-from tests.conftest import full
+from tests.support.learner.frozen_weights import assert_equals
+from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import (
+    batch_in_turns,
+    flat_batch,
+    job,
+    make_config,
+    settings,
+    uneven_batch,
+)
+from tests.support.marks import full
 
-GROUPS = orjson.loads(Path(__file__).with_name("long_lag_vectors.json").read_bytes())["opob"]
+GROUPS = orjson.loads((Path(__file__).parents[1] / "support/learner/long_lag_vectors.json").read_bytes())["opob"]
 VCPO = {
     "advantage": "opob",
     "proximal": "recomputed",

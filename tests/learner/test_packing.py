@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from learner_setup import make_sample
 
 from april.data.rows import Support
 from april.learner.packing import input_tokens, pack, plan
+from tests.support.learner.small_learner import make_sample
 
 lengths_of_samples = st.lists(st.integers(1, 300), max_size=60)
 

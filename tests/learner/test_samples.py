@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from learner_setup import Diary, batch_in_turns, make_config
 from msgspec.structs import astuple
 
 from april import cli, runs, wire
@@ -20,6 +19,7 @@ from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
 from april.observe.report.samples import read_step
 from april.util.versions import RUN_FOLDER
+from tests.support.learner.small_learner import Diary, batch_in_turns, make_config
 
 COLUMNS = samples.schema().names
 

@@ -12,7 +12,7 @@ from april.learner.loading import ModelError
 from april.learner.loop import Diverged
 from april.util.lifetime import REFUSED
 from april.wire.sockets.broker import BrokerUnreachable
-from tests.warm import Popen
+from tests.support.warm_imports import Popen
 
 
 @pytest.mark.parametrize(

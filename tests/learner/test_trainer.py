@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from learner_setup import flat_batch, job, make_config, uneven_batch
-from ranks import run_ranks
 
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.trainer import Trainer
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import flat_batch, job, make_config, uneven_batch
 
 
 def poisoned(batch: TrainingBatch) -> TrainingBatch:

@@ -3,23 +3,24 @@
 import numpy as np
 import pytest
 import torch
-from learner_setup import flat_batch, job, make_config, make_sample, near_policy, settings, uneven_batch
-from ranks import run_ranks
-from reference import ReferenceLearner
 
 from april.learner.batch import TrainingBatch
+from tests.support.learner.comparison import same
+from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.run_ranks import run_ranks
+from tests.support.learner.small_learner import (
+    flat_batch,
+    job,
+    make_config,
+    make_sample,
+    near_policy,
+    settings,
+    uneven_batch,
+)
 
 pytestmark = pytest.mark.xdist_group("trainer_reference")
 BUDGETS = (8, 64, 150, 100_000)
 """Token budgets: 8 is below most samples, 64 below the longest, 100,000 holds all in one micro-batch."""
-
-
-def same(ours, theirs, tolerance=1e-5):
-    assert ours.keys() == theirs.keys()
-    scale = max(value.abs().max().item() for value in theirs.values())
-    for name, value in theirs.items():
-        off = (ours[name] - value).abs().max().item()
-        assert off <= tolerance * scale, f"{name}: off by {off} where gradients reach {scale}"
 
 
 def three_samples(policy):

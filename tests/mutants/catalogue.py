@@ -1,6 +1,6 @@
 """The planted faults as the `*.toml` files beside this module list them, and how one is put into a tree.
 
-A fault names a function and an operator on a node of its syntax tree, so that layout, comments and docstrings may change:
+A fault names a function and an operator on a node of its syntax tree. Layout, comments and docstrings may change:
 
     [one-step-too-stale]
     promise = "…"                                 # sentence of the table in docs/testing.md that the fault breaks

@@ -148,15 +148,15 @@ class SharedPolicy:
     made: Path
 
     def pytest_sessionstart(self) -> None:
-        conftest = sys.modules["tests.conftest"]
-        make = conftest.make_policy
+        small_run = sys.modules["tests.support.small_run"]
+        make = small_run.make_policy
 
         def make_policy(folder: Path) -> Path:
             if not self.made.exists():
                 shutil.copytree(make(folder), self.made)
             return Path(shutil.copytree(self.made, folder, dirs_exist_ok=True))
 
-        conftest.make_policy = make_policy
+        small_run.make_policy = make_policy
 
 
 @dataclass(frozen=True)

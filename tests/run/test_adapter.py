@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from april.observe.report.run_folder import read_records
-from tests.run.processes import assert_closed, steps_recorded, wait_until
+from tests.support.run_processes import assert_closed, steps_recorded, wait_until
 
 
 @pytest.mark.full

@@ -12,13 +12,12 @@ import openai
 import pytest
 
 from april.observe.report.samples import read_step
-from tests.agents.certificate import make_attach_key, make_certificate
-from tests.agents.read import agree, executions
-from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
+from tests.support.agent_programs import AGENT
+from tests.support.certificates import make_attach_key, make_certificate
+from tests.support.run_processes import APRIL, assert_closed, steps_recorded, wait_until
+from tests.support.stored_executions import agree, executions
 
 ENDLESS = ["--schedule.max_steps", "100000"]
-AGENT = ["--agent.sessions", "16", "--sampling.max_response_tokens", "48",
-         "--agent.chat_template", "{% for message in messages %}{{ message.content }}{% endfor %}"]  # fmt: skip
 
 
 def stop(job, run_dir):
@@ -42,7 +41,7 @@ def test_whatever_is_killed_agents_read_the_same_again_and_nothing_is_lost(
     read.mkdir()
     monkeypatch.setenv("READ_BY_AGENTS", str(read))
     job = start_run(
-        *AGENT, *ENDLESS, "--agent.program", f"tests.agents.program:{program}", "--worker.count", "1",
+        *AGENT, *ENDLESS, "--agent.program", f"tests.support.agent_programs:{program}", "--worker.count", "1",
         "--learner.ranks", "1",
     )  # fmt: skip
     for part in ("april.agents.host", "--name worker-0", "--name agents-0", "april.cli broker"):
@@ -66,7 +65,7 @@ def test_where_nothing_is_replayed_a_lost_session_is_a_counted_discard(start_run
     read.mkdir()
     monkeypatch.setenv("READ_BY_AGENTS", str(read))
     job = start_run(
-        *AGENT, *ENDLESS, "--agent.program", "tests.agents.program:in_three_turns", "--agent.replay", "discard",
+        *AGENT, *ENDLESS, "--agent.program", "tests.support.agent_programs:in_three_turns", "--agent.replay", "discard",
         "--worker.count", "1", "--learner.ranks", "1",
     )  # fmt: skip
     for part in ("april.agents.host", "--name agents-0"):
@@ -81,7 +80,7 @@ def test_where_nothing_is_replayed_a_lost_session_is_a_counted_discard(start_run
 
 @pytest.mark.full
 def test_an_environment_of_verifiers_is_trained_on_by_name(start, finish_run, run_dir, tmp_path):
-    name, rows = "tests.agents.verifiers_environments", tmp_path / "rows"
+    name, rows = "tests.support.verifiers_environments", tmp_path / "rows"
     assert start("rows", [*APRIL, "verifiers", name, "--out", str(rows)]).wait() == 0
     _, summary = finish_run(
         *AGENT, "--agent.program", "verifiers", "--agent.options",
@@ -111,7 +110,7 @@ def test_a_harness_elsewhere_comes_over_tls_with_its_key_and_is_trained_on(start
     job = start_run(
         *AGENT, "--agent.attach", "true", "--agent.attach_keyfile", str(make_attach_key(tmp_path)),
         "--agent.ssl_certfile", str(certificate), "--agent.ssl_keyfile", str(key), "--agent.listen", "127.0.0.1:0",
-        "--reward.name", "group:tests.agents.program:as_left", "--worker.count", "1", "--learner.ranks", "1",
+        "--reward.name", "group:tests.support.agent_programs:as_left", "--worker.count", "1", "--learner.ranks", "1",
     )  # fmt: skip
     trust = ssl.create_default_context(cafile=certificate)
     wait_until(lambda: bases(run_dir, 0), job)

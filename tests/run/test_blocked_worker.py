@@ -10,7 +10,7 @@ from april.wire.message import Version
 from april.wire.sockets.broker import BrokerConnection
 from april.workers.engines.base import Chunk
 from april.workers.worker import Worker
-from tests.page_client import Client
+from tests.support.page_client import Client
 
 SILENCE_S = 3.0
 

@@ -13,7 +13,7 @@ from april.wire.security import keygen
 from april.wire.security.keys import ALLOW_LIST, load_keys
 from april.wire.sockets import base
 from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
-from tests.run.processes import APRIL, steps_recorded, wait_until
+from tests.support.run_processes import APRIL, steps_recorded, wait_until
 
 
 @pytest.fixture

@@ -4,37 +4,13 @@ import os
 
 import pytest
 
-from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.data.tokenizer import Tokenizer
 from april.observe.operate import RunAddress
-from april.wire.rows import OBSERVATION
-from tests.run.journal import events_and_arrays, with_payloads
-from tests.run.processes import assert_closed, wait_until
+from tests.support.journal_checks import assert_every_answer_fits_its_turn
+from tests.support.run_processes import assert_closed, wait_until
 
-IN_TURNS = ["--environment.name", "tests.environments.games:wait_at_the_gate", "--environment.turn_ends", '[","]',
+IN_TURNS = ["--environment.name", "tests.support.environments:wait_at_the_gate", "--environment.turn_ends", '[","]',
             "--environment.max_turn_tokens", "6", "--environment.timeout_s", "170"]  # fmt: skip
-
-
-def assert_every_answer_fits_its_turn(run_dir, tokenizer):
-    """The k-th observation of each sample says k, whoever has sampled the turns; tokens follow one another."""
-    holders, lengths, answered, observed, workers = {}, {}, {}, 0, set()
-    for event, arrays in events_and_arrays(run_dir):
-        match event:
-            case GroupOpened():
-                lengths |= {(event.group, index): 0 for index in range(event.size)}
-            case Leased():
-                holders[event.lease_id] = (event.group, event.index)
-                workers.add(event.worker)
-            case RowsAccepted():
-                for row, own in with_payloads(event, arrays):
-                    sample = holders[row.lease_id]
-                    assert row.start == lengths[sample]
-                    lengths[sample] += row.tokens
-                    if row.kind == OBSERVATION:
-                        times = answered[sample] = answered.get(sample, 0) + 1
-                        assert tokenizer.decode(own[: 4 * row.tokens].cast("i")) == str((times - 1) % 10)
-                        observed += 1
-    return workers, observed
 
 
 @pytest.mark.full

@@ -3,8 +3,8 @@
 import pytest
 
 from april.learner import checkpoint
-from tests.run.checkpoints import assert_exported
-from tests.run.processes import assert_closed, steps_recorded, wait_until
+from tests.support.exported_checkpoints import assert_exported
+from tests.support.run_processes import assert_closed, steps_recorded, wait_until
 
 LENGTH = '''
 """A verifier of one's own: the shorter the better, so that the best weights need not be the last."""

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from april.observe.report.run_folder import read_records
-from tests.conftest import full
-from tests.run.endless import FILE
-from tests.run.processes import assert_closed, steps_recorded, summary, wait_until
+from tests.run.endless_loss import FILE
+from tests.support.marks import full
+from tests.support.run_processes import assert_closed, steps_recorded, summary, wait_until
 
 LAUNCHER = "april.learner.launch"
 """torchrun, which is the learner to the others"""
@@ -127,7 +127,7 @@ def test_hung_processes_are_killed_and_restarted(run, run_dir, tmp_path, monkeyp
     endless = tmp_path / "endless"
     monkeypatch.setenv(FILE, str(endless))
     patience = [word for name in victims for word in (f"--{name.partition('-')[0]}.hung_s", HUNG_S)]
-    job = run(*patience, *TWO_RANKS, "--algorithm.loss", "tests.run.endless:loss")
+    job = run(*patience, *TWO_RANKS, "--algorithm.loss", "tests.run.endless_loss:loss")
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
     for victim in victims.values():
         os.kill(min(job.descendants(victim))[0], signal.SIGSTOP)

@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM
 from april import config as configuration
 from april import runs
 from april.broker.journal.journal import Journal
-from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.broker.ledger.ledger import Ledger, Rules
 from april.cli import main
 from april.observe.report.facts import token_totals
 from april.observe.report.run_folder import read_records, read_run
-from tests.conftest import write_config
-from tests.run.checkpoints import assert_exported, model_of_checkpoint
-from tests.run.gate import Gate
-from tests.run.journal import events, events_and_arrays, with_payloads
-from tests.run.processes import APRIL, Job, assert_closed, both_workers_are_there, wait_until
+from tests.support.exported_checkpoints import assert_exported
+from tests.support.journal_checks import forward_logprobs, versions_with_true_logprobs
+from tests.support.journal_events import events
+from tests.support.run_processes import APRIL, Job, assert_closed, both_workers_are_there, wait_until
+from tests.support.small_run import write_config
+from tests.support.step_gate import Gate
 
 pytestmark = pytest.mark.xdist_group("main_job")
 NOTEBOOK = Path(__file__).parents[2] / "docs/notebooks/a-run.ipynb"
@@ -161,37 +161,6 @@ def test_every_token_s_logprob_comes_from_its_recorded_version(finished, policy_
     assert versions_with_true_logprobs(run_dir, policy_folder, models) == {0, 1, 2, 3}
     apart = forward_logprobs(models[0], np.arange(2, 20), 10) - forward_logprobs(models[3], np.arange(2, 20), 10)
     assert np.abs(apart).max() > 1e-2, "the versions must differ for this to mean anything"
-
-
-def versions_with_true_logprobs(run_dir, policy_folder, models):
-    """All that tokens were sampled under; `models` is filled with those of checkpoints."""
-    prompts, holders, responses, checked = {}, {}, {}, set()
-    for event, arrays in events_and_arrays(run_dir):
-        if isinstance(event, GroupOpened):
-            prompts[event.group] = np.frombuffer(arrays[0][1], "<i4")
-        elif isinstance(event, Leased):
-            holders[event.lease_id] = (event.group, event.index)
-        elif isinstance(event, RowsAccepted):
-            for row, own in with_payloads(event, arrays):
-                sample, step = holders[row.lease_id], row.step
-                before = responses.get(sample, np.empty(0, "i4"))
-                assert len(before) == row.start
-                new = np.frombuffer(own, "<i4", row.tokens)
-                responses[sample] = np.concatenate([before, new])
-                if step not in models:
-                    models[step] = model_of_checkpoint(run_dir, step, policy_folder)
-                whole = np.concatenate([prompts[sample[0]], responses[sample]])
-                logprobs = np.frombuffer(own, "<f4", offset=4 * row.tokens)
-                assert np.abs(forward_logprobs(models[step], whole, len(new)) - logprobs).max() < 1e-4
-                checked.add(step)
-    return checked
-
-
-@torch.no_grad()
-def forward_logprobs(model, tokens, count):
-    ids = torch.tensor(np.asarray(tokens), dtype=torch.long)[None]
-    logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), dim=-1)
-    return logprobs.gather(1, ids[0, 1:, None])[-count:, 0].numpy()
 
 
 def test_the_exported_policy_is_the_last_checkpoint_and_loads_in_transformers(finished, policy_folder):

@@ -6,8 +6,8 @@ import pytest
 
 from april.broker.ledger.events import Leased, LeaseEnded, RowsAccepted
 from april.observe.report.run_folder import read_records
-from tests.run.journal import events
-from tests.run.processes import assert_closed, steps_recorded, wait_until
+from tests.support.journal_events import events
+from tests.support.run_processes import assert_closed, steps_recorded, wait_until
 
 COST = """
 [cost]

@@ -9,9 +9,9 @@ from april.config import load
 from april.observe.operate import RunAddress
 from april.util.lifetime import STEPPED_ASIDE
 from april.util.versions import FILE
-from tests.broker.conversation import Conversation, FakeWorker, make_batch
-from tests.page_client import Client, Worker
-from tests.run.processes import wait_until
+from tests.support.broker_conversation import Conversation, FakeWorker, make_batch
+from tests.support.page_client import Client, Worker
+from tests.support.run_processes import wait_until
 
 OVERRIDES = ["--evaluation.prompts", "1", "--broker.attempts", "1", "--operations.log_format", "json"]
 TIMES = ["--broker.readopt_s", "0.5", "--broker.session_timeout_s", "100"]

@@ -6,8 +6,8 @@ import pytest
 
 from april import config as configuration
 from april.launch.preflight import lock_run_folder, make_run_folder
-from tests.listeners import listeners
-from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
+from tests.support.listening_addresses import listeners
+from tests.support.run_processes import APRIL, assert_closed, steps_recorded, wait_until
 
 
 def test_workers_join_a_run_and_a_killed_one_loses_only_its_last_chunk(start, start_broker, config_file, run_dir):

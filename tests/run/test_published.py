@@ -9,9 +9,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from april.observe.report.run_folder import read_records
-from tests.conftest import full
-from tests.published import RECORDS
-from tests.run.processes import APRIL, assert_closed
+from tests.support.dataset_records import RECORDS
+from tests.support.marks import full
+from tests.support.run_processes import APRIL, assert_closed
 
 FOLDER = Path(__file__).parents[2] / "configs" / "published"
 TWINS = [

@@ -4,8 +4,8 @@ import orjson
 import pytest
 
 from april.broker.ledger.events import GroupOpened, Leased, LeaseEnded, SampleScored
-from tests.run.journal import events
-from tests.run.processes import wait_until
+from tests.support.journal_events import events
+from tests.support.run_processes import wait_until
 
 WILD = """
 import functools, os, sys, time

@@ -4,9 +4,9 @@ import pytest
 
 from april.broker.ledger.events import BatchConsumed, BatchDelivered, GroupOpened, Leased, RowsAccepted
 from april.observe.report.run_folder import read_records
-from tests.conftest import full
-from tests.run.journal import events
-from tests.run.processes import assert_closed, steps_recorded, wait_until
+from tests.support.journal_events import events
+from tests.support.marks import full
+from tests.support.run_processes import assert_closed, steps_recorded, wait_until
 
 ONE_RANK = ["--learner.ranks", "1"]
 SCHEDULES = {

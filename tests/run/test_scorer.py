@@ -4,8 +4,8 @@ import orjson
 
 from april.broker.ledger.events import GroupOpened, GroupScored, Leased, LeaseEnded, RowsAccepted, SampleScored
 from april.observe.report.run_folder import read_records
-from tests.run.journal import events
-from tests.run.processes import assert_closed, wait_until
+from tests.support.journal_events import events
+from tests.support.run_processes import assert_closed, wait_until
 
 PATIENT = """
 import pathlib, time

@@ -11,12 +11,11 @@ from april.data.tokenizer import Tokenizer
 from april.observe.report.run_folder import read_records
 from april.observe.report.samples import read_step, sample_files
 from april.wire.rows import CHUNK
-from tests.agents.program import TURNS
-from tests.agents.read import executions
-from tests.run.journal import events_and_arrays, with_payloads
-from tests.run.processes import assert_closed, steps_recorded, wait_until
-from tests.run.test_agents import AGENT
-from tests.run.test_environments import assert_every_answer_fits_its_turn
+from tests.support.agent_programs import AGENT, TURNS
+from tests.support.journal_checks import assert_every_answer_fits_its_turn
+from tests.support.journal_events import events_and_arrays, with_payloads
+from tests.support.run_processes import assert_closed, steps_recorded, wait_until
+from tests.support.stored_executions import executions
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.sglang]
 PATIENCE_S = 600.0
@@ -54,7 +53,7 @@ def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_
 def test_turns_cut_distributions_and_the_server_s_own_options_in_one_run(run, run_dir, policy_folder):
     """An environment answers the turns that the server generates, and each token is drawn from a part of the
     distribution, on which learner and server agree; the server is set up as the configuration says."""
-    in_turns = ["--environment.name", "tests.environments.games:count", "--environment.turn_ends", '[","]',
+    in_turns = ["--environment.name", "tests.support.environments:count", "--environment.turn_ends", '[","]',
                 "--environment.max_turn_tokens", "6", "--sampling.max_response_tokens", "60"]  # fmt: skip
     cut = ["--sampling.top_k", "8", "--sampling.top_p", "0.95", "--sampling.temperature", "1.2"]
     all_trained = ["--algorithm.entropy_coef", "0.01"]
@@ -107,7 +106,7 @@ def test_agents_speak_with_it_through_openai_s_sdk_whole_and_streamed(run, run_d
     read.mkdir()
     monkeypatch.setenv("READ_BY_AGENTS", str(read))
     job = run("--engine.weights", "broadcast", "--sampling.max_response_tokens", "48", *AGENT,
-              "--agent.program", "tests.agents.program:in_three_turns")  # fmt: skip
+              "--agent.program", "tests.support.agent_programs:in_three_turns")  # fmt: skip
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
     assert (found["steps"], found["state"]) == (4, "finished")

@@ -9,7 +9,7 @@ import pytest
 
 import april
 from april.util.versions import FILE, JOURNAL
-from tests.run.processes import APRIL, assert_closed, steps_recorded, wait_until
+from tests.support.run_processes import APRIL, assert_closed, steps_recorded, wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 NEXT = "0.3.0"

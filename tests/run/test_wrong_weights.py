@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.observe.report.run_folder import read_records
-from tests.run.processes import assert_closed, both_workers_are_there, wait_until
-from tests.run.test_main_job import versions_with_true_logprobs
+from tests.support.journal_checks import versions_with_true_logprobs
+from tests.support.run_processes import assert_closed, both_workers_are_there, wait_until
 
 STUCK_ENGINE = """
 from april.workers.engines.embedded.engine import TorchEngine

@@ -10,7 +10,7 @@ from april.config import ConfigError
 from april.simulate.scenario import LengthsSection, Scenario
 from april.simulate.trace import TracedGroup, read_trace
 from april.simulate.tune import PLAIN_COST, resolve, resolve_as_recorded, tuning_scenario
-from tests.simulate.journals import add_group, recorded
+from tests.support.small_journals import add_group, recorded
 
 AUTO = {"april": "over_sampling_batch_size", "continuous": "in_flight"}
 SCENARIO = """

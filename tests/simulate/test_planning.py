@@ -17,7 +17,7 @@ from april.simulate.calibrate import Timing, fit, measure
 from april.simulate.pipeline import Pipeline
 from april.simulate.probe import EngineProbe
 from april.simulate.scenario import Lengths, LengthsSection, Scenario, load_scenario
-from april.simulate.sweep import buffers, sweeps
+from april.simulate.sweep import buffers_experiment, sweeps
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
 from april.simulate.variants import variants
@@ -354,7 +354,7 @@ def test_a_schedule_that_the_bound_refuses_is_left_out_and_reported(small, capsy
 @pytest.mark.full
 def test_sweeps_keep_the_scenario_s_schedule_keys(small):
     dropped = load_scenario(small, [("schedule.partial_rollout", False), ("schedule.overlap", True), ("steps", 4)])
-    found = [outcome for _, outcome in [*sweeps(dropped)[0].points, *buffers(dropped)[1]]]
+    found = [outcome for _, outcome in [*sweeps(dropped)[0].points, *buffers_experiment(dropped)[1]]]
     assert all(one.scenario.schedule.overlap and not one.scenario.schedule.partial_rollout for one in found)
     flowing = load_scenario(small, [("schedule.kind", "continuous"), ("schedule.in_flight", 11), ("steps", 4)])
     assert "continuous, 11 in flight" in variants(flowing)[0]

@@ -9,8 +9,8 @@ from april.config import ConfigError
 from april.simulate.pipeline import Pipeline
 from april.simulate.trace import TracedGroup, read_trace, record_trace
 from april.wire.message import Version
-from tests.simulate.journals import add_group, recorded
-from tests.simulate.test_pipeline import HARD, SCHEDULES, scenario
+from tests.support.simulated_scenarios import HARD, SCHEDULES, scenario
+from tests.support.small_journals import add_group, recorded
 
 BUDGET = 100
 """tokens that a response of `small_ledger` may have"""

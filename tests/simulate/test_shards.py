@@ -5,7 +5,7 @@ import pytest
 from april.config import ConfigError
 from april.simulate.pipeline import simulate
 from april.simulate.shards import ShardedSimulation, parts_of, simulate_shards
-from tests.simulate.test_pipeline import GROWING, HARD, SCHEDULES, scenario
+from tests.support.simulated_scenarios import GROWING, HARD, SCHEDULES, scenario
 
 
 def test_one_broker_gives_the_same_run_as_without_shards():

@@ -16,7 +16,7 @@ from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.weights.verification import Canary
 from april.wire.message import Version
-from tests.rollouts.books import RecordingBroker
+from tests.support.recording_broker import RecordingBroker
 
 V0, V1 = Version(0, 0), Version(0, 1)
 CANARY = Canary([1, 2, 3], [-1.0, -2.0], "float32")

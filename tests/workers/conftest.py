@@ -1,20 +1,16 @@
 """Tiny models, verifier processes, and the servers that engines attach to."""
 
-import asyncio
 import os
-from pathlib import Path
 
 import pytest
 
 from april.workers.engines.conformance.harness import TinyModels
-from april.workers.engines.sglang.client import SGLangClient
-from april.workers.engines.sglang.server import ServerSettings, SGLangServer
+from april.workers.engines.sglang.server import ServerSettings
 from april.workers.engines.vllm.engine import VLLMSettings
 from april.workers.rewards.messages import RewardRules
 from april.workers.rewards.pool import RewardPool
+from tests.support.attached_servers import SGLANG_PYTHON, VLLM_PYTHON, serve
 
-SGLANG_PYTHON = Path(__file__).parents[2] / ".venv-sglang/bin/python"
-VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm/bin/python"
 CORES = os.sched_getaffinity(0)
 
 
@@ -62,17 +58,3 @@ def vllm_server(tiny_model, tmp_path_factory):
     """The same of vLLM."""
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     yield from serve(VLLMSettings(VLLM_PYTHON, tiny_model().folder, log, slots=64, context_tokens=640))
-
-
-def serve(settings: ServerSettings):
-    server = SGLangServer(settings)
-    server.spawn()
-    asyncio.run(wait_for(server))
-    yield server
-    server.kill()
-
-
-async def wait_for(server: SGLangServer) -> None:
-    client = SGLangClient(server.url)
-    await server.wait(client)
-    await client.close()

@@ -11,7 +11,7 @@ import pytest
 
 from april.wire.message import Version
 from april.workers.engines import ENGINES
-from april.workers.engines.conformance.harness import CONTEXT, V0, VOCABULARY, Bench
+from april.workers.engines.conformance.harness import TINY_CONTEXT, V0, VOCABULARY, Bench
 from april.workers.engines.conformance.suite import CHECKS
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.sglang.engine import SGLangEngine
@@ -27,7 +27,9 @@ def start_torch(model, request, **options):
 
 def attach_sglang(model, request, **options):
     url = request.getfixturevalue("sglang_server").url
-    return SGLangEngine(model.folder, VOCABULARY, **{"max_context": CONTEXT, "stream_tokens": 5} | options, url=url)
+    return SGLangEngine(
+        model.folder, VOCABULARY, **{"max_context": TINY_CONTEXT, "stream_tokens": 5} | options, url=url
+    )
 
 
 def attach_retracting(model, request, **options):
@@ -36,7 +38,7 @@ def attach_retracting(model, request, **options):
 
 def attach_vllm(model, request, **options):
     url = request.getfixturevalue("vllm_server").url
-    return VLLMEngine(model.folder, VOCABULARY, **{"max_context": CONTEXT, "stream_tokens": 5} | options, url=url)
+    return VLLMEngine(model.folder, VOCABULARY, **{"max_context": TINY_CONTEXT, "stream_tokens": 5} | options, url=url)
 
 
 STARTS = {"torch": start_torch, "sglang": attach_sglang, "vllm": attach_vllm}

@@ -25,8 +25,8 @@ from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.server import ServerSettings
 from april.workers.engines.vllm.engine import VLLMEngine
 from april.workers.engines.weight_intake import WeightCheck
-from tests.workers.conftest import SGLANG_PYTHON, serve
-from tests.workers.test_sglang_weights import assert_true
+from tests.support.attached_servers import SGLANG_PYTHON, serve
+from tests.support.true_logprobs import assert_true
 
 pytestmark = pytest.mark.timeout(900)
 SERVERS = [

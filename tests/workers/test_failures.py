@@ -7,7 +7,7 @@ import pytest
 from april.util.logs import Failures
 from april.workers.rewards.messages import RewardRules
 from april.workers.rewards.pool import RewardPool
-from tests.workers.rewards_setup import collect
+from tests.support.reward_scores import collect
 
 OWN = """
 def grade(response, label):

@@ -9,7 +9,7 @@ from april.config import ConfigError
 from april.workers.rewards.messages import GroupScore, Item, RewardRules
 from april.workers.rewards.process import verify
 from april.workers.rewards.verifiers import check_verifier, reads_state
-from tests.workers.rewards_setup import collect
+from tests.support.reward_scores import collect
 
 GROUP_REWARDS = """
 def rank(responses, label, finish_reasons, prompt, tokens):

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from april.workers.rewards import sandbox
-from tests.conftest import full
-from tests.run.processes import wait_until
-from tests.workers.rewards_setup import collect
+from tests.support.marks import full
+from tests.support.reward_scores import collect
+from tests.support.run_processes import wait_until
 
 pytestmark = pytest.mark.xdist_group("programs")
 """Programs of one test process must not count as leftovers of another's."""

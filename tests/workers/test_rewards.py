@@ -11,8 +11,8 @@ import pytest
 
 from april.util.pool import IN_FLIGHT_ITEMS, PoolProcess, ProcessPool
 from april.workers.rewards.verifiers import check_verifier
-from tests.conftest import full
-from tests.workers.rewards_setup import PATIENCE_S, collect
+from tests.support.marks import full
+from tests.support.reward_scores import PATIENCE_S, collect
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from april.workers.engines.sglang.fleet import SGLangFleet
 from april.workers.engines.sglang.requests import ABORT_S
 from april.workers.engines.sglang.run import StepSignal
 from april.workers.engines.sglang.server import ServerFailed, ServerSettings, SGLangServer
-from tests.workers.conftest import SGLANG_PYTHON
-from tests.workers.server_faults import (
+from tests.support.attached_servers import SGLANG_PYTHON
+from tests.support.server_faults import (
     LONG,
     PATIENCE_S,
     assert_samples_survive,

@@ -22,7 +22,8 @@ from april.workers.engines.sglang.client import ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.server import ServerFailed
 from april.workers.engines.sglang.weights import DiskSnapshot, LocalTensors
-from tests.workers.server_faults import rest_of, run_until, streams_of
+from tests.support.server_faults import rest_of, run_until, streams_of
+from tests.support.true_logprobs import assert_true
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 PATIENCE_S = 120.0
@@ -75,16 +76,6 @@ def learner(make_engine):
     yield publish, engine, receiver
     receiver.close()
     publisher.close()
-
-
-def assert_true(models, request, stream, atol=1e-4):
-    """Largest deviation of a log-probability from that of its token's version."""
-    context, start = [*request.tokens.tolist(), *stream.tokens], len(request.tokens)
-    by_version = {version: model.logprobs(context, start) for version, model in models.items()}
-    expected = torch.stack([by_version[version][i] for i, version in enumerate(stream.versions)])
-    deviation = (torch.tensor(stream.logprobs) - expected).abs().max().item()
-    assert deviation < atol
-    return deviation
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from april.workers.engines.conformance.harness import V0, V1, VOCABULARY, drive,
 from april.workers.engines.sglang.client import ServerRefuses, SGLangClient
 from april.workers.engines.sglang.server import ServerFailed, SGLangServer
 from april.workers.engines.vllm.engine import VLLMEngine, VLLMSettings
-from tests.run.processes import assert_closed, steps_recorded, wait_until
-from tests.workers.conftest import VLLM_PYTHON
-from tests.workers.server_faults import (
+from tests.support.attached_servers import VLLM_PYTHON
+from tests.support.run_processes import assert_closed, steps_recorded, wait_until
+from tests.support.server_faults import (
     PATIENCE_S,
     assert_samples_survive,
     bring_back,

@@ -26,11 +26,11 @@ from april.config import ConfigError, ScheduleSection
 from april.wire.message import Version
 from april.wire.rows import observation_row, pack_rows
 
-# --- random configurations of a schedule for property tests ---
+# --- random configurations --------------------------------------------------------------------------------------------
 
 
 @st.composite
-def sections(draw, rules: Rules, name: str) -> ScheduleSection:
+def schedule_sections(draw, rules: Rules, name: str) -> ScheduleSection:
     """A [schedule] section of the kind `name` for a ledger with these rules."""
     batch, n, staleness = rules.batch_groups, rules.group_size, rules.max_staleness
     common = {
@@ -59,7 +59,7 @@ def sections(draw, rules: Rules, name: str) -> ScheduleSection:
     return section
 
 
-# --- hypothesis state machine ---
+# --- the state machine ------------------------------------------------------------------------------------------------
 
 
 RESPONSE_BUDGET = 12
@@ -125,7 +125,7 @@ class ScheduleMachine(Invariants):
         self.advance()
 
     def choose_schedule(self, data, kind):
-        self.section = data.draw(sections(self.ledger_rules, kind))
+        self.section = data.draw(schedule_sections(self.ledger_rules, kind))
         self.schedule = make_schedule(self.section, self.prompts)
 
     def journal(self, event, arrays):

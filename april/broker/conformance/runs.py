@@ -1,4 +1,4 @@
-"""A run of a schedule without faults, from its first group to its last batch."""
+"""A run of a schedule without faults, from its first group to its last batch, and prompts without text for it."""
 
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
@@ -8,7 +8,7 @@ from april.broker.schedules.schedule import Schedule, choose_sample
 from april.config import ScheduleSection
 from april.wire.message import Version
 
-# --- prompt sources without text, for tests of schedules ---
+# --- prompt sources ---------------------------------------------------------------------------------------------------
 
 
 class NumberedPrompts:
@@ -38,7 +38,7 @@ class SubmittedPromptsStub:
         return (0, row, b"") if row in self.ledger.submitted else None
 
 
-# --- a run of a schedule without faults, from its first group to its last batch ---
+# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 STEPS, SLOTS, MANY_PROMPTS = 10, 6, 1000

@@ -42,11 +42,11 @@ class AgentHandler(LeaseHolderHandler):
         for lease in self.leases_of(peer.uid):
             self._send_session(peer, lease)
 
-    def on_HolderCapacity(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_holder_capacity(self, peer: Peer, received: wire.Received, now: float) -> None:
         peer.capacity = min(received.message.capacity, self.config.security.max_leases)
         peer.address = received.message.address
 
-    def on_HolderRequest(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_holder_request(self, peer: Peer, received: wire.Received, now: float) -> None:
         request = received.message
         group = self.ledger.groups.get(request.group)
         is_open = group and group.state is GroupState.OPEN and request.index < len(group.samples)
@@ -212,6 +212,11 @@ class AgentHandler(LeaseHolderHandler):
                 row = chunk_row(lease_id, start, ref.tokens, version, STOP if turn_over else "", body)
             yield ref, row, body
             start += ref.tokens
+
+    MESSAGES = LeaseHolderHandler.MESSAGES | {
+        wire.HolderCapacity: on_holder_capacity,
+        wire.HolderRequest: on_holder_request,
+    }
 
 
 def fork_length(agent_lease: Lease, lease_id: int) -> int:

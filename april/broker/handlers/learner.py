@@ -1,11 +1,13 @@
-"""Handles messages of the learner: batches out, trained steps and checkpoints in."""
+"""Handles messages of the learner (batches out, trained steps and checkpoints in) and of its machines, and runs the
+evaluations of its weights on held-out prompts."""
 
 import logging
+from typing import ClassVar
 
 from msgspec.structs import replace
 
 from april import wire
-from april.broker.context import BrokerContext
+from april.broker.context import BrokerContext, MessageTable
 from april.broker.journal.files import Damaged
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import chunk_refs_in
@@ -20,14 +22,16 @@ from april.data.groups import chosen_groups
 from april.data.rows import BadRow
 from april.wire import limits
 
-# --- schedules evaluations of held-out prompts, records their results, and finds the best weights by them ---
-
-
 log = logging.getLogger(__name__)
 
 
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
 class Evaluations:
-    """Evaluations of a run; all their state is in the ledger.
+    """Schedules evaluations of held-out prompts, records their results, and finds the best weights by them.
+
+    All their state is in the ledger.
 
     evaluations.open_due()
     evaluations.record_complete()
@@ -84,15 +88,15 @@ class Evaluations:
         return [step for step in self.ledger.evaluations if step and self.section.best]
 
 
-# --- handles messages of the learner ---
+# --- the learner ------------------------------------------------------------------------------------------------------
 
 
-NONE_YET = -1
+NO_BEST_STEP = -1
+"""Step in a `BestCheckpoint` while no weights are evaluated."""
 PART_BYTES = 1 << 19
 """Bytes of arrays in one message of a batch, rounded up to whole groups."""
 PASS_BYTES = 1 << 19
 """Bytes of arrays sent to the learner in one pass, so that no other peer waits long."""
-
 
 GroupPayload = tuple[wire.GroupHead, list[wire.PackedArray]]
 """A group as it is sent in a batch: its description and its arrays."""
@@ -127,7 +131,7 @@ class LearnerHandler:
         since."""
         return peer.uid == self.ledger.learner_uid
 
-    def on_StartLearner(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_start_learner(self, peer: Peer, received: wire.Received, now: float) -> None:
         message = received.message
         repeated = self._has_started(peer) and message.step == self.ledger.consumed
         if not repeated:
@@ -143,7 +147,7 @@ class LearnerHandler:
         answer = wire.LearnerAdmitted(self.ledger.incarnation, self.ledger.frontier)
         self.peers.send(peer, answer, sequence=received.sequence)
 
-    def on_Submit(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_submit(self, peer: Peer, received: wire.Received, now: float) -> None:
         if self._refuses_unstarted(peer, received):
             return
         try:
@@ -156,7 +160,7 @@ class LearnerHandler:
                 return self._refuse(peer, received, f"prompt {prompt.row} does not follow {brought} brought ones")
         self.peers.send(peer, wire.Submitted(self.ledger.prompts_submitted), sequence=received.sequence)
 
-    def on_Fetch(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_fetch(self, peer: Peer, received: wire.Received, now: float) -> None:
         step = received.message.step
         if self._refuses_unstarted(peer, received):
             return
@@ -272,7 +276,7 @@ class LearnerHandler:
             return replace(head, samples=[]), [pack("i4", [])]
         return replace(head, samples=heads), arrays
 
-    def on_Consumed(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_consumed(self, peer: Peer, received: wire.Received, now: float) -> None:
         step = received.message.step
         if len(received.message.metrics) > limits.MAX_STEP_METRICS:
             raise wire.WireError("more metrics than are kept of a step")
@@ -291,12 +295,12 @@ class LearnerHandler:
         step, reward, tokens = record["step"], record["reward"], record["tokens"]
         log.info("step %d trained: reward %.3f, %d tokens", step, reward, tokens, extra={"step": step})
 
-    def on_BestRequest(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_best_request(self, peer: Peer, received: wire.Received, now: float) -> None:
         best = self.evaluations.best()
-        answer = wire.BestCheckpoint(NONE_YET if best is None else best, self.evaluations.undecided())
+        answer = wire.BestCheckpoint(NO_BEST_STEP if best is None else best, self.evaluations.undecided())
         self.peers.send(peer, answer, sequence=received.sequence)
 
-    def on_Durable(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_durable(self, peer: Peer, received: wire.Received, now: float) -> None:
         step = received.message.step
         if self._refuses_unstarted(peer, received):
             return
@@ -315,6 +319,15 @@ class LearnerHandler:
         log.warning("learner refused: %s", reason, extra={"role": "learner"})
         cause = f"{type(received.message).__name__} out of order"
         self.peers.refuse(cause, reason, peer.data_route, peer.id, received.sequence)
+
+    MESSAGES: ClassVar[MessageTable] = {
+        wire.StartLearner: on_start_learner,
+        wire.Submit: on_submit,
+        wire.Fetch: on_fetch,
+        wire.Consumed: on_consumed,
+        wire.Durable: on_durable,
+        wire.BestRequest: on_best_request,
+    }
 
 
 def trained_samples(group: Group) -> list[Sample]:
@@ -340,11 +353,14 @@ def sample_head(sample: Sample, history: SampleHistory) -> wire.SampleHead:
     return history.sample_head(sample, reward)
 
 
-# --- handles messages of a learner's machines ---
+# --- the learner's machines -------------------------------------------------------------------------------------------
 
 
 class NodeHandler:
-    """The first machine announces the address, the others ask for it; it is valid while that machine is connected."""
+    """Handles messages of a learner's machines.
+
+    The first machine announces the address, the others ask for it; it is valid while that machine is connected.
+    """
 
     def __init__(self, peers: Peers):
         self.peers = peers
@@ -352,8 +368,10 @@ class NodeHandler:
         self._announced_by = 0
         """Session id of the machine that announced the address."""
 
-    def on_Rendezvous(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_rendezvous(self, peer: Peer, received: wire.Received, now: float) -> None:
         if received.message.address:
             self._address, self._announced_by = received.message.address, peer.id
         address = self._address if self._announced_by in self.peers.by_id else ""
         self.peers.send(peer, wire.Rendezvous(address), sequence=received.sequence)
+
+    MESSAGES: ClassVar[MessageTable] = {wire.Rendezvous: on_rendezvous}

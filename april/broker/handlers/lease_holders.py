@@ -1,19 +1,24 @@
-"""Base class of the handlers of lease holders (workers, scorers, agents processes): sessions, heartbeats, reports."""
+"""Handles what all lease holders (workers, scorers, agents processes) have in common: sessions, grants, heartbeats and
+reports; and the messages of scorers, which do nothing else."""
 
 import hashlib
 import logging
 import math
+from typing import ClassVar
 
 import msgspec
 
 from april import wire
-from april.broker.context import BrokerContext
+from april.broker.context import BrokerContext, MessageTable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.samples import Group, Lease, Sample
 from april.broker.peers import Peer
 from april.wire import limits
 
-# --- builds the grant of a lease ---
+log = logging.getLogger(__name__)
+
+
+# --- grants -----------------------------------------------------------------------------------------------------------
 
 
 def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
@@ -67,6 +72,7 @@ def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
 
 
 def task_of(context: BrokerContext, group: Group) -> wire.Task:
+    """The fields of a grant that the samples of a group share."""
     row = context.payloads.row_of(group.evaluation, group.epoch, group.row)
     sampling = context.config.sampling
     drawn = context.prompts.held_out[group.epoch].settings if group.evaluation else sampling
@@ -89,16 +95,16 @@ def sample_seed(run_seed: int, group: int, index: int, fork_number: int = 0) -> 
     return int.from_bytes(digest, "little") >> 1
 
 
-# --- base class of the handlers of lease holders (workers, scorers, agents processes) ---
+# --- all lease holders ------------------------------------------------------------------------------------------------
 
-
-log = logging.getLogger(__name__)
 
 NOT_CURRENT = "the lease is not current"
 TOO_MANY_FORKS = f"a session has at most {wire.MAX_FORKS} forks"
 
 
 class LeaseHolderHandler:
+    """Base class of the handlers of lease holders."""
+
     def __init__(self, context: BrokerContext):
         self.context = context
         self.config = context.config
@@ -171,7 +177,7 @@ class LeaseHolderHandler:
 
     # --- heartbeats and reports -----------------------------------------------------------------------------
 
-    def on_Heartbeat(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_heartbeat(self, peer: Peer, received: wire.Received, now: float) -> None:
         message = received.message
         if len(message.lease_ids) > self.config.security.max_leases:
             raise wire.WireError("more leases than a worker may hold")
@@ -184,7 +190,7 @@ class LeaseHolderHandler:
         self.ledger.renew(list(current), now + self.config.broker.lease_s)
         self.peers.answer_heartbeat(peer, [lease_id for lease_id in message.lease_ids if lease_id not in current])
 
-    def on_Report(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_report(self, peer: Peer, received: wire.Received, now: float) -> None:
         """Take a report: its new tokens first, then the leases it ends."""
         if len(received.message.closings) > limits.MAX_REPORT_CLOSINGS:
             raise wire.WireError(f"a report ends at most {limits.MAX_REPORT_CLOSINGS} leases")
@@ -261,6 +267,8 @@ class LeaseHolderHandler:
         self.peers.tallies[peer.uid].refused += tokens
         self.peers.reject(peer, lease_id, reason)
 
+    MESSAGES: ClassVar[MessageTable] = {wire.Heartbeat: on_heartbeat, wire.Report: on_report}
+
 
 def score_fault(scored: wire.Scored, responses: int) -> str:
     """What is wrong with the scores of a lease on so many responses; empty if nothing is."""
@@ -278,11 +286,11 @@ def score_fault(scored: wire.Scored, responses: int) -> str:
     return ""
 
 
-# --- handles messages of scorers ---
+# --- scorers ----------------------------------------------------------------------------------------------------------
 
 
 class ScorerHandler(LeaseHolderHandler):
-    def on_HolderCapacity(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_holder_capacity(self, peer: Peer, received: wire.Received, now: float) -> None:
         peer.capacity = min(received.message.capacity, self.config.security.max_leases)
 
     def hand_out(self, now: float) -> None:
@@ -304,3 +312,5 @@ class ScorerHandler(LeaseHolderHandler):
         if not peer.control_route or self._load(peer) >= peer.capacity:
             return False
         return self.peers.has_credit(peer, self.context.credit_bytes)
+
+    MESSAGES = LeaseHolderHandler.MESSAGES | {wire.HolderCapacity: on_holder_capacity}

@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import orjson
 
 from april import wire
-from april.broker.context import BrokerContext
+from april.broker.context import BrokerContext, MessageTable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.dead_letters import DeadLetter
 from april.broker.peers import Peer
@@ -35,14 +35,14 @@ class MonitorHandler:
         self._deaths = Failures(log)
         self._logged_deaths = context.ledger.dead_letters.total
 
-    def on_StatusRequest(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_status_request(self, peer: Peer, received: wire.Received, now: float) -> None:
         self._answer_json(peer, received, wire.Status(), status(self.context, now))
 
-    def on_StopRun(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_stop_run(self, peer: Peer, received: wire.Received, now: float) -> None:
         self._stop(limits.clip(received.message.reason), received.message.state, now)
         self.peers.send_now(peer, wire.Accepted(), [], received.sequence)
 
-    def on_Drain(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_drain(self, peer: Peer, received: wire.Received, now: float) -> None:
         if self._refuses(peer, received):
             return
         if received.message.on and not self.ledger.draining:
@@ -56,10 +56,10 @@ class MonitorHandler:
 
     # --- dead letters ---------------------------------------------------------------------------------------
 
-    def on_DeadLettersRequest(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_dead_letters_request(self, peer: Peer, received: wire.Received, now: float) -> None:
         self._answer_json(peer, received, wire.DeadLetters(), self.dead_letters())
 
-    def on_Requeue(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_requeue(self, peer: Peer, received: wire.Received, now: float) -> None:
         if self._refuses(peer, received):
             return
         groups = received.message.groups or self.ledger.dead_letters.discarded_groups()
@@ -123,3 +123,11 @@ class MonitorHandler:
         if why:
             self.peers.send(peer, wire.Refused(why), sequence=received.sequence)
         return bool(why)
+
+    MESSAGES: ClassVar[MessageTable] = {
+        wire.StatusRequest: on_status_request,
+        wire.StopRun: on_stop_run,
+        wire.Drain: on_drain,
+        wire.DeadLettersRequest: on_dead_letters_request,
+        wire.Requeue: on_requeue,
+    }

@@ -20,20 +20,22 @@ from april.broker.peers import Peer
 from april.broker.schedules.schedule import choose_sample
 from april.wire.rows import CHUNK, Buffer
 
-# --- limits the load of workers that have the newest weights while other workers still load them ---
+# --- limit of the load ------------------------------------------------------------------------------------------------
 
 
-LONGEST_S = 10.0
+LONGEST_FILL_LIMIT_S = 10.0
 """Longest time that the limit holds; otherwise it holds for as long as the first worker took to load."""
 
 
 class FillLimit:
+    """Limits the load of workers that have the newest weights while other workers still load them."""
+
     def __init__(self) -> None:
         self._until = 0.0
 
     def first_loaded(self, loaded_in_s: float, now: float) -> None:
         """Start the limit: the first worker has loaded new weights, in so many seconds."""
-        self._until = now + min(loaded_in_s, LONGEST_S)
+        self._until = now + min(loaded_in_s, LONGEST_FILL_LIMIT_S)
 
     def max_load(self, workers: Sequence[Peer], newest_step: int, ledger: Ledger, now: float) -> float:
         """Largest load of each worker as a share of its capacity; infinite if there is no limit."""
@@ -48,7 +50,7 @@ class FillLimit:
         return (waiting + ledger.generating) / sum(worker.capacity for worker in loaded)
 
 
-# --- handles messages of workers ---
+# --- workers ----------------------------------------------------------------------------------------------------------
 
 
 ForwardRows = Callable[[np.ndarray, Buffer, list[Lease | None]], None]
@@ -84,7 +86,7 @@ class WorkerHandler(LeaseHolderHandler):
 
     # --- reports --------------------------------------------------------------------------------------------
 
-    def on_WorkerCapacity(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_worker_capacity(self, peer: Peer, received: wire.Received, now: float) -> None:
         message = received.message
         if not self.ledger.was_published(message.version.step, message.version.incarnation):
             raise wire.WireError("nobody can hold a version that was never published")
@@ -100,7 +102,7 @@ class WorkerHandler(LeaseHolderHandler):
         if message.loaded_in_s:
             self.recorder.add_span(peer.name, "weights", now - message.loaded_in_s, now)
 
-    def on_ActivitySpan(self, peer: Peer, received: wire.Received, now: float) -> None:
+    def on_activity_span(self, peer: Peer, received: wire.Received, now: float) -> None:
         message = received.message
         if not (math.isfinite(message.start) and math.isfinite(message.end)):
             raise wire.WireError("a span has finite ends")
@@ -304,3 +306,8 @@ class WorkerHandler(LeaseHolderHandler):
             if peer.uid in busy:
                 self.recorder.add_span(peer.name, "abort", now, now)
         self.peers.broadcast(wire.Abort(self.ledger.round, self.ledger.watermark))
+
+    MESSAGES = LeaseHolderHandler.MESSAGES | {
+        wire.WorkerCapacity: on_worker_capacity,
+        wire.ActivitySpan: on_activity_span,
+    }

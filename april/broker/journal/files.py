@@ -1,4 +1,4 @@
-"""Journal files and how to read them without being their writer; closed files never change.
+"""Where a run's journal is, and how to read its files without being their writer; closed files never change.
 
 A file is named by the journal position at which it begins, and the next one begins where it ends.
 """
@@ -97,7 +97,7 @@ def reclaimable_files(starts: list[int], needed_from: int, live: Iterable[int]) 
     return [start for start, end in pairwise(starts) if end <= needed_from and start not in kept]
 
 
-# --- location of a run's journal ---
+# --- the journal's folder ---------------------------------------------------------------------------------------------
 
 
 def journal_folder(run_dir: Path) -> Path:

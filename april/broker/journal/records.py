@@ -1,4 +1,4 @@
-"""The on-disk format of a journal record: one event and its arrays.
+"""The on-disk format of a journal record (one event and its arrays), and a cache of the newest records.
 
 A record is the MessagePack array `[synced, crc32, event, crc32, array, ...]` in fixed-width form, so that any
 MessagePack reader can stream the file. `synced` is the position up to which the journal was on disk when the
@@ -23,6 +23,7 @@ HEAD = struct.Struct(">BBQBIBI")
 ARRAY_HEAD = struct.Struct(">BIBI")
 """uint32 crc32, bin32 length of an array: 10 bytes."""
 ARRAY, UINT64, UINT32, BIN32 = 0x90, 0xCF, 0xCE, 0xC6
+"""First bytes of MessagePack elements; that of an array has its length added."""
 MAX_ARRAYS = 6
 RECORD_START = re.compile(rb"(?=[\x93\x95\x97\x99\x9b\x9d\x9f]\xcf.{8}\xce.{4}\xc6)", re.DOTALL)
 """Pattern that every record begins with and other bytes rarely match."""
@@ -100,7 +101,7 @@ def _checksum_of_position(synced: int) -> int:
     return crc32(synced.to_bytes(8))
 
 
-# --- in-memory cache of the newest records with large rows ---
+# --- newest records ---------------------------------------------------------------------------------------------------
 
 
 CACHE_BYTES = 64 << 20
@@ -113,6 +114,8 @@ Appended = tuple[Event, list[EventArray], int]
 
 
 class RecentRecords:
+    """In-memory cache of the newest records with large rows."""
+
     def __init__(self) -> None:
         self.records: dict[int, Appended] = {}
         """Cached records by position."""

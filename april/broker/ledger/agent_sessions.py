@@ -11,7 +11,7 @@ from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import AgentSample, Lease, Sample, SampleState, as_agent_sample
 from april.wire.work import MAX_FORKS
 
-# --- forks of an agent's session ---
+# --- forks ------------------------------------------------------------------------------------------------------------
 
 
 Superseded = Sequence[tuple[int, int]]
@@ -54,7 +54,7 @@ def has_known_answer(session: Sample, superseded: Superseded) -> bool:
     return any(length for _, _, length in turn_ends_by_fork(session, superseded))
 
 
-# --- agents' sessions in the ledger ---
+# --- sessions ---------------------------------------------------------------------------------------------------------
 
 
 OnDiscard = Callable[[Sequence[Sample], str, int], None]
@@ -76,7 +76,7 @@ class AgentSessions(LeaseBook, Batches, Rounds):
         self.last_lease_id = 0
         """Largest lease id granted so far."""
 
-    def _on_AgentLeased(self, event: events.AgentLeased, reference: Any) -> None:
+    def _on_agent_leased(self, event: events.AgentLeased, reference: Any) -> None:
         sample = as_agent_sample(self.groups[event.group].samples[event.index])
         sample.agent_lease, self.last_lease_id = event.lease_id, event.lease_id + MAX_FORKS - 1
         self.hold(Lease(event.lease_id, sample, event.holder, 0, False, float("inf"), agent=True))
@@ -100,7 +100,7 @@ class AgentSessions(LeaseBook, Batches, Rounds):
         if agent := self.leases.get(sample.session_sample.agent_lease):
             agent.turn_completed = True
 
-    def _on_AgentClosed(self, event: events.AgentClosed, reference: Any) -> None:
+    def _on_agent_closed(self, event: events.AgentClosed, reference: Any) -> None:
         sample = as_agent_sample(self.release(event.lease_id).sample)
         self._end_session(sample, event.superseded)
         sample.agent_state = event.state

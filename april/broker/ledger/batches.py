@@ -1,4 +1,5 @@
-"""Batches: which groups the learner was given, which of them it has trained, and the staleness bound."""
+"""Batches: which groups the learner was given and which of them it has trained, the token account, the staleness bound,
+and the rounds and drains in which batches are made."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,10 +10,12 @@ from april.broker.ledger.queues import ReadyGroups
 from april.broker.ledger.rules import LengthCohorts, Rules
 from april.broker.ledger.samples import Group, GroupState
 
-# --- the token account ---
+# --- token account ----------------------------------------------------------------------------------------------------
 
 
 class Account:
+    """Where every acknowledged token is: the account closes if none is missing."""
+
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
         """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
@@ -56,7 +59,7 @@ class Account:
         return self.tokens["generated"] == parts + sum(self.discarded.values())
 
 
-# --- the staleness bound ---
+# --- staleness bound --------------------------------------------------------------------------------------------------
 
 
 class StalenessBound:
@@ -124,7 +127,7 @@ class StalenessBound:
         return True
 
 
-# --- batches ---
+# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 NONFINITE = "nonfinite"
@@ -132,6 +135,8 @@ NONFINITE = "nonfinite"
 
 
 class Batches(Account):
+    """The part of the ledger's state that deals with batches, from groups ready for one to the newest checkpoint."""
+
     def __init__(self, rules: Rules):
         super().__init__()
         self.groups: dict[int, Group] = {}
@@ -165,7 +170,7 @@ class Batches(Account):
         """Whether weights of this version can exist. Incarnation 0 counts as published before the learner's start."""
         return step <= self.frontier and incarnation <= max(0, self.incarnation)
 
-    def _on_BatchDelivered(self, event: events.BatchDelivered, reference: Any) -> None:
+    def _on_batch_delivered(self, event: events.BatchDelivered, reference: Any) -> None:
         groups = [self.groups[group] for group in event.groups]
         for group in groups:
             self.move(group, GroupState.DELIVERED)
@@ -175,7 +180,7 @@ class Batches(Account):
         self.deliveries[event.step] = groups
         self.next_step = event.step + 1
 
-    def _on_BatchConsumed(self, event: events.BatchConsumed, reference: Any) -> None:
+    def _on_batch_consumed(self, event: events.BatchConsumed, reference: Any) -> None:
         for group in self.deliveries[event.step]:
             created = [sample.sampled_tokens for sample in group.samples]
             live = group.live_samples
@@ -187,7 +192,7 @@ class Batches(Account):
         self.consumed = event.step + 1
         self.frontier = max(self.frontier, self.consumed)
 
-    def _on_LearnerStarted(self, event: events.LearnerStarted, reference: Any) -> None:
+    def _on_learner_started(self, event: events.LearnerStarted, reference: Any) -> None:
         for step in range(event.step, self.consumed):
             for group in self.deliveries[step]:
                 if group.state is GroupState.DISCARDED:
@@ -198,10 +203,12 @@ class Batches(Account):
         self.weights_address, self.weights_key = event.weights_address, event.weights_key
 
 
-# --- rounds and drains ---
+# --- rounds and drains ------------------------------------------------------------------------------------------------
 
 
 class Rounds:
+    """The part of the ledger's state that deals with rounds and drains, and the aborts that both cause."""
+
     def __init__(self) -> None:
         self.round = -1
         """Number of the current or last round; -1 before the first."""
@@ -211,14 +218,14 @@ class Rounds:
         self.watermark = 0
         """Largest lease id that is to be handed back."""
 
-    def _on_RoundStarted(self, event: events.RoundStarted, reference: Any) -> None:
+    def _on_round_started(self, event: events.RoundStarted, reference: Any) -> None:
         self.round, self.round_open = event.round, True
 
-    def _on_RoundEnded(self, event: events.RoundEnded, reference: Any) -> None:
+    def _on_round_ended(self, event: events.RoundEnded, reference: Any) -> None:
         self.round_open, self.watermark = False, event.watermark
 
-    def _on_DrainStarted(self, event: events.DrainStarted, reference: Any) -> None:
+    def _on_drain_started(self, event: events.DrainStarted, reference: Any) -> None:
         self.draining, self.watermark = True, event.watermark
 
-    def _on_DrainEnded(self, event: events.DrainEnded, reference: Any) -> None:
+    def _on_drain_ended(self, event: events.DrainEnded, reference: Any) -> None:
         self.draining = False

@@ -1,4 +1,4 @@
-"""The current leases, by id and by holder."""
+"""The current leases by id and by holder, and counts of open samples by state."""
 
 from array import array
 from bisect import bisect_left, insort
@@ -9,6 +9,8 @@ from april.wire.work import session_lease_id
 
 
 class LeaseBook:
+    """The part of the ledger's state that deals with leases."""
+
     def __init__(self) -> None:
         self.leases: dict[int, Lease] = {}
         self.held: dict[str, array[int]] = {}
@@ -68,11 +70,8 @@ class LeaseBook:
                 del self.load[lease.worker, evaluation]
 
 
-# --- counts of the samples of open groups by state, kept up to date at each change of state ---
-
-
 class OpenSamples:
-    """Counters of training and of evaluation samples."""
+    """Counts of the samples of open groups by state, of training and of evaluation, kept up to date at each change."""
 
     def __init__(self) -> None:
         self._counts: dict[bool, Counter[SampleState]] = {False: Counter(), True: Counter()}

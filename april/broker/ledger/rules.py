@@ -1,4 +1,4 @@
-"""The rules of a ledger, fixed for the whole run."""
+"""The rules of a ledger, fixed for the whole run; cohorts of response lengths, and the interface of its prompts."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Rules:
     """Whether samples are agents' sessions, generated in turns with a lease each."""
 
 
-# --- response lengths by cohort of creation, to compare the lengths that are trained with those that are generated ---
+# --- length cohorts ---------------------------------------------------------------------------------------------------
 
 
 Lengths = Counter[int]
@@ -44,8 +44,11 @@ RECENT_BATCHES = 20
 
 
 class LengthCohorts:
-    """Cohorts of groups by creation. A cohort is settled once each of its groups is trained or discarded, so that short
-    responses, which finish first, are never compared with longer ones still being generated."""
+    """Response lengths by cohort of creation, to compare the lengths that are trained with those that are generated.
+
+    A cohort is settled once each of its groups is trained or discarded, so that short responses, which finish first,
+    are never compared with longer ones still being generated.
+    """
 
     def __init__(self, cohort_groups: int):
         self.cohort_groups = cohort_groups
@@ -82,11 +85,11 @@ class LengthCohorts:
             self.settled += 1
 
 
-# --- the interface of the source of prompts for new groups ---
+# --- prompts ----------------------------------------------------------------------------------------------------------
 
 
 class Prompts(Protocol):
-    """The training prompts in the order in which they are drawn."""
+    """The source of prompts for new groups, in the order in which they are drawn."""
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         """(epoch, row position, int32 token ids) of the first usable prompt from the cursor on; None if exhausted."""

@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from april.broker.ledger import events
@@ -32,9 +33,6 @@ NO_ATTEMPT = ("abort", "leave", "recall")
 
 DEAD_ROUNDS = 2
 """Rounds' worth of groups that may die in a row before the run is given up."""
-
-HANDLERS = {kind: f"_on_{kind.__name__}" for kind in events.Event.__subclasses__()}
-"""Name of the method that applies each kind of event."""
 
 
 class LedgerState(AgentSessions):
@@ -71,15 +69,15 @@ class LedgerState(AgentSessions):
 
     def apply(self, event: events.Event, reference: Any = None) -> None:
         """Change the state by one event; `reference` is where the journal has it."""
-        getattr(self, HANDLERS[type(event)])(event, reference)
+        HANDLERS[type(event)](self, event, reference)
 
-    def _on_RunStarted(self, event: events.RunStarted, reference: Any) -> None:
+    def _on_run_started(self, event: events.RunStarted, reference: Any) -> None:
         self.header = event
 
-    def _on_BrokerStarted(self, event: events.BrokerStarted, reference: Any) -> None:
+    def _on_broker_started(self, event: events.BrokerStarted, reference: Any) -> None:
         self.starts, self.last_lease_id, self.dead_in_a_row = event.start, event.start << START_BITS, 0
 
-    def _on_GroupOpened(self, event: events.GroupOpened, reference: Any) -> None:
+    def _on_group_opened(self, event: events.GroupOpened, reference: Any) -> None:
         ordinal = -1
         if not event.evaluation:
             ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
@@ -103,10 +101,10 @@ class LedgerState(AgentSessions):
         for sample in group.samples if self.rules.agents else group.samples[:1]:
             self.push(sample)  # for its siblings see `_start`
 
-    def _on_TimePassed(self, event: events.TimePassed, reference: Any) -> None:
+    def _on_time_passed(self, event: events.TimePassed, reference: Any) -> None:
         self.now = event.at
 
-    def _on_PromptSubmitted(self, event: events.PromptSubmitted, reference: Any) -> None:
+    def _on_prompt_submitted(self, event: events.PromptSubmitted, reference: Any) -> None:
         self.submitted[event.row] = reference
         self.prompts_submitted = event.row + 1
 
@@ -117,7 +115,7 @@ class LedgerState(AgentSessions):
         if sample.state not in (SampleState.ACTING, SampleState.LEASED):
             self.queue.push(sample)
 
-    def _on_Leased(self, event: events.Leased, reference: Any) -> None:
+    def _on_leased(self, event: events.Leased, reference: Any) -> None:
         group = self.groups[event.group]
         self.last_lease_id = event.lease_id
         leased = group.samples[event.index].find_fork(event.fork_number)
@@ -144,7 +142,7 @@ class LedgerState(AgentSessions):
             if sibling.state in TO_GENERATE:
                 self.queue.push(sibling)
 
-    def _on_RowsAccepted(self, event: events.RowsAccepted, reference: Any) -> None:
+    def _on_rows_accepted(self, event: events.RowsAccepted, reference: Any) -> None:
         record, length = reference or (0, event.payload_bytes)
         offset, trained, evaluated, leases = length - event.payload_bytes, 0, 0, self.leases
         for row in ROW.iter_unpack(event.table):
@@ -195,7 +193,7 @@ class LedgerState(AgentSessions):
             if sibling.state in TO_GENERATE and sibling.length < ended.length:
                 self.queue.push(sibling)
 
-    def _on_SampleScored(self, event: events.SampleScored, reference: Any) -> None:
+    def _on_sample_scored(self, event: events.SampleScored, reference: Any) -> None:
         lease = self.release(event.lease_id)
         sample = lease.sample
         if lease.agent:
@@ -209,13 +207,13 @@ class LedgerState(AgentSessions):
             sample.agent_state = b""
         self.open_samples.set_state(sample, SampleState.DONE)
 
-    def _on_GroupScored(self, event: events.GroupScored, reference: Any) -> None:
+    def _on_group_scored(self, event: events.GroupScored, reference: Any) -> None:
         lease = self.release(event.lease_id)
         for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
             self._set_score(sample, reward, details)
         self._complete_if_done(lease.sample.group)
 
-    def _on_LeaseEnded(self, event: events.LeaseEnded, reference: Any) -> None:
+    def _on_lease_ended(self, event: events.LeaseEnded, reference: Any) -> None:
         lease = self.release(event.lease_id)
         samples, group = lease.samples, lease.sample.group
         starts_anew = lease.agent and event.cause == "agent_failed"
@@ -253,7 +251,7 @@ class LedgerState(AgentSessions):
             if sample.state is not SampleState.DEAD:
                 self.push(sample)
 
-    def _on_SessionLost(self, event: events.SessionLost, reference: Any) -> None:
+    def _on_session_lost(self, event: events.SessionLost, reference: Any) -> None:
         group = self.groups[event.group]
         if not self._kill_sample(group.samples[event.index], "not_replayed"):
             self._requeue_samples(group, [])
@@ -295,7 +293,7 @@ class LedgerState(AgentSessions):
             self.unfiltered.append(group)
         self.dead_in_a_row = 0
 
-    def _on_GroupDiscarded(self, event: events.GroupDiscarded, reference: Any) -> None:
+    def _on_group_discarded(self, event: events.GroupDiscarded, reference: Any) -> None:
         self._end_group(self.groups[event.group], event.reason)
 
     def _end_group(self, group: Group, reason: str) -> None:
@@ -324,18 +322,47 @@ class LedgerState(AgentSessions):
         self.on_discard(list(group.samples_with_forks), reason, 0)
         group.forget()
 
-    def _on_GroupRequeued(self, event: events.GroupRequeued, reference: Any) -> None:
+    def _on_group_requeued(self, event: events.GroupRequeued, reference: Any) -> None:
         self.dead_letters.requeue(event.group)
 
-    def _on_EvaluationRecorded(self, event: events.EvaluationRecorded, reference: Any) -> None:
+    def _on_evaluation_recorded(self, event: events.EvaluationRecorded, reference: Any) -> None:
         for group in self.evaluations.pop(event.step):
             group.forget()
         self.evaluated[event.step] = event.result
 
-    def _on_CheckpointDurable(self, event: events.CheckpointDurable, reference: Any) -> None:
+    def _on_checkpoint_durable(self, event: events.CheckpointDurable, reference: Any) -> None:
         for step in [step for step in self.deliveries if step < event.oldest]:
             for group in self.deliveries.pop(step):
                 del self.groups[group.id]
                 self.submitted.pop(group.row, None)
                 group.forget()
         self.durable = event.step
+
+
+HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
+    events.RunStarted: LedgerState._on_run_started,
+    events.BrokerStarted: LedgerState._on_broker_started,
+    events.GroupOpened: LedgerState._on_group_opened,
+    events.PromptSubmitted: LedgerState._on_prompt_submitted,
+    events.Leased: LedgerState._on_leased,
+    events.AgentLeased: LedgerState._on_agent_leased,
+    events.AgentClosed: LedgerState._on_agent_closed,
+    events.RowsAccepted: LedgerState._on_rows_accepted,
+    events.SessionLost: LedgerState._on_session_lost,
+    events.SampleScored: LedgerState._on_sample_scored,
+    events.GroupScored: LedgerState._on_group_scored,
+    events.LeaseEnded: LedgerState._on_lease_ended,
+    events.GroupDiscarded: LedgerState._on_group_discarded,
+    events.GroupRequeued: LedgerState._on_group_requeued,
+    events.EvaluationRecorded: LedgerState._on_evaluation_recorded,
+    events.DrainStarted: LedgerState._on_drain_started,
+    events.DrainEnded: LedgerState._on_drain_ended,
+    events.RoundStarted: LedgerState._on_round_started,
+    events.RoundEnded: LedgerState._on_round_ended,
+    events.BatchDelivered: LedgerState._on_batch_delivered,
+    events.BatchConsumed: LedgerState._on_batch_consumed,
+    events.CheckpointDurable: LedgerState._on_checkpoint_durable,
+    events.LearnerStarted: LedgerState._on_learner_started,
+    events.TimePassed: LedgerState._on_time_passed,
+}
+"""The function that applies each kind of event, with the reference to its journal record."""

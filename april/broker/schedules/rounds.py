@@ -1,4 +1,4 @@
-"""Schedules by rounds: when a round starts, what it opens, and when N groups make a batch."""
+"""Schedules by rounds, `april` and `sync`: when a round starts, what it opens, and when N groups make a batch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -87,10 +87,9 @@ class RoundSchedule(Schedule):
         return 0 if ledger.counts[GroupState.OPEN] else min(at_once, wanted - len(ledger.ready))
 
 
-# --- the schedule `april`, active partial rollouts (arXiv 2509.18521) ---
-
-
 class ActivePartialSchedule(RoundSchedule):
+    """The schedule `april`: active partial rollouts (arXiv 2509.18521)."""
+
     dial = Dial("over_sampling_batch_size")
 
     @classmethod
@@ -104,10 +103,9 @@ class ActivePartialSchedule(RoundSchedule):
         }
 
 
-# --- the schedule `sync`, the baseline ---
-
-
 class SyncSchedule(RoundSchedule):
+    """The schedule `sync`, the baseline: a round opens N groups and waits for all of them."""
+
     @classmethod
     def check(cls, section: ScheduleSection) -> None:
         if section.groups_per_round > section.rollout_batch_size:

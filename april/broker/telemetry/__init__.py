@@ -1,4 +1,4 @@
-"""Metrics of a run: what is recorded, the sinks that receive it (`sink.py`) and the alarms that watch it
+"""Metrics of a run: what is recorded, the sinks that receive it (`sinks.py`) and the alarms that watch it
 (`alarm.py`)."""
 
 from april.util.registry import Registry

@@ -81,11 +81,11 @@ def check_alarms(names: Sequence[str]) -> None:
         ALARMS.find(name)
 
 
-# --- base class of alarms about what may be chance in one step, but not in several steps in a row ---
-
-
 class ConsecutiveAlarm(Alarm):
-    """Raised once `wrong` has returned a sentence for `steps` steps in a row; the newest sentence is shown."""
+    """Base class of alarms about what may be chance in one step.
+
+    Raised once `wrong` has returned a sentence for `steps` steps in a row; the newest sentence is shown.
+    """
 
     steps = 3
 

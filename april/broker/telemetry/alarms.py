@@ -1,4 +1,5 @@
-"""Alarms about a run's operation: what waits for what, and how long the disk lasts."""
+"""The alarms that ship with April: about a run's operation, the policy's responses and their weight in training, and
+the engines' weights."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,6 +8,9 @@ from typing import Any, ClassVar
 
 from april.broker.peers import PeerLoop
 from april.broker.telemetry.alarm import Alarm, ConsecutiveAlarm
+
+# --- operation --------------------------------------------------------------------------------------------------------
+
 
 FEWEST_LOOKS = 4
 """Fewest measurements of the slots in a step for which their means are used."""
@@ -106,7 +110,47 @@ class DiskFillingAlarm(Alarm):
         )
 
 
-# --- alarms about the policy's responses, and about their weight in training ---
+USUAL_STEPS, FEWEST_STEPS = 31, 3
+"""Newest steps whose median is the usual time, and fewest steps for a median."""
+
+
+class SlowPartAlarm(Alarm):
+    """Raised by whatever takes ten times as long as usual."""
+
+    page = "docs/operations.md#what-to-do-when"
+    threshold = 10
+    """Factor by which a slow part exceeds its usual time."""
+    least_s = 10.0
+    """Seconds below which nothing is slow."""
+
+    def __init__(self) -> None:
+        self.steps_s: deque[float] = deque(maxlen=USUAL_STEPS)
+
+    def look(self, record: dict[str, Any]) -> str:
+        took_s, before = (record.get("learner") or {}).get("train_s") or 0.0, list(self.steps_s)
+        self.steps_s.append(took_s)
+        if len(before) < FEWEST_STEPS or not self._is_slow(took_s, median(before)):
+            return ""
+        return (
+            f"training took {took_s:.0f} s where {median(before):.2g} s are usual; look what else the learner's "
+            "machine does, and how long the longest responses have become"
+        )
+
+    def watch(self, loops: Sequence[PeerLoop]) -> str:
+        slow = [loop for loop in loops if loop.usual_s and self._is_slow(loop.for_s, loop.usual_s)]
+        if not slow:
+            return ""
+        peer, position, for_s, usual_s = max(slow, key=lambda loop: loop.for_s)
+        return (
+            f"{peer} has been at {position!r} for {for_s:.0f} s where {usual_s:.2g} s are usual; read its log; it is "
+            "ended and started again if it gets nowhere for the `hung_s` of its section"
+        )
+
+    def _is_slow(self, took_s: float, usual_s: float) -> bool:
+        return took_s > max(self.least_s, self.threshold * usual_s)
+
+
+# --- the policy's responses, and their weight in training -------------------------------------------------------------
 
 
 class PolicyGapAlarm(ConsecutiveAlarm):
@@ -205,51 +249,9 @@ class EntropyCollapseAlarm(ConsecutiveAlarm):
         )
 
 
-# --- the alarm on whatever takes ten times as long as usual ---
-
-
-STEPS, FIRST_STEPS = 31, 3
-"""Newest steps whose median is the usual time, and fewest steps for a median."""
-
-
-class SlowPartAlarm(Alarm):
-    page = "docs/operations.md#what-to-do-when"
-    threshold = 10
-    """Factor by which a slow part exceeds its usual time."""
-    least_s = 10.0
-    """Seconds below which nothing is slow."""
-
-    def __init__(self) -> None:
-        self.steps_s: deque[float] = deque(maxlen=STEPS)
-
-    def look(self, record: dict[str, Any]) -> str:
-        took_s, before = (record.get("learner") or {}).get("train_s") or 0.0, list(self.steps_s)
-        self.steps_s.append(took_s)
-        if len(before) < FIRST_STEPS or not self._is_slow(took_s, median(before)):
-            return ""
-        return (
-            f"training took {took_s:.0f} s where {median(before):.2g} s are usual; look what else the learner's "
-            "machine does, and how long the longest responses have become"
-        )
-
-    def watch(self, loops: Sequence[PeerLoop]) -> str:
-        slow = [loop for loop in loops if loop.usual_s and self._is_slow(loop.for_s, loop.usual_s)]
-        if not slow:
-            return ""
-        peer, position, for_s, usual_s = max(slow, key=lambda loop: loop.for_s)
-        return (
-            f"{peer} has been at {position!r} for {for_s:.0f} s where {usual_s:.2g} s are usual; read its log; it is "
-            "ended and started again if it gets nowhere for the `hung_s` of its section"
-        )
-
-    def _is_slow(self, took_s: float, usual_s: float) -> bool:
-        return took_s > max(self.least_s, self.threshold * usual_s)
-
-
-# --- the alarm on steps in which no sample has a gradient, because the rewards within every group are equal ---
-
-
 class NothingTrainedAlarm(Alarm):
+    """Raised by steps in which no sample has a gradient, because the rewards within every group are equal."""
+
     page = "docs/start/troubleshooting.md#it-learns-badly"
     threshold = 3
     """Steps in a row without a token that has a gradient."""
@@ -268,10 +270,12 @@ class NothingTrainedAlarm(Alarm):
         )
 
 
-# --- the alarm on engines that fail the weight check ---
+# --- the engines' weights ---------------------------------------------------------------------------------------------
 
 
 class WrongWeightsAlarm(Alarm):
+    """Raised by engines that fail the weight check."""
+
     page = "docs/learner.md#proof-of-weights"
     threshold = 1
     """Failed weight checks since the last step; an engine counts once per attempt."""
@@ -286,13 +290,9 @@ class WrongWeightsAlarm(Alarm):
         )
 
 
-# --- the alarm on engines that do not sample from the weights they report ---
-
-
-PREFIX = "engine_gap_"
-FIGURES = ("tokens", "mean", "largest", "age")
-"""Figures of each worker in the learner's metrics, which are named PREFIX + FIGURE + _ + WORKER."""
-
+GAP_PREFIX = "engine_gap_"
+GAP_FIGURES = ("tokens", "mean", "largest", "age")
+"""Figures of each worker in the learner's metrics, which are named GAP_PREFIX + FIGURE + _ + WORKER."""
 
 Figures = dict[str, float]
 
@@ -302,19 +302,21 @@ def split_gaps(learner: Figures, step: int) -> tuple[dict[str, Figures], Figures
     and the other metrics."""
     gaps: dict[str, Figures] = {}
     for name in learner:
-        if name.startswith(PREFIX):
-            figure, _, worker = name.removeprefix(PREFIX).partition("_")
+        if name.startswith(GAP_PREFIX):
+            figure, _, worker = name.removeprefix(GAP_PREFIX).partition("_")
             gaps.setdefault(worker, {})[figure] = learner[name]
-    rest = {name: value for name, value in learner.items() if not name.startswith(PREFIX)}
-    return {worker: described(gap, step) for worker, gap in gaps.items() if set(gap) == set(FIGURES)}, rest
+    rest = {name: value for name, value in learner.items() if not name.startswith(GAP_PREFIX)}
+    return {worker: describe_gap(gap, step) for worker, gap in gaps.items() if set(gap) == set(GAP_FIGURES)}, rest
 
 
-def described(gap: Figures, step: int) -> Figures:
+def describe_gap(gap: Figures, step: int) -> Figures:
     tokens, age = int(gap["tokens"]), int(gap["age"])
     return {"step": step - age, "age": age, "tokens": tokens, "mean": gap["mean"], "largest": gap["largest"]}
 
 
 class EngineGapAlarm(Alarm):
+    """Raised by engines that do not sample from the weights they report."""
+
     page = "docs/learner.md#learner-and-engine-on-what-is-trained"
     threshold = 4.0
     """Largest allowed gap, as a multiple of the largest mean gap of any worker in the run's first batch."""

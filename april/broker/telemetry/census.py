@@ -1,4 +1,5 @@
-"""Counts and ages of open groups and samples, scanned in slices so that the broker's loop is never blocked."""
+"""Counts and ages of open groups and samples, scanned in slices so that the broker's loop is never blocked, and the
+occupancy of the engines' slots."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -108,10 +109,9 @@ def ages(since: dict[str, float], now: float) -> dict[str, float]:
     return {str(state): round(max(0.0, now - instant), 1) for state, instant in since.items()}
 
 
-# --- mean occupancy of the engines' slots over a step, from samples taken at equal intervals ---
-
-
 class SlotMeans:
+    """Mean occupancy of the engines' slots over a step, from measurements at equal intervals."""
+
     def __init__(self) -> None:
         self.looks = self.busy = self.slots = self.waiting = 0
 

@@ -1,4 +1,5 @@
-"""Discarded groups that are delivered with a batch for the sample logs: the first of each reason since the last batch.
+"""Discarded groups that are delivered with a batch for the sample logs (the first of each reason since the last batch),
+and the share of prompts that failed for good.
 
 A discarded group waits for the next delivery, and belongs to that step from then on, until no learner can go back to
 the step. What is kept is its description, and where the journal has its tokens.
@@ -100,20 +101,19 @@ class DiscardedGroups:
         self._bytes = sum(map(len, chain(waiting, *by_step.values())))
 
 
-# --- share of prompts that failed for good, which shows a reward function that fails on one kind of label ---
-
-
-DEAD = "dead_sample"
+DEAD_SAMPLE = "dead_sample"
 
 
 def failed_share(ledger: Ledger) -> dict[str, float]:
-    """Shares that failed: `training` of the groups that were trained or discarded for a dead sample, `evaluation` of
+    """Share of prompts that failed for good, which shows a reward function that fails on one kind of label.
+
+    `training` of the groups that were trained or discarded for a dead sample, `evaluation` of
     the prompts of the last evaluation; 0 if there were none."""
-    dead, trained = ledger.counts[DEAD], ledger.counts[GroupState.TRAINED]
+    dead, trained = ledger.counts[DEAD_SAMPLE], ledger.counts[GroupState.TRAINED]
     last: dict[str, Any] = ledger.evaluated[max(ledger.evaluated)] if ledger.evaluated else {}
     failed, done = last.get("failed", 0), last.get("prompts", 0)
-    return {"training": share(dead, trained), "evaluation": share(failed, done)}
+    return {"training": failed_fraction(dead, trained), "evaluation": failed_fraction(failed, done)}
 
 
-def share(failed: int, done: int) -> float:
+def failed_fraction(failed: int, done: int) -> float:
     return round(failed / (failed + done), 6) if failed else 0.0

@@ -1,4 +1,4 @@
-"""Response lengths, created and trained: histograms and summaries by creation cohort."""
+"""Response lengths, created and trained: histograms, summaries by creation cohort, and the drift between the two."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from april.broker.ledger.rules import LengthCohorts, Lengths
 BINS_PER_OCTAVE = 4
 
 
-def histogram(lengths: Lengths) -> dict[str, int]:
+def length_histogram(lengths: Lengths) -> dict[str, int]:
     """Histogram whose key i counts the lengths in [2^(i/4), 2^((i+1)/4)) tokens, without empty responses."""
     bins: Counter[int] = Counter()
     for length, count in lengths.items():
@@ -20,18 +20,19 @@ def histogram(lengths: Lengths) -> dict[str, int]:
     return {str(key): bins[key] for key in sorted(bins)}
 
 
-def mean(lengths: Lengths) -> float:
+def mean_length(lengths: Lengths) -> float:
+    """Mean in tokens; there is a response at least."""
     return sum(length * count for length, count in lengths.items()) / lengths.total()
 
 
-def describe(lengths: Lengths) -> dict[str, float] | None:
+def describe_lengths(lengths: Lengths) -> dict[str, float] | None:
     """Mean, percentiles and maximum in tokens; None without responses."""
     if not lengths:
         return None
     values = np.array(sorted(lengths))
     p50, p95, p99 = np.percentile(np.repeat(values, [lengths[value] for value in values.tolist()]), [50, 95, 99])
     return {
-        "mean": round(mean(lengths), 2),
+        "mean": round(mean_length(lengths), 2),
         "p50": round(float(p50), 1),
         "p95": round(float(p95), 1),
         "p99": round(float(p99), 1),
@@ -39,36 +40,42 @@ def describe(lengths: Lengths) -> dict[str, float] | None:
     }
 
 
-def counted(lengths: Lengths) -> dict[str, float] | None:
+def describe_with_count(lengths: Lengths) -> dict[str, float] | None:
     """`describe` with the number of responses."""
-    described = describe(lengths)
+    described = describe_lengths(lengths)
     return described and described | {"responses": lengths.total()}
 
 
 def summarise_cohorts(cohorts: LengthCohorts) -> dict:
     """`lengths` of summary.json, over settled cohorts only."""
-    ratio = mean(cohorts.trained) / mean(cohorts.created) if cohorts.trained and any(cohorts.created) else None
+    ratio = (
+        mean_length(cohorts.trained) / mean_length(cohorts.created)
+        if cohorts.trained and any(cohorts.created)
+        else None
+    )
     return {
-        "created": counted(cohorts.created),
-        "trained": counted(cohorts.trained),
+        "created": describe_with_count(cohorts.created),
+        "trained": describe_with_count(cohorts.trained),
         "settled_cohorts": cohorts.settled,
         "ratio": None if ratio is None else round(ratio, 4),
     }
 
 
-# --- length drift ---
+# --- drift ------------------------------------------------------------------------------------------------------------
 
 
-LEVEL = 0.99
+BAND_LEVEL = 0.99
 """Share of random exchanges whose distance lies within the band."""
 BLOCKS, BLOCK_EXCHANGES = 20, 20
 """Blocks, and exchanges per block; all exchanges at once would take tens of MiB with large batches."""
-POINTS = 65
+COMPARED_QUANTILES = 65
 """Quantiles of all lengths at which the distributions are compared."""
 
 
 @dataclass(frozen=True)
 class LengthDrift:
+    """Distance between the lengths that are trained and those that are created."""
+
     distance: float
     """Kolmogorov–Smirnov distance, 0 to 1."""
     band: float
@@ -99,7 +106,7 @@ def measure_drift(trained: list[list[int]], created: list[list[int]], seed: int 
     sizes = [len(group) for group in groups]
     lengths = np.fromiter(chain.from_iterable(groups), np.int64, sum(sizes))
     owner = np.repeat(np.arange(len(groups)), sizes)
-    points = np.unique(np.quantile(lengths, np.linspace(0, 1, POINTS), method="inverted_cdf"))
+    points = np.unique(np.quantile(lengths, np.linspace(0, 1, COMPARED_QUANTILES), method="inverted_cdf"))
     bins = np.searchsorted(points, lengths)
     counts = np.bincount(owner * len(points) + bins, minlength=len(groups) * len(points))
     up_to = counts.reshape(2, len(trained), len(points)).cumsum(axis=2).astype(float)
@@ -114,5 +121,5 @@ def measure_drift(trained: list[list[int]], created: list[list[int]], seed: int 
 
     gains, rng = up_to[1] - up_to[0], np.random.default_rng(seed)
     exchanges = (rng.integers(0, 2, (BLOCK_EXCHANGES, len(trained))).astype(float) for _ in range(BLOCKS))
-    band = np.quantile([distances(swapped @ gains) for swapped in exchanges], LEVEL)
+    band = np.quantile([distances(swapped @ gains) for swapped in exchanges], BAND_LEVEL)
     return LengthDrift(float(distances(np.zeros((1, len(points))))[0]), float(band))

@@ -1,4 +1,5 @@
-"""The file metrics.jsonl: a line waits in memory until the journal has what it describes on disk."""
+"""The file metrics.jsonl, whose lines wait in memory until the journal has what they describe on disk; and the sums
+over its oldest lines, stored in `metrics.past` beside it."""
 
 import contextlib
 import logging
@@ -13,24 +14,25 @@ import msgspec
 import orjson
 from zlib_ng.zlib_ng import crc32
 
-from april.config.stored import is_step, line_of_evaluation
-
-# --- sums over the lines of metrics.jsonl that no learner can go back to, stored in `metrics.past` beside it ---
-
+from april.config.stored import evaluation_line, is_step
 
 log = logging.getLogger(__name__)
 
-FILE = "metrics.past"
+
+# --- sums over the oldest lines ---------------------------------------------------------------------------------------
+
+
+SUMMARY_FILE = "metrics.past"
+"""File beside metrics.jsonl with the sums over the lines that no learner can go back to."""
 FIRST_LINES = 10
 """First steps whose records are replayed to alarms at a start, besides those that are not summed."""
-
 
 LineCheck = tuple[int, int]
 """Bytes of a line, and their crc32."""
 
 
 class MetricsSummary(msgspec.Struct):
-    """Sums over the first lines of metrics.jsonl."""
+    """Sums over the first lines of metrics.jsonl, which no learner can go back to."""
 
     offset: int = 0
     """Bytes of the summed lines."""
@@ -80,15 +82,15 @@ def line_check(line: bytes) -> LineCheck:
 
 def write_metrics_summary(metrics: Path, summary: MetricsSummary) -> None:
     """Store the sums beside metrics.jsonl, whose path is `metrics`."""
-    temporary = metrics.with_name(f"{FILE}.tmp")
+    temporary = metrics.with_name(f"{SUMMARY_FILE}.tmp")
     temporary.write_bytes(msgspec.json.encode(summary))
-    temporary.replace(metrics.with_name(FILE))
+    temporary.replace(metrics.with_name(SUMMARY_FILE))
 
 
 def read_metrics_summary(metrics: Path, last: int) -> MetricsSummary:
     """Read the stored sums; empty ones if none are valid, or if they cover steps after `last`."""
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-        summary = msgspec.json.decode(metrics.with_name(FILE).read_bytes(), type=MetricsSummary)
+        summary = msgspec.json.decode(metrics.with_name(SUMMARY_FILE).read_bytes(), type=MetricsSummary)
         with metrics.open("rb") as file:
             if summary.step <= last and summary.matches(file):
                 return summary
@@ -118,7 +120,7 @@ def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dic
             good += len(line)
 
 
-# --- the file metrics.jsonl ---
+# --- the file ---------------------------------------------------------------------------------------------------------
 
 
 class MetricsFile:
@@ -174,7 +176,7 @@ class MetricsFile:
         self._lines.append((without_lanes(record), line_check(line)))
 
     def append_evaluation(self, result: dict[str, Any]) -> None:
-        self.append(line_of_evaluation(result))
+        self.append(evaluation_line(result))
 
     def release(self, size: int) -> None:
         """Allow the first `size` waiting bytes to be written, and write them."""

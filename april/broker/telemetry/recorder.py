@@ -19,7 +19,7 @@ from april.broker.telemetry.alarms import split_gaps
 from april.broker.telemetry.census import SlotMeans
 from april.broker.telemetry.discards import failed_share
 from april.broker.telemetry.evaluation import describe_set, versions_of
-from april.broker.telemetry.lengths import LengthDrift, describe, drift_of, histogram, summarise_cohorts
+from april.broker.telemetry.lengths import LengthDrift, describe_lengths, drift_of, length_histogram, summarise_cohorts
 from april.broker.telemetry.metrics_file import MetricsFile, without_lanes
 from april.broker.telemetry.sinks import Sinks
 from april.config.data import EvaluationSet
@@ -256,9 +256,9 @@ class Recorder:
             "slots": self._slots.means(),
             "disk_free_bytes": shutil.disk_usage(self.run_dir).free,
             "lengths": {
-                "trained": describe(lengths),
-                "trained_histogram": histogram(lengths),
-                "created_histogram": histogram(created),
+                "trained": describe_lengths(lengths),
+                "trained_histogram": length_histogram(lengths),
+                "created_histogram": length_histogram(created),
                 "drift": drift and drift.to_json(),
             },
             "tokens_ledger": self.account(ledger),

@@ -1,4 +1,5 @@
-"""Metrics sinks: receivers of a run's metrics besides its folder, such as a service that draws curves."""
+"""Metrics sinks: receivers of a run's metrics besides its folder, such as a service that draws curves; the base
+classes, and the sinks that ship with April."""
 
 import logging
 import os
@@ -84,25 +85,25 @@ def check_sinks(names: Sequence[str]) -> None:
         SINKS.find(name).check()
 
 
-# --- flattens records of steps and evaluations to names and numbers, as metrics sinks take them ---
+# --- metrics as names and numbers -------------------------------------------------------------------------------------
 
 
-LEFT_OUT = ("step", "time", "lanes", "lengths", "alarms")
+NOT_METRICS = ("step", "time", "lanes", "lengths", "alarms")
 """Keys of a step's record that are no metrics of a sink: its step and time, and what is no scalar."""
 NAMED_BY_STEP = "version_share_"
 """Prefix of learner metrics that are left out: each step would add names. Staleness by age shows the same."""
 
 
-def of_step(record: dict[str, Any]) -> dict[str, float]:
+def step_metrics(record: dict[str, Any]) -> dict[str, float]:
     """Metrics of a step's record in metrics.jsonl, and 1 for each alarm that it raises."""
-    figures = scalars({name: value for name, value in record.items() if name not in LEFT_OUT})
+    figures = scalars({name: value for name, value in record.items() if name not in NOT_METRICS})
     return figures | {f"alarms/{alarm['name']}": 1.0 for alarm in record.get("alarms", ())}
 
 
 SCORES = ("accuracy", "mean_at_k", "pass_at_k")
 
 
-def of_evaluation(result: dict[str, Any]) -> dict[str, float]:
+def evaluation_metrics(result: dict[str, Any]) -> dict[str, float]:
     """Scores of an evaluation: those of its first set, and with several sets those of each as sets/NAME."""
     sets = {name: {score: found[score] for score in SCORES} for name, found in result.get("sets", {}).items()}
     return scalars({"evaluation": {score: result[score] for score in SCORES} | {"sets": sets}})
@@ -119,12 +120,12 @@ def scalars(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-# --- base class of metrics sinks for services that may be slow ---
+# --- services that may be slow ----------------------------------------------------------------------------------------
 
 
 PROJECT = "april-rl"
 """Default project, or experiment, of runs at a service."""
-WAITING = 1000
+MOST_WAITING = 1000
 """Most entries that wait for the service; the sink fails beyond that."""
 CLOSE_S = 30.0
 """Longest wait for the service at the end of a run."""
@@ -134,11 +135,14 @@ Entry = tuple[int, float, dict[str, float]]
 
 
 class BackgroundSink(Sink):
-    """Calls `open`, then `write` for each entry, then `end`, in a thread of its own."""
+    """Base class of sinks for services that may be slow.
+
+    Calls `open`, then `write` for each entry, then `end`, in a thread of its own.
+    """
 
     def __init__(self, run_dir: Path):
         super().__init__(run_dir)
-        self._entries: queue.Queue[Entry | None] = queue.Queue(WAITING)
+        self._entries: queue.Queue[Entry | None] = queue.Queue(MOST_WAITING)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name=type(self).__name__, daemon=True)
         self._thread.start()
@@ -154,10 +158,10 @@ class BackgroundSink(Sink):
         """Close the run at the service; every entry has been written."""
 
     def step(self, record: dict[str, Any]) -> None:
-        self._put((record["step"], record["time"], of_step(record)))
+        self._put((record["step"], record["time"], step_metrics(record)))
 
     def evaluation(self, result: dict[str, Any], now: float) -> None:
-        self._put((result["step"], now, of_evaluation(result)))
+        self._put((result["step"], now, evaluation_metrics(result)))
 
     def close(self) -> None:
         self._put(None)
@@ -191,7 +195,7 @@ class BackgroundSink(Sink):
             self._error = error
 
 
-# --- metrics sink that writes TensorBoard scalars ---
+# --- shipped sinks ----------------------------------------------------------------------------------------------------
 
 
 class TensorBoard(Sink):
@@ -209,10 +213,10 @@ class TensorBoard(Sink):
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
 
     def step(self, record: dict[str, Any]) -> None:
-        self._write(record["step"], record["time"], of_step(record))
+        self._write(record["step"], record["time"], step_metrics(record))
 
     def evaluation(self, result: dict[str, Any], now: float) -> None:
-        self._write(result["step"], now, of_evaluation(result))
+        self._write(result["step"], now, evaluation_metrics(result))
 
     def close(self) -> None:
         self._writer.close()
@@ -221,9 +225,6 @@ class TensorBoard(Sink):
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
         self._writer.add_event(self._event(step=step, wall_time=time, summary=self._summary(value=values)))
         self._writer.flush()
-
-
-# --- metrics sink for Weights & Biases ---
 
 
 class WeightsAndBiases(BackgroundSink):
@@ -258,12 +259,9 @@ class WeightsAndBiases(BackgroundSink):
         self._run.finish()
 
 
-# --- metrics sink for an MLflow server ---
-
-
-URI = "MLFLOW_TRACKING_URI"
-BATCH = 1000
-"""Most metrics that a server takes in one request."""
+MLFLOW_URI = "MLFLOW_TRACKING_URI"
+MLFLOW_BATCH = 1000
+"""Most metrics that an MLflow server takes in one request."""
 
 
 class MLflow(BackgroundSink):
@@ -274,9 +272,12 @@ class MLflow(BackgroundSink):
     @classmethod
     def check(cls) -> None:
         super().check()
-        if not os.environ.get(URI):
+        if not os.environ.get(MLFLOW_URI):
             refuse(
-                "operations.sinks", "mlflow", "needs to know the server", f"set {URI}=http://HOST:PORT, or leave it out"
+                "operations.sinks",
+                "mlflow",
+                "needs to know the server",
+                f"set {MLFLOW_URI}=http://HOST:PORT, or leave it out",
             )
 
     def open(self) -> None:
@@ -284,7 +285,7 @@ class MLflow(BackgroundSink):
         from mlflow.entities import Metric
 
         self._metric = Metric
-        self._client = MlflowClient(tracking_uri=os.environ[URI])
+        self._client = MlflowClient(tracking_uri=os.environ[MLFLOW_URI])
         name, tag = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT), self.run_id()
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
@@ -298,18 +299,18 @@ class MLflow(BackgroundSink):
 
     def write(self, step: int, time: float, figures: dict[str, float]) -> None:
         metrics = [self._metric(name, value, int(1000 * time), step) for name, value in figures.items()]
-        for first in range(0, len(metrics), BATCH):
-            self._client.log_batch(self._run, metrics=metrics[first : first + BATCH])
+        for first in range(0, len(metrics), MLFLOW_BATCH):
+            self._client.log_batch(self._run, metrics=metrics[first : first + MLFLOW_BATCH])
 
     def end(self) -> None:
         self._client.set_terminated(self._run)
 
 
-# --- metrics sink for trackio, whose page `trackio show` opens ---
-
-
 class Trackio(BackgroundSink):
-    """Logs on this machine, in the folder `TRACKIO_DIR`, in the project `TRACKIO_PROJECT` or `april-rl`."""
+    """Logs on this machine, in the folder `TRACKIO_DIR`, in the project `TRACKIO_PROJECT` or `april-rl`.
+
+    `trackio show` opens its page.
+    """
 
     package = "trackio"
 
@@ -330,9 +331,6 @@ class Trackio(BackgroundSink):
 
     def end(self) -> None:
         self._run.finish()
-
-
-# --- metrics sink for SwanLab ---
 
 
 class SwanLab(BackgroundSink):

@@ -1,4 +1,5 @@
-"""Prometheus metrics of a broker: their definitions, and a reader of their values."""
+"""Prometheus metrics of a broker: their definitions, a reader of their values, and the HTTP server of /metrics and
+/health."""
 
 import bisect
 import socketserver
@@ -17,7 +18,7 @@ from prometheus_client.exposition import choose_encoder
 
 from april.broker.context import BrokerContext
 from april.broker.telemetry.evaluation import sets_of
-from april.broker.views.status import HealthSnapshot, judge
+from april.broker.views.status import HealthSnapshot, judge_health
 from april.util import clock
 
 Series = dict[tuple[str, ...], float]
@@ -279,7 +280,7 @@ def by_name(**values: float) -> Series:
     return {(name,): value for name, value in values.items()}
 
 
-# --- serves /metrics and /health over HTTP, in threads of its own ---
+# --- HTTP server ------------------------------------------------------------------------------------------------------
 
 
 SNAPSHOT_S = 1.0
@@ -299,7 +300,8 @@ class MetricsSnapshot:
 
 
 class Exporter:
-    """HTTP server owned by the broker's loop; its threads only read `snapshot` and `passed_at`.
+    """HTTP server of /metrics and /health, owned by the broker's loop; its threads only read `snapshot` and
+    `passed_at`.
 
     exporter = Exporter("127.0.0.1", 0, stuck_after_s=30.0)     # OSError: the address cannot be used
     exporter.passed(now, read_snapshot)                         # once a pass of the loop
@@ -312,7 +314,7 @@ class Exporter:
         self._next_snapshot = 0.0
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server = HttpServer((host, port), handler(self, registry))
+        self._server = HttpServer((host, port), request_handler(self, registry))
         self.address = f"http://{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="http", daemon=True).start()
 
@@ -339,7 +341,7 @@ class Exporter:
         snapshot = self.snapshot
         if snapshot is None:
             return 503, {"status": "starting", "reason": "the broker has not come round for the first time"}
-        healthy, body = judge(snapshot.health, self.pass_age_s, self.stuck_after_s)
+        healthy, body = judge_health(snapshot.health, self.pass_age_s, self.stuck_after_s)
         return (200 if healthy else 503), body
 
     def collect(self) -> Iterator[Metric]:
@@ -375,7 +377,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         """Ignore errors of clients that disconnect."""
 
 
-def handler(exporter: Exporter, registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
+def request_handler(exporter: Exporter, registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = CLIENT_TIMEOUT_S
 

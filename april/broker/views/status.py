@@ -1,4 +1,5 @@
-"""The status of a run: the dictionary that `april status`, the live view and the dashboard read."""
+"""The status of a run, the dictionary that `april status`, the live view and the dashboard read; and the health of its
+broker, which /health answers."""
 
 import dataclasses
 from collections import Counter
@@ -44,7 +45,7 @@ def status(context: BrokerContext, now: float) -> dict[str, Any]:
                 "tokens_per_s": round(peer.tokens_per_s(now), 1),
                 "gap": last.get("engine_gaps", {}).get(peer.name),
                 "does": slot_usage(context, peer),
-                "loop": loop(peer, now),
+                "loop": loop_state(peer, now),
             }
             for peer in sorted(context.peers.workers(), key=lambda peer: peer.name)
         ],
@@ -78,7 +79,7 @@ def status(context: BrokerContext, now: float) -> dict[str, Any]:
         "starts": {"broker": ledger.starts, "learner": ledger.incarnation + 1},
         "learner_silent_s": learner_silent_s(context, now),
         "standing": Bottleneck(context, now).to_json(),
-        "learner_loop": loop(context.peers.learner(), now),
+        "learner_loop": loop_state(context.peers.learner(), now),
         "alarms": context.recorder.alarms.raised,
         "step_alarms": last.get("alarms", []),
     }
@@ -90,7 +91,7 @@ def learner_silent_s(context: BrokerContext, now: float) -> float | None:
     return round(now - peer.last_seen, 1) if peer else None
 
 
-def loop(peer: Peer | None, now: float) -> dict[str, Any] | None:
+def loop_state(peer: Peer | None, now: float) -> dict[str, Any] | None:
     """Position of a peer's main loop, and how long it has been there; None if the peer does not say."""
     if peer is None or not peer.loop_position:
         return None
@@ -139,7 +140,7 @@ def eta_s(step_times: Sequence[float], steps_left: int) -> float | None:
     return round(step_s * steps_left, 1)
 
 
-# --- health of a broker ---
+# --- health -----------------------------------------------------------------------------------------------------------
 
 
 PAUSE_REASONS = {
@@ -184,8 +185,8 @@ def health_snapshot(context: BrokerContext, now: float) -> HealthSnapshot:
     )
 
 
-def judge(health: HealthSnapshot, pass_age_s: float, stuck_after_s: float) -> tuple[bool, dict[str, Any]]:
-    """Returns (healthy, body of /health); `pass_age_s`: seconds since the last pass of the broker's loop."""
+def judge_health(health: HealthSnapshot, pass_age_s: float, stuck_after_s: float) -> tuple[bool, dict[str, Any]]:
+    """(healthy, body of /health); `pass_age_s`: seconds since the last pass of the broker's loop."""
     if pass_age_s > stuck_after_s:
         reason = f"the broker's loop has not come round for {pass_age_s:.0f} s; its disk may hang, or it may be stopped"
     elif health.read_only:
@@ -193,11 +194,11 @@ def judge(health: HealthSnapshot, pass_age_s: float, stuck_after_s: float) -> tu
     elif health.state == "failed":
         reason = f"the run has failed: {health.over}"
     else:
-        return True, describe(health, "ok", pause(health), pass_age_s)
-    return False, describe(health, "failing", reason, pass_age_s)
+        return True, health_body(health, "ok", pause_reason(health), pass_age_s)
+    return False, health_body(health, "failing", reason, pass_age_s)
 
 
-def pause(health: HealthSnapshot) -> str:
+def pause_reason(health: HealthSnapshot) -> str:
     """Why nothing is generated or scored at the moment; empty if there is no pause."""
     if health.phase in ("draining", "drained", "finished"):
         return PAUSE_REASONS[health.phase]
@@ -210,7 +211,7 @@ def pause(health: HealthSnapshot) -> str:
     return PAUSE_REASONS.get(health.phase, "")
 
 
-def describe(health: HealthSnapshot, status: str, reason: str, pass_age_s: float) -> dict[str, Any]:
+def health_body(health: HealthSnapshot, status: str, reason: str, pass_age_s: float) -> dict[str, Any]:
     return {
         "status": status,
         "reason": reason,

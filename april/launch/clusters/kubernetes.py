@@ -1,4 +1,4 @@
-"""Kubernetes: submits a run as one manifest, and operates it with kubectl."""
+"""Kubernetes: submits a run as one manifest or as a Helm chart, and operates it with kubectl."""
 
 import re
 from typing import Any
@@ -114,8 +114,7 @@ class Kubernetes(Launcher):
         return f"asked for {counted(workers, 'worker')}"
 
 
-# --- helm ---
-
+# --- Helm -------------------------------------------------------------------------------------------------------------
 
 CHART = "chart"
 """Name of the chart's folder in the launch folder."""

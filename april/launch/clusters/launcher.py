@@ -1,4 +1,4 @@
-"""Interface of the launchers: write the files to be submitted, submit them, and operate the submitted run."""
+"""What all launchers share: resources and commands of a run's parts, and the interface to submit and operate a run."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from april.util.files import replace_file
 from april.util.registry import FOLDERS_VARIABLE
 from april.workers.engines.entry import devices_wanted
 
-# --- resources and commands of a run's parts, the same for every launcher ---
+# --- layout -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class ClusterLayout:
 
     def broker(self, bind: str) -> str:
         """Command of the broker, listening at `bind`."""
-        return words("april", "part", "broker", self.config_file, f"--broker.bind={bind}")
+        return shell_command("april", "part", "broker", self.config_file, f"--broker.bind={bind}")
 
     def learner(self, broker: str, node: str) -> str:
         """Command of the learner on one machine. `broker` and `node` are inserted unquoted, so that a shell may expand
         them."""
         nodes = self.config.launch.learner_nodes
         node_options = f" --nodes {nodes} --node {node}" if nodes > 1 else ""
-        return words("april", "part", "learner", self.config_file) + f" --connect {broker}{node_options}"
+        return shell_command("april", "part", "learner", self.config_file) + f" --connect {broker}{node_options}"
 
     def holder(self, role: str, broker: str, name: str) -> str:
         """Command of a worker, scorer or agents process. `broker` and `name` are inserted unquoted."""
-        return words("april", "part", role, self.config_file) + f" --connect {broker} --name {name}"
+        return shell_command("april", "part", role, self.config_file) + f" --connect {broker} --name {name}"
 
     def own_modules(self) -> list[Path]:
         """Files of user modules that the configuration names, found in `run.parts` or inherited folders."""
@@ -86,11 +86,11 @@ class ClusterLayout:
         return [f"export PATH={here}:$PATH", *launch.setup, *exports]
 
 
-def words(*parts: str | Path) -> str:
+def shell_command(*parts: str | Path) -> str:
     return shlex.join(map(str, parts))
 
 
-def check(config: Config, on_network: bool) -> None:
+def check_launch(config: Config, on_network: bool) -> None:
     """Raises ConfigError for a configuration that cannot be launched. `on_network`: the parts run on several
     machines."""
     launch, ranks = config.launch, config.learner.ranks
@@ -117,8 +117,7 @@ def check(config: Config, on_network: bool) -> None:
         )
 
 
-# --- interface of the launchers ---
-
+# --- launchers --------------------------------------------------------------------------------------------------------
 
 FOLDER, SUBMITTED = "launch", "submitted.json"
 """Folder in the run folder for the submitted files, and the file in it that records what was submitted."""

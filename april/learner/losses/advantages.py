@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a batch, group by group, in float64.
+"""Advantages from the rewards of a batch, group by group, in float64; and the weight of each token in the loss.
 
 Every estimator is a function (rewards, lengths) -> advantages over lists with one float64 [n] tensor per group of n
 responses; `lengths` are response tokens. A group (for the batch-wide estimators: a batch) whose rewards have no spread
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Groups = list[Tensor]
-    from torch import Tensor
-
-    pass
 
 
 ROUNDING = 1e-9
@@ -101,13 +98,13 @@ def advantages(estimator: str, rewards: Groups, lengths: Groups) -> Groups:
     return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in ADVANTAGES.find(estimator)(rewards, lengths)]
 
 
-# --- weight of each token in the loss of the global batch, or of its minibatch if a batch has several optimizer ste---
+# --- token weights ----------------------------------------------------------------------------------------------------
 
 
 def token_weights(
     kind: str, lengths: np.ndarray, tokens: np.ndarray, sequences: np.ndarray, constant_tokens: int
 ) -> np.ndarray:
-    """Weight of each token of S sequences, the same for all tokens of a sequence; float64 [S].
+    """Weight in the loss of each token of S sequences, the same for all tokens of a sequence; float64 [S].
 
     `lengths` [S] are response tokens. `tokens` and `sequences` [S] are T, the tokens, and N, the sequences, of the
     minibatch that a sequence is in; samples without a gradient count too.
@@ -123,7 +120,7 @@ def token_weights(
     return 1 / (sequences * constant_tokens)
 
 
-# --- vCPO's optimal baseline ---
+# --- VCPO's optimal baseline ------------------------------------------------------------------------------------------
 
 
 def opob(rewards: Groups, log_ratios: Groups, squares: Groups) -> Groups:

@@ -153,7 +153,7 @@ def on_policy_only(ages: Tensor, dtype: dtype | None = None) -> Tensor:
     return (ages <= 0).to(dtype) if dtype else (ages <= 0).float()
 
 
-# --- vESPO ---
+# --- VESPO ------------------------------------------------------------------------------------------------------------
 
 
 @weighing
@@ -172,7 +172,7 @@ def vespo(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
     return (decay + k * log_w - decay * log_w.exp()).exp()
 
 
-# --- m2PO ---
+# --- M2PO -------------------------------------------------------------------------------------------------------------
 
 
 @over_the_batch
@@ -196,7 +196,7 @@ def largest_kept_moment(moments: Tensor, threshold: float) -> float:
     return kept[-1].item() if len(kept) else -1.0
 
 
-# --- dPPO ---
+# --- DPPO -------------------------------------------------------------------------------------------------------------
 
 
 def dppo_tv(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:

@@ -96,7 +96,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Te
     return upper_bound.where(capped, losses), clipped | capped
 
 
-# --- bAPO ---
+# --- BAPO -------------------------------------------------------------------------------------------------------------
 
 
 def bapo(

@@ -1,7 +1,8 @@
-"""Seeded warm start of the quickstart policy: supervised training on clean demonstrations, then on noisy ones.
+"""The quickstart policy: a small Qwen3, made once per recipe and seed by a warm start on arithmetic.
 
-RL selects among the behaviours a policy has and does not create skill, so the skill is trained first. The noisy
-demonstrations add the errors that RL removes, and their rate sets the reward that RL starts from.
+The warm start is supervised training on clean demonstrations, then on noisy ones. RL selects among the behaviours a
+policy has and does not create skill, so the skill is trained first. The noisy demonstrations add the errors that RL
+removes, and their rate sets the reward that RL starts from.
 """
 
 import shutil
@@ -12,24 +13,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 import orjson
 import torch
 import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from april.config import ConfigError
 from april.data.arithmetic import ALPHABET, CLEAN, Noise, demonstration, draw_task, draw_times
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-
-# --- architecture of the quickstart policy ---
-
+# --- architecture -----------------------------------------------------------------------------------------------------
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = {token: i for i, token in enumerate((PAD, EOS, *ALPHABET))}
@@ -38,10 +34,7 @@ CONTENTS_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor 
 follows it."""
 
 
-def build_tokenizer() -> "PreTrainedTokenizerFast":
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+def build_tokenizer() -> PreTrainedTokenizerFast:
     characters = Tokenizer(models.WordLevel(VOCABULARY, unk_token=PAD))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
@@ -54,11 +47,8 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     )
 
 
-def build_model(hidden_size: int, layers: int, seed: int) -> "Qwen3ForCausalLM":
+def build_model(hidden_size: int, layers: int, seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 with random fp32 weights drawn from the seed; head dimension 32, half as many key-value heads."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     heads = hidden_size // 32
     config = Qwen3Config(
         vocab_size=len(VOCABULARY),
@@ -82,14 +72,13 @@ def build_model(hidden_size: int, layers: int, seed: int) -> "Qwen3ForCausalLM":
         return Qwen3ForCausalLM(config)
 
 
-def save_policy(model: "Qwen3ForCausalLM", out_dir: Path) -> None:
+def save_policy(model: Qwen3ForCausalLM, out_dir: Path) -> None:
     """Write model and tokeniser as an ordinary Hugging Face folder."""
     model.save_pretrained(out_dir)
     build_tokenizer().save_pretrained(out_dir)
 
 
-# --- muon in float32, for the warm start's small matrices ---
-
+# --- Muon -------------------------------------------------------------------------------------------------------------
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration, chosen for the steepest slope at zero (Jordan et al. 2024,
@@ -127,12 +116,10 @@ def orthogonalised(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
     return wide if matrix.size(0) <= matrix.size(1) else wide.T
 
 
-# --- seeded warm start of the quickstart policy ---
-
+# --- warm start -------------------------------------------------------------------------------------------------------
 
 PAD_ID, EOS_ID = VOCABULARY[PAD], VOCABULARY[EOS]
 EASY_TIMES = (2, 3, 4)
-
 HABITS = Noise(p_short=0.44, p_err=0.015, p_stop=0.012, p_skip=0.009)
 """Noise chosen for a reward of about 0.5 at temperature 1; the policy reproduces three of four shortcuts in its
 demonstrations."""
@@ -276,8 +263,7 @@ def padded(examples: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]
     return tokens, targets
 
 
-# --- creation of the quickstart policy, once per recipe and seed ---
-
+# --- policy folder ----------------------------------------------------------------------------------------------------
 
 RECORD = "warm_start.json"
 """File of a finished policy folder: recipe, seed, seconds."""

@@ -1,6 +1,7 @@
 """`april dashboard`: runs in a browser, while they go on and afterwards.
 
 It reads run folders, asks live brokers as a monitor, and writes nothing. `folder.py` finds and follows the runs,
-`steps.py` and `index.py` hold their steps and samples in memory as columns, `query.py` filters samples, `one.py` reads
-single samples from their files, and `app.py` is the HTTP server. The pages in `static/` are served as they are.
+`steps.py` and `index.py` hold their steps and samples in memory as columns, `query.py` filters samples,
+`sample_reader.py` reads single samples from their files, and `app.py` is the HTTP server. The pages in `static/` are
+served as they are.
 """

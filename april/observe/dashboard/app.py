@@ -31,12 +31,11 @@ from april.observe.report.facts import token_totals
 from april.observe.report.run_folder import RunFolder, read_summary
 from april.observe.report.timeline import merge_spans, thin_out, worker_tracks
 
-# --- access control of the dashboard ---
-
+# --- access control ---------------------------------------------------------------------------------------------------
 
 COOKIE = "april_dashboard"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-HEADERS = {
+SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -62,7 +61,7 @@ class HttpGuard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 present = {name for name, _ in message["headers"]}
-                defaults = {"cache-control": "no-cache"} | HEADERS
+                defaults = {"cache-control": "no-cache"} | SECURITY_HEADERS
                 message["headers"] = [
                     *message["headers"],
                     *(
@@ -106,8 +105,7 @@ def host_of(header: str) -> str:
     return header.partition(":")[0]
 
 
-# --- the timeline of workers and learner in a window of time, small enough to draw ---
-
+# --- timeline ---------------------------------------------------------------------------------------------------------
 
 RESOLUTION = 1500
 """Spans and marks closer together than the window's length divided by this are merged."""
@@ -119,8 +117,11 @@ STEPS_AT_FIRST = 8
 """Steps in the default window."""
 
 
-def timeline(steps: Steps, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
-    """Timeline between two times (Unix seconds), by default of the last STEPS_AT_FIRST steps."""
+def timeline_window(steps: Steps, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
+    """Timeline of workers and learner between two times (Unix seconds), small enough to draw.
+
+    By default it covers the last STEPS_AT_FIRST steps.
+    """
     table = steps.table(["step", "time", "learner.train_s"])
     zeros = np.zeros_like(table["step"])
     columns = [np.nan_to_num(zeros if column is None else column).tolist() for column in table.values()]
@@ -155,13 +156,14 @@ def timeline(steps: Steps, begin_s: float | None, end_s: float | None) -> dict[s
     }
 
 
-# --- the dashboard's HTTP server ---
-
+# --- server -----------------------------------------------------------------------------------------------------------
 
 STATIC = Path(__file__).parent / "static"
 POLL_S = 0.5
 """Interval at which an event stream looks for changes."""
 MAX_EXCERPTS = 200
+ENDS = ("from", "to")
+"""Query parameters of a time window, in Unix seconds."""
 
 
 def make_app(runs: Runs, token: str = "") -> Starlette:
@@ -257,7 +259,7 @@ class RunApi:
     def timeline(self, request: Request) -> dict[str, Any]:
         run, _ = self._folder(request)
         ends = [query.number(name, text) if (text := request.query_params.get(name)) else None for name in ENDS]
-        return timeline(run.steps, *ends) if run.steps else {}
+        return timeline_window(run.steps, *ends) if run.steps else {}
 
     def now(self, request: Request) -> dict[str, Any]:
         return self._run(request).live.get()
@@ -265,9 +267,8 @@ class RunApi:
     def samples(self, request: Request) -> dict[str, Any]:
         index = self._index(request.path_params["run"])
         filters = query.Query.from_params(request.query_params)
-        read = (
-            index.steps_read
-        )  # before the query: files read during it may be missing in the answer, so the page asks again
+        # Before the query: files read during it may be missing in the answer, so the page asks again.
+        read = index.steps_read
         rows = query.matching_rows(index, filters)
         return {
             "total": len(rows),
@@ -347,7 +348,3 @@ class RunApi:
                 await asyncio.sleep(POLL_S)
 
         return EventSourceResponse(changes())
-
-
-ENDS = ("from", "to")
-"""Query parameters of a time window, in Unix seconds."""

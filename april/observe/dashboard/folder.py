@@ -1,7 +1,6 @@
 """The runs that a dashboard shows: one, those of a folder, or a live broker's. One thread follows the files of the runs
 that are being viewed."""
 
-import logging
 import threading
 import time
 import tomllib
@@ -18,14 +17,15 @@ from april.util import resources
 from april.util.versions import RUN_FOLDER
 from april.wire.sockets.broker import AccessDenied, BrokerRefused, BrokerUnreachable
 
-# --- the status of a live broker, requested at most once a second for all viewers together ---
-
+# --- live status ------------------------------------------------------------------------------------------------------
 
 MAX_AGE_S = 1.0
 """Age up to which the last answer is reused."""
 
 
 class LiveStatus:
+    """The status of a live broker, requested at most once in MAX_AGE_S for all viewers together."""
+
     def __init__(self, target: RunAddress):
         self._target = target
         self._lock = threading.Lock()
@@ -49,10 +49,7 @@ class LiveStatus:
         return {"status": status, "sentence": waiting_for(status), "at": time.time()}
 
 
-# --- the runs that a dashboard shows ---
-
-
-log = logging.getLogger(__name__)
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 LIVE = "live"
 """Name of a run that is known only by its broker's address."""
@@ -218,7 +215,7 @@ class Runs:
                 followed = [run for run in self._watched.values() if time.monotonic() - run.asked_at < IDLE_S]
             complete = [run.read_new(READ_BUDGET_S) for run in followed]
             if followed:
-                resources.give_back()
+                resources.return_free_pages()
             if all(complete) and self._closed.wait(PAUSE_S):
                 return
 

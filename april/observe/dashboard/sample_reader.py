@@ -1,4 +1,4 @@
-"""Read single samples with all their columns, by their position in a step's Parquet file."""
+"""Read single samples with all their columns, by position in a step's Parquet file, and the texts of their tokens."""
 
 import math
 import threading
@@ -7,8 +7,7 @@ from typing import Any
 
 from april.config import ConfigError
 
-# --- the text of each token, by the tokenizer of the run's policy, if its folder is available ---
-
+# --- token texts ------------------------------------------------------------------------------------------------------
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -28,7 +27,7 @@ class TokenTexts:
 
         with self._lock:
             if folder != self._folder:
-                self._folder, self._tokenizer = folder, load(folder)
+                self._folder, self._tokenizer = folder, load_tokenizer(folder)
             if self._tokenizer is None:
                 return None
             stream, texts = DecodeStream(skip_special_tokens=False), []
@@ -41,7 +40,7 @@ class TokenTexts:
             return texts
 
 
-def load(folder: Path):
+def load_tokenizer(folder: Path):
     from tokenizers import Tokenizer
 
     path = folder / TOKENIZER_FILE
@@ -51,8 +50,7 @@ def load(folder: Path):
         return None
 
 
-# --- read single samples with all their columns, by their position in a step's Parquet file ---
-
+# --- samples ----------------------------------------------------------------------------------------------------------
 
 EXCERPT_CHARACTERS = 160
 """Characters of a text in a table of samples."""
@@ -60,7 +58,7 @@ TOKEN_COLUMNS = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_lo
 """Columns with one value per token or chunk."""
 
 
-def path_of(run_dir: Path, step: int) -> Path:
+def step_file(run_dir: Path, step: int) -> Path:
     return run_dir / "samples" / f"step_{step:06d}.parquet"
 
 
@@ -68,7 +66,7 @@ def open_file(run_dir: Path, step: int):
     """Open the file of a step; the caller closes it. Raises OSError."""
     import pyarrow.parquet as parquet
 
-    return parquet.ParquetFile(path_of(run_dir, step))
+    return parquet.ParquetFile(step_file(run_dir, step))
 
 
 def read_rows_at(
@@ -190,12 +188,12 @@ def read_sample(run_dir: Path, step: int, position: int, model: Path, token_text
     ids = row["response_ids"] or []
     return row | {
         "pieces": token_texts.texts(model, ids),
-        "turns": row.get("turns") or turns(row, len(ids)),
+        "turns": row.get("turns") or turns_of(row, len(ids)),
         "tokens": sampled_tokens(row),
     }
 
 
-def turns(row: dict[str, Any], length: int) -> list[dict[str, Any]]:
+def turns_of(row: dict[str, Any], length: int) -> list[dict[str, Any]]:
     """Spans of the response by speaker, `policy` or `other`, derived from the segments for files without a turns
     column."""
     spans: list[dict[str, Any]] = []

@@ -1,5 +1,7 @@
-"""The steps of a run as columns of numbers, followed while metrics.jsonl grows. Worker events are read from the file on
-request."""
+"""The steps of a run as columns of numbers, followed while metrics.jsonl grows, and the comparison of two runs.
+
+Worker events are read from the file on request.
+"""
 
 import math
 import threading
@@ -153,19 +155,18 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return sorted(points, key=lambda point: point["step"])
 
 
-# --- compare two runs by the rewards of their samples of the same prompts ---
-
+# --- comparison of two runs -------------------------------------------------------------------------------------------
 
 MAX_PROMPTS = 50
 
 
 def shared_prompts(index_a: SampleIndex, index_b: SampleIndex, offset: int = 0) -> dict[str, Any]:
-    """Prompts of which both have samples, first_rows their mean rewards differ most first: `total`, and of a page of
+    """Prompts of which both runs have samples, those whose mean rewards differ most first: `total`, and of a page of
     them `prompt`, its text's end, and for each run how many samples there are and their mean reward; `reading`: whether
     some may be lacking, as their files were still being read."""
     reading = any(index.steps_read < index.steps_kept for index in (index_a, index_b))
-    prompts_a, counts_a, rewards_a, first_rows = rewards(index_a)
-    prompts_b, counts_b, rewards_b, _ = rewards(index_b)
+    prompts_a, counts_a, rewards_a, first_rows = rewards_by_prompt(index_a)
+    prompts_b, counts_b, rewards_b, _ = rewards_by_prompt(index_b)
     both, at_a, at_b = np.intersect1d(prompts_a, prompts_b, assume_unique=True, return_indices=True)
     difference = rewards_b[at_b] - rewards_a[at_a]
     order = np.argsort(-np.abs(difference), kind="stable")[offset : offset + MAX_PROMPTS]
@@ -188,7 +189,7 @@ def shared_prompts(index_a: SampleIndex, index_b: SampleIndex, offset: int = 0) 
     }
 
 
-def rewards(index: SampleIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def rewards_by_prompt(index: SampleIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(prompt digests, samples with a reward, mean reward, row of one sample) of each prompt."""
     with index.lock:
         rows = np.flatnonzero((index.column("step") != GONE) & np.isfinite(index.column("reward")))

@@ -236,7 +236,7 @@ def remarks(run: RunFolder, picture: Callable[[RunFolder], str | None]) -> Itera
         workers = len({event["worker"] for event in run.worker_events})
         if workers > timeline.MAX_DRAWN_WORKERS:
             yield f"The first {timeline.MAX_DRAWN_WORKERS} of {workers} workers are drawn."
-        yield f"Of all workers' time: {timeline.waiting(run)}."
+        yield f"Of all workers' time: {timeline.activity_shares(run)}."
 
 
 def ledger_table(ledger: TokenTotals | None, with_gradient: int | None) -> str:

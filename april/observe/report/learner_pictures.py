@@ -1,4 +1,4 @@
-"""The report's pictures of the learner: reward details, loss, gradient norm, entropy, learning rate, and its time."""
+"""The report's pictures of the learner: reward details, loss and its like, lengths, phases of a step, stale tokens."""
 
 import math
 
@@ -18,7 +18,7 @@ from april.observe.report.drawing import (
     themed,
     to_svg,
 )
-from april.observe.report.pictures import MAX_DRAWN, draw_series, draw_stack, finish_axes, step_numbers, values
+from april.observe.report.pictures import MAX_DRAWN, draw_series, draw_stack, finish_axes, step_numbers, step_values
 from april.observe.report.run_folder import RunFolder, dig
 
 COLORS = (BLUE, ORANGE, GREEN, VIOLET, RED, MUTED)
@@ -46,7 +46,7 @@ PHASES = (
 def details_picture(run: RunFolder) -> str | None:
     """Reward details over the steps; of many, those that vary most."""
     names = sorted({name for step in run.steps for name in step.get("reward_details") or {}})
-    series = {name: values(run, "reward_details", name) for name in names}
+    series = {name: step_values(run, "reward_details", name) for name in names}
     series = {name: figures for name, figures in series.items() if np.isfinite(figures).any()}
     if not series:
         return None
@@ -62,7 +62,7 @@ def details_picture(run: RunFolder) -> str | None:
 @themed
 def learner_picture(run: RunFolder) -> str | None:
     """One panel per recorded figure of the learner."""
-    drawn = [(label, color, values(run, "learner", name)) for name, label, color in FIGURES]
+    drawn = [(label, color, step_values(run, "learner", name)) for name, label, color in FIGURES]
     drawn = [(label, color, series) for label, color, series in drawn if np.isfinite(series).any()]
     if not drawn:
         return None
@@ -78,7 +78,7 @@ def learner_picture(run: RunFolder) -> str | None:
 @themed
 def lengths_by_step_picture(run: RunFolder) -> str | None:
     statistics = [("p95", "95 of 100 are shorter", ORANGE), ("mean", "mean", BLUE), ("p50", "median", GREEN)]
-    curves = [(label, color, values(run, "lengths", "trained", name)) for name, label, color in statistics]
+    curves = [(label, color, step_values(run, "lengths", "trained", name)) for name, label, color in statistics]
     if not any(np.isfinite(series).any() for _, _, series in curves):
         return None
     figure, (axes,) = new_figure(2.6)
@@ -93,10 +93,10 @@ def lengths_by_step_picture(run: RunFolder) -> str | None:
 
 @themed
 def phases_picture(run: RunFolder) -> str | None:
-    parts = [(label, color, values(run, "learner", name)) for name, label, color in PHASES]
+    parts = [(label, color, step_values(run, "learner", name)) for name, label, color in PHASES]
     if not any(np.isfinite(seconds).any() for _, _, seconds in parts):
         # An external trainer may report only how long a step took.
-        parts = [("trains", AGES[3], values(run, "learner", "train_s"))]
+        parts = [("trains", AGES[3], step_values(run, "learner", "train_s"))]
     if not any(dig(step, "learner") for step in run.steps) or not any(np.nansum(seconds) for _, _, seconds in parts):
         return None
     figure, (axes,) = new_figure(2.9)
@@ -106,8 +106,7 @@ def phases_picture(run: RunFolder) -> str | None:
     return to_svg(figure, "the learner's seconds by what they were spent on, per step")
 
 
-# --- the report's picture of stale tokens in training ---
-
+# --- stale tokens -----------------------------------------------------------------------------------------------------
 
 SHARES = (
     ("ess", "effective: ratios", BLUE),
@@ -133,7 +132,7 @@ def corrections_picture(run: RunFolder) -> str | None:
     figure, (above, below) = new_figure(4.2, panels=2)
     steps = step_numbers(run)
     for name, label, color in SHARES:
-        series = values(run, "learner", name)
+        series = step_values(run, "learner", name)
         if np.isfinite(series).any():
             draw_series(above, steps, series, color, label)
     above.set(ylabel="share of tokens", ylim=(-0.03, 1.05))

@@ -1,4 +1,4 @@
-"""Render a live broker's status and dead letters in the terminal."""
+"""Render a live broker's status, its dead letters, and the table of a run in the terminal."""
 
 from datetime import datetime
 from typing import Any
@@ -82,8 +82,7 @@ def render_dead_letters(listed: dict[str, Any]) -> RenderableType:
     return Group(table, Text(f"and {older} older ones", style="dim")) if older else table
 
 
-# --- the table of a run in the terminal ---
-
+# --- table of a run ---------------------------------------------------------------------------------------------------
 
 STATE_STYLE = {"finished": "bold green", "failed": "bold red"}
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# --- curves over the steps of a run ---
-
+# --- curves over the steps --------------------------------------------------------------------------------------------
 
 MANY_STEPS = 60
 """Steps above which a series is drawn faintly, with its moving mean."""
@@ -30,7 +29,7 @@ def step_numbers(run: RunFolder) -> np.ndarray:
     return np.array([step["step"] for step in run.steps])
 
 
-def values(run: RunFolder, *keys: str) -> np.ndarray:
+def step_values(run: RunFolder, *keys: str) -> np.ndarray:
     """One figure of each step's record, float64 [steps]; NaN where it is missing."""
     figures = (dig(step, *keys) for step in run.steps)
     return np.array([value if isinstance(value, int | float) else np.nan for value in figures], dtype=float)
@@ -130,8 +129,7 @@ def legend(axes: "Axes", lift_in: float = 0.0) -> int:
     return math.ceil(len(labels) / columns)
 
 
-# --- the report's pictures of rewards, speed, staleness and lengths, as inline SVG coloured by the page's CSS varia---
-
+# --- pictures ---------------------------------------------------------------------------------------------------------
 
 BINS_PER_DOUBLING = 4
 """Histogram bins per doubling of the response length."""
@@ -140,7 +138,7 @@ BINS_PER_DOUBLING = 4
 @themed
 def reward_picture(run: RunFolder) -> str | None:
     steps = step_numbers(run)
-    rewards = values(run, "reward")
+    rewards = step_values(run, "reward")
     if not np.isfinite(rewards).any() and not run.evaluation:
         return None
     figure, (axes,) = new_figure(2.9)
@@ -168,7 +166,7 @@ def reward_picture(run: RunFolder) -> str | None:
 
 @themed
 def gradient_picture(run: RunFolder) -> str | None:
-    shares = {name: values(run, "gradient", name) for name in ("tokens", "groups")}
+    shares = {name: step_values(run, "gradient", name) for name in ("tokens", "groups")}
     if not any(np.isfinite(share).any() for share in shares.values()):
         return None
     figure, (axes,) = new_figure(2.2)
@@ -183,7 +181,7 @@ def gradient_picture(run: RunFolder) -> str | None:
 
 @themed
 def throughput_picture(run: RunFolder) -> str | None:
-    steps, rates = step_numbers(run), values(run, "rollout_tokens_per_s")
+    steps, rates = step_numbers(run), step_values(run, "rollout_tokens_per_s")
     if not np.isfinite(rates).any():
         return None
     figure, (axes,) = new_figure(2.5)

@@ -1,4 +1,7 @@
-"""The report's pictures of worker timelines: what each worker did or waited for; pauses between resumes are cut out."""
+"""What each worker did or waited for: its track over time, the report's pictures of tracks, and a sentence about now.
+
+Pauses between resumes of a run are cut out of its pictures.
+"""
 
 import math
 import re
@@ -30,8 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# --- timelines of workers, small enough to draw ---
-
+# --- tracks of workers ------------------------------------------------------------------------------------------------
 
 Span = tuple[float, float]
 """(start, end) in seconds."""
@@ -126,8 +128,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-# --- the report's pictures of worker timelines ---
-
+# --- pictures ---------------------------------------------------------------------------------------------------------
 
 MAX_DRAWN_WORKERS = 24
 ZOOM_STEPS = 10
@@ -226,7 +227,7 @@ def absent_spans(track: WorkerTrack, begin_s: float, end_s: float) -> list[Span]
     return merge_spans([span for span in away if span[1] > span[0]], 0.0)
 
 
-def waiting(run: RunFolder) -> str:
+def activity_shares(run: RunFolder) -> str:
     """Shares of the workers' time by activity, in one sentence; "" without worker events."""
     if not run.worker_events:
         return ""
@@ -246,7 +247,7 @@ def waiting(run: RunFolder) -> str:
 @themed
 def workers_picture(run: RunFolder) -> str | None:
     """All workers over the whole run."""
-    return draw(run, lambda timeline: (0.0, timeline.end_s), whole=True)
+    return draw_workers(run, lambda timeline: (0.0, timeline.end_s), whole=True)
 
 
 @themed
@@ -257,10 +258,10 @@ def last_steps_workers_picture(run: RunFolder) -> str | None:
         steps = timeline.steps
         return (steps[-ZOOM_STEPS - 1][1], steps[-1][1]) if len(steps) > ZOOM_STEPS + 2 else None
 
-    return draw(run, window, whole=False)
+    return draw_workers(run, window, whole=False)
 
 
-def draw(run: RunFolder, window: Callable[[Timeline], Span | None], whole: bool) -> str | None:
+def draw_workers(run: RunFolder, window: Callable[[Timeline], Span | None], whole: bool) -> str | None:
     if not run.worker_events:
         return None
     timeline = timeline_of(run)
@@ -349,10 +350,9 @@ def note_above(axes: "Axes", at_s: float, text: str) -> None:
     )
 
 
-# --- a sentence about what a run waits for now, derived from its broker's status ---
+# --- what a run waits for ---------------------------------------------------------------------------------------------
 
-
-PHASES = {
+PHASE_SENTENCES = {
     "waiting for weights": "Workers wait for weights",
     "draining": "Drained by an operator: leases are still coming back",
     "drained": "Drained by an operator: nothing is handed out until `april drain --end`",
@@ -364,14 +364,17 @@ PHASES = {
 
 
 def waiting_for(status: dict[str, Any]) -> str:
-    """One sentence: `3 of 32 groups wait for w2, the longest has 7,912 tokens, for 41s; the learner is idle.`"""
+    """One sentence about what a run waits for now, from its broker's status.
+
+    Example: `3 of 32 groups wait for w2, the longest has 7,912 tokens, for 41s; the learner is idle.`
+    """
     bottleneck = status.get("standing") or {}
     if status.get("read_only"):
         return f"The broker can write nothing down: {status['read_only']}."
     learner = (bottleneck.get("learner") or {}).get("does", "absent")
     if not status.get("workers") and status.get("phase") != "finished":
         return f"No worker is connected; {learner_clause(learner)}."
-    if sentence := PHASES.get(status.get("phase") or ""):
+    if sentence := PHASE_SENTENCES.get(status.get("phase") or ""):
         return f"{sentence}; {learner_clause(learner)}." if learner != "absent" else f"{sentence}."
     batch, holders = bottleneck.get("batch") or {}, bottleneck.get("holding_up") or []
     if not batch.get("missing"):

@@ -1,24 +1,20 @@
-"""Export a run as a Perfetto trace (https://ui.perfetto.dev): workers, steps, and the histories of kept samples."""
+"""Export a run: workers, steps and kept samples as a Perfetto trace (https://ui.perfetto.dev), or one trace per sample
+to a collector of OpenTelemetry."""
 
 import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.trace import INVALID_SPAN, Tracer, set_span_in_context
+from typing import TYPE_CHECKING, Any
 
 from april.config import ConfigError
 from april.observe.report.run_folder import RunFolder
 from april.observe.report.samples import read_step, sample_files
 from april.observe.report.timeline import worker_tracks
 from april.util.errors import refuse
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 SAMPLE_COLUMNS = (
     "step", "group", "index", "reward", "finish_reason", "stays", "chunks", "opened_at", "delivered_at", "discarded_at",
@@ -31,7 +27,7 @@ SEQUENCE = 1
 """Perfetto's trusted sequence id: all packets have one writer."""
 
 
-def export(run: RunFolder, path: Path) -> int:
+def export_perfetto(run: RunFolder, path: Path) -> int:
     """Write the trace to `path`; returns its number of tracks. Raises ConfigError."""
     try:
         from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
@@ -127,16 +123,15 @@ class TraceWriter:
         return packet.track_event
 
 
-# --- send the histories of kept samples to a collector as OpenTelemetry traces, one trace per sample ---
+# --- OpenTelemetry ----------------------------------------------------------------------------------------------------
 
-
-EXAMPLE = "http://localhost:4318/v1/traces"
+EXAMPLE_ADDRESS = "http://localhost:4318/v1/traces"
 ATTRIBUTES = ("step", "group", "index", "reward", "finish_reason", "discarded")
 """Columns of a sample that become attributes of its span."""
 
 
-class SampleIds(IdGenerator):
-    """Ids that are seeded by the sample, so that sending a sample again does not duplicate its trace."""
+class SampleIds:
+    """OpenTelemetry's `IdGenerator`, seeded by the sample: sending a sample again does not duplicate its trace."""
 
     def __init__(self) -> None:
         self.chance = random.Random()
@@ -147,12 +142,23 @@ class SampleIds(IdGenerator):
     def generate_trace_id(self) -> int:
         return self.chance.getrandbits(128) or 1
 
+    def is_trace_id_random(self) -> bool:
+        return False
 
-def send(run: RunFolder, address: str) -> int:
+
+def send_opentelemetry(run: RunFolder, address: str) -> int:
     """Send all kept samples to the collector at `address`, step by step; returns their number. Raises ConfigError."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    except ImportError as error:
+        raise ConfigError(f"sending needs the package {error.name}; `pip install 'april-rl[otel]'`") from None
     steps = sorted(sample_files(run.path))
     if not address.startswith(("http://", "https://")):
-        refuse("--out", address, "is no http:// address", f"give one like {EXAMPLE}")
+        refuse("--out", address, "is no http:// address", f"give one like {EXAMPLE_ADDRESS}")
     if not steps:
         raise ConfigError(f"{run.path} has kept no samples; they are kept with samples.every above 0")
     exporter, spans, ids, sent = OTLPSpanExporter(endpoint=address), InMemorySpanExporter(), SampleIds(), 0
@@ -165,15 +171,17 @@ def send(run: RunFolder, address: str) -> int:
             ids.chance.seed(f"{run.path.resolve().name} {step} {index}")
             sent += record_trace(tracer, sample)
         if exporter.export(spans.get_finished_spans()) is not SpanExportResult.SUCCESS:
-            refuse("--out", address, "takes no traces", f"give a collector's, like {EXAMPLE}")
+            refuse("--out", address, "takes no traces", f"give a collector's, like {EXAMPLE_ADDRESS}")
         spans.clear()
     exporter.shutdown()
     return sent
 
 
-def record_trace(tracer: Tracer, sample: dict[str, Any]) -> bool:
+def record_trace(tracer: "Tracer", sample: dict[str, Any]) -> bool:
     """Record a span from the sample's opening to its delivery, with a child for each time span that a process held it.
     Returns False where no times are known."""
+    from opentelemetry.trace import INVALID_SPAN, set_span_in_context
+
     stays = sample["stays"] or []
     begins = [sample["opened_at"], *(stay["began"] for stay in stays)]
     ends = [sample["delivered_at"], sample["discarded_at"], *(stay["ended"] for stay in stays)]

@@ -31,8 +31,7 @@ from april.trainers.adapters.parts import fill_group, read_tensors, sync_folder
 from april.trainers.rollouts import Prompt, PromptsWanted, RolloutBatch, Rollouts
 from april.util.errors import refuse
 
-# --- check that AReaL's options agree with the run ---
-
+# --- options ----------------------------------------------------------------------------------------------------------
 
 SPMD = "AREAL_SPMD_MODE"
 """Environment variable of AReaL's mode in which every rank runs the whole trainer."""
@@ -66,7 +65,7 @@ def check(config: Config, theirs: Any, rows: Any = None) -> None:
         refuse(f"sampling.{key}", cut, "cuts the distribution, which AReaL does not follow", "leave it out")
 
 
-# --- aReaL's trainer on April's rollouts ---
+# --- trainer ----------------------------------------------------------------------------------------------------------
 
 
 class UnusedWorkflow(RolloutWorkflow):

@@ -30,8 +30,7 @@ from april.trainers.adapters.parts import fill_group, read_tensors, sync_folder
 from april.trainers.rollouts import Prompt, RolloutBatch, aio
 from april.util.errors import refuse
 
-# --- check that OpenRLHF's options agree with the run ---
-
+# --- options ----------------------------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, tuple[type, Any]] = {
     "actor.model_name_or_path": (Path, None),
@@ -108,8 +107,7 @@ def check(config: Config, theirs: dict[str, Any]) -> None:
         )
 
 
-# --- openRLHF's trainer on April's rollouts ---
-
+# --- trainer ----------------------------------------------------------------------------------------------------------
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
 GATHER_TIMEOUT_S = 120.0
@@ -325,7 +323,7 @@ def step_of(tag: str) -> int:
     return int(tag.removeprefix(STEP_PREFIX))
 
 
-# --- the launcher -----------------------------------------------------------------------------------------------
+# --- launcher ---------------------------------------------------------------------------------------------------------
 
 
 def own_options() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Shell expansion of words: remove quotes and replace variables, or say why the result is unknown."""
+"""The words of a shell script: its tokens, without quotes and with variables replaced, or why a word is unknown."""
 
 import ast
 import operator
@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# --- tokens of a shell script ---
-
+# --- tokens -----------------------------------------------------------------------------------------------------------
 
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\(")
 BLANK = re.compile(r"(?:[ \t\r]|\\\n)+")
@@ -108,8 +107,7 @@ def end_of_nesting(text: str, position: int, opening: str) -> int:
     return position + 1
 
 
-# --- shell expansion of words ---
-
+# --- expansion --------------------------------------------------------------------------------------------------------
 
 PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
 NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?!$])")
@@ -257,17 +255,17 @@ def arithmetic(part: str, variables: Mapping[str, Value]) -> Word:
     if expanded.unreadable:
         return Word(part, expanded.unreadable)
     try:
-        return Word(str(number(ast.parse(expanded.text.strip(), mode="eval").body)))
+        return Word(str(integer_value(ast.parse(expanded.text.strip(), mode="eval").body)))
     except (SyntaxError, ValueError, ArithmeticError):
         return Word(part, "arithmetic that is not read")
 
 
-def number(node: ast.expr) -> int:
+def integer_value(node: ast.expr) -> int:
     """The value of an integer expression. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -number(node.operand)
+        return -integer_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        return ARITHMETIC[type(node.op)](number(node.left), number(node.right))
+        return ARITHMETIC[type(node.op)](integer_value(node.left), integer_value(node.right))
     raise ValueError(ast.dump(node))

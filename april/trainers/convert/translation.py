@@ -1,4 +1,4 @@
-"""Translate another framework's options to April's keys by rules, and record what cannot be translated."""
+"""Read another framework's options, translate them to April's keys by rules, and record what cannot be translated."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,7 @@ from april.trainers.convert.expansion import Word
 from april.trainers.convert.shell import UNKNOWN_ELEMENTS, Invocation, Script
 from april.util.errors import ConfigError
 
-# --- the options of a framework's script as values, and the reasons why some cannot be read ---
-
+# --- options ----------------------------------------------------------------------------------------------------------
 
 HYDRA = re.compile(r"(\+{0,2})([\w./@-]+)=(.*)", re.DOTALL)
 NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -35,7 +34,7 @@ def script_options(text: str, environment: Mapping[str, str], program: str, hydr
     are KEY=VALUE overrides. Raises ConfigError."""
     script = Script.read(text, environment)
     words = launch_arguments(script.invocations, program)
-    options = hydra_overrides(words) if hydra else flags(words)
+    options = hydra_overrides(words) if hydra else flag_options(words)
     return options if hydra else with_unused_arrays(options, script, words)
 
 
@@ -68,7 +67,7 @@ def launch_arguments(invocations: Sequence[Invocation], program: str) -> list[Wo
     return matches[0][1]
 
 
-def flags(words: Sequence[Word]) -> Options:
+def flag_options(words: Sequence[Word]) -> Options:
     """Options of the forms `--name value`, `--name=value` and `--name`; the last one of a name wins."""
     options, name, arguments = Options(), "", dict[str, list[Word]]()
     for word in words:
@@ -140,7 +139,7 @@ def scalar(text: str) -> Any:
     return text
 
 
-# --- translate another framework's options to April's keys by rules, and record what cannot be translated ---
+# --- rules and translation --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

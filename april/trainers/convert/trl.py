@@ -40,7 +40,7 @@ from april.trainers.convert.translation import (
 )
 from april.util.errors import ConfigError
 
-# --- read the options of a Python script from its syntax tree, without running it ---
+# --- Python scripts ---------------------------------------------------------------------------------------------------
 
 
 def python_options(text: str, path: Path, configs: Collection[str], trainers: Collection[str]) -> Options:
@@ -50,7 +50,7 @@ def python_options(text: str, path: Path, configs: Collection[str], trainers: Co
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} is not Python ({error}); give a whole script") from None
-    script = Reader(tree, path)
+    script = ScriptReader(tree, path)
     calls = script.calls(configs)
     if len(calls) != 1:
         lines = " and ".join(str(call.lineno) for call in calls)
@@ -67,7 +67,7 @@ def python_options(text: str, path: Path, configs: Collection[str], trainers: Co
     return options
 
 
-class Reader:
+class ScriptReader:
     """Evaluates expressions of a script as far as they are constant."""
 
     def __init__(self, tree: ast.Module, path: Path) -> None:
@@ -132,8 +132,7 @@ def called_name(node: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-# --- tRL's scripts ---
-
+# --- TRL's options ----------------------------------------------------------------------------------------------------
 
 CONFIGS = ("GRPOConfig", "AsyncGRPOConfig", "RLOOConfig")
 TRAINERS = ("GRPOTrainer", "AsyncGRPOTrainer", "RLOOTrainer")

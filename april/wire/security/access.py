@@ -1,4 +1,5 @@
-"""The server's side of CURVE: admits only keys on the allow-list, and identifies senders by their keys.
+"""The server's side of CURVE: admits only keys on the allow-list, identifies senders by their keys, and logs
+refusals at a limited rate.
 
 access = AccessControl(context, keys, AllowList(folder / "allow-list"))
 access.guard(socket)                # before it is bound
@@ -20,9 +21,6 @@ from april.util import clock
 from april.wire.security.allow_list import AllowList, KeyOwner
 from april.wire.security.keys import Keys
 
-# --- logging of refusals at a limited rate, so that no peer can fill the disk ---
-
-
 log = logging.getLogger(__name__)
 
 LINES_A_MINUTE = 60
@@ -30,7 +28,10 @@ LINES_A_MINUTE = 60
 
 
 class Audit:
-    """Logs refusals. Two threads may share one; the limit is then exceeded by a line at most."""
+    """Logs refusals at a limited rate, so that no peer can fill the disk.
+
+    Two threads may share one; the limit is then exceeded by a line at most.
+    """
 
     def __init__(self) -> None:
         self._minute = 0
@@ -49,9 +50,6 @@ class Audit:
             log.warning("%d refusals were not logged", self._suppressed)
             self._suppressed = 0
         log.warning(text, *arguments)
-
-
-# --- the server's side of CURVE ---
 
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"

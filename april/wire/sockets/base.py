@@ -1,4 +1,5 @@
-"""Sends and receives multipart messages with little Python per frame.
+"""What every socket needs: multipart messages with little Python per frame, the broker's address, and the address of
+this machine on the route to another host.
 
 pyzmq's `send_multipart` and `recv_multipart` do enum arithmetic and read a socket option for every frame, which takes
 longer than everything else for a small message.
@@ -45,7 +46,7 @@ def send(socket: zmq.Socket[bytes], frames: Iterable[bytes | memoryview], wait: 
     Backend.send(socket, last, flags, True, False)
 
 
-# --- finds a broker's address ---
+# --- addresses --------------------------------------------------------------------------------------------------------
 
 
 ADDRESS_FILE = "address"
@@ -67,11 +68,8 @@ def address_at(connect: str, patience_s: float) -> str:
     return file.read_text()
 
 
-# --- this machine's address and network interface on the route to another host ---
-
-
 SIOCGIFADDR = 0x8915
-INTERFACE = 16
+INTERFACE_NAME_BYTES = 16
 """Bytes of an interface name in the kernel's request."""
 
 
@@ -90,7 +88,7 @@ def interface_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[: INTERFACE - 1]))
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[: INTERFACE_NAME_BYTES - 1]))
             except OSError:  # an interface without an address
                 continue
             if socket.inet_ntoa(reply[20:24]) == address:

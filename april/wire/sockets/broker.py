@@ -31,6 +31,8 @@ BEAT_OVER_DATA_S = 5.0
 """Interval of heartbeats over the data connection, which show whether the broker still knows that connection."""
 HELLO_AGAIN_S = 5.0
 """A `Hello` without an answer is repeated after this long: a broker that died may have taken it with it."""
+NAME_CHARACTERS = 90
+"""Longest part of the name in a uid, so that the uid fits the wire type `Name`."""
 
 
 class BrokerUnreachable(RuntimeError):
@@ -270,14 +272,8 @@ class BrokerConnection:
         self._context.term()
 
 
-# --- the uid of a peer's process ---
-
-
-NAME_CHARACTERS = 90
-"""Longest part of the name in a uid, so that the uid fits the wire type `Name`."""
-
-
 def new_uid(name: str) -> str:
+    """A uid of a peer's process: its name and a random part."""
     return f"{name[:NAME_CHARACTERS]}/{uuid.uuid4().hex}"
 
 

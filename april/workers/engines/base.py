@@ -9,6 +9,8 @@ An engine is driven from one thread. A request is live from `submit` until a chu
         for chunk in engine.step():       # one decode step of every running sequence
             ...                           # new tokens, right after those of earlier chunks
     rest = engine.cancel(request.id)      # empty when the request has ended already
+
+The engines share `Ticks`, the times of their chunks, and `CapacityRule`, the number of their requests.
 """
 
 import math
@@ -192,11 +194,14 @@ class AdapterEngine(Engine, Protocol):
         """Replace the current adapter; otherwise as `load_weights`. `tensors`: as in `april.weights.base.Adapted`."""
 
 
-# --- periodic ticks at which an engine returns the new tokens of all its sequences, so that they share one message ---
+# --- helpers of engines -----------------------------------------------------------------------------------------------
 
 
 class Ticks:
-    """Instants `period_s` apart. The first is random, so that engines started together do not tick together."""
+    """Instants `period_s` apart at which an engine returns the new tokens of all its sequences, in one message.
+
+    The first is random, so that engines started together do not tick together.
+    """
 
     def __init__(self, period_s: float, now: float):
         self.period_s = period_s
@@ -211,16 +216,15 @@ class Ticks:
         return True
 
 
-# --- rule for the number of requests to keep on a server, from the load that the server reports ---
-
-
-FULL = 0.9
-"""Share of the KV cache in use above which the number does not grow."""
-GROWTH = 1.25
-"""Factor by which the number grows with each observation of a server with room."""
+FULL_CACHE_SHARE = 0.9
+"""Share of the KV cache in use above which the number of requests does not grow."""
+CAPACITY_GROWTH = 1.25
+"""Factor by which the number of requests grows with each observation of a server with room."""
 
 
 class CapacityRule:
+    """Number of requests to keep on a server, from the load that the server reports."""
+
     OBSERVED = ("num_running_reqs", "num_waiting_reqs", "token_usage", "max_running_requests")
 
     def __init__(self, slots: int):
@@ -235,8 +239,8 @@ class CapacityRule:
         """`token_usage`: share of the KV cache in use. `max_running_requests`: the server's maximum, 0 if unknown."""
         self.waiting = num_waiting_reqs
         most = min(self.slots, max_running_requests or self.slots)
-        if num_waiting_reqs and num_running_reqs < most and token_usage >= FULL:
+        if num_waiting_reqs and num_running_reqs < most and token_usage >= FULL_CACHE_SHARE:
             self.requests = max(1, num_running_reqs)
-        elif not num_waiting_reqs and token_usage < FULL:
-            self.requests = max(self.requests + 1, int(self.requests * GROWTH))
+        elif not num_waiting_reqs and token_usage < FULL_CACHE_SHARE:
+            self.requests = max(self.requests + 1, int(self.requests * CAPACITY_GROWTH))
         self.requests = min(self.requests, most)

@@ -2,7 +2,7 @@
 
 An entry is a class, named in `worker.engine`. It may be the engine class itself. If the engine needs packages that not
 every process of a run has, the entry is a small separate class, which imports the engine when it builds it. The
-defaults below are those of an engine that computes in the worker's own process.
+defaults below are those of an engine that computes in the worker's own process. Engines share the checks at the end.
 """
 
 import json
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from april.weights.receiver import WeightReceiver
     from april.workers.engines.base import Engine
     from april.workers.engines.weight_intake import WeightCheck, WeightLoader
-
-    pass
 
 
 log = logging.getLogger(__name__)
@@ -156,11 +154,11 @@ class EngineEntry:
         return WeightCheck() if cls.scores and config.weights.canary else None
 
 
-# --- accelerators that engines and learner need by the configuration, and the device of a worker on this machine ---
+# --- devices ----------------------------------------------------------------------------------------------------------
 
 
 def devices_wanted(config: Config) -> tuple[int, int]:
-    """(accelerators of the learner, accelerators of per_worker worker). The device `auto` counts as an accelerator."""
+    """(accelerators of the learner, accelerators of one worker). The device `auto` counts as an accelerator."""
     per_worker = ENGINES.find(config.worker.engine).devices(config) if config.worker.device != "cpu" else 0
     return config.learner.ranks if config.learner.device != "cpu" else 0, per_worker
 
@@ -177,10 +175,9 @@ def device_of(config: Config) -> str:
     return device
 
 
-# --- validation of requests and weights that all engines share ---
+# --- checks of requests and weights -----------------------------------------------------------------------------------
 
-
-OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+OUTPUT_TENSOR, EMBEDDING_TENSOR = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def check_request(
@@ -234,9 +231,11 @@ def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
     for file in files:
         with safe_open(file, "pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    tied = OUTPUT not in shapes or json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
+    tied = OUTPUT_TENSOR not in shapes or json.loads((folder / "config.json").read_text()).get(
+        "tie_word_embeddings", False
+    )
     if tied:
-        shapes.pop(OUTPUT, None)
+        shapes.pop(OUTPUT_TENSOR, None)
     return shapes, tied
 
 
@@ -246,7 +245,9 @@ def check_heads(expected: Mapping[str, tuple[int, ...]], tied: bool, shapes: Map
     `tied`: the output projection is tied to the embedding, and may be present or not.
     """
     missing = sorted(expected.keys() - shapes.keys())
-    allowed = dict(expected) | ({OUTPUT: expected[EMBEDDING]} if tied and EMBEDDING in expected else {})
+    allowed = dict(expected) | (
+        {OUTPUT_TENSOR: expected[EMBEDDING_TENSOR]} if tied and EMBEDDING_TENSOR in expected else {}
+    )
     extra = sorted(shapes.keys() - allowed.keys())
     if missing or extra:
         kind, names = ("lack", missing) if missing else ("have an unknown", extra)

@@ -14,10 +14,9 @@ from april.weights.receiver import StagedWeights, WeightReceiver
 from april.weights.verification import Canary
 from april.workers.engines.base import AdapterEngine, Engine, EngineError
 
-# --- weight check ---
-
-
 log = logging.getLogger(__name__)
+
+# --- the weight check -------------------------------------------------------------------------------------------------
 
 MAX_FAILURES = 2
 """Consecutive failed checks after which a worker leaves."""
@@ -151,7 +150,7 @@ def repetition(last: CanaryScore, score: CanaryScore) -> str:
     return "the learner's log-probabilities of the canary have moved, and the engine's are the same to the bit"
 
 
-# --- loads the weights received over a weight channel into an engine, and checks that the engine holds them ---
+# --- the weight loader ------------------------------------------------------------------------------------------------
 
 
 class WeightLoader:

@@ -1,6 +1,6 @@
-"""An environment process, `python -m april.workers.environments.process LIMIT_S RULES`.
+"""An environment process, `python -m april.workers.environments.process LIMIT_S RULES`, and a worker's pool of them.
 
-It reads calls on stdin and answers on stdout.
+A process reads calls on stdin and answers on stdout, framed as the messages of verifier processes.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from april.util.logs import raised
+from april.util.logs import user_traceback
 from april.util.pool import (
     LENGTH_BYTES,
     ORPHAN_MARGIN_S,
@@ -21,15 +21,14 @@ from april.util.pool import (
     ProcessPool,
     frame,
     private_pipes,
-    send,
+    write_frame,
 )
 from april.util.resources import limit_memory
 from april.wire.limits import MAX_STATE_BYTES, MAX_TEXT_CHARACTERS
 from april.workers.environments import ENVIRONMENTS
 from april.workers.environments.base import Environment, EnvironmentTurn, Observation
 
-# --- messages between a worker and its environment processes, framed as those of verifier processes ---
-
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 NO_STATE = msgspec.msgpack.encode(None)
 """State of an environment that has answered without one."""
@@ -68,8 +67,7 @@ class EnvironmentAnswer(msgspec.Struct, array_like=True, frozen=True):
     error: str = ""
 
 
-# --- an environment process, `python -m april.workers.environments.process LIMIT_S RULES` ---
-
+# --- the process ------------------------------------------------------------------------------------------------------
 
 OBSERVATION_CHARACTERS = 1 << 18
 """Longest observation (characters); the rest is cut off."""
@@ -88,7 +86,7 @@ def main(limit_s: float, rules: EnvironmentRules) -> None:
     with contextlib.suppress(Exception):
         ENVIRONMENTS.find(rules.name)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    send(answers, READY)
+    write_frame(answers, READY)
     while length := int.from_bytes(calls.read(LENGTH_BYTES), "little"):
         call = msgspec.msgpack.decode(calls.read(length), type=EnvironmentCall)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
@@ -97,7 +95,7 @@ def main(limit_s: float, rules: EnvironmentRules) -> None:
         except MemoryError:  # the memory may never be released: end, and let another process replace this one
             answer, out_of_memory = EnvironmentAnswer(call.key, error=f"it needs more than {rules.memory_mb} MiB"), True
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(answers, frame(answer))
+        write_frame(answers, frame(answer))
         if out_of_memory:
             sys.exit(RETIRED)
 
@@ -108,7 +106,7 @@ def answer_call(name: str, call: EnvironmentCall, traced: bool = False) -> Envir
     except MemoryError:
         raise
     except Exception as error:
-        text = raised(error) if traced else f"{type(error).__name__}: {error}"[:MAX_TEXT_CHARACTERS]
+        text = user_traceback(error) if traced else f"{type(error).__name__}: {error}"[:MAX_TEXT_CHARACTERS]
         return EnvironmentAnswer(call.key, error=text)
 
 
@@ -137,11 +135,7 @@ def observe(environment: Environment, call: EnvironmentCall) -> EnvironmentAnswe
     return EnvironmentAnswer(call.key, observation.text[:OBSERVATION_CHARACTERS], packed, bool(observation.done))
 
 
-if __name__ == "__main__":
-    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EnvironmentRules))
-
-
-# --- pool of environment processes ---
+# --- the pool ---------------------------------------------------------------------------------------------------------
 
 
 class EnvironmentPool(ProcessPool[EnvironmentCall, EnvironmentAnswer]):
@@ -160,3 +154,7 @@ class EnvironmentPool(ProcessPool[EnvironmentCall, EnvironmentAnswer]):
 
     def charge(self, item: EnvironmentCall, failure: str) -> EnvironmentAnswer:
         return EnvironmentAnswer(item.key, error=failure)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EnvironmentRules))

@@ -17,36 +17,118 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-# --- dataset columns in a label ---
+Function = Callable[..., Any]
+TRAINER_PARAMETERS = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments")
+"""Arguments that TRL passes to functions, and April does not have."""
 
 
-LABEL_COLUMN_NAMES = ("label", "answer", "solution", "ground_truth", "target")
-"""Names under which a function with `**columns` gets a label that is not an object."""
+class Interface(NamedTuple):
+    """Turns another framework's function into a verifier of a response (`single`), and of a group."""
+
+    single: Callable[[Function], Function]
+    group: Callable[[Function], Function] | None = None
 
 
-def columns_in(label: str, needed: Sequence[str], any_name: bool) -> dict[str, Any]:
-    """The columns in a label: those of a JSON object, or else the text as the one column that a function needs.
+def adapted(function: Function, prefix: str, as_group: bool) -> Function:
+    """A verifier that calls a framework's function; `prefix`: as in `INTERFACES`.
 
-    `needed`: required parameters. `any_name`: the function takes any keyword. Raises ValueError if several columns are
-    needed and the label is not an object.
+    Raises LookupError for a function that cannot be called this way.
     """
-    if label.startswith("{"):
-        try:
-            columns = json.loads(label)
-        except ValueError:
-            columns = None
-        if isinstance(columns, dict):
-            return columns
-    if len(needed) > 1:
-        raise ValueError(f"needs the columns {', '.join(needed)}; name them in data.label_key = {','.join(needed)!r}")
-    return dict.fromkeys(needed or (LABEL_COLUMN_NAMES if any_name else ()), label)
+    interface = INTERFACES[prefix]
+    if not as_group:
+        return interface.single(function)
+    if interface.group is None:
+        raise LookupError(f"a function of {prefix[:-1]} sees one response at a time; leave out group:")
+    return interface.group(function)
 
 
-# --- rewards of a Task class of the `verifiers` library (0.3 and 0.4) ---
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def trl_group_verifier(function: Function, messages: bool = True) -> Function:
+    parameters, any_name = parameters_of(function)
+    columns = {name: needed for name, needed in parameters.items() if name not in ("prompts", "completions")}
+    if wanted := next((name for name in TRAINER_PARAMETERS if columns.get(name)), None):
+        raise LookupError(f"its parameter {wanted!r} is what TRL's trainer has, and a verifier of April's has not")
+
+    def verifier(responses: Sequence[str], label: str, finish_reasons: Sequence[str], prompt: str) -> list[float]:
+        user_messages, assistant_messages = (
+            [chat_message("user", prompt)],
+            [[chat_message("assistant", response)] for response in responses],
+        )
+        arguments = {
+            "prompts": [user_messages if messages else prompt] * len(responses),
+            "completions": assistant_messages if messages else list(responses),
+        }
+        columns_of_row = columns_in(label, [name for name, needed in columns.items() if needed], any_name)
+        arguments |= {name: [value] * len(responses) for name, value in columns_of_row.items()}
+        rewards = resolved(
+            function(**(arguments if any_name else {name: arguments[name] for name in parameters if name in arguments}))
+        )
+        if None in rewards:
+            raise ValueError("returned None, by which TRL leaves a response out; April has no reward for it then")
+        return [float(reward) for reward in rewards]
+
+    return verifier
+
+
+def trl_verifier(function: Function, messages: bool = True) -> Function:
+    group_verifier = trl_group_verifier(function, messages)
+
+    def verifier(response: str, label: str, finish_reason: str, prompt: str) -> float:
+        return group_verifier([response], label, [finish_reason], prompt)[0]
+
+    return verifier
+
+
+# --- verl -------------------------------------------------------------------------------------------------------------
+
+
+def verl_verifier(function: Function) -> Function:
+    parameters, any_name = parameters_of(function)
+
+    def verifier(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
+        columns_of_row = {"data_source": "", "extra_info": {}} | columns_in(label, ["ground_truth"], any_name=True)
+        arguments = columns_of_row | {"solution_str": response}
+        reward = resolved(
+            function(**(arguments if any_name else {name: arguments[name] for name in parameters if name in arguments}))
+        )
+        if not isinstance(reward, dict):
+            return float(reward), {}
+        numbers = {name: float(value) for name, value in reward.items() if isinstance(value, int | float)}
+        return numbers.pop("score"), numbers
+
+    return verifier
+
+
+# --- verifiers --------------------------------------------------------------------------------------------------------
+
+
+def verifiers_verifier(function: Function) -> Function:
+    if inspect.isclass(function):
+        return verifier_of_task(function)
+    parameters, any_name = parameters_of(function)
+    known = ("prompt", "completion", "answer", "state", "info", "task")
+    if wanted := next((name for name, needed in parameters.items() if needed and name not in known), None):
+        raise LookupError(f"its parameter {wanted!r} is none of {', '.join(known)}; give it a default")
+
+    def verifier(response: str, label: str, finish_reason: str, prompt: str) -> float:
+        columns_of_row = columns_in(label, ["answer"], any_name=False)
+        arguments = {
+            "prompt": [chat_message("user", prompt)],
+            "completion": [chat_message("assistant", response)],
+            "answer": columns_of_row.get("answer", ""),
+            "info": columns_of_row.get("info", {}),
+            "task": columns_of_row.get("task", "default"),
+        }
+        arguments["state"] = dict(arguments)
+        return float(resolved(function(**(arguments if any_name else {name: arguments[name] for name in parameters}))))
+
+    return verifier
 
 
 def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]:
-    """A verifier that scores with a Task class.
+    """A verifier that scores with a Task class of `verifiers`, 0.3 or 0.4.
 
     Raises LookupError for a class that is not a Task, or whose rewards need the runtime that a task ran in.
     """
@@ -90,120 +172,28 @@ def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]
     return verifier
 
 
-# --- adapters for reward functions written for another framework, called the way that framework calls them ---
+# --- shared helpers ---------------------------------------------------------------------------------------------------
+
+LABEL_COLUMN_NAMES = ("label", "answer", "solution", "ground_truth", "target")
+"""Names under which a function with `**columns` gets a label that is not an object."""
 
 
-Function = Callable[..., Any]
-TRAINER_PARAMETERS = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments")
-"""Arguments that TRL passes to functions, and April does not have."""
+def columns_in(label: str, needed: Sequence[str], any_name: bool) -> dict[str, Any]:
+    """The columns in a label: those of a JSON object, or else the text as the one column that a function needs.
 
-
-class Interface(NamedTuple):
-    """Turns another framework's function into a verifier of a response (`single`), and of a group."""
-
-    single: Callable[[Function], Function]
-    group: Callable[[Function], Function] | None = None
-
-
-def adapted(function: Function, prefix: str, as_group: bool) -> Function:
-    """A verifier that calls a framework's function; `prefix`: as in `INTERFACES`.
-
-    Raises LookupError for a function that cannot be called this way.
+    `needed`: required parameters. `any_name`: the function takes any keyword. Raises ValueError if several columns are
+    needed and the label is not an object.
     """
-    interface = INTERFACES[prefix]
-    if not as_group:
-        return interface.single(function)
-    if interface.group is None:
-        raise LookupError(f"a function of {prefix[:-1]} sees one response at a time; leave out group:")
-    return interface.group(function)
-
-
-# --- TRL ----------------------------------------------------------------------------------------------------------
-
-
-def trl_group_verifier(function: Function, messages: bool = True) -> Function:
-    parameters, any_name = parameters_of(function)
-    columns = {name: needed for name, needed in parameters.items() if name not in ("prompts", "completions")}
-    if wanted := next((name for name in TRAINER_PARAMETERS if columns.get(name)), None):
-        raise LookupError(f"its parameter {wanted!r} is what TRL's trainer has, and a verifier of April's has not")
-
-    def verifier(responses: Sequence[str], label: str, finish_reasons: Sequence[str], prompt: str) -> list[float]:
-        user_messages, assistant_messages = (
-            [chat_message("user", prompt)],
-            [[chat_message("assistant", response)] for response in responses],
-        )
-        arguments = {
-            "prompts": [user_messages if messages else prompt] * len(responses),
-            "completions": assistant_messages if messages else list(responses),
-        }
-        columns_of_row = columns_in(label, [name for name, needed in columns.items() if needed], any_name)
-        arguments |= {name: [value] * len(responses) for name, value in columns_of_row.items()}
-        rewards = resolved(
-            function(**(arguments if any_name else {name: arguments[name] for name in parameters if name in arguments}))
-        )
-        if None in rewards:
-            raise ValueError("returned None, by which TRL leaves a response out; April has no reward for it then")
-        return [float(reward) for reward in rewards]
-
-    return verifier
-
-
-def trl_verifier(function: Function, messages: bool = True) -> Function:
-    group_verifier = trl_group_verifier(function, messages)
-
-    def verifier(response: str, label: str, finish_reason: str, prompt: str) -> float:
-        return group_verifier([response], label, [finish_reason], prompt)[0]
-
-    return verifier
-
-
-# --- verl ---------------------------------------------------------------------------------------------------------
-
-
-def verl_verifier(function: Function) -> Function:
-    parameters, any_name = parameters_of(function)
-
-    def verifier(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
-        columns_of_row = {"data_source": "", "extra_info": {}} | columns_in(label, ["ground_truth"], any_name=True)
-        arguments = columns_of_row | {"solution_str": response}
-        reward = resolved(
-            function(**(arguments if any_name else {name: arguments[name] for name in parameters if name in arguments}))
-        )
-        if not isinstance(reward, dict):
-            return float(reward), {}
-        numbers = {name: float(value) for name, value in reward.items() if isinstance(value, int | float)}
-        return numbers.pop("score"), numbers
-
-    return verifier
-
-
-# --- verifiers ----------------------------------------------------------------------------------------------------
-
-
-def verifiers_verifier(function: Function) -> Function:
-    if inspect.isclass(function):
-        return verifier_of_task(function)
-    parameters, any_name = parameters_of(function)
-    known = ("prompt", "completion", "answer", "state", "info", "task")
-    if wanted := next((name for name, needed in parameters.items() if needed and name not in known), None):
-        raise LookupError(f"its parameter {wanted!r} is none of {', '.join(known)}; give it a default")
-
-    def verifier(response: str, label: str, finish_reason: str, prompt: str) -> float:
-        columns_of_row = columns_in(label, ["answer"], any_name=False)
-        arguments = {
-            "prompt": [chat_message("user", prompt)],
-            "completion": [chat_message("assistant", response)],
-            "answer": columns_of_row.get("answer", ""),
-            "info": columns_of_row.get("info", {}),
-            "task": columns_of_row.get("task", "default"),
-        }
-        arguments["state"] = dict(arguments)
-        return float(resolved(function(**(arguments if any_name else {name: arguments[name] for name in parameters}))))
-
-    return verifier
-
-
-# --- shared helpers ----------------------------------------------------------------------------------------------
+    if label.startswith("{"):
+        try:
+            columns = json.loads(label)
+        except ValueError:
+            columns = None
+        if isinstance(columns, dict):
+            return columns
+    if len(needed) > 1:
+        raise ValueError(f"needs the columns {', '.join(needed)}; name them in data.label_key = {','.join(needed)!r}")
+    return dict.fromkeys(needed or (LABEL_COLUMN_NAMES if any_name else ()), label)
 
 
 def parameters_of(function: Function) -> tuple[dict[str, bool], bool]:

@@ -15,15 +15,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-from april.util.logs import raised
-from april.util.pool import LENGTH_BYTES, ORPHAN_MARGIN_S, READY, RETIRED, START_LIMIT_S, frame, private_pipes, send
+from april.util.logs import user_traceback
+from april.util.pool import (
+    LENGTH_BYTES,
+    ORPHAN_MARGIN_S,
+    READY,
+    RETIRED,
+    START_LIMIT_S,
+    frame,
+    private_pipes,
+    write_frame,
+)
 from april.util.resources import limit_memory
 from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, is_reward
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
 from april.workers.rewards.verifiers import find_verifier, in_batches, right_response
 
-# --- reward shaping added to every verifier's reward ---
+# --- reward shaping ---------------------------------------------------------------------------------------------------
 
 
 def shape(reward: float, details: dict[str, float], item: Item, rules: RewardRules) -> tuple[float, dict[str, float]]:
@@ -46,8 +55,7 @@ def overlong(tokens: int, rules: RewardRules) -> float:
     return -rules.overlong_penalty * min(1.0, max(0.0, beyond / rules.overlong_buffer_tokens))
 
 
-# --- a verifier process, `python -m april.workers.rewards.process LIMIT_S RULES` ---
-
+# --- the process ------------------------------------------------------------------------------------------------------
 
 ERROR_CHARACTERS = 500
 BATCH_ITEMS = 32
@@ -70,12 +78,12 @@ def main(limit_s: float, rules: RewardRules) -> None:
     for name in rules.verifiers:
         preload(name, rules)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    send(scores, READY)
+    write_frame(scores, READY)
     while batch := inbox.take():
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         answers, out_of_memory = answers_to(batch, rules)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(scores, b"".join(map(frame, answers)))
+        write_frame(scores, b"".join(map(frame, answers)))
         if out_of_memory:
             sys.exit(RETIRED)
 
@@ -164,7 +172,7 @@ def verify(items: list[Item], rules: RewardRules, timeouts: int = 0) -> list[Sco
         return [undecided(item, rules, str(error)) for item in items]
     except Exception as error:
         if rules.traced:
-            return [Score(item.key, None, raised(error)) for item in items]
+            return [Score(item.key, None, user_traceback(error)) for item in items]
         print_traceback_once(name, error)
         text = f"verifier {name!r}: {type(error).__name__}: {error}"
         return [Score(item.key, None, text[:ERROR_CHARACTERS]) for item in items]

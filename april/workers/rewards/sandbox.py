@@ -30,16 +30,20 @@ import msgspec
 
 from april.util.errors import refuse
 
-# --- a control group that limits the total memory of a program's processes, on hosts that permit creating one ---
+log = logging.getLogger(__name__)
 
+# --- control groups ---------------------------------------------------------------------------------------------------
 
-ROOT = Path("/sys/fs/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 LIMIT_FILES = {"memory.limit_in_bytes": "memory.oom_control", "memory.max": "memory.events"}
 """Files of cgroup versions 1 and 2: memory limit -> counter of out-of-memory kills."""
 
 
 class ControlGroup:
-    """The control group of one program. If none can be created, it limits nothing, and `path` is empty."""
+    """The control group of one program, which limits the memory of all its processes together.
+
+    If none can be created, it limits nothing, and `path` is empty.
+    """
 
     def __init__(self, memory_mb: int):
         self.folder: Path | None = None
@@ -47,7 +51,7 @@ class ControlGroup:
         if parent is None:
             return
         with contextlib.suppress(OSError):
-            folder = own_folder(parent)
+            folder = group_folder(parent)
             folder.mkdir()
             self.folder, self._kills = folder, folder / LIMIT_FILES[limit_file]
             (folder / limit_file).write_text(str(memory_mb << 20))
@@ -74,7 +78,7 @@ class ControlGroup:
                 self.folder.rmdir()
 
 
-def own_folder(parent: Path) -> Path:
+def group_folder(parent: Path) -> Path:
     """A unique group folder: differs between threads, and from that of an earlier process with the same id."""
     return parent / f"april-{os.getpid()}-{os.urandom(4).hex()}"
 
@@ -85,12 +89,12 @@ def find_parent_group() -> tuple[Path | None, str]:
 
     Also removes groups left behind by killed processes.
     """
-    for parent in parents():
+    for parent in control_groups():
         for leftover in parent.glob("april-*-*"):
             if not Path("/proc", leftover.name.split("-")[1]).exists():
                 with contextlib.suppress(OSError):
                     leftover.rmdir()
-        attempt = own_folder(parent)
+        attempt = group_folder(parent)
         try:
             attempt.mkdir()
         except OSError:
@@ -102,19 +106,18 @@ def find_parent_group() -> tuple[Path | None, str]:
     return None, ""
 
 
-def parents() -> Iterator[Path]:
+def control_groups() -> Iterator[Path]:
     """The control groups of this process, and their ancestors."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        root = ROOT / "memory" if controllers else ROOT
+        root = CGROUP_ROOT / "memory" if controllers else CGROUP_ROOT
         group = root / own.lstrip("/")
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root) and folder.is_dir())
 
 
-# --- memory and disk usage of a program under test and all processes it has started ---
-
+# --- memory and disk usage --------------------------------------------------------------------------------------------
 
 WATCH_S = 0.05
 """Shortest interval between two measurements (s)."""
@@ -137,7 +140,7 @@ class UsageWatch:
             return ""
         if self.group.killed:
             return "memory"
-        pids = list(tree(self.pid))
+        pids = list(process_tree(self.pid))
         used = sum(map(resident_bytes, pids))
         if used > self.memory_bytes and sum(map(proportional_bytes, pids)) > self.memory_bytes:
             return "memory"
@@ -147,13 +150,13 @@ class UsageWatch:
         return ""
 
 
-def tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
     """Ids of a process and all its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                yield from tree(int(child))
+                yield from process_tree(int(child))
 
 
 def resident_bytes(pid: int) -> int:
@@ -195,10 +198,7 @@ def add_file(files: dict[tuple[int, int], int], status: os.stat_result) -> None:
         files[status.st_dev, status.st_ino] = status.st_blocks * BLOCK_BYTES
 
 
-# --- sandbox for untrusted programs ---
-
-
-log = logging.getLogger(__name__)
+# --- the sandbox ------------------------------------------------------------------------------------------------------
 
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
 LIBC = ctypes.CDLL(None)

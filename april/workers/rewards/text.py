@@ -1,4 +1,4 @@
-"""Verifiers that compare text: exact, regular expression, token F1, multiple choice, the quickstart's answers."""
+"""Verifiers that compare text: exact, regular expression, token F1, multiple choice, GSM8K, the quickstart's task."""
 
 import re
 import string
@@ -7,8 +7,7 @@ from decimal import Decimal
 
 from april.data.rows import final_number, last_number, leading_number
 
-# --- extracts the answer of a response ---
-
+# --- answers in a response --------------------------------------------------------------------------------------------
 
 END_OF_THINKING = "</think>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -43,8 +42,7 @@ def after_phrase(text: str, phrase: str) -> str | None:
     return found[-1].strip() if found else None
 
 
-# --- verifiers that compare text ---
-
+# --- verifiers --------------------------------------------------------------------------------------------------------
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -124,13 +122,6 @@ def chosen_letter(text: str) -> str | None:
     return letter[1] if letter else None
 
 
-for verifier, example in ((final_answer, "#{}"), (exact, "{}"), (f1, "\\boxed{{{}}}"), (choice, "\\boxed{{{}}}")):
-    vars(verifier)["example"] = example.format
-
-
-# --- the verifier `gsm8k` ---
-
-
 def gsm8k(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
     """1.0 iff the number after the last `####` equals the label. Raises ValueError for a label that is not a number.
 
@@ -146,12 +137,18 @@ def gsm8k(response: str, label: str, finish_reason: str) -> tuple[float, dict[st
         raise ValueError(f"label {label[:80]!r} is not a number")
     text = after_thinking(response)
     strict, flexible = final_number(text), last_number(text)
-    details = {"marked": float(strict is not None), "flexible": float(equal(flexible, wanted))}
-    return float(equal(strict, wanted)), details
+    details = {"marked": float(strict is not None), "flexible": float(equal_numbers(flexible, wanted))}
+    return float(equal_numbers(strict, wanted)), details
 
 
-def equal(answer: str | None, wanted: str) -> bool:
+def equal_numbers(answer: str | None, wanted: str) -> bool:
     return answer is not None and Decimal(answer) == Decimal(wanted)
 
 
-vars(gsm8k)["example"] = "#### {}".format
+EXAMPLES = (
+    (final_answer, "#{}"), (exact, "{}"), (f1, "\\boxed{{{}}}"), (choice, "\\boxed{{{}}}"), (gsm8k, "#### {}"),
+)  # fmt: skip
+"""A correct response to a label, by verifier."""
+
+for verifier, example in EXAMPLES:
+    vars(verifier)["example"] = example.format

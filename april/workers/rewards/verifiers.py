@@ -171,7 +171,7 @@ def check_verifier(name: str, key: str = "", url: str = "") -> None:
         refuse(key, name, "has no server", "set reward.url to its address")
 
 
-# --- the verifier `environment` ---
+# --- the verifier `environment` ---------------------------------------------------------------------------------------
 
 
 @takes_items

@@ -21,7 +21,7 @@ from april.learner.backends.megatron.groups import initialise_megatron
 from april.learner.backends.megatron.layout import ParallelLayout
 from april.learner.backends.megatron.model import MegatronPolicy
 from april.learner.model import empty_policy
-from april.util.lifetime import end
+from april.util.lifetime import exit_at_once
 
 
 def main(folders: list[Path]) -> None:
@@ -48,7 +48,7 @@ def main(folders: list[Path]) -> None:
         state = state_of(model, lm, number, FORMS[number % len(FORMS)])
         dist_checkpointing.save({"model": state, "args": Path()}, str(folder / "saved"))
     process_group.leave()
-    end(0)
+    exit_at_once(0)
 
 
 def state_of(model, lm, number: int, form: dict[str, bool]) -> dict:

@@ -15,7 +15,7 @@ from april.config import Config
 from april.learner import checkpoint, process_group
 from april.learner.batch import TrainingBatch, decode, share_batch
 from april.learner.trainer import Trainer
-from april.util.lifetime import end
+from april.util.lifetime import exit_at_once
 
 
 def run(job: dict, device: torch.device) -> dict:
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         torch.save(results, folder / "results.pt")
     process_group.leave()
-    end(0)
+    exit_at_once(0)
 
 
 if __name__ == "__main__":

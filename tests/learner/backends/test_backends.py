@@ -11,8 +11,6 @@ import orjson
 import pytest
 import torch
 import torch.distributed as dist
-from learner_setup import job, make_config, make_policy, settings, uneven_batch
-from reference import ReferenceLearner
 from safetensors.torch import load_file
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -20,6 +18,8 @@ from april.config import Config, ConfigError
 from april.config.checks import check
 from april.learner import checkpoint
 from april.learner.trainer import Trainer
+from tests.support.learner.reference import ReferenceLearner
+from tests.support.learner.small_learner import job, make_config, make_policy, settings, uneven_batch
 
 ROOT = Path(__file__).parents[3]
 PYTHONS = {"fsdp": sys.executable, "megatron": str(ROOT / ".venv-megatron/bin/python")}

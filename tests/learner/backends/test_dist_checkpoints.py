@@ -9,12 +9,12 @@ import orjson
 import pytest
 import torch
 import torch.distributed as dist
-from learner_setup import make_config, make_policy, uneven_batch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from april import cli
 from april.learner.trainer import Trainer
-from tests.conftest import full
+from tests.support.learner.small_learner import make_config, make_policy, uneven_batch
+from tests.support.marks import full
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-megatron/bin/python"

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from learner_setup import make_policy
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +14,7 @@ from april.learner.backends.megatron.names import STACKED, check_experts, whole
 from april.learner.backends.megatron.piece import ROWS, StackedExperts
 from april.learner.loading import ModelError, WeightFiles
 from april.learner.model import empty_policy, load
+from tests.support.learner.small_learner import make_policy
 
 EXPERTS = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 

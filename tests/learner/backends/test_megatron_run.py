@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from april.observe.report.run_folder import read_records
-from tests.conftest import make_policy, make_prompts, write_config
-from tests.run.processes import assert_closed
+from tests.support.run_processes import assert_closed
+from tests.support.small_run import make_policy, make_prompts, write_config
 
 PYTHON = Path(__file__).parents[3] / ".venv-megatron/bin/python"
 

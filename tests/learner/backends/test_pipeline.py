@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from learner_setup import VOCAB, make_policy, make_sample
 from torch import nn
 from transformers import Qwen3MoeConfig
 
@@ -20,6 +19,7 @@ from april.learner.loading import ModelError
 from april.learner.model import empty_policy
 from april.learner.packing import pack
 from april.learner.performance import untimed
+from tests.support.learner.small_learner import VOCAB, make_policy, make_sample
 
 WIDTH, DEADLINE_S = 6, 20
 

@@ -30,7 +30,7 @@ class FSDPBackend(Backend):
         if config.lora.is_set:
             lora.attach(policy.lm, config.lora, config.seed)
         self.adapter = lora.describe(policy.lm, config.lora)
-        self.cost = performance.cost(policy.lm)
+        self.cost = performance.forward_cost(policy.lm)
         self.bf16 = uses_bf16(section, device)
         self.compute_dtype = "bfloat16" if self.bf16 else "float32"
         self.policy = load_sharded(policy, path, device, self.bf16)

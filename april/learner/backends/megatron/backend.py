@@ -71,7 +71,7 @@ class MegatronBackend(Backend):
             Ranks(layout.experts.get_group(dim)) for dim in (SHARES, REPLICAS)
         )
         self.lm = empty_policy(config.model.path, config.sampling.temperature).lm
-        self.cost = performance.cost(self.lm)
+        self.cost = performance.forward_cost(self.lm)
         self.policy = self.load().train()
         optimizer = adamw([parameter for _, parameter in self.policy.trained], section.lr, section)
         optimizer.register_step_post_hook(lambda *_: self.policy.round())

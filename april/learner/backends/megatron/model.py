@@ -44,7 +44,7 @@ from april.learner.loading import ModelError, WeightFiles
 from april.learner.model import LOGITS_PER_CHUNK
 from april.learner.packing import MicroBatch
 
-# --- log-probabilities and entropies with a vocabulary-parallel head ---
+# --- head -------------------------------------------------------------------------------------------------------------
 
 
 class ReduceFromRanks(torch.autograd.Function):
@@ -114,8 +114,7 @@ def score_rows(
     return logprobs, entropies
 
 
-# --- a Hugging Face model as Megatron's `GPTModel`, with packed attention and a head that scores tokens ---
-
+# --- model ------------------------------------------------------------------------------------------------------------
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 """Model types (`config.json`) whose layers Megatron computes identically."""

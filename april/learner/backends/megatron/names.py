@@ -1,4 +1,4 @@
-"""Mapping of Hugging Face tensors to Megatron's parameters, and their distribution over the ranks.
+"""Mapping of Hugging Face tensors and configuration to Megatron's, and the tensors' distribution over the ranks.
 
 Megatron has queries, keys and values of a layer in one matrix, group by group: the queries of a group, its key, its
 value. It has gate and up projection in one matrix, gate first on each rank. Tensor-parallel ranks hold rows of these
@@ -132,7 +132,7 @@ def values(heads: tuple[int, int, int], tensor: Tensor) -> Tensor:
     return tensor.unflatten(0, heads)[:, -1]
 
 
-# --- megatron's configuration of a model's experts ---
+# --- experts ----------------------------------------------------------------------------------------------------------
 
 
 def has_experts(layer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Drives an engine through its interface, and compares its output with references."""
+"""Means of the conformance checks: drivers of an engine, tiny reference models, and the decorator `check`."""
 
 import contextlib
 import json
@@ -132,13 +132,12 @@ def assert_frequencies(engine, model, options: dict, seeds: int) -> None:
         assert abs(streams[request.id].logprobs[0] - np.log(full[token])) < 1e-4
 
 
-# --- tiny random models with peaked distributions, so that a wrong mask, position or norm shows in the logits ---
+# --- tiny models ------------------------------------------------------------------------------------------------------
 
-
-CONTEXT = 640
-COMMON = {
+TINY_CONTEXT = 640
+TINY_SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": CONTEXT, "initializer_range": 0.25, "bos_token_id": None,
+    "num_attention_heads": 4, "max_position_embeddings": TINY_CONTEXT, "initializer_range": 0.25, "bos_token_id": None,
     "eos_token_id": None,
 }  # fmt: skip
 LLAMA3_ROPE = {
@@ -149,7 +148,10 @@ LLAMA3_ROPE = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A saved model folder, and the Hugging Face model in it as the reference."""
+    """A saved model folder, and the Hugging Face model in it as the reference.
+
+    Its random weights give peaked distributions, so that a wrong mask, position or norm shows in the logits.
+    """
 
     folder: Path
     reference: PreTrainedModel
@@ -183,15 +185,17 @@ class TinyModel:
         return folder
 
 
-def build(architecture: str, seed: int) -> PreTrainedModel:
+def build_reference(architecture: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     if architecture == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True))
+        model = Qwen3ForCausalLM(
+            Qwen3Config(**TINY_SHAPE, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)
+        )
     elif architecture == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**COMMON, num_key_value_heads=1, tie_word_embeddings=False))
+        model = Qwen2ForCausalLM(Qwen2Config(**TINY_SHAPE, num_key_value_heads=1, tie_word_embeddings=False))
     else:
         config = LlamaConfig(
-            **COMMON, num_key_value_heads=4, attention_bias=True, mlp_bias=True, tie_word_embeddings=False,
+            **TINY_SHAPE, num_key_value_heads=4, attention_bias=True, mlp_bias=True, tie_word_embeddings=False,
             rope_parameters=LLAMA3_ROPE,
         )  # fmt: skip
         model = LlamaForCausalLM(config)
@@ -204,7 +208,7 @@ def build(architecture: str, seed: int) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Suppress transformers' progress bars."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -225,14 +229,14 @@ class TinyModels:
 
     def __call__(self, architecture: str = "qwen3", seed: int = 0) -> TinyModel:
         if (architecture, seed) not in self._made:
-            model, folder = build(architecture, seed), self._folder / f"{architecture}-{seed}"
-            with quiet():
+            model, folder = build_reference(architecture, seed), self._folder / f"{architecture}-{seed}"
+            with without_progress_bars():
                 model.save_pretrained(folder)
             self._made[architecture, seed] = TinyModel(folder, model)
         return self._made[architecture, seed]
 
 
-# --- definition of a conformance check, and the bench that provides it with engines and models ---
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 class MakeEngine(Protocol):
@@ -261,6 +265,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Check:
+    """One property of an engine, as a function of a bench."""
+
     name: str
     """The property that is checked, as a sentence."""
     function: Callable[..., None]

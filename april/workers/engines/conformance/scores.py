@@ -1,4 +1,4 @@
-"""An engine scores a text under the weights it holds, so that the weight check detects wrong ones."""
+"""Log-probabilities of texts that an engine scores, by which wrong weights are found, and of tokens that it samples."""
 
 from collections.abc import Callable, Mapping
 
@@ -25,11 +25,10 @@ from april.workers.engines.conformance.harness import (
 )
 from april.workers.engines.weight_intake import WeightCheck
 
-# --- faults in weight transfer ---
-
+# --- faults in weight transfer ----------------------------------------------------------------------------------------
 
 Weights = dict[str, torch.Tensor]
-STEP = 1e-3
+STEP_CHANGE = 1e-3
 """Change of each weight in one training step, as with AdamW at that learning rate."""
 CORRUPTED_TENSOR = "model.layers.1.mlp.up_proj.weight"
 """The tensor that is wrong, in faults of a single tensor."""
@@ -39,7 +38,7 @@ def a_step_further(weights: Weights, seed: int = 0) -> Weights:
     """Weights of the next version, one training step later."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: tensor + STEP * torch.randn(tensor.shape, generator=generator).sign().to(tensor.dtype)
+        name: tensor + STEP_CHANGE * torch.randn(tensor.shape, generator=generator).sign().to(tensor.dtype)
         for name, tensor in weights.items()
     }
 
@@ -87,21 +86,22 @@ FAULTS: Mapping[str, Callable[[Weights, Weights], Weights]] = {
 """fault(weights of the version before, published weights) -> weights that the engine gets, by the fault's name."""
 
 
-# --- an engine scores a text under the weights it holds, so that the weight check detects wrong ones ---
+# --- scores -----------------------------------------------------------------------------------------------------------
 
-
-TEXT = canary_tokens(VOCABULARY)
+CANARY_TEXT = canary_tokens(VOCABULARY)
 
 
 @check()
 def scores_are_those_of_a_plain_forward_pass_or_are_refused(bench: Bench):
     engine = bench.make_engine()
     if not bench.entry.scores:
-        assert refusal(lambda: engine.score(TEXT))
+        assert refusal(lambda: engine.score(CANARY_TEXT))
         return
-    scores = engine.score(TEXT)
+    scores = engine.score(CANARY_TEXT)
     assert scores.dtype == np.float32 and engine.dtype == "float32"
-    torch.testing.assert_close(torch.tensor(scores), bench.models().logprobs(TEXT.tolist(), 1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(scores), bench.models().logprobs(CANARY_TEXT.tolist(), 1), atol=1e-4, rtol=0
+    )
 
 
 @check(interrupts=True)
@@ -112,7 +112,7 @@ def a_score_changes_nothing_of_what_runs(bench: Bench):
     whole = drive(bench.make_engine(), [request])[1]
     engine = bench.make_engine()
     before = drive(engine, [request], tokens=50)
-    engine.score(TEXT)
+    engine.score(CANARY_TEXT)
     assert join(before[1], drive(engine)[1]).tokens == whole.tokens
 
 
@@ -135,24 +135,23 @@ def other_weights_than_those_published_are_found(bench: Bench, fault: Callable[[
     model = bench.models()
     old = {name: tensor.clone() for name, tensor in model.weights().items() if name != "lm_head.weight"}
     new = a_step_further(old)
-    engine, proof = bench.make_engine(version=None), WeightCheck()
+    engine, weight_check = bench.make_engine(version=None), WeightCheck()
 
     def load(version: Version, sent: Weights, published: Weights) -> None:
         engine.load_weights(version, sent)
-        canary = Canary(TEXT.tolist(), model.logprobs_under(published, TEXT.tolist()).tolist(), "float32")
+        canary = Canary(CANARY_TEXT.tolist(), model.logprobs_under(published, CANARY_TEXT.tolist()).tolist(), "float32")
         staged = StagedWeights(version, None, 0.0, canary=canary, checksum=version.step)
-        proof.judge(staged, canary, engine.score(TEXT), engine.dtype)
+        weight_check.judge(staged, canary, engine.score(CANARY_TEXT), engine.dtype)
 
     load(V0, old, old)
     assert f"version {V1}" in refusal(lambda: load(V1, fault(old, new), new))
     load(V1, new, new)
-    assert proof.failures == 0
+    assert weight_check.failures == 0
 
 
-# --- tokens are drawn from the model's distribution as the request asks, and their log-probabilities are the model'---
+# --- samples ----------------------------------------------------------------------------------------------------------
 
-
-CUTS = ({"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8})
+CUT_OPTIONS = ({"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8})
 
 
 @check(of_true_distribution=True)
@@ -227,7 +226,7 @@ def frequencies_agree_with_the_distribution_asked_for(bench: Bench):
     assert_frequencies(bench.make_engine(slots=64), bench.models(), {"temperature": 0.7}, seeds=1000)
 
 
-@check(of_true_distribution=True, cases={str(options): {"options": options} for options in CUTS})
+@check(of_true_distribution=True, cases={str(options): {"options": options} for options in CUT_OPTIONS})
 def frequencies_agree_with_the_cut_distribution_asked_for(bench: Bench, options: dict):
     """An engine without `truncates_sampling` refuses such a request."""
     engine = bench.make_engine(slots=64)

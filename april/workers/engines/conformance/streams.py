@@ -1,4 +1,4 @@
-"""Every token leaves the engine once, in order, however its request ends."""
+"""Every token leaves the engine once, in order, however its request ends; an impossible request is refused at once."""
 
 from dataclasses import replace
 from functools import partial
@@ -167,39 +167,38 @@ def no_token_is_lost_or_handed_over_twice(bench: Bench):
     assert handed == engine.generated_tokens
 
 
-# --- a request that can never run is refused when it is submitted, with a sentence ---
+# --- refused requests -------------------------------------------------------------------------------------------------
 
-
-GOOD = Request(1, prompt(), 5)
-BAD = {
-    "over the context": (replace(GOOD, max_new_tokens=60), "max_context"),
-    "no budget": (replace(GOOD, max_new_tokens=0), "max_new_tokens"),
-    "no tokens": (replace(GOOD, tokens=np.zeros(0, np.int32)), "no tokens"),
-    "not integers": (replace(GOOD, tokens=np.ones(3)), "integer"),
-    "two dimensions": (replace(GOOD, tokens=np.ones((2, 2), np.int32)), "one-dimensional"),
-    "beyond the vocabulary": (replace(GOOD, tokens=np.array([3, VOCABULARY], np.int32)), "vocabulary"),
-    "negative token": (replace(GOOD, tokens=np.array([-1], np.int32)), "vocabulary"),
-    "negative temperature": (replace(GOOD, temperature=-0.5), "temperature"),
-    "temperature is no number": (replace(GOOD, temperature=float("nan")), "temperature"),
-    "no mass": (replace(GOOD, top_p=0.0), "top_p"),
-    "negative top_k": (replace(GOOD, top_k=-1), "top_k"),
+VALID_REQUEST = Request(1, prompt(), 5)
+INVALID_REQUESTS = {
+    "over the context": (replace(VALID_REQUEST, max_new_tokens=60), "max_context"),
+    "no budget": (replace(VALID_REQUEST, max_new_tokens=0), "max_new_tokens"),
+    "no tokens": (replace(VALID_REQUEST, tokens=np.zeros(0, np.int32)), "no tokens"),
+    "not integers": (replace(VALID_REQUEST, tokens=np.ones(3)), "integer"),
+    "two dimensions": (replace(VALID_REQUEST, tokens=np.ones((2, 2), np.int32)), "one-dimensional"),
+    "beyond the vocabulary": (replace(VALID_REQUEST, tokens=np.array([3, VOCABULARY], np.int32)), "vocabulary"),
+    "negative token": (replace(VALID_REQUEST, tokens=np.array([-1], np.int32)), "vocabulary"),
+    "negative temperature": (replace(VALID_REQUEST, temperature=-0.5), "temperature"),
+    "temperature is no number": (replace(VALID_REQUEST, temperature=float("nan")), "temperature"),
+    "no mass": (replace(VALID_REQUEST, top_p=0.0), "top_p"),
+    "negative top_k": (replace(VALID_REQUEST, top_k=-1), "top_k"),
 }
 
 
-@check(cases={case: {"request": request, "named": named} for case, (request, named) in BAD.items()})
+@check(cases={case: {"request": request, "named": named} for case, (request, named) in INVALID_REQUESTS.items()})
 def a_request_that_can_never_run_is_refused_with_a_sentence(bench: Bench, request: Request, named: str):
     """An engine can use `april.workers.engines.entry.check_request` for all of these."""
     engine = bench.make_engine(max_context=64)
     sentence = refusal(lambda: engine.submit(request))
     assert named in sentence, sentence
-    assert engine.live == 0 and len(drive(engine, [GOOD])[1].tokens) == 5
+    assert engine.live == 0 and len(drive(engine, [VALID_REQUEST])[1].tokens) == 5
 
 
 @check()
 def an_id_is_refused_while_it_is_live(bench: Bench):
-    engine, long = bench.make_engine(slots=1), replace(GOOD, max_new_tokens=600)
+    engine, long = bench.make_engine(slots=1), replace(VALID_REQUEST, max_new_tokens=600)
     drive(engine, [replace(long, id=1), replace(long, id=2)], steps=1)
     for live_id in (1, 2):
-        assert "live already" in refusal(partial(engine.submit, replace(GOOD, id=live_id)))
+        assert "live already" in refusal(partial(engine.submit, replace(VALID_REQUEST, id=live_id)))
     engine.cancel_all([1, 2])
-    assert len(drive(engine, [replace(GOOD, id=1)])[1].tokens) == 5
+    assert len(drive(engine, [replace(VALID_REQUEST, id=1)])[1].tokens) == 5

@@ -14,7 +14,7 @@ from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import Engine
 from april.workers.engines.conformance import scores, streams, weights
-from april.workers.engines.conformance.harness import CHECKS, CONTEXT, V0, Bench, TinyModels
+from april.workers.engines.conformance.harness import CHECKS, TINY_CONTEXT, V0, Bench, TinyModels
 from april.workers.engines.entry import device_of
 
 SUBJECTS = (streams, scores, weights, scores, streams)
@@ -64,9 +64,9 @@ class Engines:
         self._name, self._models, self._overrides = name, models, overrides
         self._made = contextlib.ExitStack()
 
-    def __call__(self, version: Version | None = V0, *, max_context: int = CONTEXT, **options: Any) -> Engine:
+    def __call__(self, version: Version | None = V0, *, max_context: int = TINY_CONTEXT, **options: Any) -> Engine:
         model = self._models()
-        folder = model.folder if max_context == CONTEXT else model.with_context(max_context)
+        folder = model.folder if max_context == TINY_CONTEXT else model.with_context(max_context)
         config = configured(self._name, folder, self._overrides, **options)
         engine = ENGINES.find(self._name).from_config(config, device_of(config), "check")
         self._made.callback(engine.close)

@@ -1,4 +1,4 @@
-"""The engine's bookkeeping in arrays: the state of each slot, and of the running slots between two changes."""
+"""The engine's bookkeeping in arrays: all slots, the running ones between two changes, and prefixes that they share."""
 
 from collections.abc import Sequence
 
@@ -108,8 +108,7 @@ class DecodeBatch:
         return (self._stop_ids == self._sampled[:, None]).any(axis=1)
 
 
-# --- shared prefixes of contexts, such as a group's prompt or a common template, so that each is prefilled only onc---
-
+# --- shared prefixes --------------------------------------------------------------------------------------------------
 
 MIN_SHARED_TOKENS = 64
 """Shortest prefix worth sharing; below it, recomputing is cheaper than prefilling the rest separately."""
@@ -120,7 +119,8 @@ Wave = dict[int, tuple[int, int]]
 def shared_prefixes(table: SlotTable, unfilled: Sequence[int], filled: Sequence[int]) -> list[Wave]:
     """Waves in which to prefill the `unfilled` slots; a slot's wave comes after that of its source slot.
 
-    `filled`: slots whose context is in the cache already. The last token of a context does not count: it is decoded.
+    So a prefix that contexts share, such as a group's prompt or a template, is prefilled only once. `filled`: slots
+    whose context is in the cache already. The last token of a context does not count: it is decoded.
     """
     wave_of = dict.fromkeys(filled, -1)
     waves: list[Wave] = []

@@ -1,7 +1,8 @@
-"""Connects an SGLang server to a weight channel: its ranks join the group in which the learner broadcasts.
+"""Connects an SGLang server to a weight channel, and loads the weights received over it into the server.
 
-Joining runs in the weights thread, while the server generates. Receiving is part of a weight update, which pauses the
-server first, so nothing is broadcast to a server that does not receive.
+The server's ranks join the group in which the learner broadcasts. Joining runs in the weights thread, while the server
+generates. Receiving is part of a weight update, which pauses the server first, so nothing is broadcast to a server that
+does not receive.
 """
 
 import asyncio
@@ -50,9 +51,9 @@ class ServerWeightChannel:
             self._engine.suspect(str(error))
             raise
 
-    def leave(self, lane: str) -> None:
+    def leave(self, channel: str) -> None:
         with contextlib.suppress(ServerRefuses, ServerGone):
-            self._call("/destroy_weights_update_group", {"group_name": lane}, 1.0)
+            self._call("/destroy_weights_update_group", {"group_name": channel}, 1.0)
 
     def _call(self, path: str, body: dict, deadline_s: float) -> None:
         async def call() -> None:
@@ -65,10 +66,9 @@ class ServerWeightChannel:
         asyncio.run(call())
 
 
-# --- loads received weights into an SGLang server in the background, while the worker's other servers keep generati---
-
-
 class ServerWeightLoader(WeightLoader):
+    """Loads weights in the background, while the worker's other servers keep generating."""
+
     engine: SGLangEngine
 
     def start_load(self, staged: StagedWeights) -> asyncio.Task:

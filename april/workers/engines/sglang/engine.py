@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from april.util import clock
-from april.util.lifetime import delay_s
+from april.util.lifetime import restart_delay_s
 from april.weights.verification import can_predict_checksums, checksums_in_server
 from april.wire.message import Version
 from april.workers.engines.base import CapacityRule, Chunk, EngineError, Request
 from april.workers.engines.entry import check_heads, check_request
+from april.workers.engines.sglang import weights
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, SGLangClient
 from april.workers.engines.sglang.requests import ServerRequests, read_scores, score_body, server_dtype
 from april.workers.engines.sglang.run import StepSignal, StreamedRequest
@@ -33,16 +34,6 @@ from april.workers.engines.sglang.server import (
     check_model,
     check_pause,
     check_server,
-)
-from april.workers.engines.sglang.weights import (
-    DiskSnapshot,
-    HalfLoaded,
-    WeightPush,
-    adopt_external_weights,
-    load_adapter,
-    receive_broadcast,
-    release_memory,
-    resume_memory,
 )
 
 if TYPE_CHECKING:
@@ -88,7 +79,7 @@ class SGLangEngine(ServerRequests):
         server: SGLangServer | AttachedServer | None = None,
         url: str = "",
         api_key: str = "",
-        push: WeightPush | None = None,
+        push: weights.WeightPush | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         step_signal: StepSignal | None = None,
     ):
@@ -106,7 +97,7 @@ class SGLangEngine(ServerRequests):
         self.ready = self.released = self._holds_base_weights = False
         self.info: dict = {}
         """The server's answer to /server_info."""
-        self._push = push or DiskSnapshot(self.model_path)
+        self._push = push or weights.DiskSnapshot(self.model_path)
         self._server, self._api_key = server or AttachedServer(url, start_s), api_key
         self._capacity = CapacityRule(slots)
         self._updates, self._checksums_comparable = 0, False
@@ -214,7 +205,7 @@ class SGLangEngine(ServerRequests):
     ) -> None:
         """As `update_weights`, with an adapter on top of the base weights that the server has read from its folder."""
         self._check_ready()
-        load = load_adapter(self.client, self.model_path, adapter, tensors, str(version))
+        load = weights.load_adapter(self.client, self.model_path, adapter, tensors, str(version))
         await self._update(version, load, {}, verify)
 
     @property
@@ -233,7 +224,7 @@ class SGLangEngine(ServerRequests):
         self._check_ready()
         check_heads(self._push.expected, self._push.tied, {head.name: tuple(head.shape) for head in manifest.tensors})
         self._holds_base_weights = False
-        load = receive_broadcast(self.client, manifest, post, self._change(version))
+        load = weights.receive_broadcast(self.client, manifest, post, self._change(version))
         await self._update(version, load, manifest.server_checksums if self._checksums_comparable else {}, verify)
 
     async def update_from_external(
@@ -246,7 +237,7 @@ class SGLangEngine(ServerRequests):
         self._check_ready()
         self._holds_base_weights = False
         await self._update(
-            version, adopt_external_weights(self.client, post, loaded, self._change(version)), {}, verify
+            version, weights.adopt_external_weights(self.client, post, loaded, self._change(version)), {}, verify
         )
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
@@ -280,7 +271,7 @@ class SGLangEngine(ServerRequests):
         """`release` as a coroutine. A server that is down or fails to release is killed, which frees the memory too."""
         self.version, self.released = None, True
         if self.ready:
-            await self._call_memory_api(release_memory(self.client), "release its accelerator")
+            await self._call_memory_api(weights.release_memory(self.client), "release its accelerator")
         else:
             self._server.kill()
 
@@ -288,7 +279,7 @@ class SGLangEngine(ServerRequests):
         """`resume` as a coroutine. A server that fails to resume is restarted."""
         self.released = False
         if self.ready:
-            await self._call_memory_api(resume_memory(self.client), "acquire its accelerator again")
+            await self._call_memory_api(weights.resume_memory(self.client), "acquire its accelerator again")
 
     async def _call_memory_api(self, call: Coroutine, what: str) -> None:
         try:
@@ -348,7 +339,7 @@ class SGLangEngine(ServerRequests):
                 if verify:
                     await self._verify(version, verify)
             self.version, self._updates = version, self._updates + 1
-        except (ServerGone, HalfLoaded, TimeoutError) as error:
+        except (ServerGone, weights.HalfLoaded, TimeoutError) as error:
             why = str(error) or f"an update of the weights took longer than {self.update_s:g} s"
             if self.ready:
                 self._mark_lost(why)
@@ -386,14 +377,14 @@ class SGLangEngine(ServerRequests):
             finally:
                 await call("/continue_generation", {})
         except ServerRefuses as error:
-            raise (HalfLoaded(str(error)) if loaded else error) from None
+            raise (weights.HalfLoaded(str(error)) if loaded else error) from None
 
     async def _compare(self, expected: dict[str, str]) -> None:
         """Compare the server's checksums with those of the sent weights. Raises HalfLoaded."""
         answer = await self.client.call("/weights_checker", {"action": "checksum"}, self.update_s)
         held = answer["ranks"][0]["checksums"]
         if wrong := [name for name in held if held[name] != expected.get(name)]:
-            raise HalfLoaded(
+            raise weights.HalfLoaded(
                 f"the server holds other weights than it was sent: {wrong[0]} and {len(wrong) - 1} more differ"
             )
         log.info("the server's %d tensors are those that were sent", len(held))
@@ -494,7 +485,7 @@ class SGLangEngine(ServerRequests):
         if self.restarts >= self.max_restarts:
             self._fatal = ServerFailed(f"the {self.server_name} server finished nothing in {self.restarts} restarts")
             return
-        await asyncio.sleep(delay_s(self.restarts + 1, self.max_restarts))
+        await asyncio.sleep(restart_delay_s(self.restarts + 1, self.max_restarts))
         if self.released:
             return
         try:

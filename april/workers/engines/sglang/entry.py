@@ -1,4 +1,4 @@
-"""Registry entries of engines on SGLang servers, and on servers with the same HTTP API."""
+"""Registry entries of engines on SGLang servers, and on servers with the same HTTP API; a server's share of memory."""
 
 import math
 import re
@@ -137,8 +137,6 @@ class SGLangEntry(ServerEntry):
 
     @classmethod
     def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
-        pass
-
         return memory_share(config, total_bytes, free_bytes, weight_bytes)
 
     @classmethod
@@ -208,14 +206,13 @@ def check_servers(engine: EngineSection) -> None:
         )
 
 
-# --- memory share of an SGLang server on an accelerator ---
+# --- memory share -----------------------------------------------------------------------------------------------------
 
-
-OPTION = "mem_fraction_static"
+MEMORY_OPTION = "mem_fraction_static"
 GIB, MIB = 1 << 30, 1 << 20
 CONTEXT_BYTES = GIB
 """Memory of the CUDA context, its kernels and communication buffers."""
-CHUNKS = ((20, 2048), (60, 4096), (160, 8192), (math.inf, 16384))
+PREFILL_CHUNKS = ((20, 2048), (60, 4096), (160, 8192), (math.inf, 16384))
 """SGLang's default prefill chunk: (accelerator memory below this many GiB, tokens)."""
 CHUNK_TOKEN_BYTES, LEAST_CHUNK = 1.5 * MIB, 2048
 GRAPH_BYTES, SMALL_GIB, LARGE_BYTES = 512 * MIB, 60, 10 * GIB
@@ -226,14 +223,14 @@ LARGE_BYTES besides weights and cache."""
 def memory_share(config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
     """Implements `EngineEntry.memory_options`; a fraction set in the configuration wins."""
     available = free_bytes - CONTEXT_BYTES - other_bytes(config, total_bytes)
-    fraction = float(config.engine.server.get(OPTION) or math.floor(1000 * available / total_bytes) / 1000)
-    return MemoryShare({OPTION: fraction}, total_bytes * fraction - weight_bytes)
+    fraction = float(config.engine.server.get(MEMORY_OPTION) or math.floor(1000 * available / total_bytes) / 1000)
+    return MemoryShare({MEMORY_OPTION: fraction}, total_bytes * fraction - weight_bytes)
 
 
 def other_bytes(config: Config, total_bytes: float) -> float:
     """Bytes that the server needs besides weights and KV cache."""
     server, total_gib = config.engine.server, total_bytes / GIB
-    usual = next(tokens for below, tokens in CHUNKS if total_gib < below)
+    usual = next(tokens for below, tokens in PREFILL_CHUNKS if total_gib < below)
     chunk = int(server.get("chunked_prefill_size", usual))
     activations = 512 * MIB + CHUNK_TOKEN_BYTES * max(chunk, LEAST_CHUNK)
     estimate = activations + GRAPH_BYTES + config.engine.tensor_ranks * GIB / 8

@@ -5,6 +5,8 @@ When the server or its weights go away, the tokens generated so far are returned
     submitted -> queued -> streaming -> finished
                    ^           |
                    +-----------+   weight update: aborted with its tokens, resubmitted with them in the context
+
+A request for the scores of a text is a single call.
 """
 
 import asyncio
@@ -216,8 +218,7 @@ class ServerRequests:
         self._chunks = [chunk for chunk in self._chunks if chunk.version != wrong]
 
 
-# --- scoring of a text by an SGLang server ---
-
+# --- scores of a text -------------------------------------------------------------------------------------------------
 
 DTYPES = {"half": "float16", "float": "float32"}
 """Data type names of servers that differ from April's."""

@@ -158,15 +158,15 @@ def check_supports(ids: list[int], supports: list[list[int]], logprobs: list[flo
         )
 
 
-# --- signal that a step on SGLang's servers waits for; the engines that share an event loop share one ---
-
-
 STEP_S = 0.02
 """Longest wait of a step (s); the broker's messages and the verifiers' scores wait as long."""
 
 
 class StepSignal(asyncio.Event):
-    """Set when a chunk is due, a request has ended in any way, or a weight update has ended."""
+    """Wakes a step; the engines that share an event loop share one.
+
+    It is set when a chunk is due, a request has ended in any way, or a weight update has ended.
+    """
 
     async def wait_for_work(self, expected: bool) -> None:
         """Wait for the signal, at most STEP_S. If none is `expected`, only run the event loop once."""

@@ -1,7 +1,7 @@
 """SGLang servers: one started as a child process, with its command line and deadlines, or an external one.
 
 A child never outlives its worker: it is killed with its whole process group, and by the kernel if the worker is killed
-first.
+first. A server that does not fit the run, or is not installed, is refused.
 """
 
 import asyncio
@@ -249,8 +249,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-# --- refuses unsuitable servers ---
-
+# --- checks of a server -----------------------------------------------------------------------------------------------
 
 ARCHITECTURE = ("model_type", "architectures")
 SHAPE = (
@@ -331,12 +330,11 @@ def check_speculation(options: Mapping[str, Any], device: str, rocm: bool = Fals
             )
 
 
-# --- finds the interpreter and version of a server's Python package ---
+# --- the server's package ---------------------------------------------------------------------------------------------
 
-
-LOOK_S = 60.0
+INTERPRETER_START_S = 60.0
 """Longest start of the interpreter (s)."""
-VERSION = """
+VERSION_PROGRAM = """
 import importlib.metadata as metadata, importlib.util as util, sys
 module, *packages = sys.argv[1:]
 found = [metadata.version(name) for name in packages if list(metadata.Distribution.discover(name=name))]
@@ -364,8 +362,10 @@ def installed_server(config: Config, name: str, packages: tuple[str, ...]) -> st
     if not python.exists():
         refuse("engine.python", python, "does not exist", fix)
     try:
-        command = [str(python), "-c", VERSION, *packages[:1], *packages]
-        result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LOOK_S)
+        command = [str(python), "-c", VERSION_PROGRAM, *packages[:1], *packages]
+        result = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INTERPRETER_START_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         refuse("engine.python", python, f"cannot be run ({error})", fix)
     if result.returncode:

@@ -1,8 +1,8 @@
-"""Transfers tensors from a worker into its paused SGLang server.
+"""Transfers weights into a paused SGLang server, and takes and returns its accelerator memory.
 
 `DiskSnapshot` writes a folder that the server reads; the server keeps its old weights if reading fails. `LocalTensors`
-shares memory with a server on the same machine. Weights that the learner broadcasts to the server itself are in
-`broadcast.py`.
+shares memory with a server on the same machine. Adapters, broadcasts of the learner, and weights that a process outside
+April loads have functions of their own.
 """
 
 import asyncio
@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 
     from april.weights.channel import Adapter
 
+log = logging.getLogger(__name__)
+
 
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_PREFIX = "april-weights-"
-IDLE_S = 60.0
+STALE_S = 60.0
 """A snapshot folder without a lock counts as stale if it was not modified for so long (s)."""
-UPDATE_S = 3600.0
-"""Deadline of calls during an update: practically none, since the update as a whole has one (s)."""
+CALL_S = 3600.0
+"""Deadline of one call: practically none, since the whole update, release or resumption has one (s)."""
 
 
 class HalfLoaded(RuntimeError):
@@ -103,7 +105,7 @@ class DiskSnapshot(CheckedPush):
         file = self._folder / "model.safetensors"
         try:
             await asyncio.to_thread(save_file, dict(tensors), file)
-            await client.call("/update_weights_from_disk", {"model_path": str(self._folder)} | change, UPDATE_S)
+            await client.call("/update_weights_from_disk", {"model_path": str(self._folder)} | change, CALL_S)
         except EngineError as error:
             if "Weights were updated" in str(error):
                 raise HalfLoaded(str(error)) from None
@@ -125,7 +127,7 @@ def lock_folder(folder: Path) -> int:
     return descriptor
 
 
-def remove_stale(folder: Path, idle_s: float = IDLE_S) -> None:
+def remove_stale(folder: Path, idle_s: float = STALE_S) -> None:
     """Remove a snapshot folder of a killed process: one without a lock, and not modified for `idle_s`."""
     with contextlib.suppress(OSError):
         if time.time() - folder.stat().st_mtime >= idle_s:
@@ -138,39 +140,39 @@ class LocalTensors(CheckedPush):
 
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
         payloads = [await asyncio.to_thread(shared_handles, tensors) for _ in range(ranks)]
-        await within_session(client, self._send(client, payloads, change))
+        await within_update(client, self._send(client, payloads, change))
 
     async def _send(self, client: SGLangClient, payloads: list[str], change: dict) -> None:
         body = {"serialized_named_tensors": payloads} | change
-        await client.call("/update_weights_from_tensor", body, UPDATE_S)
+        await client.call("/update_weights_from_tensor", body, CALL_S)
 
     def close(self) -> None: ...
 
 
-async def within_session(client: SGLangClient, load) -> None:
+async def within_update(client: SGLangClient, load) -> None:
     """Run `load` between SGLang's begin and end of a weight update, which tensors and broadcasts require.
 
     Raises EngineError if the update does not begin, HalfLoaded if anything fails after that.
     """
     try:
-        await begin(client)
+        await begin_update(client)
     except ServerRefuses:
         load.close()
         raise
     try:
         await load
-        await client.call("/end_weight_update", {}, UPDATE_S)
+        await client.call("/end_weight_update", {}, CALL_S)
     except EngineError as error:
         raise HalfLoaded(str(error)) from None
 
 
-async def begin(client: SGLangClient) -> None:
+async def begin_update(client: SGLangClient) -> None:
     """Begin a weight update. On an external server, a broken-off earlier update is ended first."""
     try:
-        await client.call("/begin_weight_update", {}, UPDATE_S)
+        await client.call("/begin_weight_update", {}, CALL_S)
     except ServerRefuses:
-        await client.call("/end_weight_update", {}, UPDATE_S)
-        await client.call("/begin_weight_update", {}, UPDATE_S)
+        await client.call("/end_weight_update", {}, CALL_S)
+        await client.call("/begin_weight_update", {}, CALL_S)
 
 
 def shared_handles(tensors: "Mapping[str, torch.Tensor]") -> str:
@@ -193,10 +195,7 @@ def shared_handles(tensors: "Mapping[str, torch.Tensor]") -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-# --- loads a LoRA adapter into a paused server, as a folder in PEFT's format that the server reads ---
-
-
-log = logging.getLogger(__name__)
+# --- adapters ---------------------------------------------------------------------------------------------------------
 
 
 async def load_adapter(
@@ -207,7 +206,7 @@ async def load_adapter(
     try:
         with tempfile.TemporaryDirectory(prefix=SNAPSHOT_PREFIX, dir=parent) as folder:
             await asyncio.to_thread(write_adapter, Path(folder), model, adapter, tensors)
-            await client.call("/load_lora_adapter", {"lora_path": folder, "weight_version": version}, UPDATE_S)
+            await client.call("/load_lora_adapter", {"lora_path": folder, "weight_version": version}, CALL_S)
             log.info("the server has the adapter of version %s beside its model's weights", version)
     except OSError as error:
         raise EngineError(f"the adapter cannot be written to {parent} ({error}); make room there") from None
@@ -223,13 +222,13 @@ def write_adapter(folder: Path, model: Path, adapter: "Adapter", tensors: "Mappi
     layers = sorted({name.rpartition(".")[0] for name in tensors})
     rank = min(tensors[f"{layers[0]}.lora_A"].shape)
     targets = sorted({layer.rpartition(".")[2] for layer in layers})
-    peft_config = stored.description(rank, adapter.scaling * rank, targets, model)
-    (folder / stored.CONFIG).write_bytes(orjson.dumps(peft_config))
-    prefixed = {f"{stored.PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(prefixed, folder / stored.TENSORS, metadata={"format": "pt"})
+    peft_config = stored.adapter_config(rank, adapter.scaling * rank, targets, model)
+    (folder / stored.ADAPTER_CONFIG_FILE).write_bytes(orjson.dumps(peft_config))
+    prefixed = {f"{stored.PEFT_PREFIX}{name}.weight": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(prefixed, folder / stored.ADAPTER_TENSORS_FILE, metadata={"format": "pt"})
 
 
-# --- receives weights that the learner broadcasts directly to a paused server over its weight channel ---
+# --- broadcasts -------------------------------------------------------------------------------------------------------
 
 
 async def receive_broadcast(
@@ -239,7 +238,7 @@ async def receive_broadcast(
 
     `change`, and the errors raised: as for `WeightPush.load`.
     """
-    await within_session(client, receive_buckets(client, manifest, post, change))
+    await within_update(client, receive_buckets(client, manifest, post, change))
 
 
 async def receive_buckets(
@@ -256,10 +255,10 @@ async def receive_buckets(
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        await client.call("/update_weights_from_distributed", body | (change if heads is parts[-1] else {}), UPDATE_S)
+        await client.call("/update_weights_from_distributed", body | (change if heads is parts[-1] else {}), CALL_S)
 
 
-# --- weights that a process outside April loads into a server; April only pauses the server and names their version---
+# --- external weights -------------------------------------------------------------------------------------------------
 
 
 async def adopt_external_weights(
@@ -274,18 +273,16 @@ async def adopt_external_weights(
         await asyncio.wrap_future(loaded)
     except RuntimeError as error:
         raise HalfLoaded(f"others have not loaded version {change['weight_version']}: {error}") from None
-    await client.call("/flush_cache", {}, UPDATE_S)
+    await client.call("/flush_cache", {}, CALL_S)
     name = {"new_version": change["weight_version"], "abort_all_requests": False}
-    await client.call("/update_weight_version", name, UPDATE_S)
+    await client.call("/update_weight_version", name, CALL_S)
 
 
-# --- releases and reacquires a server's accelerator memory ---
-
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 MEMORY_SAVER = "enable_memory_saver"
-CALL_S = 3600.0
-"""Deadline of the calls: practically none, since the caller has one (s)."""
-LOOK_S = 0.02
+IDLE_POLL_S = 0.02
+"""Interval at which the end of a server's requests is looked for (s)."""
 
 
 async def release_memory(client: SGLangClient) -> None:
@@ -294,7 +291,7 @@ async def release_memory(client: SGLangClient) -> None:
     Raises ServerGone and ServerRefuses.
     """
     while is_busy(await client.call("/v1/loads")):
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(IDLE_POLL_S)
     await client.call("/release_memory_occupation", {}, CALL_S)
 
 

@@ -13,9 +13,6 @@ from april.workers.engines.sglang.factory import make_sglang_engine
 from april.workers.engines.sglang.fleet import SGLangFleet
 from april.workers.engines.sglang.server import HOST, ServerSettings
 
-# --- loRA ranks that a vLLM server supports ---
-
-
 SUPPORTED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""
 
@@ -23,9 +20,6 @@ SUPPORTED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def supported_rank(rank: int) -> int | None:
     """The smallest supported rank that is at least `rank`; None if there is none."""
     return next((supported for supported in SUPPORTED_RANKS if supported >= rank), None)
-
-
-# --- command line and environment of a vLLM server; the rest is as for SGLang's ---
 
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -77,10 +71,9 @@ class VLLMSettings(ServerSettings):
         return own
 
 
-# --- vLLM as an engine ---
-
-
 class VLLMEngine(SGLangEngine):
+    """SGLang's engine on a vLLM server, which samples from the whole distribution only."""
+
     server_name = "vLLM"
 
     def check(self, request: Request, live: Container[int]) -> None:

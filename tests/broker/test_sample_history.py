@@ -1,0 +1,60 @@
+"""A batch says where each of its samples has been and when, also after the broker has started again."""
+
+from april import wire
+from april.broker.journal.snapshot import freeze
+from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, training
+
+
+def history(batch):
+    return {(head.group, sample.index): sample for head in batch.groups for sample in head.samples}
+
+
+def until_batch(talk, *workers):
+    """Complete whatever is granted until a batch is delivered, half a second each."""
+    before = talk.ledger.next_step
+    while talk.ledger.next_step == before:
+        worker = next(worker for worker in workers if any(worker.waiting))
+        grant = worker.waiting.pop(0)
+        talk.tick(0.5)
+        worker.chunk(grant, grant.arrays[1].size, 3, "stop")
+        talk.tick(0.25)
+        worker.score(grant, 0.5, correct=1.0)
+        for other in workers:
+            other.waiting += training(other.grants())
+
+
+def test_spans_survive_a_kill_and_a_snapshot(talk, worker, learner):
+    worker.waiting = finish_evaluation(worker)
+    first, *_ = worker.waiting
+    start = talk.now
+    talk.tick(1.0)
+    worker.chunk(first, 0, 5)
+    worker.hold(0, capacity=1)
+    worker.report(closings=[wire.GiveBack(first.lease_id, 5, "leave")])
+    other = FakeWorker(talk, "w1", uid="w1/0123")
+    other.join()
+    other.waiting = training(other.grants())
+    assert (first.group, first.index) in {(grant.group, grant.index) for grant in other.waiting}
+    until_batch(talk, other, worker)
+    batch = learner.fetch(0)
+    sample = history(batch[0])[first.group, first.index]
+    left, went_on, scored = sample.spans
+    assert (left.activity, left.holder, left.start, left.end, left.outcome) == ("generate", "w0-uid", 0, 5, "leave")
+    assert (went_on.holder, went_on.start, went_on.end, went_on.outcome) == ("w1", 5, 8, "stop")
+    assert (scored.activity, scored.holder, scored.outcome) == ("score", "w1", "scored")
+    assert left.ended - left.began == 1.0 and scored.ended - scored.began == 0.25
+    assert sample.details == {"correct": 1.0}
+    head = next(head for head in batch[0].groups if head.group == first.group)
+    assert head.opened_at <= start < head.delivered_at <= talk.now
+    for with_snapshot in (False, True):
+        if with_snapshot:
+            position = talk.journal.rotate()
+            talk.service.snapshots.store.write(position, freeze(talk.ledger, talk.service.history.freeze()))
+        talk.restart_broker()
+        again = FakeLearner(talk, learner.name)
+        again.hello()
+        assert again.fetch(0) == batch
+    again.consume(0)
+    again.durable(1)
+    talk.restart_broker()
+    assert not any(talk.service.history.of_group(group).delivered_at for group in talk.ledger.groups.values())

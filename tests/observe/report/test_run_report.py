@@ -1,0 +1,140 @@
+"""A run folder is read leniently where unfinished, strictly where wrong; table and report state it truly."""
+
+import io
+import re
+from types import SimpleNamespace
+
+import orjson
+import pytest
+from rich.console import Console
+
+from april.config import ConfigError
+from april.launch.preflight import mark_ended
+from april.observe.report.facts import facts, token_totals
+from april.observe.report.html import write_report
+from april.observe.report.operations import render_status
+from april.observe.report.run_folder import read_run, records_from
+from tests.support.synthetic_run import write_run
+
+
+def rendered(run_dir) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render_status(read_run(run_dir)))
+    return console.export_text()
+
+
+def rewrite_summary(run_dir, **changes) -> None:
+    path = run_dir / "summary.json"
+    path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
+
+
+def test_missing_folder_is_one_sentence_that_names_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing-here does not exist; give"):
+        read_run(tmp_path / "nothing-here")
+
+
+def test_a_folder_without_config_is_not_a_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"not a run folder: .*config.toml does not exist"):
+        read_run(tmp_path)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=5)
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-200])
+    assert [step["step"] for step in read_run(run_dir).steps] == [1, 2, 3, 4]
+
+
+def test_a_line_that_is_being_written_is_left_for_later():
+    """It may grow between two reads of its reader."""
+
+    class Written(io.BytesIO):
+        def __iter__(self):
+            yield from (b'{"step": 1}\n', b'{"step": 2, "rew', b'ard": 0.5}\n')
+
+    path = SimpleNamespace(exists=lambda: True, open=lambda mode: Written())
+    assert [line for line, _, _ in records_from(path)] == [{"step": 1}]
+
+
+def test_a_damaged_line_in_the_middle_is_refused_with_its_number(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=3)
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
+    (run_dir / "metrics.jsonl").write_bytes(b"\n".join([lines[0], lines[1][:50], lines[2], b""]))
+    with pytest.raises(ConfigError, match=r"metrics.jsonl line 2 "):
+        read_run(run_dir)
+
+
+def test_a_replayed_step_counts_once_and_keeps_both_lanes(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=3)
+    once = read_run(run_dir)
+    with (run_dir / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(orjson.dumps(once.steps[-1]) + b"\n")
+    again = read_run(run_dir)
+    assert len(again.steps) == 3
+    assert len(again.worker_events) == len(once.worker_events) + len(once.steps[-1]["lanes"])
+
+
+def test_table_states_the_closed_ledger_in_numbers(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=30)
+    ledger = token_totals(read_run(run_dir))
+    text = rendered(run_dir)
+    assert ledger.closed and f"{ledger.generated:,} generated = {ledger.trained:,} trained" in text
+    assert "discarded (aborted)" in text
+    assert "30 of 30" in text and "steps 20 → 30, 64 prompts" in text and "learner 1" in text
+
+
+@pytest.mark.parametrize("changes", [{"ledger_closed": False}, {"tokens": {"generated": 10, "trained": 9}}])
+def test_an_open_ledger_is_never_called_closed(tmp_path, changes):
+    run_dir = write_run(tmp_path / "demo", steps=3)
+    rewrite_summary(run_dir, **changes)
+    assert "NOT CLOSED" in rendered(run_dir)
+    assert "not closed" in write_report(run_dir).read_text()
+
+
+def test_a_run_that_has_only_its_config_still_shows(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=0)
+    (run_dir / "metrics.jsonl").unlink()
+    (run_dir / "summary.json").unlink()
+    assert "0 of 30" in rendered(run_dir)
+    assert "Nothing recorded yet" in write_report(run_dir).read_text()
+
+
+def test_null_pieces_are_left_out_everywhere(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=4)
+    records = [{key: None for key in step} | {"step": step["step"]} for step in read_run(run_dir).steps]
+    (run_dir / "metrics.jsonl").write_bytes(b"\n".join(map(orjson.dumps, records)) + b"\n")
+    rewrite_summary(run_dir, **dict.fromkeys(["tokens", "reward", "staleness", "lengths", "evaluation", "wall_s"]))
+    assert "4 of 4" in rendered(run_dir)
+    write_report(run_dir)
+
+
+@pytest.mark.parametrize(("steps", "pictures"), [(0, 0), (1, 11), (30, 12), (200, 12)])
+def test_report_is_one_file_that_loads_nothing(tmp_path, steps, pictures):
+    page = write_report(write_run(tmp_path / "demo", steps=steps)).read_text()
+    assert page.count("<svg") == pictures
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert not re.search(r"https?:|//[a-z]|<script|<link|<img|@import|url\((?!#)", without_namespaces)
+    assert not re.search(r'href="(?!#)', without_namespaces)
+
+
+def test_every_picture_follows_the_theme(tmp_path):
+    page = write_report(write_run(tmp_path / "demo", steps=30)).read_text()
+    colors = set(re.findall(r"#[0-9a-f]{6}", "".join(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL))))
+    assert not colors, "a colour in a picture would be the same in light and dark"
+
+
+def test_names_from_the_run_are_escaped(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=3)
+    lines = (run_dir / "metrics.jsonl").read_bytes().replace(b"worker-1", b"<b>worker</b>")
+    (run_dir / "metrics.jsonl").write_bytes(lines)
+    rewrite_summary(run_dir, run="<i>run</i>")
+    page = write_report(run_dir).read_text()
+    assert "<i>run" not in page and "<b>worker" not in page
+
+
+def test_the_table_says_why_a_run_has_failed(tmp_path):
+    run_dir = write_run(tmp_path / "demo")
+    rewrite_summary(run_dir, state="running")
+    mark_ended(run_dir, "failed", "worker-0 refuses to work; its last lines:\n  worker-0 | no such device")
+    run = read_run(run_dir)
+    assert run.state == "failed" and "no such device" in dict(facts(run))["failed because"]

@@ -1,0 +1,36 @@
+"""What tests of the agents' gateway share: a session, requests, and a chat template with tool calls."""
+
+import ssl
+
+import openai
+
+from april import wire
+from april.config import AgentSection
+
+SESSION = 7 * wire.MAX_FORKS
+PLAIN_HTTP = AgentSection()
+CALLS = {
+    "start_anchor": ":",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "CALL",
+            "close": "END",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "times", "arguments": {"of": "{content}"}}},
+        },
+    },
+}
+"""as a tokeniser may say of its model: CALL5*3END is a call of a tool"""
+MARKED = "{% for message in messages %}{{ message.content }}{% endfor %}:"
+
+
+def ask(client, *messages, **more):
+    roles = ("user", "assistant")
+    said = [{"role": roles[place % 2], "content": text} for place, text in enumerate(messages)]
+    return client.chat.completions.create(model="run", messages=said, **more)
+
+
+def over_tls(client, url, certificate):
+    trust = ssl.create_default_context(cafile=certificate)
+    return client.with_options(base_url=url, http_client=openai.DefaultHttpxClient(verify=trust))

@@ -1,0 +1,92 @@
+"""The parts of a run, each started by `april part` on a host of its own."""
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from april.observe.report.run_folder import read_records
+from tests.support.hosts.hosts import Hosts, end
+from tests.support.run_processes import APRIL, PATIENCE_S
+
+BROKER_PORT = 5555
+ROOT = Path(__file__).parents[3]
+
+
+class Parts:
+    """Of one run. `processes`: by name, also those that have ended.
+
+    with parts(hosts, config_file, run_dir, {"security.keys": keys}) as run:
+        run.broker(0)
+        run.learner([1, 2])
+        run.join("worker", 3)
+    """
+
+    def __init__(self, made: Hosts, config_file: Path, run_dir: Path, options: Mapping[str, object]):
+        self.made, self.config_file, self.run_dir = made, config_file, run_dir
+        self.options = [f"--{key}={value}" for key, value in options.items()]
+        self.logs = made.state / f"logs-{run_dir.name}"
+        self.logs.mkdir()
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.address = ""
+
+    def broker(self, host: int) -> None:
+        self.address = f"tcp://{self.made.address(host)}:{BROKER_PORT}"
+        self._start("broker", host, "broker", f"--broker.bind={self.address}")
+
+    def learner(self, hosts: list[int]) -> None:
+        """Over these hosts; its ranks are spread evenly."""
+        for node in range(len(hosts)):
+            self.learner_node(node, hosts)
+
+    def learner_node(self, node: int, hosts: list[int]) -> None:
+        across = [f"--nodes={len(hosts)}", f"--node={node}"]
+        self._start(f"learner-{node}", hosts[node], "learner", *self._joining, *across)
+
+    def join(self, role: str, host: int, name: str = "") -> None:
+        name = name or role
+        self._start(name, host, role, *self._joining, f"--name={name}")
+
+    @property
+    def _joining(self) -> list[str]:
+        return ["--connect", self.address]
+
+    def _start(self, name: str, host: int, role: str, *words: str) -> None:
+        command = self.made.command(host, *APRIL, "part", role, str(self.config_file), *self.options, *words)
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with (self.logs / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> dict[str, float]:
+        """When each part ended, by name (Unix seconds); all must have come to the run's end."""
+        ends: dict[str, float] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(ends) < len(self.processes):
+            assert time.monotonic() < deadline, f"still running: {self.processes.keys() - ends.keys()}\n{self.said()}"
+            for name in self.processes.keys() - ends.keys():
+                if (status := self.processes[name].poll()) is not None:
+                    assert status == 0, f"{name} ended with status {status}\n{self.said()}"
+                    ends[name] = time.time()
+            time.sleep(0.01)
+        return ends
+
+    def steps(self) -> list[dict]:
+        """Records of the steps that were trained so far; evaluations stand between them, and are left out."""
+        return read_records(self.run_dir / "metrics.jsonl")
+
+    def said(self) -> str:
+        return "\n".join(f"==> {log.name}\n{log.read_text()[-3000:]}" for log in sorted(self.logs.glob("*.log")))
+
+
+@contextmanager
+def parts(made: Hosts, config_file: Path, run_dir: Path, options: Mapping[str, object]):
+    run = Parts(made, config_file, run_dir, options)
+    try:
+        yield run
+    finally:
+        for process in run.processes.values():
+            end(process)

@@ -1,0 +1,99 @@
+"""A learning switch in user space, for links that are slow or lose, where the kernel cannot make them so.
+
+`python -m tests.support.hosts.switch DELAY_S LOSS HOST ...` gives each network namespace a TAP device `eth0`, then says
+`ready`. It carries every frame DELAY_S later, or, that share of them, not at all. On its standard input it is told
+`cut HOST` and `mend HOST`; when that ends, so does it.
+"""
+
+import ctypes
+import fcntl
+import heapq
+import os
+import random
+import selectors
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000
+FRAME_BYTES = 65536
+AT_ONCE = 64
+"""frames read from one device before the others have their turn"""
+
+
+def main(delay_s: float, loss: float, hosts: Sequence[str]) -> None:
+    switch = Switch(delay_s, loss, {host: open_tap(host) for host in hosts})
+    print("ready", flush=True)
+    switch.run()
+
+
+def open_tap(host: str) -> int:
+    """A device `eth0` in that network namespace; what it sends is read here, and what is written here arrives there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/self/ns/net") as home, open(f"/run/netns/{host}") as there:
+        if libc.setns(there.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {host}")
+        tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TAP | IFF_NO_PI))
+        libc.setns(home.fileno(), 0)
+    return tap
+
+
+class Switch:
+    def __init__(self, delay_s: float, loss: float, taps: dict[str, int]):
+        self.delay_s, self.loss, self.taps = delay_s, loss, taps
+        self.behind: dict[bytes, int] = {}
+        """Device by the hardware addresses seen on it."""
+        self.cut: set[int] = set()
+        self.under_way: list[tuple[float, int, int, bytes]] = []
+        """(when it is due, its number, device, frame): a heap"""
+        self.chance = random.Random(0)
+        self.frames = 0
+
+    def run(self) -> None:
+        waiting = selectors.DefaultSelector()
+        for device in (sys.stdin.fileno(), *self.taps.values()):
+            waiting.register(device, selectors.EVENT_READ)
+        while True:
+            due = self.under_way[0][0] - time.monotonic() if self.under_way else None
+            for key, _ in waiting.select(due if due is None else max(0.0, due)):
+                if key.fd in self.taps.values():
+                    self.read(key.fd)
+                elif orders := os.read(key.fd, FRAME_BYTES).decode():
+                    self.obey(orders)
+                else:
+                    return
+            self.deliver()
+
+    def obey(self, orders: str) -> None:
+        for order in orders.splitlines():
+            verb, host = order.split()
+            change = self.cut.add if verb == "cut" else self.cut.discard
+            change(self.taps[host])
+
+    def read(self, device: int) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                frame = os.read(device, FRAME_BYTES)
+            except BlockingIOError:
+                return
+            target, source = frame[:6], frame[6:12]
+            self.behind[source] = device
+            others = (other for other in self.taps.values() if other != device)
+            for other in [self.behind[target]] if target in self.behind else others:
+                if self.chance.random() >= self.loss and not {device, other} & self.cut:
+                    self.frames += 1
+                    heapq.heappush(self.under_way, (time.monotonic() + self.delay_s, self.frames, other, frame))
+
+    def deliver(self) -> None:
+        now = time.monotonic()
+        while self.under_way and self.under_way[0][0] <= now:
+            _, _, device, frame = heapq.heappop(self.under_way)
+            with suppress(OSError):  # a full device, or one that is down, loses it
+                os.write(device, frame)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

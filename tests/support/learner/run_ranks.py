@@ -1,0 +1,26 @@
+"""Jobs for ranks of the learner, run under torchrun."""
+
+import os
+import sys
+from pathlib import Path
+
+import orjson
+import torch
+
+from tests.support.warm_imports import Popen
+
+
+def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
+    """Run the jobs one after the other under torchrun; returns rank 0's result of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_bytes(orjson.dumps(jobs))
+    command = [sys.executable, "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
+    output = folder / "output"
+    with output.open("wb") as file:
+        process = Popen(
+            [*command, "-m", "tests.support.learner.rank_jobs", str(folder)],
+            stderr=file,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    assert process.wait(280) == 0, output.read_text()[-4000:]
+    return torch.load(folder / "results.pt")

@@ -1,0 +1,339 @@
+"""Weights reach every worker; a dead, hung or new worker does not affect the others. Real processes, real gloo."""
+
+import queue
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from april.config import ConfigError, WeightsSection
+from april.util import clock
+from april.weights import channel
+from april.weights.base import AdapterWeights, BaseWeights
+from april.weights.channel import Adapter
+from april.weights.publisher import SILENCE_S, WeightPublisher
+from april.weights.receiver import WeightReceiver
+from april.weights.verification import Canary
+from april.wire.message import Version
+from tests.support.listening_addresses import listeners
+from tests.support.run_processes import wait_until
+from tests.support.warm_imports import Popen
+
+PATIENCE_S = 60.0
+
+
+class ChannelWorker:
+    """A worker process that prints the versions it loads."""
+
+    def __init__(self, address, name, *model):
+        script = Path(__file__).with_name("channel_worker.py")
+        self.process = Popen([sys.executable, script, address, name, *model], stdout=PIPE, text=True)
+        self.lines = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def has_started(self):
+        return self.next_line() == "started"
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+
+    def next_line(self, timeout_s=PATIENCE_S):
+        return self.lines.get(timeout=timeout_s)
+
+    def await_version(self, version):
+        """The sum of the worker's tensors in `version`; earlier versions are skipped."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            found, total = self.next_line().split()
+            if found == str(version):
+                return float(total)
+        raise AssertionError(f"{version} never arrived")
+
+    def end(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """Deadlines long enough for workers that wait for a CPU core."""
+    monkeypatch.setattr("april.weights.publisher.SILENCE_S", PATIENCE_S)
+    return WeightsSection(publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S)
+
+
+IMPATIENCE = WeightsSection(publish_deadline_s=8.0, transfer_deadline_s=6.0)
+"""Deadlines for tests in which a worker is killed or hangs."""
+impatient = pytest.mark.parametrize("patience", [IMPATIENCE], ids=["impatient"])
+
+
+@pytest.fixture
+def publisher(patience):
+    publisher = WeightPublisher(patience, "test", "cpu")
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def worker(publisher):
+    workers = []
+
+    def start(*names, model=()):
+        started = [ChannelWorker(publisher.address, name, *model) for name in names]
+        workers.extend(started)
+        assert all(each.has_started() for each in started)
+        return started if len(started) > 1 else started[0]
+
+    yield start
+    for each in workers:
+        each.end()
+
+
+def weights(step, size=200_000):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "a": torch.randn(size, generator=generator),
+        "b": torch.randn(3, 5, generator=generator).bfloat16(),
+        "empty": torch.zeros(0),
+    }
+
+
+def total(step):
+    return pytest.approx(sum(float(t.double().sum()) for t in weights(step).values()), abs=1e-4)
+
+
+def test_a_channel_listens_only_at_the_learner_s_host_whatever_interface_its_ranks_use(publisher, worker, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    first = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    assert first.await_version(Version(0, 0)) == total(0)
+    assert listeners(first.process.pid) == {publisher.config.host}
+    assert publisher.config.host in listeners() and {"::", "0.0.0.0"}.isdisjoint(listeners())
+
+
+def test_a_host_of_another_machine_is_refused_in_one_sentence():
+    with pytest.raises(ConfigError, match=r"key 'weights\.host' = '192\.0\.2\.1' is no address of this machine"):
+        WeightPublisher(WeightsSection(host="192.0.2.1"), "test", "cpu")
+
+
+def test_every_worker_gets_every_version(publisher, worker):
+    workers = worker("w0", "w1")
+    publisher.publish(Version(0, 0), weights(0))
+    assert [each.await_version(Version(0, 0)) for each in workers] == [total(0)] * 2
+    for step in range(1, 4):
+        figures = publisher.publish(Version(0, step), weights(step))
+        assert figures["publish_workers"] == 2 and figures["publish_late"] == 0
+        assert [each.await_version(Version(0, step)) for each in workers] == [total(step)] * 2
+
+
+MODEL = {
+    "layer.weight": torch.arange(600_000.0).reshape(3000, 200).bfloat16() / 1000,
+    "table.weight": torch.ones(30, 20).bfloat16(),
+    "head.weight": torch.ones(30, 20).bfloat16(),
+    "norm.weight": torch.full((20,), 0.5).bfloat16(),
+}
+
+
+@pytest.fixture
+def make_model(tmp_path):
+    """make(name, files, change) -> folder of the model in so many files, with `change` added to all weights."""
+
+    def make(name, files=1, change=0.0):
+        folder, names = tmp_path / name, sorted(MODEL)
+        folder.mkdir()
+        for i in range(files):
+            save_file({key: MODEL[key] + change for key in names[i::files]}, folder / f"model-{i}.safetensors")
+        return folder
+
+    return make
+
+
+def adapted(folder, step):
+    """An adapter version of a model whose head is tied to its embedding table, which is trained whole."""
+    generator = torch.Generator().manual_seed(step)
+    trained = {
+        "layer.lora_A": torch.randn(4, 200, generator=generator),
+        "layer.lora_B": torch.randn(3000, 4, generator=generator),
+        "table.weight": torch.randn(30, 20, generator=generator),
+    }
+    base = BaseWeights(folder)
+    return AdapterWeights(trained, Adapter(base.checksum, 0.25, "float32", ["head.weight"]), base)
+
+
+def total_with_adapter(step):
+    trained = adapted(Path("unused"), step).tensors
+    layer = MODEL["layer.weight"].float() + 0.25 * (trained["layer.lora_B"] @ trained["layer.lora_A"])
+    parts = (layer, trained["table.weight"], MODEL["norm.weight"])
+    return pytest.approx(sum(float(each.double().sum()) for each in parts), abs=1e-3)
+
+
+def test_an_adapter_is_sent_alone_to_workers_with_its_base_model_and_all_weights_to_others(
+    publisher, worker, make_model, caplog
+):
+    """However the model is divided into files, and for workers that join late, too."""
+    caplog.set_level("INFO", logger="april.weights.publisher")
+    own = make_model("learner")
+    first = worker("w0", model=[make_model("same", files=2)])
+    size = publisher.publish(Version(0, 0), adapted(own, 0))["publish_bytes"]
+    assert first.await_version(Version(0, 0)) == total_with_adapter(0)
+    assert size == 4 * (4 * 200 + 3000 * 4 + 30 * 20) < 0.05 * 4 * 600_000
+    assert "all weights" not in caplog.text
+    others = [worker("w1", model=[make_model("other", change=1.0)]), worker("w2"), worker("w3", model=[own])]
+    assert [each.await_version(Version(0, 0)) for each in others] == [total_with_adapter(0)] * 3
+    figures = publisher.publish(Version(0, 1), adapted(own, 1))
+    assert figures["publish_workers"] == 4 and figures["publish_late"] == figures["publish_wrong"] == 0
+    assert [each.await_version(Version(0, 1)) for each in [first, *others]] == [total_with_adapter(1)] * 4
+    not_adapting = [
+        name for name in ("w0", "w1", "w2", "w3") if f"{name} does not take adapters of this model" in caplog.text
+    ]
+    assert not_adapting == ["w1", "w2"]
+
+
+class SlowPeer:
+    """A peer that takes 10 s per bucket of a fake clock. `waits_s`: the timeout of each wait; `under_way`: the pending
+    buckets at each start of one."""
+
+    def __init__(self, monkeypatch):
+        self.time, self.waits_s, self.begun, self.under_way = 1000.0, [], 0, []
+        monkeypatch.setattr(clock, "now", lambda: self.time)
+
+    def broadcast(self, tensors, options):
+        self.begun += 1
+        self.under_way.append(self.begun - len(self.waits_s))
+        assert options.timeout.total_seconds() == 1030.0 - self.time
+        return self
+
+    def wait(self, timeout):
+        self.waits_s.append(timeout.total_seconds())
+        self.time += 10.0
+
+
+def test_the_deadline_of_a_transfer_is_that_of_all_its_buckets_together(monkeypatch):
+    peer = SlowPeer(monkeypatch)
+    with pytest.raises(TimeoutError, match=r"weights\.transfer_deadline_s"):
+        channel.transfer(peer, [torch.zeros(1)] * 5, "gloo", clock.now() + 30.0)
+    assert peer.waits_s == [30.0, 20.0, 10.0]
+
+
+def test_a_bucket_is_on_its_way_before_the_last_has_arrived(monkeypatch):
+    peer = SlowPeer(monkeypatch)
+    channel.transfer(peer, [torch.zeros(1)] * 3, "gloo", clock.now() + 30.0)
+    assert peer.under_way == [1, 2, 2] and len(peer.waits_s) == 3
+
+
+def test_a_version_larger_than_a_bucket_arrives_whole(publisher, worker):
+    first = worker("w0")
+    publisher.publish(Version(0, 0), {"a": torch.full((9_000_000,), 0.5)})
+    assert first.await_version(Version(0, 0)) == 4_500_000
+
+
+def test_a_late_joiner_gets_the_newest_version(publisher, worker):
+    publisher.publish(Version(0, 0), weights(0))
+    publisher.publish(Version(0, 1), weights(1))
+    assert worker("w0").await_version(Version(0, 1)) == total(1)
+
+
+@impatient
+def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, worker):
+    victim, other = worker("w0", "w1")
+    publisher.publish(Version(0, 0), weights(0))
+    for each in (victim, other):
+        each.await_version(Version(0, 0))
+    victim.end()
+    figures = publisher.publish(Version(0, 1), weights(1))
+    assert other.await_version(Version(0, 1)) == total(1)
+    assert figures["publish_workers"] == 1 and figures["publish_lost"] >= 1
+
+
+def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
+    first = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    first.await_version(Version(0, 0))
+    first.end()
+    second = worker("w0")
+    assert second.await_version(Version(0, 0)) == total(0)
+    assert publisher.publish(Version(0, 1), weights(1))["publish_workers"] == 1
+    assert second.await_version(Version(0, 1)) == total(1)
+
+
+def test_a_worker_without_an_engine_has_no_channel_for_which_the_learner_would_wait(publisher):
+    up = [True]
+    publisher.publish(Version(0, 0), weights(0))
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", up=lambda: up[0])
+    receiver.connect(publisher.address)
+    assert take(receiver).version == Version(0, 0)
+    up[0] = False
+    wait_until(lambda: not publisher._channels)
+    assert publisher.publish(Version(0, 1), weights(1))["publish_late"] == 0
+    up[0] = True
+    assert take(receiver).version == Version(0, 1)
+    receiver.close()
+
+
+def test_a_worker_that_leaves_tells_the_learner(publisher, caplog):
+    caplog.set_level("INFO")
+    publisher.publish(Version(0, 0), weights(0))
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
+    receiver.connect(publisher.address)
+    assert take(receiver).version == Version(0, 0)
+    receiver.close()
+    wait_until(lambda: not publisher._channels)
+    assert "is lost: its worker has left" in caplog.text
+
+
+def take(receiver):
+    staged = []
+    wait_until(lambda: staged.append(receiver.take()) or staged[-1])
+    return staged[-1]
+
+
+@impatient
+def test_a_hung_worker_loses_only_its_own_channel_and_comes_back_when_it_wakes(publisher, worker):
+    hung, other = worker("w0", "w1")
+    publisher.publish(Version(0, 0), weights(0))
+    for each in (hung, other):
+        each.await_version(Version(0, 0))
+    hung.process.send_signal(signal.SIGSTOP)
+    publisher.publish(Version(0, 1), weights(1))
+    assert other.await_version(Version(0, 1)) == total(1)
+    hung.process.send_signal(signal.SIGCONT)
+    publisher.publish(Version(0, 2), weights(2))
+    assert [each.await_version(Version(0, 2)) for each in (hung, other)] == [total(2)] * 2
+
+
+@impatient
+def test_a_worker_that_slept_between_two_publications_gets_a_new_channel(publisher, worker):
+    sleeper = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    sleeper.await_version(Version(0, 0))
+    sleeper.process.send_signal(signal.SIGSTOP)
+    time.sleep(SILENCE_S + 1.5)
+    sleeper.process.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    publisher.publish(Version(0, 1), weights(1))
+    assert sleeper.await_version(Version(0, 1)) == total(1)
+
+
+def test_a_publish_without_workers_returns_at_once(publisher):
+    assert publisher.publish(Version(0, 0), weights(0))["publish_workers"] == 0
+
+
+def test_the_canary_comes_with_its_version_and_the_learner_counts_engines_with_wrong_weights(publisher):
+    """To one that comes late, too."""
+    canary = Canary([3, 1, 2], [-0.5, -1.5], "float32")
+    publisher.publish(Version(0, 0), weights(0), canary)
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
+    receiver.connect(publisher.address)
+    staged = take(receiver)
+    assert staged.canary == canary and staged.checksum == publisher._snapshot.checksum
+    receiver.refuse("these are others", wrong=True)
+    wait_until(lambda: not publisher._channels)
+    assert publisher.publish(Version(0, 1), weights(1))["publish_wrong"] == 1
+    assert publisher.publish(Version(0, 2), weights(2))["publish_wrong"] == 0
+    receiver.close()
