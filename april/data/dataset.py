@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from april.config import ConfigError, DataSection, SourceSection
-from april.data.mappings import read_records
+from april.data.records import read_records
 from april.data.rows import MAPPINGS, BadRow, DatasetRow, Mapping, make_row
 
 log = logging.getLogger(__name__)

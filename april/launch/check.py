@@ -25,7 +25,7 @@ from april.config.checks import check_algorithm, check_critic, check_engine, che
 from april.config.sharing import check_time_sharing
 from april.config.stored import store_of, store_refused
 from april.data.dataset import verifier_of
-from april.data.mappings import ARROW, PARQUET, data_files, kind_of
+from april.data.records import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
 from april.launch import TARGETS
 from april.launch.devices import check_nodes, numa_nodes, place_parts

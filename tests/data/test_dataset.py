@@ -14,7 +14,7 @@ from april.broker.prompts import PromptBook
 from april.config import ConfigError, DataSection, SourceSection
 from april.data import dataset as module
 from april.data.dataset import epoch_order, load_dataset, mixed_order, rows_per_epoch
-from april.data.mappings import BATCH_ROWS
+from april.data.records import BATCH_ROWS
 from april.data.rows import DatasetRow
 
 RECORDS = [{"prompt": [{"role": "user", "content": f"{n}+0="}], "label": str(n), "noise": [n]} for n in range(600)]
