@@ -17,11 +17,11 @@ from april.observe.report.run_folder import RunFolder, read_run
 from april.observe.report.samples import sample_files
 
 TOKEN_STATES = ("trained", "delivered", "ready", "open")
-"""States of tokens that are not discarded."""
+"""States that a generated token can have, other than discarded."""
 
 
 class LoadedRun:
-    """The content of a run folder when it was loaded; samples are read when they are asked for."""
+    """Content of a run folder at the time of loading; its samples are read only when `samples` is called."""
 
     def __init__(self, run: RunFolder):
         self._run = run
@@ -47,7 +47,8 @@ class LoadedRun:
     @property
     def ledger(self) -> Any:
         """A row for each step: tokens in each state, tokens discarded by reason as `discarded.REASON`, and `closes`,
-        whether these add up to the tokens `generated`. The last row is the run summary's, newer than its step's."""
+        whether these add up to the tokens `generated`. The last row comes from the run summary, which is newer than
+        the metrics of that step."""
         ledger_by_step = {step["step"]: step["tokens_ledger"] for step in self._run.steps if step.get("tokens_ledger")}
         summary = self._run.summary
         if summary.get("tokens"):

@@ -22,7 +22,7 @@ from april.wire.limits import clip
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""Deaths of the program's process without a new turn in between; after one more the session is given back."""
+"""Most deaths of a program's process without a new turn in between; after one more its session is given back."""
 
 
 class Agents:
@@ -44,7 +44,7 @@ class Agents:
         """Number of sessions closed without an error."""
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._deaths: dict[int, tuple[int, int]] = {}
-        """By lease id: (turns at the last death, deaths at that number of turns)."""
+        """Lease id -> (turns when the program's process last died, deaths at that number of turns)."""
 
     # --- from the broker --------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class Agents:
                 session.receive_rows([(row, payload)])
 
     def drop(self, lease_id: int, why: str) -> None:
-        """Forget a session. Later requests with its key are answered by what the broker says of it."""
+        """Forget a session. For later requests with its key, the broker is asked which process holds the session."""
         if self._forget(lease_id, why, status=None):
             self.runner.cancel(lease_id)
 

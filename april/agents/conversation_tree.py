@@ -22,11 +22,11 @@ from april.agents.rendering import Message, Renderer, request_key
 from april.wire.rows import CHUNK
 
 REPLACEMENT_CHARACTER = "\ufffd"
-"""Decoded text ends with it while the last character's tokens are incomplete."""
+"""Character at the end of a decoded text while some tokens of the text's last character are missing."""
 MAX_PENDING_CALLS = 64
-"""Calls of one session that may wait for answers at once."""
+"""Most calls of one session that may wait for answers at once."""
 SendObservation = Callable[[int, int, np.ndarray, wire.TurnRequest, int], None]
-"""`BrokerLink.send_observation`: (lease id of the fork, start, tokens, request, parent fork)."""
+"""Type of `BrokerLink.send_observation`: (lease id of the fork, start, tokens, request, parent fork)."""
 
 
 class Refusal(ValueError):
@@ -46,22 +46,22 @@ class Turn:
     index: int
     """Index among the turns of its fork."""
     start: int
-    """Tokens of the fork before the answer, shared ones included."""
+    """Offset of the answer in its fork (tokens), with the tokens shared with the parent fork counted."""
     observation: np.ndarray
-    """Tokens between the previous answer, if any, and this one, int32 [T]."""
+    """int32 [T]: tokens between the previous answer, or the start of the fork, and this turn's answer."""
     messages: list[Message] | None = None
-    """Messages of the call; None for a journaled turn that this execution has not called for yet."""
+    """Messages of the call; None for a journaled turn that the current execution of the agent has not requested."""
     ids: list[int] = field(default_factory=list)
     """Sampled token ids of the answer so far."""
     complete: bool = False
     requested: bool = False
-    """Whether the current execution of the agent has called for it."""
+    """Whether the current execution of the agent has requested this turn."""
     pending_calls: int = 0
-    """HTTP calls that wait for it now."""
+    """Number of HTTP calls that wait for the turn's answer now."""
     delivered: bool = False
     """Whether the complete answer was sent to the agent."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when more of the answer is journaled, or the session ends."""
+    """Event that is set when more of the answer is journaled, or the session ends."""
 
     @property
     def end(self) -> int:
@@ -69,7 +69,7 @@ class Turn:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its callers have hung up before the answer was sent."""
+        """Whether all callers of the turn have hung up before its answer was sent."""
         return not self.pending_calls and not self.delivered
 
 
@@ -81,7 +81,7 @@ class Fork:
     parent: int
     offset: int
     length: int
-    """Tokens of observations and answers, shared ones included."""
+    """Tokens of the fork's observations and answers, with those shared with the parent counted."""
     turns: list[Turn] = field(default_factory=list)
 
 
@@ -107,7 +107,7 @@ class ConversationTree:
         self, lease: wire.AgentSession, renderer: Renderer, send_observation: SendObservation,
         max_turn_tokens: int | None, by_tokens: bool = False,
     ):  # fmt: skip
-        """`by_tokens`: render the whole history with each call, and continue where its tokens match."""
+        """`by_tokens`: render the whole history with each call; continue after the last answer with equal tokens."""
         self.lease = lease
         self.renderer = renderer
         self.send_observation = send_observation
@@ -124,9 +124,9 @@ class ConversationTree:
         """MessagePack of the state that the agent has posted; b"" without one."""
         self._turns_by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)
         self._request_counts: Counter[bytes] = Counter()
-        """By request key: calls of the current execution, retries not counted."""
+        """Request key -> number of equal calls in the current execution, retries not counted."""
         self._turns_by_name: dict[str, Turn] = {}
-        """Turns by idempotency key of their call."""
+        """Idempotency key of a call -> the turn that answers the call."""
 
     # --- journaled turns --------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class ConversationTree:
             turn.changed.set()
 
     def rewind(self) -> None:
-        """Start a new execution of the agent, which has called for nothing yet."""
+        """Begin a new execution of the agent: no turn counts as requested or delivered any more."""
         self._request_counts.clear()
         self._turns_by_name.clear()
         for turn in self.turns:
@@ -169,12 +169,12 @@ class ConversationTree:
 
     @property
     def replaying(self) -> bool:
-        """Whether journaled turns remain that the current execution has not called for."""
+        """Whether journaled turns remain that the current execution of the agent has not requested."""
         return not all(turn.requested for turn in self.turns)
 
     def superseded_forks(self) -> list[tuple[int, int]]:
-        """(fork, length) of forks that an earlier execution has taken further: tokens from `length` on are
-        superseded."""
+        """(fork, length) of each fork that an earlier execution of the agent has extended further than the current one:
+        the fork's tokens from `length` on are superseded."""
         known: Counter[int] = Counter()
         for turn in self.turns:
             fork, length = self.forks[turn.fork], turn.end if turn.requested else 0

@@ -19,7 +19,7 @@ from april.agents.listening import Addresses
 from april.config import AgentSection
 
 SESSION_KEY = re.compile(r"(\d{1,15})\.(\d{1,15})\.(\d{1,15})\.[\w-]+")
-"""An API key: group, index and lease id of its session, and a secret."""
+"""Regular expression for an API key: group, index and lease id of the session, and a secret."""
 FORWARDED_HEADER = "X-April-Passed-On"
 """Header of requests that another agents process has forwarded; they are not forwarded again."""
 HOP_BY_HOP_HEADERS = {
@@ -38,9 +38,9 @@ UNREACHABLE_TIMEOUT_S = 60.0
 RECHECK_S = 15.0
 """Interval at which the broker is asked whether the session of an open call still has a holder."""
 MAX_PENDING_QUESTIONS = 1024
-"""Questions to the broker that may wait for an answer at once."""
+"""Most questions to the broker about a session's holder that may wait for an answer at once."""
 MAX_KNOWN_HOLDERS = 10_000
-"""Sessions whose holder's address is cached."""
+"""Most sessions whose holder's address is cached."""
 MOVED_STATUS, OVER_STATUS, UNREACHABLE_STATUS = 409, 410, 503
 """HTTP statuses of a superseded key, of an ended session and of a holder that does not answer."""
 
@@ -63,12 +63,12 @@ class SessionForwarder:
     def __init__(self, section: AgentSection, addresses: Addresses):
         self.own_address = addresses.peer
         self.ask_broker: Callable[[wire.HolderRequest], None] | None = None
-        """Sends a question to the broker; None without a connection."""
+        """Function that asks the broker which process holds a session; None without a connection."""
         self.holder_addresses: dict[SessionId, str] = {}
         """Cached base URL of each session's holder."""
         self._waiting: dict[SessionId, asyncio.Future[wire.Holder]] = {}
         self._host = urlsplit(section.public_url).hostname
-        """Host name that peers' certificates carry; None: the host of the address."""
+        """Host name in the TLS certificates of other agents processes; None: the host of the address connected to."""
         self._client = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=peer_tls(section)),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -79,7 +79,7 @@ class SessionForwarder:
         await self._client.close()
 
     def receive_holder(self, holder: wire.Holder) -> None:
-        """Handle the broker's answer to a question."""
+        """Handle the broker's answer about which process holds a session."""
         if future := self._waiting.pop((holder.group, holder.index, holder.lease_id), None):
             future.set_result(holder)
 

@@ -22,7 +22,7 @@ from april.agents.rendering import BadMessages
 MAX_BODY_BYTES = 8 << 20
 """Largest request body."""
 MAX_FORMER_KEYS = 10_000
-"""Closed keys that are still answered by their own status; older ones count as unknown."""
+"""Most closed keys whose HTTP status is remembered; older keys count as unknown."""
 SESSIONLESS_PATHS = ("/v1/models", "/v1/sessions")
 """Paths that need no session key."""
 RETRY_COUNT_HEADER, IDEMPOTENCY_HEADER = "x-stainless-retry-count", "idempotency-key"
@@ -41,13 +41,13 @@ class Gateway:
         self.sessions: dict[str, ConversationTree] = {}
         """Sessions by the API key of their current execution."""
         self.former_keys: dict[str, int] = {}
-        """Closed keys and the HTTP status that requests with them get."""
+        """Closed key -> HTTP status of requests that still use the key."""
         self.forwarder: SessionForwarder | None = None
         """Forwards requests for sessions of other processes; None where there are none."""
         self.counts: Counter[str] = Counter()
-        """Responses by HTTP status."""
+        """Number of responses by HTTP status."""
         self.refusals: Counter[str] = Counter()
-        """Refused requests by code."""
+        """Number of refused requests by the code of their error."""
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._render_errors])
         for dialect in dialects:
             self.app.router.add_post(dialect.path, self._complete)
@@ -66,7 +66,7 @@ class Gateway:
         return key
 
     def dismiss(self, session: ConversationTree, status: int | None = OVER_STATUS) -> None:
-        """Close the session's key. `status`: HTTP status of later requests with it; None: as the broker says."""
+        """Close the session's key. `status`: HTTP status of later requests with it; None: the broker is asked."""
         for key in [key for key, open_session in self.sessions.items() if open_session is session]:
             del self.sessions[key]
             if status is None:

@@ -14,7 +14,7 @@ from april.agents.host import HostedSession
 from april.util.errors import refuse
 
 HIGHLIGHT, COLOUR = re.compile(r"\x1b\[[\d;]*m(.+?)\x1b\[0m"), re.compile(r"\x1b\[[\d;]*m")
-"""Text that an environment has highlighted by a colour code, and any colour code."""
+"""Regular expressions: text that an environment has highlighted by an ANSI colour code, and any such code."""
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
@@ -38,7 +38,8 @@ class Gymnasium:
         """One client for all sessions, because creating one takes longer than a turn."""
 
     async def __call__(self, session: HostedSession) -> float:
-        """The sum of the environment's rewards. Its exceptions are raised, because a crash is not a reward of 0."""
+        """Play one episode; returns the sum of the rewards. The environment's exceptions are raised: a crash is not a
+        reward of 0."""
         environment = self._make()
         try:
             return await self._play(session, environment)
@@ -87,8 +88,8 @@ class Gymnasium:
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
-    """Run a call in a thread. A cancellation waits for the call, since a thread cannot be killed; if it hangs, the
-    runner kills the process."""
+    """Run a call in a thread. A cancellation waits for the call, since a thread cannot be killed; if the call
+    hangs, the runner kills the process."""
     running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(running)

@@ -29,22 +29,25 @@ RowWithPayload = tuple[ReportRow, bytes]
 
 
 class Listener(Protocol):
-    """Receives what the broker sends. Methods are called in the event loop."""
+    """Receives the broker's messages; its methods are called in the gateway's event loop."""
 
     def open_session(self, session: wire.AgentSession, rows: list[RowWithPayload]) -> None:
-        """This process holds the session. `rows`: all that is journaled of it. May be repeated after a reconnect."""
+        """Handle that this process now holds the session; may be repeated after a reconnect.
+
+        `rows`: all rows of the session in the journal.
+        """
 
     def receive_rows(self, rows: list[RowWithPayload]) -> None:
-        """New journaled tokens of the policy."""
+        """Handle new tokens of the policy, which the broker has journaled."""
 
     def drop(self, lease_id: int, why: str) -> None:
-        """This process no longer holds the session."""
+        """Handle that this process no longer holds the session."""
 
     def receive_holder(self, holder: wire.Holder) -> None:
-        """The broker's answer to `find_holder`."""
+        """Handle the broker's answer to `BrokerLink.find_holder`."""
 
     def stop(self, why: str) -> None:
-        """The link has ended; no more sessions will come."""
+        """Handle the end of the link: no more sessions will come."""
 
 
 class BrokerLink(threading.Thread):
@@ -59,9 +62,9 @@ class BrokerLink(threading.Thread):
         self.reports = Reports(connection)
         self.leases: set[int] = set()
         self.questions: set[wire.HolderRequest] = set()
-        """Questions to the broker that are not answered yet."""
+        """Questions about sessions' holders that the broker has not answered yet."""
         self.stopping = ""
-        """Why the link ends; "" while it goes on."""
+        """Why the link to the broker is ending; "" while the link is in use."""
         self.failure: Exception | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -195,7 +198,7 @@ class BrokerLink(threading.Thread):
             self._notify(self.listener.drop, lease_id, why)
 
     def _forget(self, lease_id: int) -> bool:
-        """Forget the session's lease and unacknowledged rows; whether this process held it."""
+        """Forget a session's lease and unacknowledged rows; returns whether this process held the lease."""
         for fork in range(wire.MAX_FORKS):
             self.reports.forget(lease_id + fork)
         found = lease_id in self.leases

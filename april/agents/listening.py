@@ -23,18 +23,18 @@ class Addresses:
     """Base URLs of the API, with /v1."""
 
     local: str
-    """For programs that April starts: without TLS, so that their certificate settings are untouched."""
+    """Base URL for programs that April starts: without TLS, so that they need no certificate settings."""
     public: str
-    """For clients on other machines."""
+    """Base URL for clients on other machines."""
     peer: str
-    """For other agents processes: the address of exactly this process."""
+    """Base URL for other agents processes: the address of exactly this process."""
 
 
 class AttachKey:
-    """The key that authorizes a harness to take sessions; without a file any local client may."""
+    """The key that authorizes a harness to take sessions; without a key file any local client may take them."""
 
     def __init__(self, file: Path | None):
-        """Raises ConfigError."""
+        """Read the key from `file`; None for no key. Raises ConfigError for a file that cannot be used."""
         self._secret = read_secret(file) if file else ""
 
     def accepts(self, shown: str) -> bool:

@@ -22,7 +22,7 @@ from april.util.pool import LENGTH_BYTES, frame
 GRACE_S = 5.0
 """Grace period of a cancelled program before its process is killed."""
 HEARTBEAT_TIMEOUT_S = 30.0
-"""A host process without a heartbeat for so long counts as blocked."""
+"""Time without a heartbeat after which a host process counts as blocked."""
 START_TIMEOUT_S = 120.0
 """Longest start of a host process, which imports the program."""
 
@@ -50,7 +50,7 @@ class Runner(Protocol):
         """Run the program for a session."""
 
     def cancel(self, key: int) -> None:
-        """Stop the session's program; the observer hears nothing more of it."""
+        """Stop the session's program, without a further call of the observer for it."""
 
     async def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Messages to tokens: new messages are rendered by the chat template, earlier answers keep their sampled tokens.
+"""Converts messages to tokens: the chat template renders new messages, and earlier answers keep their sampled tokens.
 
 Messages are compared by value (role, text, tool-call arguments), not by their JSON spelling.
 """
@@ -61,7 +61,8 @@ class Renderer:
         """The answer as an assistant message. An answer that cannot be parsed becomes plain text, for the agent to
         reject.
 
-        `prefix`: text before the answer, which may open a section of it."""
+        `prefix`: prompt text before the answer, which may open a section that the answer continues, such as its
+        thoughts."""
         message: Message = {"role": "assistant", "content": text}
         if not self.parses:
             return message

@@ -19,7 +19,7 @@ from april.util.errors import refuse
 COLUMNS = ("example_id", "answer", "info", "task")
 """Columns of an environment's row that are kept besides its prompt."""
 SPLITS = {"train": "get_dataset", "heldout": "get_eval_dataset"}
-"""Names of the written files, and the environment's method that gives their rows."""
+"""Name of each file that `write_rows` writes -> the environment's method that returns the file's rows."""
 rubric_errors: ContextVar[list[Exception]] = ContextVar("raised")
 """Exceptions of the rubric's functions in the current session."""
 
@@ -28,7 +28,7 @@ class Verifiers:
     """The agent program; `agent.options` holds the environment's name and its arguments."""
 
     def __init__(self, name: str, arguments: dict[str, Any] | None = None):
-        """Raises ConfigError."""
+        """Load the environment `name`. Raises ConfigError if it cannot be loaded, or scores a group as a whole."""
         self.environment = load(name, arguments or {})
         if self.environment.requires_group_rollouts:
             refuse(

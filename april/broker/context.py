@@ -28,22 +28,22 @@ from april.wire.security.access import Audit
 log = logging.getLogger(__name__)
 
 MessageTable = dict[type[wire.Message], Callable[..., None]]
-"""Message type -> the function of a handler that handles it: (handler, peer, received, time in seconds)."""
+"""Message type -> handler method for it, called with (handler, peer, received message, time in seconds)."""
 
 
 @dataclass
 class RunState:
-    """State of the run."""
+    """State of the run, as far as it is not in the ledger."""
 
     state: str = "running"
-    """running | finished | stopped | failed | read only"""
+    """State of the run: running | finished | stopped | failed | read only"""
     over: str = ""
-    """Reason for which no further batch will come; empty while the run goes on."""
+    """Reason for which no further batch will come; empty while the run continues."""
     read_only: str = ""
-    """Reason for which the journal cannot be written; empty otherwise. Memory is then ahead of the disk, and nothing is
-    acknowledged."""
+    """Reason for which the journal cannot be written; empty otherwise. The ledger in memory is then ahead of the disk,
+    and the broker acknowledges nothing."""
     summary_is_old: bool = False
-    """Whether summary.json lacks a trained step."""
+    """Whether summary.json has not been rewritten since the last trained step."""
 
 
 @dataclass
@@ -63,11 +63,11 @@ class BrokerContext:
     history: SampleHistory
     started_at: float
     credit_bytes: int
-    """Most bytes of arrays sent to a peer ahead of its acknowledgement."""
+    """Most bytes of arrays that the broker sends to a peer ahead of the peer's acknowledgement."""
     run: RunState = field(default_factory=RunState)
     audit: Audit = field(default_factory=Audit)
     failures: Failures = field(default_factory=lambda: Failures(log))
-    """Failures of samples since this broker started."""
+    """Errors of samples since this broker started, logged at a limited rate."""
     failed_handshakes: Counter[str] = field(default_factory=Counter)
     """Failed connection handshakes by cause, counted by the server."""
 
@@ -88,11 +88,11 @@ HEADER_KEYS = {
     "support": "sampling.top_k",
     "temperature": "sampling.temperature",
 }
-"""Configuration key of each header field, or of the setting it follows from."""
+"""Field of the journal's first record -> configuration key that determines its value; error messages name the key."""
 
 
 def make_header(config: Config, prompts: PromptBook) -> RunStarted:
-    """The first record of a run with this configuration."""
+    """Build the first record of a run's journal from its configuration."""
     rules = ledger_rules(config)
     return RunStarted(
         config.run.name,
@@ -111,7 +111,8 @@ def make_header(config: Config, prompts: PromptBook) -> RunStarted:
 
 
 def check_header(recorded: RunStarted, wanted: RunStarted) -> None:
-    """Raise JournalError if a setting has changed; the error names each key with both values."""
+    """Compare the settings in the journal's first record with those of the configuration. Raises JournalError if one
+    has changed; the error names each changed key with both values."""
     changed = [
         f"key {key!r} was {getattr(recorded, field)!r} and is {getattr(wanted, field)!r} now"
         for field, key in HEADER_KEYS.items()

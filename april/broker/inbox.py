@@ -18,23 +18,26 @@ from april.wire.sockets import base
 
 INBOX_BYTES = 64 << 20
 INBOX_MESSAGES = 2048
-"""Limits of the inbox; further messages wait in their connections and so slow their senders down."""
+"""Most bytes and most messages in the inbox; further messages stay in their connections, which slows their senders
+down."""
 INBOX_FRAMES = 1 + limits.FROM_PEER.frames + 1
-"""Frames kept of a message, route included: one more than permitted, so that a longer one is still rejected."""
+"""Most frames kept of a message, route included: one more than permitted, so that a message with too many is still
+rejected."""
 URGENT_IN_A_ROW = 8
-"""Urgent messages handled before one report is: a peer that floods the broker cannot starve the reports."""
+"""Urgent messages handled in a row before one report is, so that a peer that floods the broker cannot starve the
+reports."""
 
 Frames = list[zmq.Frame]
 """The frames of a message, its route first."""
 
 
 class PriorityLane:
-    """A queue of messages in order of arrival."""
+    """A queue of messages of one priority, in order of arrival."""
 
     def __init__(self) -> None:
         self.messages: deque[Frames] = deque()
         self.of_route: Counter[bytes] = Counter()
-        """Waiting messages by route."""
+        """Number of waiting messages by route (the connection they came from)."""
 
     def add(self, message: Frames) -> None:
         self.messages.append(message)
@@ -50,7 +53,10 @@ class PriorityLane:
 
 
 class Inbox:
-    """inbox.next(peers.by_id)   # or None"""
+    """Receives all messages that have arrived at a socket, and returns them one by one, urgent messages before reports.
+
+    message = inbox.next(peers.by_id)   # None if none is left
+    """
 
     def __init__(self, socket: zmq.Socket):
         self.socket = socket
@@ -63,7 +69,7 @@ class Inbox:
         return bool(self._urgent.messages or self._reports.messages) or base.has_message(self.socket)
 
     def next(self, peers: Mapping[int, Peer]) -> Frames | None:
-        """The message to handle now; None if nothing is left. `peers`: by number."""
+        """The message to handle next; None if none is left. `peers`: by session id."""
         while self._has_room and base.has_message(self.socket):
             self._take_in(base.receive(self.socket), peers)
         if self._urgent.messages and (self._urgent_in_a_row < URGENT_IN_A_ROW or not self._reports.messages):
@@ -87,7 +93,8 @@ class Inbox:
         (self._urgent if is_urgent else self._reports).add(message)
 
     def _is_urgent(self, message: Frames, peers: Mapping[int, Peer]) -> bool:
-        """Whether it goes to the urgent lane; a message follows earlier ones of its connection into their lane."""
+        """Whether a message goes to the urgent lane. If earlier messages of its connection still wait, it follows them
+        into their lane."""
         route = message[0].bytes
         if route in self._reports.of_route or route in self._urgent.of_route:
             return route in self._urgent.of_route

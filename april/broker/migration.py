@@ -1,6 +1,6 @@
 """Migration of stragglers to faster workers: a pure rule over the ledger and the decode speeds seen so far.
 
-It is consulted while some worker has room and nothing waits for it. Time is an argument.
+It is applied while a worker has room and no waiting sample could use that room. Time is an argument.
 
     migration = Migration()
     migration.observe_speed("w0", running=12, token_s=0.03)     # whenever a worker's decode speed is known
@@ -23,18 +23,19 @@ from april.broker.ledger.samples import GroupState, Lease, Sample, SampleState
 CHOICE_INTERVAL_S = 0.5
 """Interval at which moves are chosen."""
 REMAINING_SHARE = 0.5
-"""Expected remaining tokens of a response over its present length: with heavy-tailed lengths, a long response is far
-from its end. A larger share would move samples that end before their move has paid off."""
+"""Expected number of remaining tokens of a response, as a share of its present length: with heavy-tailed lengths, a
+long response is far from its end. A larger share would move samples that end before their move has paid off."""
 MARGIN = 0.05
 """Share of the remaining time that a move must save, about the error of the speed estimates."""
 DECAY = 0.95
-"""Weight of older observations against the next one: contexts grow, so that old ones underestimate token times."""
+"""Factor by which older observations are weighted down with each new one: contexts grow, so old observations
+underestimate the time per token."""
 PRIOR_PREFILL = 1 / 32
-"""Time to prefill a token over the time to decode one, until a move has measured it."""
+"""Assumed ratio of the time to prefill a token to the time to decode one, until a move has measured it."""
 PATIENCE_S = 10.0
-"""Time after which a move whose sample has not come back is given up."""
+"""Seconds after which a move is dropped if its sample has not been handed back."""
 LengthOf = Callable[[Lease], int]
-"""Current response length of a lease's sample, tokens."""
+"""Function that returns the current response length of a lease's sample, tokens."""
 
 
 @dataclass
@@ -50,12 +51,12 @@ class LinearFit:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the number of running sequences."""
+        """Standard deviation of the observed numbers of running sequences."""
         count, running, _, squares, _ = self.sums
         return max(0.0, squares / count - (running / count) ** 2) ** 0.5 if count else 0.0
 
     def at(self, running: float) -> float:
-        """Seconds per token with so many running sequences."""
+        """Estimated seconds per token with `running` sequences."""
         count, ran, token_s, _, products = self.sums
         variance = self.spread**2
         slope = max(0.0, (products / count - ran * token_s / count**2) / variance) if variance > 0.25 else 0.0
@@ -72,11 +73,11 @@ class WorkerLoad:
 
     worker: str
     running: int
-    """Samples leased to it for generation."""
+    """Number of samples leased to the worker for generation."""
     has_room: bool
-    """Whether it can take another sample."""
+    """Whether the worker can take another sample."""
     step: int
-    """Policy step of its weights."""
+    """Policy step of the worker's weights."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +97,22 @@ class Move:
 
     sample: Sample
     lease_id: int
-    """Lease that is recalled for it."""
+    """Id of the lease that is recalled for the move."""
     target: str
-    """Uid of the worker it moves to."""
+    """Uid of the worker to which the sample moves."""
     requested_at: float
 
 
 @dataclass
 class DecodeWindow:
-    """Decoding of one worker over a measurement window, in seconds on the caller's clock."""
+    """Decoding of one worker within a measurement window; times are seconds on the caller's clock."""
 
     began_at: float
     updated_at: float
     sequence_s: float = 0.0
-    """Integral of running sequences over time."""
+    """Integral of the number of running sequences over time, sequence-seconds."""
     tokens: int = 0
-    """Tokens decoded by all sequences."""
+    """Number of tokens decoded by all sequences in the window."""
 
 
 @dataclass
@@ -119,28 +120,31 @@ class Migration:
     """Decode speeds of the workers, the moves in progress, and the choice of further moves."""
 
     fits: defaultdict[str, LinearFit] = field(default_factory=lambda: defaultdict(LinearFit))
-    """Fit of the decode speed of each worker, and "" for all workers together."""
+    """Fit of each worker's decode speed, by uid, and under "" the fit over all workers."""
     windows: dict[str, DecodeWindow] = field(default_factory=dict)
     """Current measurement window of each worker."""
     moves: list[Move] = field(default_factory=list)
     """Moves requested and not complete yet."""
     moved: dict[int, float] = field(default_factory=dict)
-    """Time of the move by lease id of each moved sample; these do not move again."""
+    """Time of the move, by lease id of each moved sample; a moved sample does not move again."""
     arriving: set[int] = field(default_factory=set)
-    """Lease ids of moved samples without new tokens yet."""
+    """Lease ids of moved samples that have no new tokens yet."""
     prefill_s: float = 0.0
     prefill_tokens: float = 0.0
-    """Decayed sums of the seconds and tokens of contexts recomputed after moves."""
+    """Seconds spent on recomputing contexts after moves, and tokens recomputed: sums in which older moves weigh
+    less."""
 
     # --- observations -------------------------------------------------------------------------------------------
 
     def observe_speed(self, worker: str, running: float, token_s: float) -> None:
-        """With `running` sequences, each takes `token_s` seconds per token."""
+        """Record a measurement: with `running` sequences on a worker, each sequence takes `token_s` seconds per
+        token."""
         self.fits[worker].add(running, token_s)
         self.fits[""].add(running, token_s)
 
     def observe_tokens(self, worker: str, running: int, tokens: int, now: float, window_s: float) -> None:
-        """A worker with `running` samples has reported new tokens; its speed is measured over `window_s` seconds."""
+        """Record new tokens of a worker that generates `running` samples; its decode speed is measured over windows of
+        `window_s` seconds."""
         window = self.windows.get(worker)
         if window is None:
             self.windows[worker] = DecodeWindow(now, now)
@@ -153,19 +157,21 @@ class Migration:
             self.windows[worker] = DecodeWindow(now, now)
 
     def observe_arrival(self, lease: Lease, tokens: int, running: int, now: float) -> None:
-        """A moved sample has its first `tokens` new tokens, on a worker with `running` samples."""
+        """Record that a moved sample has its first `tokens` new tokens, on a worker that generates `running`
+        samples."""
         self.arriving.discard(lease.id)
         context = lease.sample.group.prompt_tokens + lease.sample.length - tokens
         decode_s = tokens * self.token_s(lease.worker, running)
         self.observe_prefill(context, now - self.moved[lease.id] - decode_s)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Recomputing a context of `tokens` took `seconds`."""
+        """Record that recomputing a context of `tokens` tokens took `seconds` seconds."""
         self.prefill_s = DECAY * self.prefill_s + seconds
         self.prefill_tokens = DECAY * self.prefill_tokens + tokens
 
     def token_s(self, worker: str, running: int) -> float:
-        """Expected seconds per token of each of `running` sequences on a worker; 0 while nothing is known."""
+        """Expected seconds per token of each sequence while `running` sequences run on a worker; 0 before any
+        measurement."""
         own, overall = self.fits.get(worker, NO_FIT), self.fits[""]
         if not overall.sums[0]:
             return 0.0
@@ -222,7 +228,7 @@ class Migration:
         return (source_s - target_s) * straggler.remaining - cost_s > MARGIN * source_s * straggler.remaining
 
     def take_returned(self, ledger: Ledger, now: float) -> list[Move]:
-        """Moves whose sample now waits, to be leased to their target at once.
+        """Moves whose sample has been handed back and waits for a lease; lease it to the target of the move at once.
 
         Moves whose sample was lost, ended or did not come back in time are dropped.
         """
@@ -236,7 +242,7 @@ class Migration:
         return returned
 
     def confirm(self, lease: Lease, now: float) -> None:
-        """A move is complete: its sample has been leased to its target."""
+        """Complete a move: its sample has been leased to its target as `lease`."""
         self.moved[lease.id] = now
         self.arriving.add(lease.id)
 

@@ -1,4 +1,4 @@
-"""Reads a sample's data from journal and dataset: prompt, tokens, dataset row, environment state."""
+"""Reads the data of samples from journal and dataset: prompt, tokens, dataset row, environment state."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -18,27 +18,30 @@ from april.wire.rows import TABLE, padded_sizes
 
 ROWS_CACHED, TABLES_CACHED = 16, 64
 PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
-"""Cache sizes: short prompts are kept until their batch is delivered, long ones while their group is handed out."""
+"""Cache sizes in prompts, and the bytes from which a prompt counts as long. Short prompts are cached until their batch
+is delivered, long ones while leases on their group are granted."""
 
 
 class Payloads:
     """Reader of prompts, tokens and rows, with small caches."""
 
     def __init__(self, journal: Journal, prompts: PromptBook, default_reward: str, is_cut: bool):
-        """`default_reward`: name of the verifier of rows that name none; `is_cut`: training tokens have supports."""
+        """`default_reward`: name of the verifier for rows that name none. `is_cut`: whether the run truncates the
+        sampling distribution, so that training tokens have supports."""
         self.journal = journal
         self.prompts = prompts
         self.default_reward = default_reward
         self.is_cut = is_cut
         self.row_of = lru_cache(maxsize=ROWS_CACHED)(self._row_of)
-        """Cached, as the samples of a group are mostly handed out in a row."""
+        """Dataset row of a prompt; cached, as the samples of a group are mostly leased one after the other."""
         self._times_of = lru_cache(maxsize=TABLES_CACHED)(self._read_times)
-        """Cached by record, as a worker reports the chunks of all its samples in one record."""
+        """Sampling times in a journal record; cached, as a worker reports the chunks of all its samples in one
+        record."""
         self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
         self._long_prompt = lru_cache(maxsize=LONG_PROMPTS_CACHED)(self._read_prompt)
 
     def prompt(self, reference: Reference) -> wire.PackedArray:
-        """Token ids of a prompt, int32, by the reference of its record."""
+        """Token ids of a prompt, int32, read by the reference of its journal record."""
         _, length = reference
         return self._short_prompt(reference) if length < LONG_PROMPT_BYTES else self._long_prompt(reference)
 
@@ -47,7 +50,8 @@ class Payloads:
         return wire.PackedArray("i4", checksum, data)
 
     def response(self, refs: Iterable[ChunkRef]) -> list[wire.PackedArray]:
-        """Token ids and behaviour log-probabilities of a training sample, and the supports if it has some.
+        """Token ids and behaviour log-probabilities of a training sample, and the supports if the run truncates the
+        sampling distribution.
 
         Arrays: ids int32 [T], log-probabilities float32 [T], support sizes int32 [T], concatenated support ids int32.
         Log-probability and support size of an observed token are 0.
@@ -71,8 +75,8 @@ class Payloads:
         return pack("i4", [payload[: 4 * ref.tokens] for ref, payload in self.journal.read_payloads(sample.chunk_refs)])
 
     def chunk_times(self, refs: Iterable[ChunkRef]) -> list[tuple[int, float]]:
-        """(response tokens so far, time on the reporter's clock in Unix seconds) of each chunk; time 0 if
-        unreadable."""
+        """(response tokens up to the chunk's end, Unix seconds by the reporter's clock) of each chunk; the time is 0 if
+        it cannot be read."""
         times, end = [], 0
         for ref in refs:
             end += ref.tokens
@@ -80,7 +84,8 @@ class Payloads:
         return times
 
     def _read_times(self, record: int) -> dict[int, float]:
-        """Times of a record's rows by payload offset; empty if unreadable."""
+        """Time of each row in a journal record, by the offset of the row's payload; empty if the record cannot be
+        read."""
         event, begin = self.journal.read_event(record)
         if not isinstance(event, RowsAccepted):
             return {}

@@ -19,16 +19,16 @@ SPEED_WINDOW_S = 5.0
 
 
 class PeerLoop(NamedTuple):
-    """Position of a peer's main loop, as its last heartbeat said."""
+    """Position of a peer's main loop, as reported by the peer's last heartbeat."""
 
     peer: str
     """Name of the peer."""
     position: str
-    """Stage the loop is in, such as `a micro-batch`; empty if the peer does not report it."""
+    """Stage that the loop is in, such as `a micro-batch`; empty if the peer does not report it."""
     for_s: float
-    """Seconds it has been there."""
+    """Seconds that the loop has been in that stage."""
     usual_s: float
-    """Median seconds it stays there; 0 if unknown."""
+    """Median seconds that the loop stays in that stage; 0 if unknown."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class GrantBuilder:
     """A `wire.Grants` message that is being built."""
 
     task_indices: dict[int, int] = field(default_factory=dict)
-    """Index in `tasks`, by group."""
+    """Index of each group's task in `tasks`, by group id."""
     tasks: list[wire.Task] = field(default_factory=list)
     grants: list[wire.Grant] = field(default_factory=list)
     prompts: list[wire.PackedArray] = field(default_factory=list)
@@ -59,20 +59,21 @@ class GrantBuilder:
 
 @dataclass(slots=True)
 class PendingAnswers:
-    """What a lease holder is sent after the journal's next sync: acks, nacks and rejects of its reports, and grants."""
+    """Messages that a lease holder gets after the journal's next sync: acks, nacks and rejects of its reports, and
+    grants."""
 
     acks: dict[int, int] = field(default_factory=dict)
-    """Durable response tokens, by lease."""
+    """Number of response tokens that are on disk, by lease id."""
     done: list[int] = field(default_factory=list)
-    """Leases that have ended as the holder reported."""
+    """Ids of leases that the holder has closed."""
     nacks: dict[int, int] = field(default_factory=dict)
-    """Response tokens the broker has, by lease that has to report again from there."""
+    """Number of response tokens that the broker has, by lease id: the holder has to report the later tokens again."""
     rejects: list[tuple[int, str]] = field(default_factory=list)
     """(lease id, reason) of reports that were not accepted."""
     leases: list[GrantBuilder] = field(default_factory=list)
 
     def new_leases(self) -> GrantBuilder:
-        """The message that takes the next grant; a full one is followed by a new one."""
+        """The `Grants` message to which the next grant is added; a new one if the last is full."""
         if not self.leases or len(self.leases[-1].responses) >= limits.MAX_GRANT_ARRAYS:
             self.leases.append(GrantBuilder())
         return self.leases[-1]
@@ -90,40 +91,41 @@ class Peer:
     """A connected process, from its hello to the end of its session."""
 
     id: int
-    """Session id; never used again in a run."""
+    """Session id, never reused in a run."""
     role: str
     name: str
     uid: str
-    """Unique id of the process, which its leases are recorded under."""
+    """Unique id of the process, under which its leases are recorded."""
     data_route: bytes
     last_seen: float
-    """Time of its last message."""
+    """Time of the peer's last message, seconds."""
     control_route: bytes | None = None
-    """None before the control connection is bound; empty once the connections are gone."""
+    """ZeroMQ route of the control connection; None before the connection is bound, empty after the peer's connections
+    were lost."""
     key: str = ""
-    """CURVE key of its connections; empty without CURVE."""
+    """CURVE public key of the peer's connections; empty without CURVE."""
     version: Version | None = None
-    """Weights that a worker has loaded."""
+    """Policy version of the weights that a worker has loaded; None before the first."""
     capacity: int = 0
-    """Most leases it takes at once."""
+    """Most leases that the peer holds at once."""
     address: str = ""
     """Base URL of an agents process's API."""
     started: bool = False
     """Whether a learner has said which checkpoint it holds."""
     sent_bytes: int = 0
-    """Bytes of arrays sent to it in this session."""
+    """Bytes of arrays sent to the peer in this session."""
     received_bytes: int = 0
-    """Bytes of arrays it says it has received."""
+    """Bytes of arrays that the peer reports to have received in this session."""
     pending: PendingAnswers = field(default_factory=PendingAnswers)
-    """Answers and grants it is sent after the next sync."""
+    """Answers and grants that the peer gets after the next sync."""
     loop_position: str = ""
-    """Stage its main loop is in; empty if it does not report it."""
+    """Stage that the peer's main loop is in; empty if the peer does not report it."""
     loop_since: float = 0.0
-    """Time since when the loop is there."""
+    """Time at which the main loop entered that stage, seconds."""
     loop_usual_s: float = 0.0
-    """Median seconds the loop stays there."""
+    """Median seconds that the main loop stays in that stage; 0 if unknown."""
     slots: wire.Slots | None = None
-    """Use of a worker's slots, by its last heartbeat that reported it."""
+    """Use of a worker's slots, as last reported in a heartbeat; None if never."""
     recent_tokens: deque[tuple[float, int]] = field(default_factory=deque)
     """(time, tokens) of the chunks accepted within `SPEED_WINDOW_S`."""
 
@@ -141,7 +143,7 @@ class Peer:
         return PeerLoop(self.name, self.loop_position, elapsed_s, self.loop_usual_s)
 
     def note_tokens(self, now: float, tokens: int) -> None:
-        """Count accepted tokens towards the worker's speed."""
+        """Count accepted tokens for the worker's tokens per second."""
         self.recent_tokens.append((now, tokens))
         while self.recent_tokens[0][0] < now - SPEED_WINDOW_S:
             self.recent_tokens.popleft()
@@ -160,13 +162,13 @@ class TokenTally:
     """Sampled tokens of one worker process, over all its sessions."""
 
     emitted: int = 0
-    """Tokens its engine has sampled, by its own count."""
+    """Number of tokens that the worker's engine has sampled, by the worker's own count."""
     acknowledged: int = 0
     refused: int = 0
 
     @property
     def lost(self) -> int:
-        """Tokens sampled, but neither acknowledged nor refused."""
+        """Number of tokens sampled, but neither acknowledged nor refused."""
         return max(0, self.emitted - self.acknowledged - self.refused)
 
 
@@ -178,11 +180,11 @@ class Outgoing:
     message: wire.Message
     arrays: list[np.ndarray | wire.PackedArray] = field(default_factory=list)
     session: int = 0
-    """Session id in its header; 0 for a connection without a session."""
+    """Session id in the message's header; 0 for a connection without a session."""
     sequence: int = 0
-    """Sequence number of the request it answers; 0 if it answers none."""
+    """Sequence number of the request that the message answers; 0 if it answers none."""
     protocol: int = wire.PROTOCOL
-    """Protocol version in its header; another one only to refuse a peer that speaks that."""
+    """Protocol version in the message's header; differs from this April's only to refuse a peer of that version."""
 
 
 class Peers:
@@ -193,18 +195,20 @@ class Peers:
         self.tallies: dict[str, TokenTally] = {}
         """Token counts by uid of the worker process."""
         self.forgotten = TokenTally()
-        """Sum over processes no longer in `tallies`; its `emitted` holds only their lost tokens."""
+        """Sum of the counts of processes no longer in `tallies`; its field `emitted` has only their lost tokens."""
         self.refusals: Counter[str] = Counter()
-        """Messages that were not accepted, by cause; one for each `Refused` or reject."""
+        """Number of messages and reports that were not accepted, by cause."""
         self.outgoing: list[Outgoing] = []
         """Messages to send after the journal's next sync."""
         self.immediate: list[Outgoing] = []
-        """Messages to send now, since they rest on nothing that is not on disk."""
+        """Messages to send at once: they depend only on events that are on disk, so that they need not wait for a
+        sync."""
         self._next_id = 1
         self._with_pending: dict[int, Peer] = {}
 
     def start_ids(self, broker_start: int) -> None:
-        """Begin the session ids of the given start of the broker: none repeats one of an earlier start."""
+        """Set the first session id for start number `broker_start` of the broker, so that no id of an earlier start is
+        reused."""
         self._next_id = (broker_start << 32) + 1
 
     def open(self, hello: wire.Hello, route: bytes, now: float, key: str = "") -> Peer:
@@ -217,7 +221,7 @@ class Peers:
         return peer
 
     def _fold_tallies(self) -> None:
-        """Forget the processes that left first once there are too many; their tokens stay counted in `forgotten`."""
+        """Drop the counts of the processes that left first once there are too many; the sums stay in `forgotten`."""
         if len(self.tallies) <= limits.MAX_TALLIES:
             return
         connected = {peer.uid for peer in self.by_id.values()}
@@ -230,13 +234,14 @@ class Peers:
         self.by_id.pop(peer.id, None)
 
     def invalidate(self, route: bytes) -> None:
-        """Handle a lost connection, whose messages may be lost: drop its session's routes until the peer says hello."""
+        """Handle a lost connection: forget the routes of its session until the peer says hello again, as messages may
+        have been lost."""
         for peer in self.by_id.values():
             if route in (peer.data_route, peer.control_route):
                 peer.data_route = peer.control_route = b""
 
     def unacknowledged_tokens(self) -> int:
-        """Tokens sampled by workers that are gone, and never acknowledged or refused."""
+        """Number of tokens sampled by workers that are gone, and neither acknowledged nor refused."""
         connected = {peer.uid for peer in self.by_id.values()}
         gone = (tally for uid, tally in self.tallies.items() if uid not in connected)
         return self.forgotten.emitted + sum(tally.lost for tally in gone)
@@ -271,31 +276,33 @@ class Peers:
         arrays: Sequence[np.ndarray | wire.PackedArray] = (),
         sequence: int = 0,
     ) -> None:
-        """Queue a message for the data connection, behind those queued before, after the next sync."""
+        """Queue a message for a peer's data connection, to be sent after the next sync and behind messages queued
+        earlier."""
         peer.sent_bytes += sum(len(a.data) if isinstance(a, wire.PackedArray) else a.nbytes for a in arrays)
         self.outgoing.append(Outgoing(peer.data_route, message, list(arrays), peer.id, sequence))
 
     def send_now(self, peer: Peer, message: wire.Message, arrays: list[wire.PackedArray], sequence: int = 0) -> None:
-        """Queue a message that rests on nothing that is not on disk: it does not wait for a sync."""
+        """Queue a message that depends only on events that are on disk, so that it need not wait for a sync."""
         peer.sent_bytes += sum(len(packed.data) for packed in arrays)
         self.immediate.append(Outgoing(peer.data_route, message, list(arrays), peer.id, sequence))
 
     def refuse(self, cause: str, reason: str, route: bytes, session: int = 0, sequence: int = 0) -> None:
-        """Count a message that is not accepted, and queue the answer; `cause` is never a peer's own text."""
+        """Count a message that is not accepted, and queue a `Refused` in answer; `cause` is never a peer's own text."""
         self.refusals[cause] += 1
         self.outgoing.append(Outgoing(route, wire.Refused(reason), [], session, sequence))
 
     def has_credit(self, peer: Peer, credit_bytes: int) -> bool:
-        """Whether fewer than `credit_bytes` of arrays sent to it are unread; one message may exceed the credit."""
+        """Whether fewer than `credit_bytes` of the arrays sent to a peer are unacknowledged; one message may exceed the
+        credit."""
         return peer.sent_bytes - peer.received_bytes < credit_bytes
 
     def pending_for(self, peer: Peer) -> PendingAnswers:
-        """The answers that the peer is sent after the next sync, for adding to them."""
+        """The answers that a peer gets after the next sync; callers add to them."""
         self._with_pending[peer.id] = peer
         return peer.pending
 
     def acknowledge(self, peer: Peer, lease_id: int, length: int | None = None) -> None:
-        """Ack the first `length` response tokens of a lease; None acks the end of the lease."""
+        """Queue an ack of the first `length` response tokens of a lease; with None, an ack of the lease's end."""
         pending = self.pending_for(peer)
         if length is None:
             pending.done.append(lease_id)
@@ -303,16 +310,16 @@ class Peers:
             pending.acks[lease_id] = length
 
     def nack(self, peer: Peer, lease_id: int, length: int) -> None:
-        """Ask for a lease's response tokens from `length` on once more."""
+        """Queue a nack: the holder has to report a lease's response tokens from `length` on again."""
         self.pending_for(peer).nacks[lease_id] = length
 
     def reject(self, peer: Peer, lease_id: int, reason: str) -> None:
-        """Reject what was reported of one lease; counted by the part of the reason before its colon."""
+        """Queue a reject of the report on a lease. It is counted under the part of the reason before the colon."""
         self.refusals[reason.split(":")[0]] += 1
         self.pending_for(peer).rejects.append((lease_id, reason))
 
     def take_outgoing(self) -> list[Outgoing]:
-        """Take the queued messages, connection by connection: the answers to its reports first, then the others."""
+        """Take the queued messages, grouped by connection: first the answers to the peer's reports, then the others."""
         by_route: dict[bytes, list[Outgoing]] = {}
         for peer in self._with_pending.values():
             pending, peer.pending = peer.pending, PendingAnswers()
@@ -325,7 +332,8 @@ class Peers:
         return [outgoing for messages in by_route.values() for outgoing in messages]
 
     def answer_heartbeat(self, peer: Peer, lost: list[int]) -> None:
-        """Answer without waiting for a sync, since no crash can make it wrong: a lost lease stays lost."""
+        """Answer a heartbeat without waiting for a sync, since no crash can make the answer wrong: a lost lease stays
+        lost."""
         route = peer.control_route or peer.data_route
         self.immediate.append(Outgoing(route, wire.Renewed(lost), [], peer.id))
 
@@ -339,7 +347,7 @@ class Peers:
         self.outgoing.append(Outgoing(peer.control_route or peer.data_route, message, [], peer.id))
 
     def refuse_protocol(self, error: wire.ProtocolMismatch, reason: str, route: bytes) -> None:
-        """Refuse a peer of another protocol version, in that version, which it understands."""
+        """Refuse a peer of another protocol version, with a message in the peer's version."""
         self.refusals[error.cause] += 1
         self.outgoing.append(Outgoing(route, wire.Refused(reason), protocol=error.protocol))
 

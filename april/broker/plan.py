@@ -1,4 +1,4 @@
-"""From the configuration's [schedule] to the ledger's rules, the schedule and the plan that April prints."""
+"""Derives the ledger's rules, the schedule and the printed plan of a run from [schedule] in its configuration."""
 
 from april.broker.ledger.rules import Prompts, Rules
 from april.broker.schedules import SCHEDULES
@@ -28,12 +28,13 @@ def ledger_rules(config: Config) -> Rules:
 
 
 def make_schedule(section: ScheduleSection, prompts: Prompts) -> Schedule:
-    """The schedule of `section.kind`. Raises ConfigError if it cannot be found."""
+    """Build the schedule that `section.kind` names. Raises ConfigError if it cannot be found."""
     return SCHEDULES.find(section.kind).from_config(section, prompts)
 
 
 def describe_plan(section: ScheduleSection) -> str:
-    """One or two lines: samples in flight, staleness bound, and the share of the throughput it leaves."""
+    """The plan in one or two sentences: samples in flight, staleness bound, and the share of the rollout throughput
+    that can be trained."""
     kind = SCHEDULES.find(section.kind)
     plan = (
         f"plan: {section.kind}, batches of {section.rollout_batch_size} groups of {section.n_samples_per_prompt}, "
@@ -45,7 +46,7 @@ def describe_plan(section: ScheduleSection) -> str:
 
 
 def advice(config: Config) -> str:
-    """A warning if stale tokens may be trained and no correction is configured; otherwise empty."""
+    """A warning if the run may train stale tokens without a correction for them; otherwise empty."""
     schedule, algorithm, default = config.schedule, config.algorithm, AlgorithmSection()
     outlive = SCHEDULES.find(schedule.kind).groups_outlive_a_round(schedule)
     stale = schedule.max_staleness and (outlive or schedule.overlap)
@@ -80,9 +81,10 @@ def throughput_cap(
 ) -> float:
     """Largest share of the rollout throughput without any barrier that can be trained, from 0 to 1.
 
-    While the longest response, of `longest` tokens, is generated, `in_flight` samples produce
-    in_flight * longest tokens: responses of `mean_length` tokens for in_flight * longest / (group_size * mean_length)
-    groups. No more than `batches` batches of `batch_groups` groups can be trained until its group is due, so that
+    While the longest response, of `longest` tokens, is generated, `in_flight` samples produce in_flight * longest
+    tokens: responses of `mean_length` tokens for in_flight * longest / (group_size * mean_length) groups. Until the
+    group of the longest response is due, no more than `batches` batches of `batch_groups` groups can be trained, so
+    that
 
         share <= min(1, batches * batch_groups * group_size * mean_length / (in_flight * longest))
 

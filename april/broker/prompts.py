@@ -1,4 +1,4 @@
-"""The broker's prompts: dataset rows in a seeded order per epoch, tokenised when they are drawn, or prompts that the
+"""The prompts of a run: dataset rows in a seeded order per epoch, tokenised when they are drawn, or prompts that the
 trainer submits during the run."""
 
 import logging
@@ -21,9 +21,9 @@ from april.data.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 ReadBack: TypeAlias = Callable[[Any], tuple[Event, list[EventArray]]]
-"""Reads the event of a journal reference, and its arrays."""
+"""Function that reads an event and its arrays by their journal reference."""
 ROWS_CACHED = 16_384
-"""Rows whose token ids are cached for the next epoch."""
+"""Number of dataset rows whose token ids are kept in memory for the next epoch."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class HeldOut:
 
 
 class PromptBook:
-    """Training prompts by (epoch, position), evaluation prompts by (number of the set, position)."""
+    """The prompts of a run: training prompts by (epoch, position), evaluation prompts by (number of the set,
+    position)."""
 
     def __init__(self, config: Config):
         data = config.data
@@ -53,7 +54,7 @@ class PromptBook:
         self._config = config
         self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         self._drawn = lru_cache(maxsize=16)(self._draw)
-        """Cached, as a schedule may look at a prompt several times before it opens the group."""
+        """Cached form of `_draw`, as a schedule may look at a prompt several times before it opens the group."""
         self.held_out = {settings.number: self._held_out(settings, allowed) for settings in config.evaluation_sets}
         """Evaluation sets by number, in order."""
         self.draw((0, 0))
@@ -84,12 +85,14 @@ class PromptBook:
         )
 
     def bind(self, ledger: LedgerState, read: ReadBack) -> None:
-        """Give access to submitted prompts: the ledger knows their references, and `read` reads them."""
+        """Give access to submitted prompts: the ledger has their journal references, and `read` reads them. Without
+        effect here, where prompts come from files."""
 
     def decode_submission(
         self, message: wire.Submit, arrays: list[wire.PackedArray]
     ) -> Iterator[tuple[PromptSubmitted, bytes]]:
-        """Events and token ids of the prompts in a trainer's message. Raises BadRow for prompts this run cannot use."""
+        """Events and token ids of the prompts in a trainer's message. Raises BadRow for a prompt that the run cannot
+        use."""
         raise BadRow("this run draws its prompts from files: set data.source to 'submitted' to bring them")
 
     def submission(self, row: int) -> tuple[int, bytes]:
@@ -107,7 +110,7 @@ class PromptBook:
         return int(self._order(epoch)[position])
 
     def counts(self) -> dict[str, int]:
-        """Training rows, rows excluded as bad, and rows skipped so far as too long or empty."""
+        """Number of training rows, of rows excluded as bad, and of rows skipped so far as too long or empty."""
         bad_rows = self.rows.bad_rows + len(self.untokenisable)
         return {"rows": len(self.rows), "bad_rows": bad_rows, "too_long": len(self.too_long)}
 
@@ -143,8 +146,8 @@ class PromptBook:
             raise ConfigError(f"held-out prompt {index}: {error}; mend it, or data.template_options") from None
 
     def _encode(self, row: DatasetRow) -> bytes | None:
-        """Token ids of a row's prompt; empty in a run with agents, which write the prompts; None if too long or
-        empty."""
+        """Token ids of the prompt in a dataset row; None if it is empty or too long. Empty bytes in a run with agents,
+        which write the prompts."""
         if self._config.agent.is_set:
             return b""
         tokens = self.tokenizer.encode_prompt(row.prompt, self._config.data.template_options)
@@ -155,7 +158,7 @@ class PromptBook:
 
 
 SUBMITTED_CACHED = 64
-"""Submitted prompts that are kept after they are read from the journal."""
+"""Number of submitted prompts that are kept in memory after they are read from the journal."""
 
 
 class SubmittedPrompts(PromptBook):
@@ -226,5 +229,5 @@ class SubmittedPrompts(PromptBook):
 
 
 def open_prompts(config: Config) -> PromptBook:
-    """The prompt source that `data.source` selects."""
+    """Build the prompt source that `data.source` selects."""
     return (SubmittedPrompts if config.data.source == "submitted" else PromptBook)(config)

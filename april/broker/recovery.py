@@ -1,7 +1,7 @@
 """Recovery of a run: rebuilds the ledger, and checks the journal against the other files of the run folder.
 
 A step's line in metrics.jsonl and the sync note are written only after the sync they refer to, and a checkpoint only
-contains batches delivered before. So if one of them is ahead of the journal, the journal has lost its end.
+contains batches delivered before. If one of these files is ahead of the journal, the journal has lost its last records.
 """
 
 import contextlib
@@ -35,15 +35,16 @@ NOTE = struct.Struct(">QI")
 """Layout of the sync note: position and its crc32."""
 CHECKPOINT = re.compile(r"step_(\d{6,})")
 TAIL_BYTES = 8 << 20
-"""Bytes at the end of metrics.jsonl that are searched for its last line."""
+"""Bytes at the end of metrics.jsonl that are searched for its last complete record."""
 CHOICE = "april run CONFIG --resume --accept-loss"
-"""Command that goes on without the lost events."""
+"""Command that continues a run without the events that its journal has lost."""
 
 
 class SyncNote:
-    """A file with the position up to which the journal is on disk, written after every sync.
+    """A file with the position up to which the journal is on disk, rewritten after every sync.
 
-    The note itself is not synced: after a crash it is current or older, and true either way.
+    The file itself is not synced: after a crash it may hold an older position, up to which the journal is on disk as
+    well.
     """
 
     def __init__(self, folder: Path):
@@ -52,7 +53,7 @@ class SyncNote:
 
     @property
     def position(self) -> int:
-        """The noted position; 0 if there is no note or it is torn."""
+        """The position in the file; 0 if there is no file or the content is torn."""
         data = self._path.read_bytes() if self._path.exists() else b""
         if len(data) < NOTE.size:
             return 0
@@ -60,7 +61,7 @@ class SyncNote:
         return position if checksum == crc32(data[:8]) else 0
 
     def write(self, position: int) -> None:
-        """Write the note; a failed write leaves the previous one, which is still true."""
+        """Write the position to the file; a failed write leaves the previous position, which is still valid."""
         with contextlib.suppress(OSError):
             if self._file is None:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -87,7 +88,8 @@ def rebuild(
 
 
 def check_complete(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> None:
-    """Raises JournalError if other files prove that the journal has lost its end.
+    """Compare the journal with metrics.jsonl and the checkpoints. Raises JournalError if they prove that the journal
+    has lost its last records.
 
     `stored`: steps of checkpoints in an object store.
     """
@@ -99,7 +101,7 @@ def check_complete(run_dir: Path, journal: Journal, ledger: Ledger, stored: Coll
 
 
 def proofs_of_loss(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> list[str]:
-    """One sentence for each proof that the journal `ledger` was rebuilt from has lost its end."""
+    """One sentence for each proof that the journal from which `ledger` was rebuilt has lost its last records."""
     found, step, checkpoints = [], last_step(run_dir / "metrics.jsonl"), {*checkpoints_of(run_dir), *stored}
     if (missing := journal.known_synced - journal.end) > 0:
         found.append(f"it ends at {journal.end} and was on disk up to {journal.known_synced}, {missing} bytes further")
@@ -111,7 +113,7 @@ def proofs_of_loss(run_dir: Path, journal: Journal, ledger: Ledger, stored: Coll
 
 
 def last_step(metrics: Path) -> int:
-    """Step of the last complete step line of metrics.jsonl; 0 without one."""
+    """Policy step in the last complete step record of metrics.jsonl; 0 without one."""
     if not metrics.exists():
         return 0
     with metrics.open("rb") as file:
@@ -132,10 +134,11 @@ def checkpoints_of(run_dir: Path) -> dict[int, Path]:
 
 
 def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list[str]:
-    """Accept a damaged or shortened journal as it is; returns one sentence for each loss.
+    """Let a run continue with a damaged or shortened journal; returns one sentence for each loss.
 
-    Bytes cut off are kept in a file next to the journal; checkpoints ahead of the journal, also `stored` ones, are
-    renamed. Raises JournalError if the rest is not enough to go on from, and StoreError.
+    Bytes cut off are kept in a file next to the journal; checkpoints ahead of the journal, including the `stored` ones
+    in an object store, are renamed. Raises JournalError if the rest of the journal is not enough to continue, and
+    StoreError.
     """
     in_store = stored.steps() if stored else set()
     run_dir, folder = config.run_dir, journal_folder(config.run_dir)
@@ -161,8 +164,8 @@ def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list
 
 
 def cut_damaged_tail(folder: Path) -> Iterator[str]:
-    """Move everything after the last whole record of the last journal file to a file of its own; yields what was
-    cut."""
+    """Move everything after the last complete record of the last journal file to a separate file; yields a sentence
+    that says what was cut."""
     path = max(folder.glob(f"*{SUFFIX}"), default=None)
     if path is None or not (size := path.stat().st_size):
         return

@@ -1,4 +1,5 @@
-"""The broker's process: one thread, one poll loop, one ROUTER socket. Drain messages, apply them, sync, then answer."""
+"""The broker's process: one thread, one poll loop, one ROUTER socket. Each pass handles messages, syncs the journal,
+then sends the answers."""
 
 import contextlib
 import errno
@@ -41,34 +42,34 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 50
 DRAIN_S = 0.004
-"""Longest handling of messages in one pass, after which answers are sent."""
+"""Longest time for handling messages in one pass of the loop, after which answers are sent."""
 UNSYNCED_BYTES = 32 << 20
-"""Unsynced bytes of the journal from which on the running sync is waited for."""
+"""Bytes not yet on disk from which on the broker waits for the running sync before it handles more messages."""
 SMALL_SYNC_BYTES = 256 << 10
-"""Bytes up to which a sync is faster in the loop than in another thread."""
+"""Syncs of up to this many bytes run in the loop, where they finish faster than in another thread."""
 OUTBOX_MESSAGES = 1024
-"""Most messages kept for a peer that does not read; its session ends beyond that."""
+"""Most messages kept for a peer that does not read; with more, its session ends."""
 HTTP_FILE = "http"
-"""File in the run folder with the base URL of metrics and health."""
+"""File in the run folder with the base URL of /metrics and /health."""
 ZERO_COPY_RECV = 10
-"""Context option of libzmq that pyzmq has no name for. If it is on, every small message that waits keeps the 8 KB
-buffer it was received in."""
+"""Number of a libzmq context option that pyzmq does not name. While it is on, every small waiting message keeps the 8
+KB buffer it was received in."""
 RETRY_S = 5.0
-"""Seconds between a read-only broker's attempts to write again."""
+"""Interval at which a read-only broker tries to write again."""
 PROBE_BYTES = 16 << 20
-"""Bytes that have to fit on the disk before a read-only broker goes on."""
+"""Bytes that must fit on the disk before a read-only broker resumes."""
 RECOVERABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *NO_DESCRIPTORS)
-"""Error numbers after which the disk may become writable again."""
+"""Error numbers of disk failures after which writing may become possible again."""
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
-"""Longest wait for the port of a killed broker, and seconds between attempts."""
+"""Longest wait for the port of a killed broker, and interval of attempts to bind it."""
 LEAVE_S = 600.0
-"""Longest wait at the end of a run for goodbyes; longer if `learner.load_s` is."""
+"""Longest wait for peers' goodbyes at the end of a run; longer if `learner.load_s` is."""
 LEAVE_AFTER_SIGNAL_S = 60.0
-"""Longest wait for goodbyes after a signal."""
+"""Longest wait for peers' goodbyes after a signal."""
 
 
 class BindError(RuntimeError):
-    """An address of the broker cannot be used; the text names the key and says why."""
+    """The broker cannot use one of its addresses; the message names the configuration key and the reason."""
 
 
 class Server:
@@ -90,9 +91,9 @@ class Server:
             replace_file(config.run_dir / "config.toml", config.to_toml().encode())
         self.config = config
         self.access_control: AccessControl | None = None
-        """None without CURVE keys."""
+        """Admits only peers on the allow-list; None without CURVE keys."""
         self._synced = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Event file that becomes readable when a sync has ended."""
+        """Event file descriptor that becomes readable when a sync has ended."""
         self._open(open_prompts(config))
         self.context = zmq.Context()
         self.context.set(ZERO_COPY_RECV, 0)
@@ -126,13 +127,13 @@ class Server:
         self._trimmer = HeapTrimmer()
         self._retry_at = 0.0
         self._ended: tuple[str, str] | None = None
-        """(reason, state) of a run that was over when its disk failed."""
+        """(reason, final state) of a run that had ended when its disk failed; None otherwise."""
         self._unsent: list[Outgoing] = []
-        """Answers that wait for the running sync."""
+        """Answers that wait for the end of the running sync."""
         self._in_sync = self.service.recorder.sync_mark()
-        """What the running sync covers."""
+        """Accepted tokens and metrics lines that the running sync puts on disk."""
         self._outboxes: dict[bytes, deque[Outgoing]] = {}
-        """Messages by route of peers that do not read at present."""
+        """Messages that wait for peers that do not read at present, by the peer's route."""
 
     def _open(self, prompts: PromptBook) -> None:
         """Open the journal and rebuild the service from it."""
@@ -146,7 +147,8 @@ class Server:
         self.journal.sync()
 
     def _bind(self, endpoint: str) -> None:
-        """Bind the socket. If any port will do, take that of the run's last broker, as peers reconnect to it.
+        """Bind the socket. If the configuration allows any port, take that of the run's last broker, as peers reconnect
+        to it.
 
         Raises BindError.
         """
@@ -166,7 +168,8 @@ class Server:
             time.sleep(BIND_AGAIN_S)
 
     def serve(self) -> None:
-        """Serve until the run is over and everyone has left, or a signal tells the broker to step aside."""
+        """Serve until the run is over and all peers have left, or a signal tells the broker to exit for its
+        successor."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(STEP_ASIDE, self._on_signal)
@@ -191,15 +194,15 @@ class Server:
             self.close()
 
     def write_address(self) -> None:
-        """Write the addresses to the run folder once the broker serves and its signal handlers are set."""
+        """Write the addresses to the run folder once the broker serves and its signal handlers are installed."""
         replace_file(self.address_file, self.address.encode())
         if self.exporter:
             replace_file(self.config.run_dir / HTTP_FILE, self.exporter.address.encode())
 
     @property
     def steps_aside(self) -> bool:
-        """Whether the broker exits without ending the run, which another broker continues from its journal: told to
-        step aside, or told to exit while drained or read only."""
+        """Whether the broker exits without ending the run, which another broker continues from the journal: after a
+        signal to step aside, or a signal to exit while drained or read-only."""
         run = self.service.run
         aside = self._signal == STEP_ASIDE.name or self.service.ledger.draining
         return bool(self._signal and (run.read_only or (aside and not run.over)))
@@ -207,7 +210,7 @@ class Server:
     def serve_once(self) -> None:
         """Handle the messages that have arrived, and send the answers that a sync has covered.
 
-        Messages are also handled while a sync runs; their answers wait for the next sync.
+        Messages are handled while a sync runs as well; the answers to those wait for the next sync.
         """
         if not self.inbox.has_message:
             self._wait(0 if self.service.has_more else POLL_MS)
@@ -222,7 +225,7 @@ class Server:
         self._trimmer.trim_if_due()
 
     def _wait(self, timeout_ms: int) -> None:
-        """Wait for a message, or for the end of a sync."""
+        """Wait for a message to arrive, or for the running sync to end."""
         while ready := dict(self._poller.poll(timeout_ms)):
             if self._synced in ready:
                 os.eventfd_read(self._synced)
@@ -251,7 +254,7 @@ class Server:
             self.service.end_file()
 
     def _finish_sync(self) -> None:
-        """Wait for the running sync, and send the answers it covers."""
+        """Wait for the running sync to end, and send the answers that it covers."""
         if self.journal.syncing:
             self.journal.finish_sync()
             self._sync_times.observe(self.journal.sync_s)
@@ -266,7 +269,7 @@ class Server:
         return MetricsSnapshot(health_snapshot(self.service.context, now), series, self._sync_times.histogram())
 
     def _fail(self, error: JournalError | OSError) -> None:
-        """Go read only after a disk error: acknowledge nothing, answer questions, and wait for room."""
+        """Become read-only after a disk error: acknowledge nothing, answer status requests, and wait for disk space."""
         if not isinstance(error, JournalError):
             error = self.journal.fail(error)
         self.service.peers.outgoing[:0], self._unsent = self._unsent, []
@@ -274,7 +277,8 @@ class Server:
         self._retry_at = clock.now() + RETRY_S if error.errno in RECOVERABLE else math.inf
 
     def _recover(self) -> None:
-        """Try to write again; if there is room, resume from what is on disk as after a crash. Peers say hello again."""
+        """Try to write to the disk; if that works, resume from what is on disk as after a crash. Peers say hello
+        again."""
         self._retry_at = clock.now() + RETRY_S
         if self.service.run.over:
             self._ended = self.service.run.over, self.service.run.state
@@ -305,13 +309,15 @@ class Server:
         return now < until
 
     def _end_revoked(self) -> None:
-        """End the sessions of peers whose key is off the allow-list, or has another role there."""
+        """End the sessions of peers whose key has been removed from the allow-list, or is listed there with another
+        role."""
         for peer in list(self.service.peers.by_id.values()):
             if self.access_control and self.access_control.allow_list.find(peer.key).role != peer.role:
                 self.service.end_session(peer, "its key is off the allow-list", clock.now())
 
     def _send(self, outgoing: list[Outgoing]) -> None:
-        """Send messages, behind those in the peer's outbox; what a peer does not read now waits in its outbox."""
+        """Send messages, behind those in their peer's outbox; messages that a peer does not read now are kept in its
+        outbox."""
         for route in list(self._outboxes):
             outbox = self._outboxes.pop(route)
             while outbox and self._send_one(outbox[0]):
@@ -329,7 +335,8 @@ class Server:
     def _send_one(self, message: Outgoing) -> bool:
         """Send one message; False if the peer does not read at present.
 
-        A peer that is gone gets nothing: its session loses its routes, until it says hello or times out.
+        If the peer is gone, the message is dropped, and the session's routes are forgotten until the peer says hello or
+        times out.
         """
         if not message.route:
             return True
@@ -346,7 +353,7 @@ class Server:
         return True
 
     def _drop_peer(self, route: bytes) -> None:
-        """End the session of a peer that does not read its messages."""
+        """End the session of a peer whose outbox is full, as it does not read its messages."""
         self._outboxes.pop(route, None)
         for peer in list(self.service.peers.by_id.values()):
             if route in (peer.data_route, peer.control_route):
@@ -368,7 +375,7 @@ class Server:
         self._release()
 
     def _release(self) -> None:
-        """Close sockets, threads and journal."""
+        """Close the sockets, threads and journal."""
         if self.access_control:
             self.access_control.close()
         self.socket.close()
@@ -378,7 +385,7 @@ class Server:
 
 
 def probe_disk(folder: Path) -> None:
-    """Raise OSError unless `PROBE_BYTES` can be written to the disk of `folder`."""
+    """Raises OSError unless `PROBE_BYTES` can be written to the disk of `folder`."""
     path = folder / "probe"
     try:
         with path.open("wb") as file:
@@ -390,7 +397,7 @@ def probe_disk(folder: Path) -> None:
 
 
 def start_exporter(config: Config) -> Exporter | None:
-    """Serve /metrics and /health at `operations.http`; None if that is `none`. Raises BindError."""
+    """Start the HTTP server of /metrics and /health at `operations.http`; None if that is `none`. Raises BindError."""
     wanted = config.operations.http_address
     if wanted is None:
         return None
@@ -411,15 +418,16 @@ def start_exporter(config: Config) -> Exporter | None:
 
 
 GC_THRESHOLDS = (50_000, 20, 100)
-"""Collection thresholds, above the defaults: scanning the ledger's many live objects is rarely worth it."""
+"""Thresholds of Python's garbage collector, above its defaults: scanning the ledger's many live objects is rarely worth
+it."""
 LARGE_BLOCK_BYTES = 1 << 20
 KEPT_FREE_BYTES = 64 << 20
 TRIM_S, TRIM_SHARE = 5.0, 0.001
-"""Least interval of giving back free memory, and the largest share of time it may take."""
+"""Least seconds between two returns of free memory to the system, and the largest share of time that they may take."""
 
 
 def apply_memory_settings() -> None:
-    """Apply the memory settings; call it once everything is loaded.
+    """Set the process's garbage collection and malloc options; call it once everything is loaded.
 
     The broker's heap has many small long-lived objects and a few large short-lived ones.
 
@@ -434,16 +442,16 @@ def apply_memory_settings() -> None:
 
 
 class HeapTrimmer:
-    """Gives free memory between live objects back to the system, tens of megabytes after each batch.
+    """Returns free memory between live objects to the system, tens of megabytes after each batch.
 
-    It takes a millisecond or two; with a larger heap, where it takes longer, it is done less often.
+    A call takes a millisecond or two; with a larger heap, where it takes longer, calls are less frequent.
     """
 
     def __init__(self) -> None:
         self._at = 0.0
 
     def trim_if_due(self) -> None:
-        """Give memory back if it is time; call it in each pass of the broker's loop."""
+        """Return free memory to the system if that is due; call it in each pass of the broker's loop."""
         if (began := clock.now()) >= self._at:
             resources.return_free_pages()
             now = clock.now()

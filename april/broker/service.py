@@ -1,7 +1,7 @@
 """The broker without its sockets: takes messages, changes ledger and journal, and queues the answers.
 
-The caller syncs the journal before it sends what `handle` and `tick` have queued. Only `Peers.immediate` may be sent
-before, as it rests on nothing that is not on disk.
+The caller syncs the journal before it sends what `handle` and `tick` have queued. Only the messages in
+`Peers.immediate` may be sent before, as they depend only on what is on disk.
 """
 
 import logging
@@ -42,15 +42,15 @@ from april.wire.security.allow_list import KeyOwner
 log = logging.getLogger(__name__)
 
 FILTERED_ROUNDS = 20
-"""Rounds in which every group is filtered out, after which the run fails."""
+"""Number of rounds' worth of groups that may be filtered out in a row before the run fails."""
 SWEEP_S = 0.25
 """Seconds between checks for silent peers and expired leases."""
 CLOCK_S = 0.05
-"""Resolution of the times in the journal."""
+"""Resolution of the times in the journal, seconds."""
 SUMMARY_S = 0.25
 """Least seconds between two writes of `summary.json`, which follow trained steps."""
 BUSY_HAND_OUT_S = 0.05
-"""Seconds between passes that grant leases while messages wait, so that reports are acknowledged first."""
+"""Seconds between passes that grant leases while messages wait: acknowledging reports goes first."""
 
 MESSAGES: dict[str, MessageTable] = {
     "worker": WorkerHandler.MESSAGES,
@@ -60,16 +60,17 @@ MESSAGES: dict[str, MessageTable] = {
     "node": NodeHandler.MESSAGES,
     "monitor": MonitorHandler.MESSAGES,
 }
-"""Role -> its messages. A peer may send no other types, besides Hello, Bind, Heartbeat and Goodbye."""
+"""Message types that each role may send, with their handlers. Every role may also send Hello, Bind, Heartbeat and
+Goodbye."""
 
 KEY_OF = {"node": "learner"}
-"""Roles whose peers use the key of another role."""
+"""Role -> role whose key its peers use, for roles without keys of their own."""
 READ_ONLY_ANSWERS = (wire.Welcome, wire.Status, wire.DeadLetters, wire.Refused)
-"""Answers that a monitor gets from a read-only broker, though their facts may not be on disk."""
+"""Answers that a read-only broker still sends to a monitor, though what they say may not be on disk."""
 
 
 class KeyRefused(wire.WireError):
-    """The key of the connection may not send this message; the text says why."""
+    """The key of a connection does not permit a message; the text says why."""
 
 
 class Service:
@@ -95,7 +96,7 @@ class Service:
         self.filters = GroupFilters(config.schedule)
         self.snapshots, self.note = Snapshots(journal.folder, self.ledger.rules), SyncNote(journal.folder)
         self._last_warning = ""
-        """The last warning about a file that the run can do without."""
+        """Last warning about a file that is not essential to the run, kept so that it is not repeated."""
         self._recover()
         self.peers.start_ids(self.ledger.starts)
         self.recorder = Recorder(
@@ -126,7 +127,7 @@ class Service:
     # --- start ----------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Rebuild ledger and history from the snapshot and the journal."""
+        """Rebuild the ledger and the sample history from the snapshot and the journal."""
         position = rebuild(self.ledger, self.journal, self.snapshots.store, self.note.position, self.history)
         check_complete(self.config.run_dir, self.journal, self.ledger)
         self.verifier = JournalVerifier(self.journal.folder, self.ledger, below=position)
@@ -144,7 +145,8 @@ class Service:
         return self.journal.append(event, arrays)
 
     def begin(self, now: float) -> None:
-        """Start the clocks when peers can reach the broker: holders of leases have `readopt_s` to come back."""
+        """Start the timers once peers can reach the broker: current leases expire after `readopt_s` unless their
+        holders come back."""
         self._last_tick = self._next_sweep = self._next_hand_out = self._next_summary = now
         for lease in self.ledger.leases.values():
             lease.ends_at = math.inf if lease.agent else now + self.config.broker.max_run_s
@@ -155,7 +157,7 @@ class Service:
     def handle(self, route: bytes, frames: list, now: float, key_owner: KeyOwner | None = None) -> None:
         """Handle one multipart message; a bad one is counted and answered, never raised.
 
-        `key_owner`: owner of the connection's key. None without CURVE, when the role that the peer states counts.
+        `key_owner`: owner of the connection's key. None without CURVE; then the role that the peer states applies.
         """
         self._now = now
         try:
@@ -205,8 +207,8 @@ class Service:
             raise wire.WireError(f"not for a {peer.role} to send: {type(message).__name__}")
 
     def _answer_read_only(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
-        """Handle a message while nothing can be written: answer heartbeats and monitors, and ignore what would change
-        the ledger, which peers send again."""
+        """Handle a message while nothing can be written: answer heartbeats and monitors, and ignore messages that would
+        change the ledger, which peers will send again."""
         message, peer = received.message, self.peers.by_id.get(received.session)
         if isinstance(message, wire.Hello) and message.role == "monitor":
             self._hello(route, received, now, key_owner)
@@ -218,9 +220,9 @@ class Service:
             self.peers.close(peer)
 
     def enter_read_only(self, reason: str) -> None:
-        """Stop changing anything, as nothing can be written: drop the messages queued for peers.
+        """Stop changing the ledger, as the journal cannot be written: drop the messages queued for peers.
 
-        Monitors still get answers to their questions; commands of theirs that are not on disk are refused.
+        Monitors still get answers to their questions; those of their commands that are not on disk are refused.
         """
         log.critical("READ ONLY: %s", reason)
         monitors = {peer.id for peer in self.peers.by_id.values() if peer.role == "monitor"}
@@ -268,7 +270,8 @@ class Service:
             self.peers.send_control(peer, wire.Stop(self.run.over))
 
     def _check_identity(self, hello: wire.Hello, key_owner: KeyOwner) -> None:
-        """Raise KeyRefused unless the key has this role, and no peer of another key has this process uid or name."""
+        """Raises KeyRefused unless the key belongs to this role, and no peer with another key has this process uid or
+        name."""
         if KEY_OF.get(hello.role, hello.role) != key_owner.role:
             raise KeyRefused(f"the key of {key_owner.name} is a {key_owner.role}'s, not a {hello.role}'s")
         for other in self.peers.by_id.values():
@@ -282,13 +285,13 @@ class Service:
         return len(peers) >= self.config.security.max_sessions and all(s.uid != hello.uid for s in peers)
 
     def _close_namesakes(self, peer: Peer) -> None:
-        """Close older sessions of the same monitor or node process, which has said hello again."""
+        """Close older sessions of a monitor or node process that has said hello again."""
         for other in list(self.peers.by_id.values()):
             if other is not peer and other.role == peer.role and other.uid == peer.uid:
                 self.peers.close(other)
 
     def end_session(self, peer: Peer, why: str, now: float) -> None:
-        """End the session of a peer that has not said goodbye."""
+        """End the session of a peer that left without a goodbye."""
         ids = {"role": peer.role} | ({"worker": peer.name} if peer.role in HOLDERS else {})
         log.warning("the session of %s %s ends: %s", peer.role, peer.name, why, extra=ids)
         if peer.role in HOLDERS:
@@ -304,14 +307,15 @@ class Service:
             self.peers.close(peer)
 
     def synced(self, mark: SyncMark) -> None:
-        """Note a finished sync of the journal; `mark`: what it covers for the recorder."""
+        """Record that a sync of the journal has finished; `mark`: what it covers for the recorder."""
         self.note.write(self.journal.synced)
         self.recorder.synced(mark)
 
     # --- time -----------------------------------------------------------------------------------------------
 
     def tick(self, now: float, caught_up: bool = True) -> None:
-        """Do what follows from the messages handled since the last tick and from the time: rounds, batches, leases.
+        """Advance rounds, deliver batches and grant leases, as the messages handled since the last tick and the time
+        require.
 
         `caught_up`: no message waits to be handled, so a peer that seems silent is silent.
         """
@@ -326,7 +330,7 @@ class Service:
     def _discard_unreadable(self, groups: list[Group], error: Damaged | None, now: float) -> None:
         """Discard groups that the journal cannot read back; a batch without any other group ends the run.
 
-        Raises `error` if it concerns no group.
+        Raises `error` if the damaged bytes belong to no group.
         """
         if error and not groups:
             raise error
@@ -367,11 +371,12 @@ class Service:
 
     @property
     def has_more(self) -> bool:
-        """Whether the next pass has something to send without a further message."""
+        """Whether the next pass of the loop has something to send even if no message arrives."""
         return self.learner.can_send or (self.workers.has_more and not (self.run.over or self.run.read_only))
 
     def _sweep(self, now: float) -> None:
-        """End the sessions of silent peers and the leases that were not renewed, and check the main loops."""
+        """End the sessions of silent peers and the leases that were not renewed, and check the main loops of peers for
+        hangs."""
         self._next_sweep = now + SWEEP_S
         for peer in list(self.peers.by_id.values()):
             is_learner = peer.role == "learner"
@@ -437,7 +442,7 @@ class Service:
     # --- the end --------------------------------------------------------------------------------------------
 
     def stop(self, reason: str, state: str, now: float) -> None:
-        """End the run: lease holders are told to stop, the learner is told at its next fetch."""
+        """End the run: lease holders are told to stop at once, the learner in answer to its next fetch."""
         if not self.run.over:
             log.info("the run is over: %s", reason)
             self.run.over, self.run.state = reason, state
@@ -445,9 +450,9 @@ class Service:
             self._write_summary(now)
 
     def everyone_left(self) -> bool:
-        """Whether the run is over and no lease holder or learner is connected any more.
+        """Whether the run is over and all lease holders and the learner have disconnected.
 
-        After the last step a learner has to have connected if the exported policy is missing.
+        While the exported policy is missing after the last step, the broker waits for a learner to connect first.
         """
         if not self.run.over or self.peers.holders() or self.peers.learner():
             return False

@@ -1,8 +1,9 @@
 """Snapshots of the ledger: rebuilding a ledger from the newest one, and making the next one in a helper process.
 
-`Snapshots` keeps the newest snapshot up to date with the closed journal files. The broker never waits for the process:
-it starts it, polls it, and closes the files that it asks to delete. Failures are counted and retried with growing
-delays. A fork of the broker would not have to read the journal, but would inherit its lock and keep out the next one.
+`Snapshots` keeps the newest snapshot up to date with the closed journal files. The broker never waits for the helper
+process: it starts and polls the process, and closes the files that the process asks to delete. Failures are counted and
+retried with growing delays. A fork of the broker would not have to read the journal, but would inherit the journal's
+lock and keep out the next broker.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ def rebuild_ledger(
 ) -> int:
     """Rebuild an empty ledger and its sample history from the newest whole snapshot and the events after it.
 
-    `events_from(position)`: (event, reference) of each record from that position on. Returns the snapshot's position, 0
-    without a snapshot.
+    `events_from(position)`: (event, reference) of each record from that position on. Returns the journal position of
+    the snapshot used, 0 without a snapshot.
     """
     position, image = next(snapshots.newest_first(), (0, None))
     if image:
@@ -56,15 +57,16 @@ def rebuild_ledger(
 
 MODULE = "april.broker.snapshots"
 DONE, NOT_WRITTEN, NOT_READ = 0, 3, 4
-"""Exit statuses: the snapshot is on disk; it could not be written; the journal files cannot be read."""
+"""Exit statuses of the snapshot process: the snapshot is on disk; it could not be written; the journal files cannot be
+read."""
 
 
 def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]:
     """Make the snapshot at position `until`, in two phases around one yield.
 
-    First it rebuilds the ledger and yields the starts of the files no longer needed; when resumed, it deletes them and
-    writes the snapshot. Only files before the older of the two snapshots on disk are deleted, so that a failure here
-    loses nothing. Raises JournalError if the journal cannot be read, OSError if the disk fails.
+    First it rebuilds the ledger and yields the start positions of the journal files no longer needed; when resumed, it
+    deletes these files and writes the snapshot. Only files before the older of the two snapshots on disk are deleted,
+    so that a failure here loses nothing. Raises JournalError if the journal cannot be read, OSError if the disk fails.
     """
     ledger, store = Ledger(rules), SnapshotStore(folder)
     history = SampleHistory(ledger)
@@ -79,7 +81,8 @@ def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]
 
 
 def main(folder: str, position: str, rules: str) -> int:
-    """Run as the snapshot process: between the phases, print the files to delete and wait for a line on stdin."""
+    """Entry point of the snapshot process: between the two phases, print the files to delete and wait for a line on
+    stdin."""
     gc.disable()
     try:
         for dead in make_snapshot(Path(folder), int(position), msgspec.json.decode(rules, type=Rules)):
@@ -100,34 +103,35 @@ def main(folder: str, position: str, rules: str) -> int:
 
 
 DEADLINE_S = 600.0
-"""Longest time for one snapshot; its process is killed after that."""
+"""Longest time that one snapshot may take; its process is then killed."""
 POLL_S = 0.05
-"""Interval at which the process is polled."""
+"""Interval at which the snapshot process is polled, seconds."""
 END_S = 5.0
-"""Longest wait for a killed process at a stop."""
+"""Longest wait for the end of a killed snapshot process when the broker stops."""
 TRIES = 3
-"""Failures in a row after which the broker makes the snapshot itself."""
+"""Number of failures in a row after which the broker makes the snapshot itself."""
 ReleaseFiles = Callable[[list[int]], None]
-"""Closes journal files, given by their starts, so that they can be deleted."""
+"""Function that closes journal files, given by their start positions, so that they can be deleted."""
 
 
 class Helper(Protocol):
-    """A process that makes one snapshot."""
+    """Interface of a helper process that makes one snapshot."""
 
     def dead_files(self) -> list[int] | None:
-        """Starts of the files it wants to delete, once; None otherwise."""
+        """Start positions of the journal files that the helper wants to delete: returned once, None at all other
+        times."""
 
     def confirm_closed(self) -> None:
-        """Tell it that the broker has closed those files."""
+        """Tell the helper that the broker has closed the files to delete."""
 
     def status(self) -> int | None:
-        """Exit status; None while it works."""
+        """Exit status of the helper; None while it runs."""
 
     def kill(self) -> None:
-        """Kill it, without waiting for its end."""
+        """Kill the helper, without waiting for its end."""
 
     def close(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill the helper, and wait for its end."""
 
 
 class Snapshots:
@@ -140,12 +144,12 @@ class Snapshots:
         self.folder, self.rules = folder, rules
         self.store = SnapshotStore(folder)
         self.failures = 0
-        """Failed snapshots since the broker started."""
+        """Number of failed snapshots since the broker started."""
         self.start = start or HelperProcess
         self._helper: Helper | None = None
         self._newest = max(self.store.positions(), default=0)
         self._position = 0
-        """Position of the snapshot in progress."""
+        """Journal position of the snapshot in progress."""
         self._failures_in_a_row = 0
         self._deadline = self._poll_at = self._try_at = 0.0
 
@@ -156,11 +160,12 @@ class Snapshots:
 
     @property
     def processes_failed(self) -> bool:
-        """Whether processes have failed too often, so that the broker has to make the snapshot from memory."""
+        """Whether snapshot processes have failed so often that the broker has to make the snapshot itself, from
+        memory."""
         return self._failures_in_a_row >= TRIES and self._helper is None
 
     def follow(self, position: int, release_files: ReleaseFiles, now: float) -> None:
-        """Have a snapshot made at `position`, where the newest journal file begins, unless it exists."""
+        """Have a snapshot made at `position`, where the newest journal file begins, unless that snapshot exists."""
         if now < self._poll_at:
             return
         self._poll_at = now + POLL_S
@@ -199,7 +204,8 @@ class Snapshots:
     def make_in_broker(
         self, position: int, ledger: Ledger, history: SampleHistory, release_files: ReleaseFiles
     ) -> None:
-        """Make the snapshot in the broker's loop, which blocks it; `ledger` is at `position`."""
+        """Make the snapshot in the broker's loop, which is blocked meanwhile; `ledger` is in the state at
+        `position`."""
         self._failures_in_a_row = 0
         older = [0, 0, *self.store.positions()][-2]
         dead = reclaimable_files(
@@ -216,14 +222,14 @@ class Snapshots:
             log.warning("snapshot at %d cannot be written (%s); the one before it still serves", position, error)
 
     def close(self) -> None:
-        """Abandon the snapshot in progress; the next broker makes it."""
+        """Abandon the snapshot in progress; the next broker will make it."""
         if self._helper:
             self._helper.close()
             self._helper = None
 
 
 class HelperProcess:
-    """The snapshot process, as a `Helper`."""
+    """A snapshot process of the operating system, with the interface `Helper`."""
 
     def __init__(self, folder: Path, position: int, rules: Rules):
         """Raises OSError if the process cannot be started."""

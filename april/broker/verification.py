@@ -1,8 +1,9 @@
-"""Verification of what a run rests on: its old journal files, and what its configuration refers to.
+"""Verification of the data that a run depends on: its old journal files, and the files that its configuration names.
 
-A start reads the journal from its snapshot on. Older records would only be read when a batch needs them; so a thread
-reads them once, slowly, and reports groups that cannot be read while they can still be discarded. Fingerprints of
-model, tokeniser, held-out prompts and scoring show whether a resumed run still has those that it began with.
+At a start the broker reads only the journal records after its snapshot. Older records would only be read when a batch
+needs them; therefore a thread reads them once, slowly, and reports groups that cannot be read while they can still be
+discarded. Fingerprints of model, tokeniser, held-out prompts and scoring show whether a resumed run still uses the ones
+that it began with.
 """
 
 import json
@@ -31,22 +32,22 @@ from april.config import Config
 from april.util.errors import refuse
 
 PAUSE_S = 0.02
-"""Pause after each slice of reads, so that others get the disk and the processor."""
+"""Pause after each slice of reads, seconds, so that other users get disk and processor time."""
 READS, READ_BYTES = 256, 1 << 20
-"""Most reads and bytes in a slice."""
+"""Most reads and most bytes in one slice."""
 
 
 class StoredGroup(NamedTuple):
-    """A group and the references to its data in the journal."""
+    """A group of the ledger and the references to its data in the journal."""
 
     group: int
     prompt: Reference
     samples: list[Sample]
-    """Copies of its samples from the start of the verification."""
+    """Copies of the group's samples, made at the start of the verification."""
 
 
 class JournalVerifier:
-    """Reads once everything that a ledger refers to before a journal position.
+    """Reads, once, everything before a journal position that a ledger refers to.
 
     verifier = JournalVerifier(journal.folder, ledger, below=snapshot_position)
     verifier.start()
@@ -96,7 +97,8 @@ class JournalVerifier:
                 os.close(file)
 
     def _checks(self, stored: StoredGroup) -> Iterator[tuple[Callable[[], bool], int]]:
-        """(check, bytes to read) of everything that a group has before the position."""
+        """Yield (function that checks a record or payload, bytes that it reads) for all data of a group before position
+        `below`."""
         position, length = stored.prompt
         if position < self.below:
             yield partial(self._has_record, position, length), length
@@ -113,7 +115,8 @@ class JournalVerifier:
         return len(payload) == ref.size and crc32(payload) == ref.checksum
 
     def _read(self, record: int, offset: int, size: int) -> bytes:
-        """Bytes of a record; empty if they cannot be read or the file was deleted meanwhile as no longer needed."""
+        """Read a part of a journal record; empty if it cannot be read or its file was deleted meanwhile as no longer
+        needed."""
         start = self._starts[bisect_right(self._starts, record) - 1]
         try:
             if start not in self._files:
@@ -124,7 +127,7 @@ class JournalVerifier:
 
 
 def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:
-    """The groups that need the bytes that could not be read."""
+    """The groups of a ledger whose data includes the journal bytes that could not be read."""
     record, offset = damaged.record, damaged.offset
     return [
         group
@@ -138,25 +141,27 @@ def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:
 
 
 NO_FINGERPRINT = "none"
-"""Fingerprint of something absent; it may be added later in the run."""
+"""Fingerprint of something that the configuration does not set; it may be added later in the run."""
 WHOLE_WEIGHTS_BYTES = 64 << 20
-"""Weights of at most this many bytes are read whole."""
+"""Weights of at most this many bytes are read completely for their fingerprint."""
 SAMPLED_TENSORS, SAMPLE_BYTES = 1024, 4096
-"""Of larger weights: most tensors read, and bytes read from the middle of each."""
+"""For larger weights: most tensors read for the fingerprint, and bytes read from the middle of each."""
 LENGTH_PREFIX = struct.Struct("<Q")
-"""A length prefix, as at the beginning of a safetensors file."""
+"""Layout of the length prefix at the beginning of a safetensors file."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json",
     "special_tokens_map.json",
 )  # fmt: skip
 IGNORED_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "chat_template", "_commit_hash")
-"""Keys of a model's JSON files that differ between copies, or have a fingerprint of their own."""
+"""Keys of a model's JSON files that its fingerprint ignores: they differ between copies, or have a separate
+fingerprint."""
 SCORING_KEYS = ("name", "overlong_buffer_tokens", "overlong_penalty", "format_pattern", "format_penalty")
-"""Keys of [reward] that determine a score; the others only say how it is computed."""
+"""Keys of [reward] that determine a score; the other keys only say how it is computed."""
 
 
 def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
-    """Fingerprints by configuration key. The weights' one is missing if they are not on this machine."""
+    """Fingerprints of the contents that configuration keys refer to, by key. That of the weights is missing if they are
+    not on this machine."""
     folder, tokenizer = config.model.path, prompts.tokenizer
     ends = sorted(tokenizer.eos_token_ids)
     tokenizer_bytes = [(folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()]
@@ -182,7 +187,8 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
 
 
 def canonical_json(path: Path) -> bytes:
-    """A JSON file's content in canonical form without `IGNORED_KEYS`; empty if there is no file. Raises ConfigError."""
+    """Content of a JSON file in canonical form, without the `IGNORED_KEYS`; empty if there is no such file. Raises
+    ConfigError."""
     if not path.is_file():
         return b""
     try:
@@ -213,23 +219,24 @@ class TensorEntry(msgspec.Struct):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file, located by its offset and size."""
 
     name: str
     kind: str
-    """Data type and shape."""
+    """Data type and shape of the tensor."""
     path: Path
     start: int
-    """Offset of its data in the file."""
+    """Offset of the tensor's data in the file, bytes."""
     size: int
-    """Bytes of its data."""
+    """Size of the tensor's data, bytes."""
     shape: list[int]
 
 
 def weights_fingerprint(folder: Path) -> str:
     """Fingerprint of the tensors in a folder's safetensors files, independent of sharding; empty without files.
 
-    It covers all names, types and shapes, and the values, sampled if there are many. Raises ConfigError.
+    It covers all names, types and shapes, and the values: all of them or, of large weights, a sample. Raises
+    ConfigError.
     """
     tensors = sorted(tensor for path in folder.glob("*.safetensors") for tensor in tensors_of(path))
     total = sum(tensor.size for tensor in tensors)
@@ -244,7 +251,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def tensors_of(path: Path) -> Iterator[StoredTensor]:
-    """The tensors of a safetensors file. Raises ConfigError if it is none."""
+    """The tensors in a safetensors file. Raises ConfigError if the file is not one."""
     with path.open("rb") as file:
         try:
             (length,) = LENGTH_PREFIX.unpack(file.read(LENGTH_PREFIX.size))

@@ -8,7 +8,8 @@ from april.cli.command import CONFIG, command, load_config
 from april.util.lifetime import REFUSED, RUN_FAILED, STEPPED_ASIDE
 
 BROKER_PARTS = ("schedule.kind", "schedule.group_filter", "operations.sinks", "operations.alarms")
-"""Keys that name parts which the broker imports: one of the user's own may need torch."""
+"""Configuration keys that name parts (such as a schedule) which the broker imports; a user-defined part may need
+torch."""
 
 
 @command(CONFIG, lists_keys=True)

@@ -8,7 +8,7 @@ from april.util.errors import ConfigError
 
 
 @command(
-    option("kind", choices=("engine", "schedule"), help="Kind of part."),
+    option("kind", choices=("engine", "schedule"), help="Kind of part to test."),
     option("part", metavar="NAME", help="Name of a shipped part, or package.module:Class of your own."),
     overrides=True,
 )

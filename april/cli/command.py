@@ -1,4 +1,5 @@
-"""What a command is: a function with its options, whose docstring is its help. And what several commands share.
+"""Defines commands of `april` (functions with options, whose docstrings are their help) and helpers that several
+commands share.
 
 Nothing heavy is imported here or at the top of a command's file: every start of a part reads them all.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit status of a command that the user interrupted, and of a run that the user stopped."""
 PIPED_COLUMNS = 10_000
-"""Width of output that does not go to a terminal, so that no line of it is cut."""
+"""Width of output to a pipe or file (characters), so large that no line is cut."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,13 @@ class Parser(argparse.ArgumentParser):
 @dataclass(frozen=True)
 class Command:
     function: Callable[..., int]
-    """Called with each option as a keyword argument, and with `overrides` if it takes them; returns the exit status."""
+    """Function that carries out the command: takes each option as a keyword argument, and `overrides` if the command
+    accepts them; returns the exit status."""
     options: Sequence[Option]
     overrides: bool
-    """Accept `--section.key value` for any key."""
+    """Whether the command accepts `--section.key value` for any configuration key."""
     lists_keys: bool
-    """List the keys in the help."""
+    """Whether the command's help lists all configuration keys."""
 
     @property
     def name(self) -> str:
@@ -114,7 +116,7 @@ MONITOR_KEYS = option(
 
 
 def load_config(paths: Sequence[Path], overrides: list[str], **settings: Any) -> "Config":
-    """`april.config.load`; modules of parts of one's own are found from then on where the configuration says."""
+    """Load a configuration with `april.config.load`, and add the folders of `run.parts` to Python's import path."""
     from april.config import load
 
     config = load(paths, overrides, **settings)
@@ -123,7 +125,7 @@ def load_config(paths: Sequence[Path], overrides: list[str], **settings: Any) ->
 
 
 def wide_console() -> "Console":
-    """A console that cuts lines at a terminal's width only, and not in a pipe."""
+    """Console that cuts lines at the width of a terminal, but not in output to a pipe or file."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from april.trainers.convert.translation import Translation
 
 DIFFERS = 5
-"""Exit status where an option of the script could not be translated, or is still to be decided."""
+"""Exit status of a conversion in which an option of the script could not be translated, or still needs a decision."""
 COMMENT_CHARACTERS = 200
 HEADINGS = {
     "unsupported": "What April cannot say, so that a run will differ:",
@@ -26,7 +26,7 @@ HEADINGS = {
 
 
 @command(
-    option("framework", metavar="FRAMEWORK", help="Whose script it is: trl, verl, slime, openrlhf, or yours."),
+    option("framework", metavar="FRAMEWORK", help="Framework of the script: trl, verl, slime, openrlhf, or yours."),
     option("script", type=Path, metavar="SCRIPT", help="Shell script, Python script or YAML file that starts a run."),
     option("--out", type=Path, metavar="FILE", help="TOML file to write [default: print it]."),
     option(
@@ -40,7 +40,7 @@ HEADINGS = {
     overrides=True,
 )
 def convert(framework: str, script: Path, out: Path | None, variables: list[str], overrides: list[str]) -> int:
-    """Translate another framework's script to a configuration of April's; --section.key VALUE decides open keys."""
+    """Translate another framework's script to a configuration of April's; --section.key VALUE sets keys left open."""
     from april.config.loading import parse_overrides
     from april.trainers.convert import FRAMEWORKS
 
@@ -59,7 +59,7 @@ def convert(framework: str, script: Path, out: Path | None, variables: list[str]
 
 
 def parse_variables(variables: Iterable[str]) -> dict[str, str]:
-    """Values by name, from NAME=VALUE. Raises ConfigError."""
+    """Parse arguments of the form NAME=VALUE into values by name. Raises ConfigError."""
     pairs = [variable.partition("=") for variable in variables]
     if wrong := next((name for name, equals, _ in pairs if not (equals and name.isidentifier())), None):
         refuse("--set", wrong, "is no NAME=VALUE", "give the variable and its value")
@@ -67,7 +67,8 @@ def parse_variables(variables: Iterable[str]) -> dict[str, str]:
 
 
 def check_loads(text: str) -> None:
-    """Refuse what April would not load, except for missing files of model and data. Raises ConfigError."""
+    """Refuse a converted configuration that April cannot load; files of model and data may be missing. Raises
+    ConfigError."""
     from april.config import load
 
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +86,8 @@ def summary(translation: "Translation", out: Path | None) -> str:
 
 
 def toml(translation: "Translation", command: str, framework: "Framework") -> str:
-    """The configuration, each key with the options that it comes from, followed by the untranslated options."""
+    """TOML text of a converted configuration: each key with the script's options that it comes from, then the
+    untranslated options."""
     lines = [f"# By `{command}`. Options are those of {framework.source}."]
     sections: dict[str, list[str]] = {"": []}
     for key, (value, options) in sorted(translation.keys.items(), key=lambda item: declaration_order(item[0])):
@@ -109,7 +111,8 @@ def names_by_reason(notes: Mapping[str, str]) -> dict[str, str]:
 
 
 def declaration_order(key: str) -> int:
-    """Position of a key, or of the table that it is in, in the declaration of the configuration."""
+    """Sort key: position of a configuration key, or of the table that it is in, in the declaration of the
+    configuration."""
     from april.config import known_keys
 
     known = list(known_keys())

@@ -13,7 +13,7 @@ from april.util.errors import ConfigError
 
 PORT = 8642
 CLOSE_S = 2
-"""Time that open connections get to finish when the dashboard ends (seconds)."""
+"""Longest wait for open connections to finish when the dashboard ends (seconds)."""
 
 
 @command(
@@ -52,7 +52,7 @@ def dashboard(run: str, host: str, port: int, token: str | None, keys: Path | No
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError if there can be none."""
+    """Open a listening socket. Raises ConfigError if the address or port cannot be listened on."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
@@ -72,7 +72,7 @@ def url_of(listener: socket.socket, host: str) -> str:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 LARGE_BLOCK_BYTES = 256 << 10
-"""Blocks from this size on are mapped separately, and returned to the system when freed."""
+"""Size from which malloc maps blocks separately, so that a freed block returns to the operating system (bytes)."""
 
 
 def configure_heap() -> None:

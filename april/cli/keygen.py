@@ -8,7 +8,8 @@ from april.util.errors import ConfigError
 
 
 class Roles:
-    """The roles that have keys; they are imported when one is given or listed, not whenever a command starts."""
+    """The roles that have CURVE keys, as choices of an option; they are imported only when a role is given or listed,
+    so that commands start fast."""
 
     def __iter__(self) -> Iterator[str]:
         from april.wire.security.keys import ROLES
@@ -24,7 +25,7 @@ class Roles:
         metavar="ROLE",
         help="Role of one more peer: %(choices)s [default: make the keys of all roles].",
     ),
-    option("--name", help="Name of that peer and of its key file, unique in the allow-list."),
+    option("--name", help="Name of the peer given by --role, and of its key file; unique in the allow-list."),
 )
 def keygen(folder: Path, role: str | None, name: str | None) -> int:
     """Make the keys of a run, or those of one more peer."""

@@ -1,4 +1,4 @@
-"""`april launch`: a run on a cluster, and what is asked of it afterwards."""
+"""`april launch`: submits a run to a cluster, and shows, stops or scales a launched run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +46,8 @@ def launch(words: list[str], on: str | None, dry_run: bool, resume: bool, overri
 
 
 def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: bool) -> str:
-    """Submit a run and return what the cluster says; with `dry_run` return the files instead. Raises ConfigError."""
+    """Submit a run and return the cluster's answer; with `dry_run` return the text of the files that would be
+    submitted. Raises ConfigError."""
     from april.config import load
     from april.launch import preflight
     from april.launch.clusters import LAUNCHERS
@@ -77,7 +78,8 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
 
 
 def manage(verb: str, words: Sequence[str]) -> str:
-    """What the cluster answers to one of `VERBS` about a launched run. Raises ConfigError."""
+    """Carry out one of `VERBS` (status, logs, stop, scale) on a launched run and return the cluster's answer. Raises
+    ConfigError."""
     from april.config import load
     from april.launch.clusters import LAUNCHERS
     from april.launch.clusters.launcher import FOLDER
@@ -96,7 +98,7 @@ def manage(verb: str, words: Sequence[str]) -> str:
 
 
 def worker_count(words: Sequence[str]) -> int:
-    """N of `workers=N`. Raises ConfigError."""
+    """The number N in the argument `workers=N`. Raises ConfigError."""
     number = words[0].removeprefix(WORKERS) if len(words) == 1 and words[0].startswith(WORKERS) else ""
     if not number.isdecimal():
         raise ConfigError(f"{' '.join(words) or 'nothing'} says no number of workers; write {WORKERS}12")

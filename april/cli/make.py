@@ -8,7 +8,7 @@ from april.cli.command import command, option
 
 
 @command(
-    option("--out", type=Path, default=Path("cache/policy"), help="Folder [default: cache/policy]."),
+    option("--out", type=Path, default=Path("cache/policy"), help="Folder for the policy [default: cache/policy]."),
     option("--seed", type=int, default=0, help="Seed of the weights and of the demonstrations [default: 0]."),
 )
 def make_policy(out: Path, seed: int) -> int:
@@ -20,10 +20,10 @@ def make_policy(out: Path, seed: int) -> int:
 
 
 @command(
-    option("--out", type=Path, default=Path("cache/data"), help="Folder [default: cache/data]."),
+    option("--out", type=Path, default=Path("cache/data"), help="Folder for the prompts [default: cache/data]."),
     option("--train", type=int, default=4096, help="Number of training prompts [default: 4096]."),
     option("--heldout", type=int, default=512, help="Number of held-out prompts [default: 512]."),
-    option("--seed", type=int, default=0, help="Seed of the draw [default: 0]."),
+    option("--seed", type=int, default=0, help="Random seed of the prompts [default: 0]."),
 )
 def make_data(out: Path, train: int, heldout: int, seed: int) -> int:
     """Write the quickstart's prompts."""
@@ -39,7 +39,7 @@ def make_data(out: Path, train: int, heldout: int, seed: int) -> int:
     option(
         "--arguments", type=json.loads, default={}, metavar="JSON", help="JSON object of arguments of the environment."
     ),
-    option("--out", type=Path, help="Folder [default: cache/NAME]."),
+    option("--out", type=Path, help="Folder for the rows [default: cache/NAME]."),
     option("--most", type=int, default=-1, help="Largest number of rows in each file [default: all]."),
 )
 def verifiers(name: str, arguments: dict[str, Any], out: Path | None, most: int) -> int:

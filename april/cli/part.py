@@ -28,12 +28,14 @@ from april.cli.command import CONFIG, command, option
         "max_restarts of the part's section].",
     ),
     option("--nodes", type=int, default=1, help="Machines that the learner is spread over [default: 1]."),
-    option("--node", type=int, default=0, help="Number of this machine among them, from 0 [default: 0]."),
+    option(
+        "--node", type=int, default=0, help="Index of this machine among the learner's machines, from 0 [default: 0]."
+    ),
     option(
         "--meeting",
         default="",
         metavar="HOST:PORT",
-        help="Rendezvous of the learner's ranks, on machine 0 [default: the address that the broker tells].",
+        help="Address on machine 0 for the rendezvous of the learner's ranks [default: announced by the broker].",
     ),
     overrides=True,
 )

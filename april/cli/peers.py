@@ -45,7 +45,8 @@ def agents(config: list[Path], connect: str, name: str, overrides: list[str]) ->
 
 
 def joining(files: list[Path], connect: str, overrides: list[str]) -> tuple["Config", str]:
-    """(configuration, broker's address) for a process that ends with its parent. Raises ConfigError."""
+    """The configuration and the broker's address for a process that joins a run; this process ends with its parent from
+    then on. Raises ConfigError."""
     from april.config import check_address
     from april.util.lifetime import die_with_parent
 

@@ -139,7 +139,8 @@ def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: b
 def describe_run(
     files: list[Path], hardware: int | None, resume: bool, without_learner: bool, overrides: list[str]
 ) -> int:
-    """Print what a run would be, and everything that keeps it from starting; returns the exit status."""
+    """Print what a run would start and need, and each error that would keep it from starting; returns the exit
+    status."""
     from april.launch.devices import visible_devices
     from april.launch.dry_run import describe
     from april.launch.preflight import examine
@@ -163,7 +164,7 @@ def describe_run(
 
 
 def check_trainer(config: "Config", without_learner: bool) -> None:
-    """Refuse a configuration whose prompts or weights only a trainer of one's own brings, where April's trains."""
+    """Refuse to train with April's learner where training prompts or weights come from an external trainer."""
     from april.util.registry import registry_of
 
     transport = registry_of("weights.transport").find(config.weights.transport)
@@ -201,11 +202,12 @@ def report_end(run_dir: Path, state: str, why: str) -> None:
 
 BUILT_IN = Path(__file__).with_name("quickstart.toml")
 QUICKSTART = BUILT_IN if BUILT_IN.exists() else Path(__file__).parents[2] / "configs/quickstart.toml"
-"""Configuration file in the wheel, or in the checkout."""
+"""Configuration file of the quickstart, in the installed wheel or in the checkout."""
 POLICY, DATA = Path("cache/policy"), Path("cache/data")
-"""Folders under the current one."""
+"""Folders of the quickstart's policy and prompts, relative to the current folder."""
 INPUTS = {"model.path": POLICY, "data.path": DATA / "train.jsonl", "data.eval_path": DATA / "heldout.jsonl"}
-"""Overrides for the configuration, whose own paths are relative to its folder."""
+"""Overrides that make the quickstart's inputs relative to the current folder; paths in its file are relative to the
+file's folder."""
 
 
 def make_inputs() -> None:

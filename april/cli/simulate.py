@@ -145,7 +145,8 @@ def print_experiment(name: str, scenario: "Scenario", out: Path, kind: str) -> N
 
 
 def check_writable(out: Path) -> None:
-    """Refuse a file that cannot be written, before the work that it is for; leaves no trace. Raises ConfigError."""
+    """Refuse an output file that cannot be written, before the work whose result it gets; leaves no file behind. Raises
+    ConfigError."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         existed = out.exists()
@@ -157,7 +158,7 @@ def check_writable(out: Path) -> None:
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder of pictures before the work that it is for. Raises ConfigError."""
+    """Make the folder of pictures before the simulations, which take long. Raises ConfigError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -42,7 +42,8 @@ def check_addresses(config: Config) -> None:
 
 
 def check_listening(agent: AgentSection) -> None:
-    """Refuse an agents' API whose traffic others could read, or whose sessions others could take."""
+    """Refuse an agents' HTTP API that would be reachable beyond loopback without TLS, or without a key for harnesses
+    that attach to it."""
     address = re.fullmatch(r"([^:/\s]+):(\d+)", agent.listen)
     if not address or int(address[2]) > LARGEST_PORT:
         refuse("agent.listen", agent.listen, "is no address", "use HOST:PORT, port 0 for a free one")
@@ -85,7 +86,8 @@ def check_listening(agent: AgentSection) -> None:
 
 
 def check_checkpoint_store(url: str) -> None:
-    """Refuse a URL of no durable folder, and one with credentials, which the run's files would show."""
+    """Refuse a checkpoint store URL that names no durable folder, or that has credentials in it, which the run's files
+    would show."""
     scheme, colon, rest = url.partition("://")
     credentials, at, _ = rest.partition("/")[0].rpartition("@")
     if not url:
@@ -124,7 +126,8 @@ def check_address(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is reachable from this machine only. Among names, only localhost and lo count."""
+    """Whether `host` (IP address or name) is reachable from this machine only. Among names, only localhost and lo
+    count."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -70,8 +70,8 @@ class BrokerSection(Section):
     journal_file_records: int = Field(
         500_000,
         ge=100,
-        description="Records at which the broker takes a snapshot and starts a new journal file. A restart replays "
-        "at most one file; few records take more snapshots.",
+        description="Number of records after which the broker takes a snapshot and starts a new journal file. A "
+        "restart replays at most one file; few records take more snapshots.",
     )
     patience_s: float = Field(
         600.0,

@@ -19,10 +19,12 @@ from april.wire.limits import MAX_TOP_K
 BANDS = [
     key.removesuffix("_low") for key in AlgorithmSection.model_fields if key.endswith("_low") and key != "clip_low"
 ]
-"""Keys of `[algorithm]` that come in pairs NAME_low and NAME_high, except the clip range."""
+"""Stems NAME of the pairs of `[algorithm]` keys (NAME_low, NAME_high) that bound a range; the clip range is checked
+apart."""
 HUB_NAME = r"[\w.-]+/[\w.-]+"
 INPUTS = ("model", "data")
-"""Inputs of a run that may have to exist; only the broker reads the data, which may be on its machine alone."""
+"""Inputs of a run whose existence `check` can check: the model folder and the data files. Only the broker reads the
+data, so other machines may lack the files."""
 
 
 def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
@@ -67,7 +69,8 @@ def check_names(config: Config) -> None:
 
 
 def check_schedule(schedule: ScheduleSection, imported: bool = True) -> None:
-    """Refuse what the ledger cannot do, and, if `imported`, what this kind of schedule cannot."""
+    """Refuse a `[schedule]` that the ledger cannot carry out; if `imported`, also one that its kind of schedule
+    refuses. A user-defined kind may not be imported here."""
     kind = registry_of("schedule.kind").find(schedule.kind) if imported else None
     if key := schedule.automatic_key:
         if kind:
@@ -90,7 +93,8 @@ def check_schedule(schedule: ScheduleSection, imported: bool = True) -> None:
 
 
 def check_automatic(schedule: ScheduleSection, wanted: str | None) -> None:
-    """Refuse `auto` for another key than `wanted`, the one this kind of schedule chooses; None if it chooses none."""
+    """Refuse `auto` for any key but `wanted`, the only one that April can choose for this kind of schedule (None: it
+    can choose none)."""
     key = schedule.automatic_key
     if wanted is None:
         kinds = registry_of("schedule.kind").names_where(lambda kind: kind.dial)
@@ -159,7 +163,7 @@ def first_cut_key(config: Config) -> tuple[str, float]:
 
 
 def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
-    """Refuse keys of `[algorithm]` that do not fit together; the user's own parts are checked only if `imported`."""
+    """Refuse keys of `[algorithm]` that do not fit together; user-defined parts are checked only if `imported`."""
     registry, losses = registry_of("algorithm.corrections"), registry_of("algorithm.loss")
     asked = [name for name in algorithm.corrections if imported or name in registry.shipped]
     weighing = [name for name in asked if getattr(registry.find(name), "weighs", False)]
@@ -206,12 +210,14 @@ def check_algorithm(algorithm: AlgorithmSection, imported: bool = True) -> None:
 
 
 def needs_values(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage needs a critic; None for one of the user's own unless `imported`."""
+    """Whether the advantage estimator needs a critic's values; None (unknown) for a user-defined one unless
+    `imported`."""
     return advantage_flag("needs_values", algorithm, imported)
 
 
 def needs_norms(algorithm: AlgorithmSection, imported: bool) -> bool | None:
-    """Whether the advantage needs each response's gradient; None for one of the user's own unless `imported`."""
+    """Whether the advantage estimator needs the norm of each response's gradient; None (unknown) for a user-defined one
+    unless `imported`."""
     return advantage_flag("needs_norms", algorithm, imported)
 
 
@@ -396,7 +402,8 @@ def check_data(data: DataSection) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Refuse what the engine cannot do, by its entry's own check and attributes."""
+    """Refuse keys that the configured engine does not support, by the attributes and the `check` of its registry
+    entry."""
     engine = registry_of("worker.engine").find(config.worker.engine)
     check_supports(config)
     truncations = [

@@ -100,7 +100,7 @@ def shipped_costs() -> dict[str, dict[str, Any]]:
 
 
 class Pacing(Section):
-    """Timing of a paced engine."""
+    """Timing of a paced engine, which imitates the speed of other hardware."""
 
     cost: EngineCost
     update_s: float = Field(0.0, ge=0, description="Time to load new weights (seconds).")

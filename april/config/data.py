@@ -32,7 +32,8 @@ class SourceSection(Section):
     reward: str | None = Field(None, description="Verifier of all rows of this source. None: data.reward.")
 
     def with_defaults(self, data: "DataSection") -> "SourceSection":
-        """This source with unset keys taken from `data`; its row fields only if both have the same mapping."""
+        """A copy with unset keys taken from `data`; names of row fields are taken only if both have the same
+        mapping."""
         mapping = self.mapping or data.mapping
         fields = ("prompt_key", "label_key", "reward") if mapping == data.mapping else ("reward",)
         missing = {key: getattr(data, key) for key in fields if getattr(self, key) is None}
@@ -119,7 +120,8 @@ class DataSection(Section):
         return [self._source(self.eval_path, self.eval_mapping)] if self.eval_path else []
 
     def _source(self, path: Path, mapping: str | None) -> SourceSection:
-        """A source at `path`; without a mapping of its own, or with the section's, it has the section's row fields."""
+        """The source at `path`. It inherits the row field names of `[data]` if `mapping` is None or equals
+        `data.mapping`."""
         if mapping is None:
             return self._source(path, self.mapping)
         same_mapping = mapping == self.mapping
@@ -136,7 +138,7 @@ class DataSection(Section):
 
 
 HELD_OUT = "heldout"
-"""Name of the set at `data.eval_path`."""
+"""Name of the evaluation set whose prompts are at `data.eval_path`."""
 SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 SAMPLING_KEYS = ("prompts", "samples", "temperature", "top_k", "top_p")
 """Keys of `[evaluation]` that a set in `[evaluation.sets.NAME]` may override."""
@@ -230,7 +232,7 @@ class EvaluationSection(Section):
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A set of held-out prompts, with everything about its sampling resolved."""
+    """A set of held-out prompts, with defaults and overrides of its sampling keys resolved."""
 
     number: int
     """Number of the set in the journal: 0 for `data.eval_path`, from 1 on for the others in order of declaration."""

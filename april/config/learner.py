@@ -37,23 +37,33 @@ class LearnerSection(Section):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="AdamW's two betas: decay of the mean of gradients, and of their squares."
     )
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    weight_decay: float = Field(
+        0.0, ge=0, description="AdamW's decoupled weight decay. A larger one pulls the weights harder towards 0."
+    )
     warmup_steps: int = Field(
-        0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
+        0,
+        ge=0,
+        description="Optimizer steps over which the learning rate rises linearly from 0. More of them start more "
+        "gently and learn later.",
     )
     minibatches: int = Field(
         1,
         ge=1,
-        description="Optimizer steps on a batch; each group is in one of them, at random. More than one: a forward "
-        "pass of the whole batch besides.",
+        description="Optimizer steps on a batch; each group is in one of them, at random. More than one adds a forward "
+        "pass of the whole batch.",
     )
     epochs: int = Field(
         1,
         ge=1,
-        description="Passes over each batch. Training time grows with it; more than one: a forward pass of the whole "
-        "batch besides.",
+        description="Passes over each batch. Training time grows with it. More than one adds a forward pass of the "
+        "whole batch.",
     )
-    grad_clip: float = Field(1.0, gt=0, description="Largest gradient norm; larger gradients are scaled down to it.")
+    grad_clip: float = Field(
+        1.0,
+        gt=0,
+        description="Largest gradient norm; larger gradients are scaled down to it. A low value slows steps with large "
+        "gradients.",
+    )
     microbatch_tokens: int = Field(
         8192,
         ge=1,

@@ -28,11 +28,12 @@ FLAGS = {
     "partial-rollout": "schedule.partial_rollout",
     "engine": "worker.engine",
 }
-"""Keys that have a short flag: those of the published method, and the worker's engine."""
+"""Configuration key by short command-line flag: keys of the published method, and the worker's engine."""
 
 
 def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
-    """`--a.b value`, `--a.b=value`, and bare `--a.b` / `--no-a.b` for booleans -> [(key, value)]."""
+    """Parse command-line overrides into [(key, value)]: `--a.b value`, `--a.b=value`, and for booleans bare `--a.b` or
+    `--no-a.b`."""
     pairs, rest = [], list(arguments)
     while rest:
         flag = rest.pop(0)
@@ -55,7 +56,7 @@ def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
 
 
 def parse_value(text: str) -> Any:
-    """The TOML value that `text` is, or `text` itself if it is none."""
+    """Parse `text` as a TOML value; text that is no TOML value is returned as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -196,7 +197,7 @@ SYNONYMS = {
     "vllm_mode": "worker.engine",
     "rollout_engine": "worker.engine",
 }
-"""April's key by the last part of the key that TRL, verl or slime has for it."""
+"""April's configuration key by the last component of the equivalent key in TRL, verl or slime."""
 
 
 def likely_key(key: str, known: Collection[str]) -> str | None:

@@ -11,7 +11,8 @@ from april.util.registry import registry_of
 
 
 def part_names(config: Config, key: str) -> list[str]:
-    """Names of the parts at a key of the form section.field: none for an empty value, several for a list."""
+    """Names of the parts that a configuration key (section.field) refers to: none for an empty value, several for a
+    list."""
     section, _, field = key.partition(".")
     value = getattr(getattr(config, section), field)
     return ([value] if value else []) if isinstance(value, str) else list(value)
@@ -22,7 +23,8 @@ def is_shipped(config: Config, key: str) -> bool:
 
 
 def shipped_part(config: Config, key: str) -> Any:
-    """The part that a key names; None if it is the user's own, which is not imported here."""
+    """The shipped part that a configuration key names; None if the key names a user-defined part, which is not imported
+    here."""
     return registry_of(key).find(part_names(config, key)[0]) if is_shipped(config, key) else None
 
 

@@ -6,7 +6,8 @@ Learning rates, batch sizes and lengths belong to a model and a machine, and no 
 from typing import Any
 
 SAMPLED_FROM = {"algorithm.proximal": "behaviour", "algorithm.corrections": [], "algorithm.behaviour_coef": 0.0}
-"""Ratio and clip are relative to the policy that sampled the tokens, without corrections, in all three papers."""
+"""Keys that all three presets share: ratio and clip are relative to the policy that sampled the tokens, and corrections
+of stale tokens are off."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # "DeepSeekMath", arXiv 2402.03300, equation 3 and section 4.2
@@ -52,7 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 OVERLONG_SHARE = 5
-"""Response budget over overlong buffer: DAPO has a buffer of 4,096 tokens in a budget of 20,480."""
+"""Ratio of the response budget to DAPO's overlong buffer: 20,480 tokens to 4,096."""
 
 
 def fill_preset(tree: Any, default_budget_tokens: int) -> Any:

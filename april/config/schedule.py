@@ -35,8 +35,8 @@ class ScheduleSection(Section):
     )
     over_sampling_batch_size: Automatic = Field(
         None,
-        description="N': groups opened in a round where above N; where below N, groups open at a time. At most (S + "
-        "1) N. A larger N' idles less and trains older tokens. None: N; auto: chosen from response lengths.",
+        description="N': groups opened in a round (above N), or groups opened at a time (below N). At most (S + 1) N. "
+        "A larger N' idles less and trains older tokens. None: N; auto: chosen from response lengths.",
     )
     n_samples_per_prompt: int = Field(
         8,
@@ -122,7 +122,8 @@ class ScheduleSection(Section):
 
     @property
     def batches_in_reach(self) -> int:
-        """Batches that the staleness bound admits a group to: S + 1, or S with overlap, which opens it a step early."""
+        """Number of next batches that a new group may join under the staleness bound: S + 1, or S with overlap, which
+        opens groups a step early."""
         return self.max_staleness + (0 if self.overlap else 1)
 
     @property

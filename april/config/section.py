@@ -7,7 +7,8 @@ AUTO = "auto"
 CONTEXT_TOKENS = 1 << 20
 """Longest prompt, and longest response, that any key admits."""
 NAME_OR_FILE = "a name, or a file where it has an ending"
-"""Marks a text field whose value is a path if it has a suffix, resolved by `april.config.naming`, otherwise a name."""
+"""Marker of a text field that holds a path if its value has a suffix, made absolute by `april.config.naming`, and
+otherwise a name."""
 
 
 class Section(BaseModel):

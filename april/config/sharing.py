@@ -37,7 +37,8 @@ def check_sharing(config: Config) -> None:
 
 def check_time_sharing(config: Config, kind: Any, backend: Any) -> None:
     """Refuse time sharing (`devices.turns`) with a schedule that generates while the learner trains, and with a learner
-    that cannot be offloaded. `kind`, `backend`: the schedule's and the back end's entry, None if not imported."""
+    that cannot be offloaded. `kind`, `backend`: registry entries of the schedule and of the training back end; None if
+    not imported."""
     if not config.devices.turns:
         return
     fix = "or leave out devices.turns, so that memory is divided"

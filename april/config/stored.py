@@ -29,7 +29,7 @@ CHECKPOINT_FILE = re.compile(r"(step_(\d{6,})-([0-9a-f]{12}))/(.+)")
 STORE_KEY = "learner.checkpoint_store"
 
 Sums = Mapping[str, str]
-"""File name -> SHA-256 digest."""
+"""Checksum list: SHA-256 digest (hexadecimal) by file name."""
 
 
 def format_checksums(sums: Sums) -> str:
@@ -87,7 +87,7 @@ class StoredCheckpoints:
         self.objects.write(f"{folder_of(step, sums)}/{CHECKSUMS_FILE}", format_checksums(sums).encode())
 
     def fetch(self, step: int, sums: Sums, name: str, path: Path) -> bool:
-        """Copy a file of a checkpoint to `path`; whether its checksum agrees."""
+        """Copy a file of a checkpoint to `path`; returns whether its checksum agrees."""
         source = f"{folder_of(step, sums)}/{name}"
         for _ in range(2):
             try:
@@ -113,8 +113,8 @@ class StoredCheckpoints:
         return found
 
     def prune(self, keep: int, besides: Collection[int]) -> None:
-        """Remove all checkpoints but the newest `keep` and the steps `besides`, and incomplete ones. Checkpoints that
-        were set aside stay. Must not run while a checkpoint is being written."""
+        """Remove incomplete checkpoints, and complete ones except those of the newest `keep` steps and of the steps
+        `besides`. Checkpoints that were set aside stay. Must not run while a checkpoint is being written."""
         folders = list(self._folders())
         whole = sorted({step for _, step, names in folders if CHECKSUMS_FILE in names})
         kept = {*whole[-keep:], *besides}
@@ -141,7 +141,7 @@ class StoredCheckpoints:
         self.objects.write(f"{source.name}/{CHECKSUMS_FILE}", format_checksums(sums).encode())
 
     def _folders(self) -> Iterator[tuple[str, int, set[str]]]:
-        """(name, step, names of files) of each checkpoint folder, complete or not."""
+        """(folder name, step, file names) of each checkpoint folder, complete or not."""
         folders: dict[str, tuple[int, set[str]]] = {}
         for match in map(CHECKPOINT_FILE.fullmatch, sorted(self.objects.names())):
             if match:
@@ -156,7 +156,8 @@ def folder_of(step: int, sums: Sums) -> str:
 
 
 def store_of(config: Config, name: str = "") -> ObjectStore:
-    """The folder `name` of the configured store, or the whole store."""
+    """The configured checkpoint store (`learner.checkpoint_store`), restricted to the folder `name` unless it is
+    empty."""
     learner = config.learner
     url = f"{learner.checkpoint_store.rstrip('/')}/{quote(name, safe='')}"
     return ObjectStore(url, learner.checkpoint_store_timeout_s)
@@ -172,7 +173,7 @@ def stored_checkpoints(config: Config, once: bool = False) -> StoredCheckpoints 
 
 
 def store_refused(error: StoreError) -> ConfigError:
-    """The sentence for the user who configured the store."""
+    """The ConfigError for an error of the checkpoint store, with the key and how to fix it."""
     fix = (
         "mend the key, or the rights and the environment that this part reaches it with"
         if isinstance(error, StoreRefused)

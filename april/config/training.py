@@ -47,7 +47,7 @@ class AlgorithmSection(Section):
         None,
         gt=1,
         description="Dual-clip constant c of the ppo loss: a token with a negative advantage contributes at most c * "
-        "|advantage|. None: no bound.",
+        "|advantage|. A larger c bounds less. None: no bound.",
     )
     normalisation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",
@@ -57,8 +57,8 @@ class AlgorithmSection(Section):
     constant_tokens: int | None = Field(
         None,
         ge=1,
-        description="Response length (tokens) that normalisation = 'constant' divides by. None: "
-        "sampling.max_response_tokens.",
+        description="Response length (tokens) that normalisation = 'constant' divides by. A larger one makes smaller "
+        "gradients. None: sampling.max_response_tokens.",
     )
     kl_coef: float = Field(
         0.0,
@@ -136,7 +136,7 @@ class AlgorithmSection(Section):
         2.0,
         gt=0,
         description="Correction vespo: exponent k of a response's weight e^lambda w^k e^(-lambda w), where w is its "
-        "importance ratio; for advantages of at least 0.",
+        "importance ratio; for advantages of at least 0. A larger k suppresses responses with small ratios more.",
     )
     vespo_lambda_positive: float = Field(
         3.0,
@@ -161,8 +161,8 @@ class AlgorithmSection(Section):
     m2po_threshold: float = Field(
         0.04,
         gt=0,
-        description="Correction m2po: tokens with the largest (log ratio)^2 are masked until the mean over the "
-        "batch's others is below this. A low value masks more tokens.",
+        description="Correction m2po: tokens with the largest (log ratio)^2 are masked until the mean (log ratio)^2 of "
+        "the batch's remaining tokens is below this. A low value masks more tokens.",
     )
     dppo_rise: float = Field(
         0.15,
@@ -182,10 +182,14 @@ class AlgorithmSection(Section):
         1.0,
         gt=0,
         description="Loss bapo: the clip bounds of a batch are moved until its positive contributions are this many "
-        "times its negative ones.",
+        "times its negative ones. A larger one clips less of what raises probabilities.",
     )
     bapo_lower: float = Field(
-        0.9, gt=0, le=1, description="Loss bapo: highest value that the lower clip bound of the ratio may take."
+        0.9,
+        gt=0,
+        le=1,
+        description="Loss bapo: highest value that the lower clip bound of the ratio may take. A higher one lets the "
+        "search leave out more negative tokens.",
     )
     bapo_lower_step: float = Field(
         0.05,
@@ -194,7 +198,10 @@ class AlgorithmSection(Section):
         "more sums over all ranks.",
     )
     bapo_upper: float = Field(
-        3.0, ge=1, description="Loss bapo: highest value that the upper clip bound of the ratio may take."
+        3.0,
+        ge=1,
+        description="Loss bapo: highest value that the upper clip bound of the ratio may take. A higher one lets "
+        "probabilities rise more in a step.",
     )
     bapo_upper_step: float = Field(
         0.1,
@@ -233,8 +240,8 @@ class CriticSection(Section):
     value_clip: float = Field(
         0.2,
         ge=0,
-        description="Distance from its value at delivery beyond which a token's value gets no gradient that moves it "
-        "further, as PPO clips values; 0: no clip. A low value makes the critic follow more slowly.",
+        description="PPO's value clip: a token's value gets no gradient beyond this distance from its value before the "
+        "batch's first optimizer step; 0: no clip. A low value makes the critic follow more slowly.",
     )
     whiten: bool = Field(
         True,
@@ -293,7 +300,8 @@ class LoraSection(Section):
 
     @property
     def base_is_frozen(self) -> bool:
-        """Only the adapter is trained: without it the model still is the starting policy, the KL reference."""
+        """Whether only the adapter is trained, so that the model without it is the starting policy, the KL
+        reference."""
         return self.is_set and not self.embedding
 
 

@@ -43,7 +43,7 @@ class WorkerSection(Section):
         512,
         ge=1,
         le=MAX_CHUNK_TOKENS,
-        description="New tokens after which one sequence's are sent before report_s is over. A killed worker loses "
+        description="New tokens of one sequence that are sent at once, before report_s is over. A killed worker loses "
         "what it had not sent; a small value loads the broker.",
     )
     unacked_mb: int = Field(
@@ -168,12 +168,13 @@ class EngineSection(Section):
 
     @property
     def paced(self) -> str:
-        """Hardware that the engines imitate, and its time factor, for reports; empty without pacing."""
+        """Hardware that the engines imitate, with the time factor, as reports show it; empty without pacing."""
         return f"{self.pace} x {self.pace_factor:g}" if self.pace else ""
 
     @property
     def tensor_ranks(self) -> int:
-        """Tensor-parallel size of each server that a worker starts, from its options."""
+        """Tensor-parallel size of each inference server that a worker starts, read from the options in
+        `engine.server`."""
         return int(self.server.get("tp_size", self.server.get("tensor_parallel_size", 1)))
 
 
@@ -239,8 +240,8 @@ class RewardSection(Section):
     )
     over_limit: Literal["failed", "wrong"] = Field(
         "wrong",
-        description="What becomes of a response that no verifier can decide within its limits: wrong scores it as "
-        "wrong, which blames the policy for a slow machine; failed tries it again, and may cost its group.",
+        description="Handling of a response that no verifier can decide within its limits: wrong scores it as wrong, "
+        "which blames the policy for a slow machine; failed tries it again, and may cost its group.",
     )
     max_failed_share: float = Field(
         0.05,
@@ -340,8 +341,8 @@ class AgentSection(Section):
     )
     attach: bool = Field(
         False,
-        description="A harness outside asks for sessions over HTTP; nothing is started. Sessions that nobody asks "
-        "for hold up their groups.",
+        description="An external harness requests sessions over HTTP; April starts no program. Sessions that nobody "
+        "requests hold up their groups.",
     )
     count: int = Field(1, ge=1, description="Agents processes that `april run` starts, each an HTTP server.")
     sessions: int = Field(
@@ -398,8 +399,8 @@ class AgentSection(Section):
     )
     overrides: Literal["refuse", "ignore"] = Field(
         "refuse",
-        description="What becomes of a request that would change the sampling distribution, such as by a "
-        "temperature: refuse it, or ignore that option.",
+        description="A request that would change the sampling distribution, such as by a temperature: refuse rejects "
+        "it, ignore drops that option.",
     )
     max_restarts: int = Field(
         3,

@@ -29,11 +29,11 @@ SPLITS = ("train", "heldout")
 
 class ArithmeticTask(NamedTuple):
     times: int
-    """K: 1 to 60."""
+    """K, the number of additions to make: 1 to 60."""
     digit: int
-    """D: 1 to 9."""
+    """D, the digit that each step adds: 1 to 9."""
     addend: int
-    """0 to 99."""
+    """Number to which K * D is added: 0 to 99."""
 
     @property
     def prompt(self) -> str:
@@ -47,16 +47,16 @@ class ArithmeticTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Noise:
-    """Probabilities of the errors in demonstrations; RL later selects among these behaviours."""
+    """Probabilities of deliberate errors in demonstrations, so that RL has wrong behaviours to select against."""
 
     p_short: float = 0.0
-    """Per demonstration: no steps, only a wrong guess."""
+    """Probability, per demonstration, of no steps and only a wrong guess."""
     p_err: float = 0.0
-    """Per step: the sum is off by 1 or 10, and later steps continue from it."""
+    """Probability, per step, of a sum that is off by 1 or 10; later steps continue from the wrong sum."""
     p_stop: float = 0.0
-    """Per step: the answer is given too early."""
+    """Probability, per step, of giving the answer too early instead of the step."""
     p_skip: float = 0.0
-    """Per step: one addition is skipped."""
+    """Probability, per step, of skipping one addition."""
 
 
 CLEAN = Noise()
@@ -70,7 +70,7 @@ def draw_times(random: Random) -> int:
 
 
 def draw_task(random: Random, split: str = "train", times: int | None = None) -> ArithmeticTask:
-    """A random task of the split. `times`: its K; None: drawn."""
+    """A random task of the split. `times`: the task's K; None to draw K from its distribution."""
     times = times or draw_times(random)
     while True:
         task = ArithmeticTask(times, random.randrange(1, 10), random.randrange(100))
@@ -79,7 +79,7 @@ def draw_task(random: Random, split: str = "train", times: int | None = None) ->
 
 
 def tasks_of(times: int, split: str) -> list[ArithmeticTask]:
-    """Every task of one K in the split, in a fixed order."""
+    """Every task of the split whose K is `times`, in a fixed order."""
     tasks = (ArithmeticTask(times, digit, addend) for digit in range(1, 10) for addend in range(100))
     return [task for task in tasks if split_of(task.prompt) == split]
 
@@ -90,7 +90,8 @@ def split_of(prompt: str) -> str:
 
 
 def demonstration(task: ArithmeticTask, noise: Noise = CLEAN, random: Random | None = None) -> str:
-    """A response to the task, without the end-of-text token. Noise needs a `random`; without one it is correct."""
+    """A response to the task, without the end-of-text token. The response is correct if there
+    is no noise. `random`: source of the noise; None: one with seed 0."""
     times, digit, value = task
     if random is None or noise == CLEAN:
         random = Random(0)
@@ -146,8 +147,8 @@ def row_of_task(task: ArithmeticTask) -> dict:
 
 
 def distinct_tasks(split: str, count: int, seed: int) -> list[ArithmeticTask]:
-    """`count` different tasks with K distributed as in training. Raises ConfigError if there are too few tasks of a
-    K."""
+    """`count` different tasks with K distributed as in training. Raises ConfigError if some K has too
+    few tasks."""
     random = Random(f"{split} {seed}")
     unused: dict[int, list[ArithmeticTask]] = {}
     tasks: list[ArithmeticTask] = []

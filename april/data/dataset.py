@@ -55,7 +55,8 @@ def rows_per_epoch(count: int, weight: float) -> int:
 
 
 def source_rows(count: int, wanted: int, seed: tuple[int, int], epoch: int, shuffle: bool) -> np.ndarray:
-    """int64 [wanted]: rows of one source in this epoch, continued from the previous epoch's pass."""
+    """int64 [wanted]: row indices of one source in this epoch, which continues the previous epoch's pass over the
+    source."""
     if wanted == count:
         return np.arange(count, dtype=np.int64)
     start, end = epoch * wanted, (epoch + 1) * wanted
@@ -74,7 +75,7 @@ def pass_order(count: int, seed: tuple[int, int], number: int, shuffle: bool) ->
 # --- dataset ----------------------------------------------------------------------------------------------------------
 
 HELD_BYTES = 64 << 20
-"""Size beyond which the encoded rows are moved to disk."""
+"""Size of the encoded rows (bytes) beyond which they are moved from memory to disk."""
 BAD_ROWS_LOGGED = 20
 """Number of bad rows logged with their location; the others are only counted."""
 
@@ -82,7 +83,7 @@ encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(DatasetRow
 
 
 class Dataset:
-    """Rows by index, and their order in each epoch.
+    """All rows of a run's sources, by index, and the order of the indices in each epoch.
 
     dataset = load_dataset(config.data.train_sources, config.data)
     for index in dataset.order(seed=0, epoch=3):
@@ -95,7 +96,7 @@ class Dataset:
         """Number of rows of each source."""
         self.weights: list[float] = []
         self.rewards: set[str] = set()
-        """Verifiers named by rows."""
+        """Names of the verifiers that rows ask for."""
         self.bad_rows = 0
         """Number of records that were skipped."""
         self.blank_labels = 0
@@ -133,8 +134,8 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 in hex of the rows and their order; together with the seed it determines what an epoch's cursor
-        means."""
+        """sha256 in hex of the rows and their order; with the seed it determines which row a
+        position in an epoch refers to."""
         return self._digest.hexdigest()
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
@@ -195,7 +196,7 @@ def row_of(
 
 
 def verifier_of(source: SourceSection) -> str | None:
-    """Verifier of the source's rows that name none, from the source or its mapping; None: the run's."""
+    """Verifier for the source's rows that name none, set by the source or its mapping; None: the run's default."""
     return source.reward or MAPPINGS[source.mapping or "plain"].reward
 
 

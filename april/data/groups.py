@@ -1,4 +1,5 @@
-"""Rules about groups that broker and learner apply alike: which are kept to be read, and whether rewards differ."""
+"""Rules about groups of samples, shared by broker and learner: which groups are kept for inspection, and when rewards
+count as different."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +8,8 @@ from collections.abc import Sequence
 def chosen_groups(rewards: Sequence[Sequence[float]], count: int | None, seed: str) -> list[int]:
     """Indices of `count` groups: those with the best and the worst sample, then random ones; all if `count` is None.
 
-    `rewards`: the rewards of each group's samples; groups without samples are not chosen. `seed`: of the random choice.
+    `rewards`: the rewards of each group's samples; groups without samples are not chosen. `seed`: seed of the random
+    choice.
     """
     groups = [group for group, group_rewards in enumerate(rewards) if group_rewards]
     if count is None or len(groups) <= count:

@@ -79,7 +79,7 @@ BATCH_ROWS = 256
 JSON_LINES, JSON, PARQUET, ARROW = (".jsonl", ".ndjson"), (".json",), (".parquet",), (".arrow",)
 KINDS = (JSON_LINES, JSON, PARQUET, ARROW)
 SPLITS = ("train", "test", "validation", "val", "valid", "dev", "eval", "heldout")
-"""File names that denote a split, without a shard number."""
+"""Names of dataset files without a shard number, extension left out, that denote a split."""
 SHARD = re.compile(r"(?P<split>.+?)-(?P<number>\d+)-of-(?P<total>\d+)(-\w+)?")
 HUB_FILES = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 """Metadata files in folders of the `datasets` library."""
@@ -96,10 +96,10 @@ NOT_TEXT = {
     b"\xfe\xff": ("UTF-16", "save it as UTF-8"),
     b"version https://git-lfs": ("a pointer of Git LFS", "fetch what it points at with `git lfs pull`"),
 }
-"""By the first bytes of a file that should be JSON: (its actual format, the fix)."""
+"""First bytes of a file that should be JSON and is not -> (the file's actual format, the fix)."""
 
 Record = tuple[str, Any]
-"""(location such as "FILE, line 3", record or the BadRow that explains why it is unreadable)."""
+"""A location such as "FILE, line 3", and the record there, or the BadRow that explains why the record is unreadable."""
 
 
 def read_records(path: Path, columns: set[str]) -> Iterator[Record]:
@@ -143,7 +143,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def check_shards(path: Path, files: list[Path]) -> None:
-    """Raises ConfigError if shards are missing, or belong to two numberings."""
+    """Raises ConfigError if shards of a dataset are missing, or their names disagree on the number of shards."""
     shards = [found for file in files if (found := SHARD.fullmatch(file.stem))]
     totals = {int(shard["total"]) for shard in shards}
     if len(totals) > 1:
@@ -161,7 +161,10 @@ def kind_of(file: Path) -> tuple[str, ...] | None:
 
 
 def split_of(file: Path) -> str:
-    """`train` of `train-00000-of-00002.parquet` and of `train.jsonl`; other files without such a number are of one."""
+    """Split that a file name denotes: `train` for `train-00000-of-00002.parquet` and for `train.jsonl`.
+
+    All names that denote no split count as one split, "other files".
+    """
     shard = SHARD.fullmatch(file.stem)
     return shard["split"] if shard else file.stem if file.stem in SPLITS else "other files"
 
@@ -222,7 +225,7 @@ def read_parquet(file: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def read_arrow(file: Path, columns: set[str]) -> Iterator[Record]:
-    """Records of either Arrow format: the stream, which `save_to_disk` writes, or the file."""
+    """Records of a file in either Arrow format: the stream format, which `save_to_disk` writes, or the file format."""
     arrow = import_arrow(file, "pyarrow")
     with refusing_damage(file, "Arrow"), arrow.memory_map(str(file)) as content:
         magic = content.read(len(ARROW_FILE_MAGIC))
@@ -237,8 +240,8 @@ def read_arrow(file: Path, columns: set[str]) -> Iterator[Record]:
 
 
 def present(names: list[str], columns: set[str]) -> list[str]:
-    """The columns to read; all of them if the prompt or label may be missing, so that the error can list their
-    names."""
+    """Those of a file's column `names` to read: the needed `columns`, or all if the prompt or label may be missing, so
+    that the error can list them."""
     found = [name for name in names if name in columns]
     return found if len(set(found) - {"reward"}) >= 2 else names
 
@@ -249,7 +252,7 @@ def slices(batch) -> Iterator[Any]:
 
 
 def numbered(file: Path, format_name: str, batches: Iterable[Any]) -> Iterator[Record]:
-    """The records of all batches with their locations."""
+    """The records of all batches, each with its location, such as "FILE, row 3"."""
     number, remaining = 0, iter(batches)
     while True:
         with refusing_damage(file, format_name, number + 1):
@@ -263,7 +266,7 @@ def numbered(file: Path, format_name: str, batches: Iterable[Any]) -> Iterator[R
 
 
 def records_of(batch) -> list[Any]:
-    """Records of a batch, converted one by one if some text is not UTF-8, so that only that row is bad."""
+    """Records of an Arrow batch, converted one by one if some text is not UTF-8, so that only that row is bad."""
     try:
         records = batch.to_pylist()
     except UnicodeDecodeError:
@@ -287,7 +290,10 @@ def record_of(row) -> Any:
 
 @contextlib.contextmanager
 def refusing_damage(file: Path, format_name: str, row: int = 0) -> Iterator[None]:
-    """Turns pyarrow's errors into ConfigError. `row`: the first row not yet read; 0: the file's header."""
+    """Context manager that turns pyarrow's errors into ConfigError.
+
+    `row`: number of the first row not yet read, for the error text; 0 while the file's header is read.
+    """
     damage = import_arrow(file, "pyarrow").ArrowException
     try:
         yield

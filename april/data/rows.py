@@ -16,26 +16,26 @@ from april.util.registry import registry_of
 
 ANSWER_MARK = "####"
 AROUND = r"[ \t$€£*\\]*+"
-"""Spaces, currency signs and the asterisks of bold text, allowed around a number."""
+"""Regular expression for what may surround a number: spaces, currency signs and the asterisks of bold text."""
 DIGITS = r"(?>[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)"
 LEADING_NUMBER = re.compile(rf"{AROUND}([-+−]?){AROUND}({DIGITS})(?![ \t]*+[/^][ \t]*+[0-9])")
 ANY_NUMBER = re.compile(rf"([-−]?)({DIGITS})")
 
 
 def final_number(text: str) -> str | None:
-    """The number after the last mark that is followed by one, as `-1080.5`; None if there is none."""
+    """The number after the last `####` that a number follows, written like `-1080.5`; None if there is none."""
     numbers = map(leading_number, reversed(text.split(ANSWER_MARK)[1:]))
     return next(filter(None, numbers), None)
 
 
 def leading_number(text: str) -> str | None:
-    """The number at the start of a text, as `-1080.5`; None if there is none."""
+    """The number at the start of a text, written like `-1080.5`; None if there is none."""
     found = LEADING_NUMBER.match(text)
     return plain_number(*found.groups()) if found else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text, as `-1080.5`; None if there is none."""
+    """The last number in a text, written like `-1080.5`; None if there is none."""
     found = ANY_NUMBER.findall(text)
     return plain_number(*found[-1]) if found else None
 
@@ -47,7 +47,7 @@ def plain_number(sign: str, digits: str) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 LABEL_CHARACTERS = 200_000
-"""Most characters of a label, which is sent with every sample of its prompt."""
+"""Longest label (characters); a label is sent with every sample of its prompt."""
 GROUP_REWARD = "group:"
 """Prefix of the name of a reward that scores all responses of a prompt together."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -68,9 +68,9 @@ class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
     prompt: str | list[dict]
     """Text, or chat messages with `role` and `content`."""
     label: str
-    """Reference answer."""
+    """Reference answer, which the verifier compares with a response."""
     reward: str | None = None
-    """Name of its verifier; None: the run's."""
+    """Name of the verifier that scores responses to this row; None: the run's default verifier."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Mapping:
     label: tuple[str, ...] = ("label",)
     """Candidate keys of the label; the first one in the record is used."""
     reward: str | None = None
-    """Verifier of records that name none."""
+    """Name of the verifier for records that name none; None: the run's default verifier."""
     chat: bool = False
     """Whether a text prompt becomes a user message."""
     template: str = "{prompt}"
@@ -133,8 +133,8 @@ def make_row(
     prompt_as: str = "given",
     allowed: Collection[str] = (),
 ) -> DatasetRow:
-    """The row of a record. `reward`: verifier that overrides the record's; `prompt_as`: given | chat | text; `allowed`:
-    verifiers that a record may name; empty: the shipped ones.
+    """Convert a record to a dataset row. `reward`: verifier that overrides the record's; `prompt_as`: given | chat |
+    text; `allowed`: verifiers that a record may name; empty: the shipped ones.
 
     Raises BadRow.
     """
@@ -298,7 +298,7 @@ class Support:
         return bool(fits and (self.indices_of(tokens) < self.counts).all())
 
     def indices_of(self, tokens: np.ndarray) -> np.ndarray:
-        """int64 [T]: index of each token in its support, >= its count if it is not there. No support may be empty."""
+        """int64 [T]: index of each token in its support; at least the support's size if absent. No support is empty."""
         starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
         found = self.ids == np.repeat(tokens, self.counts)
         at = np.where(found, np.arange(len(self.ids)), len(self.ids))

@@ -54,7 +54,7 @@ class Findings:
     """Results of all checks."""
 
     facts: dict[str, str] = field(default_factory=dict)
-    """Text of each fact by its label."""
+    """Text of each fact about the run, by its label."""
     warnings: list[str] = field(default_factory=list)
     """Sentences about problems that a run may start with."""
     errors: list[str] = field(default_factory=list)
@@ -80,8 +80,8 @@ class Findings:
 
 
 def check_run(config: Config, devices: Sequence[str], parameters: int, found: Findings) -> PromptBook | None:
-    """Make every check that runs no row; returns the prompts, None if they cannot be read. `devices`: names of the
-    accelerators; `parameters`: the model's, 0 if unknown."""
+    """Make all checks that call no user-defined function on a row; returns the prompts, None if they cannot be read.
+    `devices`: names of the accelerators; `parameters`: number of model parameters, 0 if unknown."""
     data, run_check = config.data, found.run_check
     run_check(check_model, config)
     if (config.model.path / "config.json").is_file():

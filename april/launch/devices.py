@@ -27,13 +27,14 @@ for index in range(torch.cuda.device_count()):
     print(torch.cuda.get_device_properties(index).total_memory)
 """
 LOOK_S = 120.0
-"""Longest wait for the subprocess that imports torch."""
+"""Longest wait for the subprocess that asks torch for the memory of the accelerators (seconds)."""
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Environment variables with the visible devices of NVIDIA's and AMD's runtimes."""
 
 
 def place_parts(config: Config, devices: Sequence[str]) -> dict[str, list[str]]:
-    """As `assign_devices`, but empty if `auto` finds no accelerator. Raises ConfigError if there are too few."""
+    """Assign accelerators as `assign_devices` does; empty if the devices are `auto` and none is found. Raises
+    ConfigError if there are too few."""
     ranks, per_worker = devices_wanted(config)
     required = (ranks and config.learner.device == "cuda") or (per_worker and config.worker.device == "cuda")
     if not (ranks or per_worker) or not (devices or required):
@@ -73,7 +74,8 @@ def assign_devices(config: Config, devices: Sequence[str]) -> dict[str, list[str
 
 
 def visible_devices() -> list[str]:
-    """Names of the accelerators that this process may use, as they stand in `VARIABLES`."""
+    """Names of the accelerators that this process may use, as `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES` lists
+    them; without either, numbers from 0."""
     driven = sys.platform != "linux" or any(map(os.path.exists, DRIVERS))
     if not driven or importlib.util.find_spec("torch") is None:
         return []

@@ -21,8 +21,8 @@ NO_REPORT = "none without matplotlib; `pip install 'april-rl[report]'`"
 
 
 def describe(config: Config, devices: Sequence[str]) -> str:
-    """One line each about processes, devices, memory, weight channels and more. `devices`: names of the accelerators
-    here."""
+    """Lines of a dry run's description: processes, devices, memory, weight channels and more. `devices`: names of the
+    accelerators of this machine."""
     placed = devices_by_part(config, devices)
     schedule, shape = config.schedule, read_shape(config.model.path)
     token_bytes = JOURNAL_BYTES + (4 * (1 + config.sampling.top_k) if config.sampling.is_cut else 0)

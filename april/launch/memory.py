@@ -110,7 +110,8 @@ def all_tensors(folder: Path) -> Iterator[StoredTensor]:
 
 GIB = 1 << 30
 KEPT_BYTES, TRAINED_BYTES = 4, 12
-"""float32 bytes per parameter: its weight; and, if it is trained, its gradient and two AdamW moments."""
+"""Bytes per parameter in float32: of every weight (kept), and of the gradient and two AdamW moments of a trained
+weight."""
 HEAD_BYTES = 12
 """Temporary bytes per parameter of the output head: bfloat16 weight and gradient, and two float32 copies of the
 gradient."""
@@ -146,8 +147,8 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def activations_bytes(config: Config, shape: ModelShape) -> float:
-    """Bytes of a micro-batch's activations: those of all layers, or with activation checkpointing every layer's input
-    and one layer's activations."""
+    """Bytes of a micro-batch's activations: those of all layers; with activation checkpointing, the input of every
+    layer and all activations of one layer."""
     learner, longest = config.learner, config.longest_prompt_tokens + config.sampling.max_response_tokens
     tokens = max(learner.microbatch_tokens, longest)
     each = shape.layers * shape.kept_bytes

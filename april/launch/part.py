@@ -121,7 +121,8 @@ class PartSupervisor:
         devices: Sequence[str] = (),
     ):
         """`say`: prints a line. `run_dir`: folder with the broker's address file, which is watched for changes; None:
-        the address is fixed. `leave_s`: longest wait after a request to stop. `devices`: visible to it; empty: all."""
+        the address is fixed. `leave_s`: longest wait for the program after a request to stop. `devices`: accelerators
+        visible to the program; empty: all."""
         self.name, self.command, self.max_restarts, self.say = name, list(command), max_restarts, say
         self.address_file = run_dir / ADDRESS_FILE if run_dir else None
         own = {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
@@ -129,10 +130,10 @@ class PartSupervisor:
         self.leave_s = leave_s
         self.restarts = 0
         self._leave_by: float | None = None
-        """Time at which it is killed, once it was asked to stop."""
+        """Time at which the program is killed after a request to stop; None before the request."""
         self._child: subprocess.Popen | None = None
         self._asked: tuple[int, subprocess.Popen | None] | None = None
-        """(last signal, process that it was sent to)."""
+        """(last stop signal, process that the signal was passed on to); None before the first signal."""
 
     def run(self) -> int:
         leave = (signal.SIGTERM, signal.SIGINT, STEP_ASIDE)

@@ -54,10 +54,10 @@ LOG_CHARACTERS = 2000
 
 @dataclass
 class AgentOutcome:
-    """Outcome of the session; implements the callbacks of the runner."""
+    """Outcome of an agent program's trial session; implements the callbacks of the program runner."""
 
     turns: int = 0
-    """Requests of the program that were answered."""
+    """Number of the program's requests that were answered."""
     reward: float | None = None
     error: str = ""
     is_over: bool = False
@@ -78,10 +78,8 @@ class AgentOutcome:
 
 
 def run_agent_once(config: Config, tokenizer: Tokenizer, inspected: InspectedRow, patience_s: float) -> AgentOutcome:
-    """Run the program on one row, against a policy that replies with the label.
-
-    `patience_s`: longest wait for its end once it has made a request.
-    """
+    """Run the agent program on one row, against a policy that always replies with the row's label. `patience_s`:
+    longest wait for the program's end once it has made a request."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "programs.log")
         outcome = asyncio.run(run_session(config, tokenizer, inspected, log, patience_s))
@@ -209,7 +207,7 @@ class Rehearsal:
         self._ask_filters(next(iter(scores.values()), None))
 
     def _is_usable(self, name: str) -> bool:
-        """Whether the verifier can be used; if not, `check_run` has recorded the error."""
+        """Whether the verifier can be used; if it cannot, `check_run` has already recorded the error."""
         try:
             check_verifier(name, url=self.config.reward.url)
         except ConfigError:

@@ -20,13 +20,13 @@ CHARACTERS_SHOWN = 8
 
 
 class InspectedRow(NamedTuple):
-    """An inspected row, with its location and its tokens."""
+    """A row that was inspected before the run, with its location and its prompt's tokens."""
 
     where: str
     """Location, such as "data/train.jsonl, row 3"."""
     dataset_row: DatasetRow
     tokens: np.ndarray
-    """int32 [P]: its prompt; empty for an agent's task."""
+    """int32 [P]: token ids of the row's prompt; empty for an agent's task."""
 
 
 def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tuple[str, DatasetRow]]:

@@ -8,16 +8,19 @@ from april.util import clock
 
 
 class StartUp:
-    """start_up = StartUp(view.note)
+    """Notes each milestone between the start of a run and its first step once, with the time since the start.
+
+    start_up = StartUp(view.note)
     start_up.parts_started(["broker", "learner", "worker-0"], logs)
-    start_up.look(status)                                # repeatedly, until `over`
+    start_up.observe(status)                             # repeatedly, until `is_over`
     """
 
     def __init__(self, note: Callable[[str], None]):
         self.is_over = False
         """Whether a step has been trained since the start."""
         self._first_step: int | None = None
-        """Step at which this start of the run parts_started; above 0 after a resume."""
+        """Policy step at which this start of the run began, above 0 after a resume; None before the broker's first
+        status."""
         self._note = note
         self._began_at = clock.now()
         self._noted: set[str] = set()

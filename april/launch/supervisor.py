@@ -77,27 +77,27 @@ class Part:
     threads: int
     max_restarts: int
     hung_s: float
-    """Longest silence before it is killed."""
+    """Longest silence before the part is killed (seconds)."""
     load_s: float
-    """Longest silence before the broker first hears from it after a start."""
+    """Longest silence between a start of the part and the first message that the broker hears from it (seconds)."""
     devices: Sequence[str] = ()
-    """Accelerators visible to it; empty: those of this process."""
+    """Accelerators visible to the part; empty: those of this process."""
     program: Program | None = None
     log_offset: int = 0
-    """Log bytes written by an earlier start of the run."""
+    """Bytes in the log file that an earlier start of the run has written."""
     restarts: int = 0
-    """Restarts since it last contributed to a new step."""
+    """Restarts since the part last contributed to a new step."""
     started_at: float = 0.0
     heard_at: float = 0.0
-    """Time at which it was last known to be alive."""
+    """Time at which the part was last known to be alive (seconds)."""
     at_work_since: float | None = None
-    """Time at which it was first seen working since its start."""
+    """Time at which the part was first seen working since its start (seconds)."""
     was_heard: bool = False
-    """Whether the broker has heard from it since its start."""
+    """Whether the broker has heard from the part since its start."""
     had_predecessor: bool = False
     """Whether an earlier process of this part ran, which the broker's status may still refer to."""
     restart_at: float | None = None
-    """Time of its next start while it waits for a restart."""
+    """Time of the part's next start while it waits for a restart (seconds)."""
 
     def start(self) -> None:
         self.started_at = self.heard_at = clock.now()
@@ -109,7 +109,8 @@ class Part:
         self.program = self.target.start(self.name, self.command, own | environment_of(self.devices), self.log)
 
     def note_heard(self, at: float) -> None:
-        """Note that it was alive at time `at`; right after a restart that may still refer to its predecessor."""
+        """Note that the part was alive at time `at`; right after a restart `at` may still refer to the previous
+        process."""
         self.heard_at = max(self.heard_at, at)
         self.was_heard = self.was_heard or at - self.started_at > (STALE_STATUS_S if self.had_predecessor else 0.0)
 
@@ -119,22 +120,22 @@ class Part:
 
     @property
     def status(self) -> int | None:
-        """Exit status; None while it runs."""
+        """Exit status of the part's process; None while it runs."""
         return self.program.status() if self.program else None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it has ended, at most `timeout_s`."""
+        """Wait until the part's process has ended, at most `timeout_s`."""
         if self.program:
             self.program.wait(timeout_s)
 
     def kill(self) -> None:
-        """Kill it and its child processes."""
+        """Kill the part's process and its child processes."""
         if self.program:
             self.program.kill()
             self.program.wait(KILL_S)
 
     def note_work(self, now: float) -> None:
-        """It is at work; for long enough, it has its whole budget of restarts again."""
+        """Note that the part is at work; after `STEADY_S` of work, its count of restarts is reset."""
         self.at_work_since = now if self.at_work_since is None else self.at_work_since
         if now - self.at_work_since >= STEADY_S:
             self.restarts = 0
@@ -248,7 +249,7 @@ class Supervisor:
         return self._part(name, arguments, self.config.worker, self.config.worker.threads)
 
     def _holder_part(self, role: str, index: int, config_path: Path, address: str) -> Part:
-        """A scorer, or an agents process."""
+        """The `Part` of a scorer or of an agents process."""
         name, limits = f"{role}-{index}", self.config.scorer if role == "scorer" else self.config.agent
         return self._part(name, [role, str(config_path), "--connect", address, "--name", name], limits)
 
@@ -388,7 +389,7 @@ class Supervisor:
         self._poll_status()
 
     def _open_connection(self) -> BrokerConnection | None:
-        """The connection with a session; None while the broker is starting."""
+        """The connection to the broker, with a session; None while the broker is starting."""
         connection = self.connection
         if connection and not connection.session:
             with contextlib.suppress(BrokerUnreachable):

@@ -16,10 +16,10 @@ class Program(Protocol):
         """Exit status; None while it runs."""
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for its end, at most `timeout_s`; returns its exit status, None if it still runs."""
+        """Wait for the process to end, at most `timeout_s`; returns its exit status, None if it still runs."""
 
     def kill(self) -> None:
-        """Kill it and its child processes."""
+        """Kill the process and its child processes."""
 
 
 class Target:

@@ -1,6 +1,7 @@
 """One rank of the learner: `torchrun --nproc-per-node R -m april.learner CONFIG ... --connect ADDRESS`.
 
-A refusal is remembered across torchrun's restarts, which cannot mend it.
+A rank that refuses to train (an error that a restart cannot fix) records so in the launcher's store, and ranks
+restarted by torchrun exit at once.
 """
 
 import argparse
@@ -27,7 +28,8 @@ STORE_TIMEOUT_S = 10
 
 
 def remember_refusal() -> None:
-    """Record in the launcher's store that this rank refused, for the ranks that torchrun starts next."""
+    """Record in the launcher's store that this rank refused to train, so that ranks restarted by torchrun exit at
+    once."""
     if RESTARTS in os.environ:
         with contextlib.suppress(RuntimeError):
             launcher_store().set(REFUSED_KEY, "")
@@ -51,7 +53,7 @@ from the newest one. Overrides are written as --section.key value."""
 
 
 def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
-    """The configuration and the broker's address or run folder. Raises ConfigError."""
+    """Parse the command line; returns the configuration and the broker's address or run folder. Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="torchrun -m april.learner",
         description=HELP,

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 NAME = "packed"
 FLASH_CAPABILITY = (8, 0)
-"""Lowest CUDA compute capability with flash attention."""
+"""Lowest CUDA compute capability (major, minor) with flash attention."""
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -99,7 +99,7 @@ def variable_length(
 
 
 def all_heads(tensor: Tensor, heads: int) -> Tensor:
-    """Key or value heads (dimension 1) repeated for every query head that shares them."""
+    """Repeat key or value heads (dimension 1) so that each of the `heads` query heads has one of its own."""
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 

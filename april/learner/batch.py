@@ -18,52 +18,55 @@ from april.wire.message import Version
 from april.wire.training import GroupHead, SampleSpan
 
 NO_MORE_BATCHES = -1
-"""Broadcast in place of the byte count when the run is over."""
+"""Value that rank 0 broadcasts instead of the batch's byte count when the run is over."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainSample:
-    """One finished response with its prompt, P + R tokens: a row of the batch.
+    """One row of a training batch: a finished response with its prompt, P + R tokens.
 
-    Raises ValueError if the parts do not fit together.
+    Raises ValueError if fields disagree in length or range.
     """
 
     tokens: np.ndarray
-    """int32 [P + R]."""
+    """Token ids, int32 [P + R]: the P prompt tokens, then the R response tokens."""
     prompt_tokens: int
-    """P, at least 1: the first response token needs a token to be predicted from."""
+    """P, the number of prompt tokens; at least 1, since the first response token is predicted from the token before
+    it."""
     logprobs: np.ndarray
-    """float32 [R]: behaviour log-probabilities, log-softmax(logits / temperature) at sampling, over the support if the
-    distribution was cut; 0 for observations."""
+    """Behaviour log-probabilities of the response tokens, float32 [R]: log-softmax(logits / temperature) at sampling,
+    over the support if sampling was truncated (top-k, top-p); 0 for observations."""
     reward: float
     segments: tuple[tuple[int, int, Version], ...]
-    """(start, end, version): response tokens start..end were sampled by that version, in order; tokens between segments
-    are observations of an environment, which are read and not trained."""
+    """(start, end, version), in order: response tokens [start, end) were sampled by policy `version`. Tokens between
+    segments are observations of an environment: the policy is conditioned on them but not trained on them."""
     support: Support | None = None
-    """Token ids each of the R tokens was drawn from, if the distribution was cut; log-probabilities are renormalised
-    over it."""
+    """If sampling was truncated (top-k, top-p): the candidate token ids from which each of the R response tokens was
+    drawn, over which its log-probability is normalised. None: the whole vocabulary."""
     group: int = -1
-    """Group number in the run; -1 if unknown, as in a batch made by hand."""
+    """Number of the sample's group (all samples of one prompt) in the run; -1 if unknown, as in a hand-made batch."""
     index: int = -1
-    """Index in the group as it was opened (some of its samples may have been lost); -1 if unknown."""
+    """Index of the sample among those originally requested for the group (some may have been lost); -1 if unknown."""
     finish_reason: str = ""
     details: Mapping[str, float] = field(default_factory=dict)
     """Components of the reward, by name."""
     spans: tuple[SampleSpan, ...] = ()
-    """Spans of the sample's life, in order: generation, scoring and other phases, each with worker and Unix seconds."""
+    """Time spans of the sample's life in order: generation, scoring and other phases, each with its process and its
+    start and end in Unix seconds."""
     opened_at: float = 0.0
-    """Unix seconds when the group was opened; 0 if unknown."""
+    """Time at which the broker opened the group for generation, Unix seconds; 0 if unknown."""
     delivered_at: float = 0.0
-    """Unix seconds when the group was delivered; 0 if unknown."""
+    """Time at which the broker delivered the group to the learner, Unix seconds; 0 if unknown."""
     fork: int = 0
-    """Fork number within an agent session; each fork is a row, and the prefix it shares is trained with one fork
-    only."""
+    """Fork number within an agent session. Each fork is a row of the batch; a prefix shared by forks is trained in one
+    of them only."""
     chunks: tuple[tuple[int, float], ...] = ()
-    """(response tokens after the chunk, Unix seconds) of each chunk, if samples are kept."""
+    """For each generated chunk: (length of the response after the chunk in tokens, Unix seconds); only if samples are
+    stored."""
     parent: int = 0
-    """Fork that this fork started from; for reading only."""
+    """Fork number of the fork that this fork branched from; stored for inspection, not used in training."""
     shared_tokens: int = 0
-    """Tokens at the beginning that a fork shares with its parent; for reading only."""
+    """Number of leading tokens that a fork shares with its parent; stored for inspection, not used in training."""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -81,12 +84,12 @@ class TrainSample:
 
     @property
     def response_tokens(self) -> int:
-        """R, response tokens; 0 is allowed and trains nothing."""
+        """R, the number of response tokens; 0 is allowed and trains nothing."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def sampled_tokens(self) -> int:
-        """K, response tokens that the policy sampled; only these have a loss."""
+        """K, the number of response tokens that the policy sampled; only these have a loss."""
         return sum(end - start for start, end, _ in self.segments)
 
     @cached_property
@@ -107,9 +110,10 @@ class TrainingBatch:
     step: int
     groups: list[list[TrainSample]]
     origins: list[tuple[int, bytes]] = field(default_factory=list)
-    """(prompt number, attached bytes) of each group whose prompt an external trainer submitted."""
+    """(number of the prompt, bytes that the trainer attached) of each group whose prompt an external trainer
+    submitted."""
     discards: list[ReceivedGroup] = field(default_factory=list)
-    """Groups discarded since the previous batch, for reading; on rank 0 only."""
+    """Groups discarded since the previous batch, stored for inspection and not trained; on rank 0 only."""
 
     @property
     def samples(self) -> list[TrainSample]:
@@ -133,7 +137,8 @@ def group_forks(group: list[TrainSample]) -> list[SampleForks]:
 
 
 class FlatBatch(msgspec.Struct, omit_defaults=True):
-    """A batch as flat columns, one entry a row; tokens, log-probabilities and supports are concatenated."""
+    """A training batch as flat columns for broadcasting, one entry per row (sample or fork); tokens, log-probabilities
+    and supports of all rows are concatenated."""
 
     step: int
     group_sizes: list[int]
@@ -144,20 +149,20 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     tokens: bytes
     logprobs: bytes
     support_counts: bytes = b""
-    """Support sizes of all response tokens, int32; empty if the distribution was not cut."""
+    """Support sizes of all response tokens, int32; empty if sampling was not truncated."""
     support_ids: bytes = b""
     names: list[tuple[int, int, int, str]] = []
     """(group, index, fork, finish reason) of each row."""
     details: list[dict[str, float]] = []
     spans: list[tuple[SampleSpan, ...]] = []
     times: list[tuple[float, float]] = []
-    """(opened, delivered), Unix seconds."""
+    """(time the group was opened, time it was delivered to the learner) of each row, Unix seconds."""
     origins: list[tuple[int, bytes]] = []
 
 
 def encode(batch: TrainingBatch) -> bytes:
-    """The batch as MessagePack, arrays little-endian. `decode` restores it without the fields that are for reading
-    only. Raises ValueError if only some samples have a support."""
+    """The batch as MessagePack, arrays little-endian. `decode` restores the batch without the fields that are only
+    stored for inspection. Raises ValueError if only some samples have a support."""
     samples = batch.samples
     supports = [sample.support for sample in samples if sample.support]
     if supports and len(supports) < len(samples):
@@ -225,10 +230,11 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
 
 
 def share_batch(batch: TrainingBatch | None, group: dist.ProcessGroup | None = None) -> TrainingBatch | None:
-    """Broadcast rank 0's batch to every rank; None (the run is over) becomes None everywhere. Collective.
+    """Broadcast rank 0's batch to every rank; returns the batch, or None on every rank if rank 0 passes None because
+    the run is over. Collective.
 
-    Fields for reading only stay on rank 0. The other ranks pass None and wait here for rank 0; `group` must support CPU
-    tensors (default: the default group).
+    Fields that are only stored for inspection stay on rank 0. The other ranks pass None and wait here for rank 0;
+    `group` must support CPU tensors (default: the default group).
     """
     leader = dist.get_rank() == 0
     data = encode(batch) if leader and batch is not None else b""

@@ -43,12 +43,12 @@ class CheckpointPart:
     """A trained sharded model with its optimizer: the policy or the critic."""
 
     prefix: str
-    """Prefix of its tensor names in a checkpoint; empty for the policy."""
+    """Prefix of the part's tensor names in a checkpoint; empty for the policy."""
     model: Any
-    """Module with the property `trained`: (name, parameter) pairs."""
+    """The sharded module; its property `trained` has the (name, parameter) pairs to store."""
     optimizer: Optimizer
     steps: int = 0
-    """Optimizer steps that changed the weights."""
+    """Number of optimizer steps so far that changed the weights."""
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments by their names in a checkpoint. Moments exist once the optimizer has made a step."""
@@ -60,7 +60,8 @@ class CheckpointPart:
         return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Adopt values that were loaded into the tensors of `state()`; here these are the model's own tensors."""
+        """Update the model after values were loaded into the tensors of `state()`; a no-op here, where `state()` has
+        the model's own tensors."""
 
 
 def steps(directory: Path) -> list[int]:
@@ -77,7 +78,8 @@ def latest(directory: Path) -> int | None:
 
 
 def set_aside(directory: Path, step: int, damaged: Collection[str]) -> None:
-    """Rename a damaged checkpoint so that it no longer counts, and log its `damaged` files."""
+    """Rename the damaged checkpoint of `step` so that it no longer counts as a checkpoint, and log its `damaged`
+    files."""
     source = folder(directory, step)
     aside = source.with_suffix(".damaged")
     shutil.rmtree(aside, ignore_errors=True)
@@ -104,7 +106,8 @@ def mismatched_files(named: Mapping[str, str], source: Path) -> list[str]:
 
 
 def checksums(source: Path) -> dict[str, str]:
-    """Checksums of a checkpoint's files by name; empty if its list is missing or broken."""
+    """SHA-256 of each file of a checkpoint, by file name; empty if the checkpoint's checksum list is missing or
+    malformed."""
     sums = source / CHECKSUMS_FILE
     named = parse_checksums(sums.read_text(errors="replace")) if sums.exists() else {}
     return named if PROGRESS_FILE in named else {}
@@ -152,8 +155,8 @@ def check_critic(directory: Path, step: int, parts: Sequence[CheckpointPart]) ->
 
 
 def allocate_state(source: Path, parts: Sequence[CheckpointPart]) -> dict[str, Tensor]:
-    """Tensors of the parts by their names in checkpoint `source`, allocated so that its values can be loaded into them;
-    sets the parts' step counts."""
+    """Allocate the parts' tensors into which checkpoint `source` is to be loaded, by name in the checkpoint; also sets
+    the parts' step counts."""
     progress = orjson.loads((source / PROGRESS_FILE).read_bytes())
     for part in parts:
         part.steps = progress[f"{part.prefix}{STEPS}"]

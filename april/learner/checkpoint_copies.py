@@ -29,11 +29,12 @@ class RankInventory:
     """One rank's inventory of a checkpoint on its disk: the result of verifying its share of the files."""
 
     sums: Mapping[str, str]
-    """Checksum list on the disk: SHA-256 of every file of the checkpoint, on whichever disk, by name."""
+    """The checksum list found on this disk: SHA-256 by file name for every file of the checkpoint, including files on
+    other disks."""
     whole: Collection[str]
-    """Verified files that exist and match their checksum."""
+    """Names of files in this rank's share that exist and match their checksum."""
     damaged: Collection[str] = ()
-    """Verified files that exist and do not match their checksum."""
+    """Names of files in this rank's share that exist and do not match their checksum."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class FoundCheckpoint:
     """A complete checkpoint: each file is on at least one disk."""
 
     step: int
-    """Policy step of its weights."""
+    """Policy step of the checkpoint's weights."""
     sums: Mapping[str, str]
-    """Checksums of its files by name."""
+    """SHA-256 of each of the checkpoint's files, by file name."""
     disks: Mapping[str, Sequence[int]]
-    """Disks that have a file, by its name."""
+    """Numbers of the disks that have each file, by file name."""
     listed: Collection[int]
-    """Disks that have its checksum list."""
+    """Numbers of the disks that have the checkpoint's checksum list."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Disks:
         self.directory, self.group, self.rank = directory, group, dist.get_rank()
         lowest = self._lowest_ranks() if dist.get_world_size() > 1 else [0]
         self.leaders = sorted(set(lowest))
-        """Lowest rank of each disk."""
+        """Lowest rank of each disk, by the number of the disk."""
         self.disk_of_rank = [self.leaders.index(rank) for rank in lowest]
 
     def _lowest_ranks(self) -> list[int]:
@@ -162,7 +163,8 @@ class Disks:
         return [rank for rank, its in enumerate(self.disk_of_rank) if its == disk]
 
     def share(self, names: Sequence[str]) -> Sequence[str]:
-        """This rank's share of work on the files `names` of its disk."""
+        """The part of `names`, files on the disk of this rank, that this rank and no other rank of the disk
+        processes."""
         ranks = self.ranks(self.own)
         return names[ranks.index(self.rank) :: len(ranks)]
 
@@ -241,31 +243,32 @@ class Disks:
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 WRITER = re.compile(r"__(\d+)_.*")
-"""Names of checkpoint files that a rank wrote, with the rank."""
+"""Regular expression for the name of a checkpoint file that a single rank wrote; group 1 is the rank."""
 
 
 class CheckpointCopies(Protocol):
-    """A mechanism for copies of checkpoints. Every method except `export` is collective."""
+    """Interface of the mechanisms that keep copies of checkpoints (on neighbouring disks, in an object store). Every
+    method except `export` is collective."""
 
     on_disks: int
-    """Number of disks that each file is on, if there are that many disks."""
+    """Number of disks on which each file is kept, if there are that many disks."""
 
     @property
     def retries(self) -> int | None:
-        """Retried calls of this rank into the object store; None without a store."""
+        """Number of this rank's object-store calls that were retried so far; None without an object store."""
 
     def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
         """Copy a checkpoint that has just been written; returns once all copies exist. `written` lists the files of
         each rank; `folder` has the files of `sums`, without the checksum list itself."""
 
     def steps(self) -> set[int]:
-        """Steps of the checkpoints that can be restored from copies alone."""
+        """Policy steps of the checkpoints that can be restored from copies alone."""
 
     def fetch_missing(
         self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
     ) -> RankInventory | None:
-        """Fetch files that no disk has but the copies do; returns this rank's inventory after that. `own` is this
-        rank's inventory, `inventories` has those of all ranks."""
+        """Fetch from the copies the files that no disk has; returns this rank's updated inventory. `own` is this rank's
+        inventory, `inventories` has those of all ranks."""
 
     def repair(self, found: FoundCheckpoint, folder: Path) -> None:
         """Make missing copies of a checkpoint that the disks hold completely."""
@@ -316,7 +319,7 @@ class ObjectStoreCopies:
     on_disks = 1
 
     def __init__(self, stored: StoredCheckpoints, disks: Disks):
-        """Raises ConfigError if a machine cannot use the object store."""
+        """Check the object store from every machine. Raises ConfigError if a machine cannot use the store."""
         self.stored, self.disks = stored, disks
         try:
             if disks.is_leader:

@@ -74,7 +74,8 @@ def native_backends() -> dict[str, type[BackendEntry]]:
 
 
 def backend_of_checkpoint(source: Path) -> type[BackendEntry] | None:
-    """The back end whose native checkpoint `source` is; None if it is none's."""
+    """The back end whose native format the checkpoint `source` has; None if `source` is in no back end's native
+    format."""
     found = (
         entry for entry in native_backends().values() if any((source / name).is_file() for name in entry.native_files)
     )
@@ -138,8 +139,8 @@ def write(source: Path, config: Config, out_dir: Path) -> None:
 def checkpoint_of(
     directory: Path, stored: StoredCheckpoints | None, step: int | None, out_dir: Path
 ) -> Iterator[tuple[int, Path]]:
-    """Step and folder of a complete checkpoint. One that only the object store has is fetched into a temporary folder
-    beside `out_dir`. Raises ConfigError."""
+    """Step and folder of a complete checkpoint. A checkpoint that only the object store has is downloaded into a
+    temporary folder beside `out_dir`. Raises ConfigError."""
     in_store = stored.steps() if stored else set()
     known_steps = sorted({*checkpoint.steps(directory), *in_store})
     if not known_steps or (step is not None and step not in known_steps):
@@ -168,7 +169,7 @@ def checkpoint_of(
 
 
 def fetch(stored: StoredCheckpoints, step: int, folder: Path) -> None:
-    """Download a whole checkpoint from the object store. Raises ConfigError if it is damaged."""
+    """Download a whole checkpoint from the object store. Raises ConfigError if the checkpoint is damaged."""
     for sums in stored.checkpoint_sums(step):
         checkpoint.begin_folder(folder, sums)
         if all(stored.fetch(step, sums, name, folder / name) for name in sums):

@@ -28,7 +28,8 @@ from april.learner.objective import ResponseTokens
 from april.learner.packing import MicroBatch
 
 Estimator = Callable[..., Tensor]
-"""Function (rewards, values, spans, section) -> advantages, see `april.learner.losses.gae`."""
+"""Function (rewards [K], values [K], spans, configuration section `[critic]`) -> advantages [K], such as
+`april.learner.losses.gae.gae`."""
 
 
 class ValueModel(nn.Module):
@@ -62,11 +63,11 @@ class CriticEstimates:
     """The critic's estimates for the K tokens of a micro-batch, before the first optimizer step of its batch."""
 
     values: Tensor
-    """float32 [K]: V."""
+    """Predicted value V of the state before each token, float32 [K]."""
     returns: Tensor
-    """float32 [K]: R = A + V, A not whitened; regression targets of the values."""
+    """Regression targets of the value loss, float32 [K]: the returns R = A + V, with A not whitened."""
     advantages: Tensor
-    """float32 [K]: A, whitened if `critic.whiten`; the policy's advantages."""
+    """Advantages A for the policy loss, float32 [K]; whitened if `critic.whiten`."""
 
 
 class Critic:
@@ -81,7 +82,7 @@ class Critic:
         self._totals = self._blank()
 
     def _blank(self) -> Tensor:
-        """Zeros for the sums of an optimizer step: tokens, loss, clipped tokens."""
+        """Zero-initialised sums of an optimizer step: [tokens, loss, clipped tokens]."""
         return torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def values(self, packed: MicroBatch) -> Tensor:
@@ -91,8 +92,8 @@ class Critic:
     def estimate(
         self, tokens: Sequence[ResponseTokens | None], values: Sequence[Tensor], penalties: Sequence[Tensor | None]
     ) -> tuple[list[CriticEstimates | None], dict[str, float]]:
-        """Estimates for this rank's micro-batches (None for a dummy), and metrics over all ranks. `penalties` [K] are
-        subtracted from the reward of each token."""
+        """Advantages and returns for this rank's micro-batches (None for a dummy micro-batch), and metrics over all
+        ranks. `penalties` [K] are subtracted from the reward of each token."""
         known = [index for index, part in enumerate(tokens) if part is not None]
         columns = zip(tokens, values, penalties, strict=True)
         raw = [self.advantages(part, value, penalty) for part, value, penalty in columns if part is not None]
@@ -102,8 +103,8 @@ class Critic:
         advantages = whitened(joined, Ranks()) if self.section.whiten else joined
         found: list[CriticEstimates | None] = [None] * len(tokens)
         split = (column.split(lengths) for column in (value, returns, advantages))
-        for place, each in zip(known, zip(*split, strict=True), strict=True):
-            found[place] = CriticEstimates(*each)
+        for index, each in zip(known, zip(*split, strict=True), strict=True):
+            found[index] = CriticEstimates(*each)
         return found, value_metrics(value, returns)
 
     def advantages(self, tokens: ResponseTokens, values: Tensor, penalty: Tensor | None) -> Tensor:
@@ -114,7 +115,8 @@ class Critic:
         return self.estimator(rewards if penalty is None else rewards - penalty, values, tokens.spans, self.section)
 
     def backward(self, packed: MicroBatch, tokens: ResponseTokens | None, estimates: CriticEstimates | None) -> None:
-        """Accumulate a micro-batch's gradients; a dummy contributes 0 and only joins the collectives."""
+        """Accumulate the gradients of the value loss of a micro-batch; a dummy micro-batch contributes 0 and only joins
+        the collectives."""
         values = self.model(packed)
         if tokens is None or estimates is None:
             (0.0 * values.sum()).backward()

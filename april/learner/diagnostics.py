@@ -20,7 +20,8 @@ BY_AGE = ("k1", "k3", "clip_fraction", "mask_fraction", "truncated_fraction", "r
 MEANS = ("entropy", *BY_AGE)
 SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", "reference_kl")
 EFFECTIVE = {"ess": ("ratio_mean", "ratio_square"), "weight_ess": ("weight_mean", "weight_square")}
-"""Effective sample sizes, each with the names of its sum and its sum of squares."""
+"""Effective-sample-size metrics: names of the columns in SUMS that hold the sum and the sum of squares of the
+weights."""
 
 
 class StepTotals:
@@ -47,12 +48,12 @@ class StepTotals:
         self.ratio_max = torch.maximum(self.ratio_max, ratio.max().double())
 
     def add_sequences(self, ratios: Tensor) -> None:
-        """Add `ratios` pi / mu of whole responses, products over their tokens; [S]."""
+        """Add the ratios pi / mu of S responses, each the product over the response's tokens; float [S]."""
         ratios = ratios.double()
         self.sequences += torch.stack([torch.ones_like(ratios).sum(), ratios.sum(), ratios.square().sum()])
 
     def reduced(self, ranks: Ranks) -> "StepTotals":
-        """Sum over `ranks`, in place; returns itself. Collective."""
+        """Sum the totals over `ranks`, in place; returns this object. Collective."""
         packed = torch.cat([self.loss[None], self.sequences, self.sums.flatten()])
         packed, self.ratio_max = ranks.total_and_largest(packed, self.ratio_max)
         self.loss, self.sequences, self.sums = packed[0], packed[1:4], packed[4:].view(AGES, len(SUMS))
@@ -119,13 +120,14 @@ def age_name(age: int) -> str:
 # --- repetitive responses ---------------------------------------------------------------------------------------------
 
 EXAMINED_TOKENS = 512
-"""Tokens at the end of a response that are examined."""
+"""Number of tokens at the end of a response that are examined for a repetition."""
 MIN_REPETITION_TOKENS, MIN_REPEATS = 48, 4
 """Least total length of a repetition, in tokens, and least number of repeats."""
 MAX_PERIODS = 8
-"""Candidate periods that are tried: the shortest distances at which the last tokens occurred before."""
+"""Most candidate periods that are tried: the shortest distances, in tokens, at which the response's last tokens
+occurred before."""
 WINDOW_TOKENS = 4
-"""Last tokens of a response that are searched for to find candidate periods."""
+"""Length in tokens of the response's end whose earlier occurrences give the candidate periods of a repetition."""
 
 
 def is_repetitive(response: np.ndarray) -> bool:

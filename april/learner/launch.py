@@ -21,7 +21,7 @@ from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end_with_p
 HOST = "127.0.0.1"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
-"""Modules imported before the fork; none of them may start a thread or touch an accelerator."""
+"""Names of modules imported before the ranks are forked; none may start a thread or use an accelerator."""
 
 
 def main(arguments: list[str]) -> int:
@@ -76,7 +76,7 @@ def become_rank(rank: int, options: argparse.Namespace, launcher: int, listener:
 
 
 def run(program: list[str]) -> int:
-    """Run a program as `python program...` would."""
+    """Run a Python program (file, or -m and module, with arguments) in this process, as `python PROGRAM...` would."""
     if program[0] == "-m":
         sys.argv[:] = program[1:]
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -88,8 +88,8 @@ def run(program: list[str]) -> int:
 
 
 def watch(pids: set[int], listener: socket.socket) -> int:
-    """Serve the store on the listener `listener` until all ranks `pids` have ended; kill the rest when one fails.
-    Returns 0, REFUSED or 1."""
+    """Serve the rendezvous store on `listener` until all rank processes `pids` have ended; kill the rest when one
+    fails. Returns 0, REFUSED or 1."""
     from april.weights import channel
 
     kept = channel.serve_store_at(listener)

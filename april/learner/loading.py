@@ -45,7 +45,7 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Within this context new modules get parameters on the meta device and ordinary buffers, since computed buffers
+    """Context manager under which new modules get parameters on the meta device, but ordinary buffers: computed buffers
     are in no file."""
     register = nn.Module.register_parameter
 
@@ -62,7 +62,7 @@ def parameters_without_memory() -> Iterator[None]:
 
 
 def persistent_buffers(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that are saved with the weights."""
+    """(name, buffer) of each buffer of a model that is saved with the weights."""
     kept = lm.state_dict().keys()
     return ((name, buffer) for name, buffer in lm.named_buffers() if name in kept)
 
@@ -96,7 +96,7 @@ class TensorSource:
     converter: WeightConverter | None = None
     """transformers' conversion from `keys` to the model's tensors; None for a single tensor that is read as it is."""
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """Names in the files, in order, by the converter's source pattern."""
+    """Tensor names in the files, in order, grouped by the source pattern of the converter that they match."""
 
 
 def load_weights(lm: nn.Module, folder: Path) -> None:
@@ -149,9 +149,10 @@ def natural_sort_key(key: str) -> list[tuple[int, str]]:
 def read_tensors(
     files: WeightFiles, source: TensorSource, name: str, target: Tensor, lm: nn.Module
 ) -> dict[str, Tensor]:
-    """This rank's rows of the model's tensors made from `source`, by name; `name` is the first, shaped like `target`.
+    """Read this rank's rows of the model's tensors that are made from `source`; returns them by name. `name` is the
+    first tensor, shaped like `target`.
 
-    A converter that stacks tensors (experts) reads only this rank's; any other converter reads all of them.
+    With a converter that stacks tensors (experts) only this rank's are read; with any other converter all of them.
     """
     slices, rows = files.slices(key for keys in source.keys.values() for key in keys), local_rows(target)
     if source.converter is None:

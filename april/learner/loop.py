@@ -24,7 +24,7 @@ from april.util.pulse import MAIN
 log = logging.getLogger(__name__)
 
 NONE = -1
-"""Stands for no policy step."""
+"""Value for "no policy step"."""
 
 
 class Diverged(RuntimeError):
@@ -133,7 +133,8 @@ def is_checkpoint_due(config: Config, step: int) -> bool:
 
 
 def retain_best(trainer: Trainer, source: BatchSource | None) -> None:
-    """Keep the checkpoint that is the best so far by `evaluation.best`, and those whose evaluation is still running."""
+    """Protect from pruning the best checkpoint so far by `evaluation.best`, and checkpoints whose evaluation is still
+    running."""
     if source and trainer.config.evaluation.best:
         best, undecided = source.best()
         trainer.checkpoints.also_kept_steps = {best, *undecided}
@@ -146,7 +147,8 @@ def best_step(source: BatchSource | None) -> int:
 
 
 def pace_step(config: Config, began: float, tokens: float) -> None:
-    """Sleep until the step, begun at time `began`, has lasted `tokens` times `learner.pace_token_s` seconds."""
+    """Sleep until the step, which started at time `began`, has taken `tokens` * `learner.pace_token_s` seconds:
+    simulates a slower learner."""
     time.sleep(max(0.0, began + tokens * config.learner.pace_token_s - time.perf_counter()))
 
 
@@ -171,12 +173,14 @@ def report(config: Config, source: BatchSource, batch: TrainingBatch, metrics: d
 
 
 def nonfinite_path(config: Config, step: int) -> Path:
-    """Path of a stored batch (MessagePack, see `april.learner.batch.encode`); the .json beside it has its metrics."""
+    """Path of a stored batch whose loss or gradient was not finite (MessagePack, see `april.learner.batch.encode`); a
+    .json file beside it has the metrics."""
     return config.run_dir / "nonfinite" / f"step_{step:06d}.msgpack"
 
 
 def report_durable(trainer: Trainer, source: BatchSource | None, wait: bool = False) -> None:
-    """Report a checkpoint that has reached the disk since the last call; `wait` for one being written."""
+    """Report to the source a checkpoint that has reached the disk since the last call. `wait`: first wait for a
+    checkpoint that is being written."""
     step = trainer.saved(wait)
     if source and step is not None:
         source.durable(step, trainer.oldest_checkpoint)
@@ -198,8 +202,8 @@ class WeightPublication:
         self.trainer, self.sender = trainer, sender
 
     def publish(self) -> dict[str, float]:
-        """Gather the current weights and start sending them, unless their step is below the frontier; returns the
-        seconds that took. Collective."""
+        """Gather the current weights and start sending them, unless their step is below the frontier (a replayed
+        batch); returns the seconds of each part of the work. Collective."""
         if not self.sender.is_due(self.trainer.step_count):
             return {}
         began = time.perf_counter()

@@ -25,7 +25,8 @@ PARTS = (DOWN, UP)
 
 
 class AdaptedLinear(nn.Linear):
-    """W x + b + scaling B A x, of which A [rank, in] and B [out, rank] are trained. W and b keep their names."""
+    """Linear layer with a LoRA adapter: W x + b + scaling B A x, of which A [rank, in] and B [out, rank] are trained.
+    The parameters W and b keep their names."""
 
     def __init__(self, base: nn.Linear, rank: int, scaling: float, generator: torch.Generator):
         """B starts at zero, so that the layer is unchanged at first; A is initialised as in peft and the paper's
@@ -38,8 +39,8 @@ class AdaptedLinear(nn.Linear):
         self.scaling, self.enabled = scaling, True
 
     def forward(self, x: Tensor) -> Tensor:
-        """The adapter is added to W x in place, and scaled in its rank-wide activations: on a CPU a third of the
-        cost."""
+        """W x + b + scaling B A x. For speed the scaling is applied to A x, of size `rank`, and the result is added in
+        place: on a CPU a third of the cost."""
         if not self.enabled:
             return super().forward(x)
         rows = x.flatten(0, -2)
@@ -47,7 +48,8 @@ class AdaptedLinear(nn.Linear):
         return super().forward(rows).addmm_(low_rank, self.lora_B.T).view(*x.shape[:-1], self.out_features)
 
     def merged(self) -> Tensor:
-        """W + scaling B A. Collective if sharded: each rank computes its own rows, from the whole of A."""
+        """The weight with the adapter merged: W + scaling B A. Collective if sharded: each rank computes its own rows,
+        from the whole of A."""
         down, up = self.lora_A.detach(), self.lora_B.detach()
         if isinstance(down, DTensor):
             down = down.redistribute(placements=[Replicate()])
@@ -116,7 +118,8 @@ def published_tensors(trained: Mapping[str, Tensor], names: Mapping[str, str]) -
 
 
 class WithoutAdapter(nn.Module):
-    """The starting policy, as the trained policy with its adapters disabled; valid if only the adapter is trained."""
+    """The starting policy, computed as the trained policy with its adapters disabled; valid if nothing but the adapter
+    is trained."""
 
     def __init__(self, policy: nn.Module):
         super().__init__()
@@ -140,7 +143,7 @@ def adapters_disabled(model: nn.Module):
 
 
 def describe(lm: nn.Module, section: LoraSection) -> dict[str, Any]:
-    """Keys of `[lora]` that describe the adapter of `lm`; rank 0 without one."""
+    """Keys of the section `[lora]` that describe the adapter of `lm`; the key `rank` is 0 if `lm` has no adapter."""
     if not section.is_set:
         return {"rank": 0}
     return section.model_dump() | {"targets": sorted({name.rpartition(".")[2] for name in adapted_layers(lm)})}

@@ -15,18 +15,18 @@ class TrainMicroBatch:
     """A packed micro-batch with K sampled tokens, and the inputs of its loss."""
 
     indices: list[int]
-    """Indices of its samples in `Prepared.samples`."""
+    """Indices in `Prepared.samples` of the micro-batch's samples."""
     packed: MicroBatch
     tokens: ResponseTokens | None
-    """Inputs of the loss; None for a dummy."""
+    """Inputs of the loss for the sampled tokens; None for a dummy micro-batch."""
     initial_logprobs: Tensor | None = None
     """float32 [K]: log-probabilities under the weights before the first optimizer step; None if not needed."""
     reference_logprobs: Tensor | None = None
     """float32 [K]: log-probabilities under the reference model; None if not needed."""
     critic_estimates: CriticEstimates | None = None
-    """Values, returns and advantages from the critic; None without one."""
+    """Values, returns and advantages from the critic; None without a critic."""
     context: BatchContext | None = None
-    """Loss inputs that depend on all tokens of the batch; None if none do."""
+    """Loss inputs computed over all tokens of the batch; None if the configured loss has none."""
 
 
 @dataclass(frozen=True, eq=False)

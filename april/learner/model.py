@@ -19,7 +19,7 @@ from april.learner.loading import ModelError, empty_model, load_weights, persist
 from april.learner.packing import MicroBatch, PackedSupport
 
 LOGITS_PER_CHUNK = 2**24
-"""Logits that the head holds at a time (64 MiB in fp32); it works through more tokens in chunks."""
+"""Most logits that the head computes at once (64 MiB in fp32); more tokens are scored in chunks."""
 BUCKET_BYTES = 16 * 2**20
 """Bytes gathered to rank 0 at a time; the fastest size measured on gloo."""
 GROUPED_BYTES = 16
@@ -35,8 +35,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class ScoreTokens(torch.autograd.Function):
     """Autograd function of `score_tokens`. With more than one chunk, the backward pass recomputes the logits.
 
-    With supports, a column is a position in the target's support instead of a token id; these log-probabilities are
-    small and kept for the backward pass.
+    With supports (truncated sampling), a logit's column is an index into the target's support instead of a token id;
+    these log-probabilities take little memory and are kept for the backward pass.
     """
 
     @staticmethod
@@ -137,8 +137,9 @@ def score_tokens(
     """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised over
     the target's support if there are supports.
 
-    hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both carry a gradient, once. At most
-    `LOGITS_PER_CHUNK` logits exist at a time, in two copies; if one chunk holds all, it is kept for the backward pass.
+    hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both are differentiable, with one backward pass
+    per call. At most `LOGITS_PER_CHUNK` logits exist at a time, in two copies; if one chunk holds all, it is kept for
+    the backward pass.
     """
     rows_per_chunk = max(1, LOGITS_PER_CHUNK // len(weight))
     return ScoreTokens.apply(hidden, weight, targets, temperature, rows_per_chunk, support)
@@ -158,7 +159,7 @@ class Policy(nn.Module):
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters with their names in `lm`."""
+        """(name in `lm`, parameter) of each trained parameter."""
         return [(name, parameter) for name, parameter in self.lm.named_parameters() if parameter.requires_grad]
 
     def forward(self, micro: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
@@ -276,8 +277,8 @@ def gather_tensors(
 ) -> dict[str, Tensor]:
     """Gather sharded parameters on the CPU of rank `to`; {} on other ranks. Collective.
 
-    They are converted to `dtype` before they are sent (None: as they are). The ranks that hold shards of a parameter
-    send them; `to` is one of these.
+    Tensors are converted to `dtype` before they are sent (None: not converted). The ranks that hold shards of a
+    parameter send them; rank `to` must be one of these ranks.
     """
     state = {}
     for bucket in buckets(parameters, dtype):

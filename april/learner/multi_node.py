@@ -1,7 +1,7 @@
 """torchrun on several machines: `python -m april.learner.multi_node NODE --nnodes N ... -m april.learner ...`.
 
-Like torchrun, but without --rdzv-endpoint the machines find each other through the broker. The kernel kills it when its
-parent dies, and it exits with REFUSED if its ranks refused to work.
+Like torchrun, but without --rdzv-endpoint the machines find each other through the broker. The kernel kills this
+process when its parent dies. Exit status: REFUSED if the ranks refused to train.
 """
 
 import os
@@ -20,15 +20,15 @@ from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnre
 
 PROGRAM = "april.learner"
 PORT_OFFSET = 1
-"""Port of torchrun's agents, relative to `launch.port`."""
+"""Offset of the torchrun agents' rendezvous port from `launch.port`."""
 ANNOUNCE_S = 2.0
 """Interval at which the first machine repeats its address, for a broker that was restarted, seconds."""
 ASK_S = 0.2
-"""Interval at which the other machines ask, seconds."""
+"""Interval at which the other machines poll the broker for the first machine's address, seconds."""
 
 
 def with_rendezvous(node: int, arguments: list[str]) -> list[str]:
-    """torchrun's arguments, with the --rdzv-endpoint of its agents."""
+    """The arguments for torchrun, with the option --rdzv-endpoint added if absent."""
     if any(word.startswith("--rdzv-endpoint=") for word in arguments):
         return arguments
     from april.learner.__main__ import read_arguments
@@ -59,8 +59,8 @@ def rendezvous_address(config: Config, connect: str, node: int) -> str:
     """Rendezvous address HOST:PORT for machine `node` of the learner, on machine 0's interface towards the broker at
     `connect`. Machine 0 keeps announcing it, in a thread.
 
-    Raises BrokerUnreachable, AccessDenied, ConfigError, and TimeoutError if machine 0 is not there within
-    `learner.load_s`.
+    Raises BrokerUnreachable, AccessDenied, ConfigError, and TimeoutError if machine 0 has not announced its address
+    within `learner.load_s`.
     """
     broker = address_at(connect, config.broker.patience_s)
     keys = load_keys(config.security.keys, "learner")

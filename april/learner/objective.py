@@ -72,43 +72,44 @@ MAX_VERSIONS = 64
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """The N rows of a batch that have a gradient, and metrics of the whole batch."""
+    """Prepared training batch: its N rows that have a gradient, and metrics of all rows."""
 
     step: int
-    """Policy step of the current weights."""
+    """Policy step of the weights before training on the batch."""
     samples: list[TrainSample]
     advantages: np.ndarray
-    """float64 [N]."""
+    """Advantage of each row that has a gradient, float64 [N]."""
     weights: np.ndarray
-    """float64 [N]: weight of each token of the row in the loss."""
+    """Weight in the loss of each token of a row (equal for all tokens of the row), float64 [N]."""
     batch_indices: list[int]
     """Indices of the N rows among all rows of the batch."""
     minibatches: list[int]
-    """Minibatch number of each of the N rows."""
+    """Number of the minibatch (optimizer step of an epoch) of each of the N rows, from 0."""
     batch_advantages: np.ndarray
     """float64, one per row of the batch. With a critic: the mean advantage of the row's tokens, filled in after the
     critic's pass."""
     spread_groups: list[list[list[int]]]
-    """For each group with reward spread, for each of its samples (with all forks): indices into `samples`."""
+    """Nested lists: for each group whose rewards differ, for each of its samples, the indices in `samples` of the
+    sample's rows (one row per fork)."""
     metrics: dict[str, float]
     """Metrics of the delivered batch: reward, tokens, groups, and the share of tokens by policy version."""
 
 
 @dataclass(frozen=True, eq=False)
 class ResponseTokens:
-    """Loss inputs for the K sampled tokens of S sequences that are known before the forward pass."""
+    """Loss inputs of the K sampled tokens of S sequences, as far as they are known before the forward pass."""
 
     behaviour_logprobs: Tensor
-    """float32 [K]: log mu."""
+    """Log-probabilities log mu under the behaviour policy, as recorded at sampling; float32 [K]."""
     advantages: Tensor
-    """float32 [K]."""
+    """Advantage of each token, float32 [K]."""
     weights: Tensor
-    """float32 [K]: weights of the tokens in the loss (`token_weights`)."""
+    """Weight of each token in the loss, from `token_weights`; float32 [K]."""
     ages: Tensor
     """int64 [K]: policy steps between the version that sampled a token and the current weights."""
     spans: Spans
     rewards: Tensor
-    """float32 [S]."""
+    """Reward of each sequence, float32 [S]."""
 
     @classmethod
     def concatenated(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
@@ -136,11 +137,11 @@ class BatchContext:
 
     clip: Clip
     proximal_logprobs: Tensor
-    """float32 [K], see `Objective.proximal_logprobs`."""
+    """Log-probabilities under the proximal policy, around which the loss clips; float32 [K]."""
     correction_weights: Tensor
-    """float32 [K], see `Objective.correction_weights`."""
+    """Product of the off-policy corrections of each token, float32 [K]."""
     truncated: Tensor
-    """bool [K]: whether a cap reduced the token's weight."""
+    """Whether a cap reduced the token's correction weight, bool [K]."""
 
 
 class Objective:
@@ -160,18 +161,21 @@ class Objective:
         steps = self.learner.minibatches * self.learner.epochs
         self.estimator = ADVANTAGES.find(self.section.advantage)
         self.needs_values = getattr(self.estimator, "needs_values", False)
-        """Advantages come from a critic's values, and are known only once the step has begun."""
+        """Whether advantages come from a critic's values, and are thus known only once the training step has begun."""
         self.needs_norms = getattr(self.estimator, "needs_norms", False)
-        """Advantages depend on the gradient norm of each response, and are known only once the step has begun."""
+        """Whether advantages depend on the gradient norm of each response, and are thus known only once the training
+        step has begun."""
         self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0
         self.needs_batch_pass = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
-        """Some loss inputs depend on all tokens of a batch: it is scored once before the first optimizer step."""
+        """Whether some loss inputs depend on all tokens of the batch, so that the batch is scored once before its first
+        optimizer step."""
         self.step_scale = STEP_SCALES.find(self.section.step_scale) if self.section.step_scale else lambda metrics: 1.0
         """Function (metrics of an optimizer step) -> factor on its learning rate."""
         self.needs_reference = self.section.kl_coef > 0
-        """The loss has a KL term against the reference model."""
+        """Whether the loss has a KL term against the reference model."""
         self.trains_every_sample = self.needs_values or self.needs_reference or self.section.entropy_coef > 0
-        """Samples with advantage 0 have a gradient too; otherwise they are not computed."""
+        """Whether samples with advantage 0 have a gradient too (such as from KL or entropy terms); otherwise their
+        passes are skipped."""
 
     def prepare(self, batch: TrainingBatch) -> Prepared:
         """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration."""
@@ -343,7 +347,8 @@ class Objective:
         return interpolated_proximal(logprobs, tokens.behaviour_logprobs, tokens.ages)
 
     def stale_tokens(self, current: Tensor, proximal: Tensor, tokens: ResponseTokens) -> StaleTokens:
-        """Inputs of the corrections; `current` are log-probabilities without a gradient."""
+        """Inputs of the off-policy corrections for `tokens`; `current` and `proximal` are log-probabilities [K] without
+        gradients."""
         return StaleTokens(
             logprobs=current,
             proximal_logprobs=proximal,
@@ -365,12 +370,12 @@ class Objective:
 
 
 def sampled_token_count(forks: SampleForks) -> int:
-    """Tokens that the policy sampled in all forks of a sample."""
+    """Number of tokens that the policy sampled in all forks of a sample."""
     return sum(row.sampled_tokens for row in forks)
 
 
 def sample_rewards(groups: list[list[SampleForks]]) -> list[Tensor]:
-    """Rewards of each group, float64, one per sample (its forks share one)."""
+    """Rewards of each group's samples, float64; one reward per sample, shared by all its forks."""
     return [torch.tensor([rows[0].reward for rows in group], dtype=torch.float64) for group in groups]
 
 

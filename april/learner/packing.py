@@ -19,7 +19,8 @@ from april.wire.message import Version
 NEVER = -1e20
 """Logit of ids outside a support: softmax makes it 0, and its product with a gradient stays finite."""
 ALIKE = 0.02
-"""Micro-batches whose costs differ by less than this share of the costliest are ordered by the lengths in them."""
+"""Relative cost difference below which micro-batches count as equally costly and are ordered by the lengths of their
+samples instead."""
 DUMMY_TOKENS = 2
 """Input tokens of the dummy sequence that a rank without samples runs, to take part in the collectives."""
 
@@ -49,8 +50,8 @@ def plan(
 def assign_to_bins(
     lengths: list[int], costs: Sequence[float], order: list[int], count: int, budget_tokens: int
 ) -> list[list[int]] | None:
-    """Assign samples in `order` to `count` bins; the costliest bins come first, and among bins of similar cost those
-    with the longest samples. None if the samples do not fit."""
+    """Assign samples to `count` bins, in the sequence `order`; returns the bins, costliest first and among similar
+    costs longest samples first. None if the samples do not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     cost = np.zeros(count)
     tokens, squares = np.zeros((2, count), np.int64)
@@ -75,16 +76,17 @@ def input_tokens(sample: TrainSample) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PackedSupport:
-    """Supports of K targets: the token ids that each was drawn from, S in total."""
+    """Supports of K target tokens: the candidate token ids from which each was drawn under truncated sampling, S ids in
+    total."""
 
     ids: Tensor
-    """int32 [S]: ids, target by target."""
+    """Token ids of all supports, concatenated target by target; int32 [S]."""
     counts: Tensor
-    """int64 [K]: ids of each target."""
+    """Number of ids in each target's support, int64 [K]."""
     ends: np.ndarray
     """int64 [K + 1]: offsets in `ids`, 0 and then the end of each target's ids; on the CPU."""
     positions: Tensor
-    """int64 [K]: index of each target among its own ids."""
+    """Index of each target token within its own support, int64 [K]."""
 
     def select(self, logits: Tensor, rows: slice) -> Tensor:
         """Logits of the supports of targets `rows`: [n, V] -> [n, W], W the largest support; padded with NEVER."""
@@ -109,25 +111,25 @@ class MicroBatch:
     """T input tokens of several concatenated sequences, and the K sampled tokens that they predict."""
 
     ids: Tensor
-    """int64 [1, T]."""
+    """Input token ids of all sequences, concatenated; int64 [1, T]."""
     positions: Tensor
-    """int64 [1, T], counted from 0 in every sequence."""
+    """Position of each input token within its sequence, from 0; int64 [1, T]."""
     seq_lens: list[int]
-    """Input tokens of each sequence; the sum is T."""
+    """Number of input tokens of each sequence; the sum is T."""
     cu_seq_lens: Tensor
-    """int32 [sequences + 1]: start of each sequence, then T."""
+    """Cumulative sequence lengths in tokens, int32 [sequences + 1]: start of each sequence, then T."""
     target_rows: Tensor
-    """int64 [K]: position of the input token that predicts each sampled token."""
+    """For each sampled token the index in the packed row of the input token that predicts it, int64 [K]."""
     targets: Tensor
-    """int64 [K]: the sampled tokens."""
+    """Token ids of the sampled tokens, int64 [K]."""
     support: PackedSupport | None = None
-    """Supports of the sampled tokens; None if the distribution was not cut."""
+    """Supports of the sampled tokens (candidate ids under truncated sampling); None if sampling was not truncated."""
     is_dummy: bool = False
-    """A placeholder for a rank without samples: K = 1, with zero loss and gradient."""
+    """Whether this is a dummy for a rank without samples: K = 1, with zero loss and gradient."""
 
 
 def pack(samples: list[TrainSample], device: torch.device) -> MicroBatch:
-    """Pack samples into one micro-batch; a dummy if there are none."""
+    """Pack samples into one micro-batch; without samples a dummy micro-batch."""
     if not samples:
         blank = np.zeros(DUMMY_TOKENS + 1, np.int32)
         dummy = TrainSample(blank, DUMMY_TOKENS, np.zeros(1, np.float32), 0.0, ((0, 1, Version(0, 0)),))

@@ -38,11 +38,11 @@ class Cost:
     """Coefficients of the floating-point operations of one forward pass."""
 
     per_token: float
-    """Operations of the body per input token."""
+    """Floating-point operations of the model's body per input token."""
     per_square: float
-    """Operations of attention per squared input token of a sequence."""
+    """Floating-point operations of attention per square of a sequence's length in input tokens."""
     per_target: float
-    """Operations of the head per scored token."""
+    """Floating-point operations of the head per scored token."""
 
     def of(self, length: int, targets: int) -> float:
         """Forward operations of a sequence of `length` input tokens, `targets` of which are scored."""
@@ -60,7 +60,7 @@ def forward_cost(lm: nn.Module) -> Cost:
 
 
 def active_weights(layer: nn.Module, config) -> float:
-    """Weights of a layer that one token is multiplied with."""
+    """Number of a layer's weights that take part in the forward pass of one token."""
     total = 0.0
     for name, parameter in layer.named_parameters():
         share = 1.0
@@ -83,7 +83,7 @@ def peak_of(name: str) -> float | None:
 # --- phases of a step -------------------------------------------------------------------------------------------------
 
 Seconds = Callable[[str], AbstractContextManager[None]]
-"""Maps a phase name to a context manager that times the phase."""
+"""Function from the name of a phase to a context manager that times the phase."""
 
 
 class PhaseSeconds:

@@ -40,13 +40,13 @@ def in_background(work: Callable[..., Answer], *arguments: Any) -> Future[Answer
 
 
 ALIVE_S = 1.0
-"""Interval of `BatchSource.alive` while the learner waits for a batch, seconds."""
+"""Interval between calls of `BatchSource.alive` while the learner waits for a batch, seconds."""
 
 Ready = TypeVar("Ready")
 
 
 class BatchSource(Protocol):
-    """Source of training batches; the learner reports to it what became of them.
+    """Source of training batches, to which the learner also reports consumed batches and durable checkpoints.
 
     One thread calls `fetch` while another calls the other methods.
     """
@@ -60,7 +60,7 @@ class BatchSource(Protocol):
         """
 
     def fetch(self, step: int) -> TrainingBatch | None:
-        """Wait for batch `step`, at most one ahead of the last one consumed; None when the run is over."""
+        """Wait for batch `step`, which is at most one ahead of the last consumed batch; None when the run is over."""
 
     leftover: list[ReceivedGroup]
     """Groups discarded after the last batch, known once `fetch` has returned None; only if samples are kept."""
@@ -81,11 +81,11 @@ class BatchSource(Protocol):
 
 
 Weights = Mapping[str, Tensor] | AdapterWeights
-"""All weights on the CPU by Hugging Face name, or the adapter trained in their place."""
+"""Weights to send, on the CPU by Hugging Face name: all weights, or only the trained adapter."""
 
 
 class Publisher(Protocol):
-    """Sends policy versions to the workers."""
+    """Interface through which the learner sends policy versions to the workers."""
 
     def publish(self, version: Version, weights: Weights, canary: Canary | None) -> dict[str, float]:
         """Send the weights and their canary to the workers; returns metrics of the publication."""
@@ -108,7 +108,7 @@ class BatchPrefetcher(Generic[Ready]):
         self._fetching = False
         """Whether a `fetch` of the source is in progress."""
         self._next: Future[tuple[TrainingBatch, Ready] | None]
-        """Result of the last `request`."""
+        """Future of the last `request`: (batch, prepared batch), or None once the run is over."""
 
     def request(self, step: int) -> None:
         self._fetching = True

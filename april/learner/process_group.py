@@ -13,8 +13,8 @@ from april.config import LearnerSection
 from april.wire.sockets.base import interface_towards
 
 LONG_WAIT = timedelta(days=7)
-"""Timeout of the groups in which ranks wait for rank 0's next batch. Generation may take hours; if rank 0 dies, the
-launcher ends the other ranks."""
+"""Timeout of the process groups in which ranks wait for rank 0's next batch. Generation may take hours; if rank 0 dies,
+the launcher kills the other ranks."""
 
 
 def join(section: LearnerSection) -> torch.device:

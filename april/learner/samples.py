@@ -26,10 +26,11 @@ from april.learner.token_stats import TokenStats
 log = logging.getLogger(__name__)
 
 ROW_GROUP_TOKENS = 1 << 16
-"""Approximate tokens per row group: showing one sample reads its row group, and listing all samples is faster with
-fewer groups."""
+"""Approximate tokens per Parquet row group: small groups make reading one sample fast, few groups make listing all
+samples fast."""
 SPAN_COLUMNS = ("what", "where", "began", "ended", "start", "end", "how")
-"""Fields of an entry of the column `stays`: the fields of `wire.SampleSpan` in order, under the names of the files."""
+"""Field names in the Parquet column `stays`, whose entries are time spans of a sample; one name for each field of
+`wire.SampleSpan`, in order."""
 
 
 def schema():
@@ -40,8 +41,8 @@ def schema():
     segment = [*stretch, ("branch", arrow.int32()), ("step", arrow.int32())]
     turn = [("who", arrow.string()), *stretch]
     detail = [("name", arrow.string()), ("value", arrow.float64())]
-    stay = [("what", arrow.string()), ("where", arrow.string()), ("began", arrow.float64()), ("ended", arrow.float64())]
-    stay += [*stretch, ("how", arrow.string())]
+    span = [("what", arrow.string()), ("where", arrow.string()), ("began", arrow.float64()), ("ended", arrow.float64())]
+    span += [*stretch, ("how", arrow.string())]
     chunk = [("end", arrow.int32()), ("at", arrow.float64())]
     return arrow.schema(
         {
@@ -75,7 +76,7 @@ def schema():
             "delivered_at": arrow.float64(),
             "discarded_at": arrow.float64(),
             "chunks": arrow.list_(arrow.struct(chunk)),
-            "stays": arrow.list_(arrow.struct(stay)),
+            "stays": arrow.list_(arrow.struct(span)),
         }
     )
 
@@ -178,8 +179,8 @@ def describe_discards(discards: list[ReceivedGroup], tokenizer: Tokenizer) -> It
 
 
 def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Columns of one sample. Per-token columns are null at tokens that the policy did not sample; `scores`, float32
-    [2, K] (log-probabilities, entropies under the learner), is None for a sample without a gradient."""
+    """Parquet columns of one sample. Per-token columns are null at tokens that the policy did not sample; `scores`,
+    float32 [2, K] (log-probabilities, entropies under the learner), is None for a sample without a gradient."""
     prompt, response = sample.tokens[: sample.prompt_tokens], sample.tokens[sample.prompt_tokens :]
 
     def at_sampled(values: np.ndarray) -> list[float | None]:
@@ -213,7 +214,8 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
 
 
 def turns(sample: TrainSample) -> list[dict[str, Any]]:
-    """Parts of the response by speaker: "policy" for sampled tokens, "other" for an environment's or agent's tokens."""
+    """Contiguous token ranges of the response by author: "policy" for sampled tokens, "other" for an environment's or
+    agent's tokens."""
     found: list[dict[str, Any]] = []
     for start, end, _ in sample.segments:
         covered = found[-1]["end"] if found else 0
@@ -229,7 +231,8 @@ def turns(sample: TrainSample) -> list[dict[str, Any]]:
 
 
 def times(sample: TrainSample) -> dict[str, Any]:
-    """Time columns, Unix seconds; null if unknown. `generated_at` is the end of the last generation span."""
+    """Columns of a sample with times in Unix seconds; null if unknown. `generated_at` is the end of the last generation
+    span."""
 
     def last(*kinds: str) -> float | None:
         return max((span.ended for span in sample.spans if span.activity in kinds), default=None)
@@ -245,8 +248,8 @@ def times(sample: TrainSample) -> dict[str, Any]:
 
 
 def thin_out(folder: Path, limit_bytes: int) -> None:
-    """Delete files of `folder` until `limit_bytes` hold the rest, each time the step whose neighbours are closest to
-    each other: the rest is spread evenly over the run. The first and the newest step stay."""
+    """Delete sample files in `folder` until the rest fits in `limit_bytes`. Each time the step with the smallest gap
+    between its neighbours goes, so that the remaining steps are spread evenly; the first and the newest step stay."""
     sizes = {path: path.stat().st_size for path in sorted(folder.glob("step_*.parquet"))}
     while sum(sizes.values()) > limit_bytes and len(sizes) > 2:
         paths = list(sizes)

@@ -1,4 +1,4 @@
-"""The learner's client of the broker: fetches batches, reports what became of them."""
+"""The learner's client of the broker: fetches batches, and reports consumed batches and durable checkpoints."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ POLL_MS = 200
 
 @dataclass
 class PendingRequest:
-    """A message sent to the broker whose answer, of one part or more, has not arrived in full."""
+    """A request sent to the broker whose answer (one or several messages) has not arrived in full."""
 
     message: wire.Message
     is_complete: Callable[[list[wire.Received]], bool]
@@ -174,7 +174,7 @@ class BrokerSource:
 
 
 def is_complete(answers: list[wire.Received]) -> bool:
-    """Whether all parts of the answer to Fetch have arrived; after a resend a part may arrive twice."""
+    """Whether all messages of the answer to a Fetch request have arrived; after a resend a message may arrive twice."""
     last = answers[-1].message
     if not isinstance(last, wire.Batch):
         return True
@@ -223,5 +223,5 @@ def decode_sample(
 
 
 def shift_spans(spans: list[wire.SampleSpan], first: int) -> list[wire.SampleSpan]:
-    """Spans whose token offsets are moved back by `first`, to at least 0."""
+    """Copies of time spans whose token offsets are reduced by `first`, to at least 0."""
     return [replace(span, start=max(0, span.start - first), end=max(0, span.end - first)) for span in spans]

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
 SMALL_FILES = (METADATA_FILE, PROGRESS_FILE)
-"""Files of a checkpoint that every disk has."""
+"""Names of the small files of a checkpoint, of which every disk has a copy."""
 
 
 class CheckpointStore:
@@ -56,11 +56,12 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: Path, keep: int, timeout_s: float, stored: StoredCheckpoints | None = None):
-        """`keep`: checkpoints that are kept, the newest. `timeout_s`: of collectives, seconds. Collective."""
+        """`keep`: number of newest checkpoints that are kept. `timeout_s`: timeout of collectives, seconds.
+        Collective."""
         timeout_s += stored.objects.patience_s if stored else 0
         self.directory, self.keep = directory, keep
         self.also_kept_steps: set[int] = set()
-        """Steps whose checkpoints are kept regardless of age; rank 0's value counts."""
+        """Policy steps whose checkpoints are never pruned, whatever their age; only rank 0's value is used."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last write, reported with the next step."""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -123,8 +124,8 @@ class CheckpointStore:
         self.copies.prune(self.keep, besides)
 
     def completed(self, wait: bool = False) -> int | None:
-        """Step of the checkpoint started last, once it is on disk and only once; otherwise None. Re-raises an error of
-        the writing thread."""
+        """Step of the checkpoint started last, returned exactly once after it reached the disk; otherwise None.
+        Re-raises an error of the writing thread."""
         if self._writing is None or not (wait or self._writing[1].done()):
             return None
         (step, written), self._writing = self._writing, None
@@ -143,7 +144,7 @@ class CheckpointStore:
         return None
 
     def _steps(self) -> set[int]:
-        """Steps of the checkpoints on any disk or in the copies. Collective."""
+        """Policy steps of the checkpoints that any disk or any copy has. Collective."""
         local_steps = checkpoint.steps(self.directory) if self.disks.is_leader else []
         return {step for each in self.disks.all_gather(local_steps) for step in each} | self.copies.steps()
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 Storages = list[UntypedStorage]
 Refill = Callable[[Storages], None]
-"""Copies the offloaded bytes back into storages of the same sizes."""
+"""Function that copies the offloaded bytes back into re-allocated storages of the same sizes."""
 
 
 class HostOffload:
@@ -120,8 +120,8 @@ class TimeSlice:
         self._offload_s = 0.0
 
     def acquire(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Wait for the accelerator and move the state back onto it; returns the seconds of both. A learner that has
-        state passes `group`, in which all ranks wait for each other. Raises TimeSliceLate."""
+        """Wait for the accelerator and move the offloaded state back onto it; returns the seconds that each took. A
+        learner that has state passes `group`, in which all ranks wait for each other. Raises TimeSliceLate."""
         if self._time_sharing is None or self._time_sharing.has_slice:
             return {}
         MAIN.at("waiting for the accelerator", takes_long=True)

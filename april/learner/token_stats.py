@@ -1,4 +1,5 @@
-"""Statistics of the trained tokens: log-probability and entropy of each, stored with samples; and the engines' gaps."""
+"""Statistics of the trained tokens: log-probability and entropy of each token, stored with samples; and the gap between
+the learner's and the inference engines' log-probabilities."""
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ class TokenStats:
         self.columns = torch.zeros(2, int(self.ends[-1]), device=device)
 
     def add(self, indices: list[int], logprobs: Tensor, entropies: Tensor) -> None:
-        """Record a micro-batch with the samples `indices`, concatenated; [K] each."""
+        """Record the log-probabilities and entropies, [K] each, of a micro-batch that concatenates the samples
+        `indices`."""
         positions = np.concatenate([np.arange(self.ends[i], self.ends[i + 1]) for i in indices])
         self.columns[:, torch.from_numpy(positions).to(self.columns.device)] = torch.stack(
             [logprobs.detach().float(), entropies.detach().float()]
@@ -36,20 +38,21 @@ class TokenStats:
             self.columns = ranks.total(self.columns)
 
     def per_sample(self) -> list[np.ndarray]:
-        """For each sample float32 [2, K]: log-probabilities, entropies."""
+        """For each sample an array float32 [2, K] of its K sampled tokens: row 0 log-probabilities, row 1 entropies."""
         return np.split(self.columns.cpu().numpy(), self.ends[1:], axis=1)[:-1]
 
 
 # --- gap between learner and engine -----------------------------------------------------------------------------------
 
 MOST_WORKERS = 128
-"""Workers reported per step, those with the largest mean gap, which bounds the number of metrics."""
+"""Most workers reported per step, those with the largest mean gap; bounds the number of metrics."""
 PREFIX = "engine_gap_"
 """Prefix of the metrics' names: engine_gap_FIGURE_WORKER."""
 
 
 class EngineGaps:
-    """Sums of the gaps |log pi - log mu| over this rank's trained tokens of `samples`, by worker and age."""
+    """Sums over this rank's trained tokens, by worker and token age, of the gap |log pi - log mu| between the learner's
+    and the inference engine's log-probability."""
 
     def __init__(self, samples: list[TrainSample], device: torch.device):
         self._sampling_workers = [sampling_workers(sample) for sample in samples]
@@ -61,7 +64,7 @@ class EngineGaps:
         self.largest = torch.zeros(cells, dtype=torch.float64, device=device)
 
     def add(self, indices: list[int], logprobs: Tensor, behaviour: Tensor, ages: Tensor) -> None:
-        """Add a micro-batch with the samples `indices`, concatenated; [K] each."""
+        """Add the gaps of a micro-batch that concatenates the samples `indices`; the other arguments are [K] each."""
         if not self.workers:
             return
         indices_by_sample = [

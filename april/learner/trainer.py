@@ -74,9 +74,9 @@ class StepResult:
     updated: bool
     finite: bool
     unchanged: bool
-    """Neither policy nor critic was updated."""
+    """Whether neither policy nor critic was updated."""
     critic_metrics: dict[str, float]
-    """Metrics of the critic; empty without one."""
+    """Metrics of the critic; empty without a critic."""
 
 
 TokenObserver = Callable[[list[int], Tensor, Tensor, ResponseTokens], None]
@@ -116,7 +116,7 @@ class Trainer:
         )
         self.step_count = 0
         self.token_stats: TokenStats | None = None
-        """Log-probabilities and entropies of the last step's tokens; None if its samples are not kept."""
+        """Log-probabilities and entropies of the last step's tokens; None if the step's samples are not stored."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -256,7 +256,8 @@ class Trainer:
         return self.critic is not None and self.step_count < self.config.critic.warmup_batches
 
     def throughput(self, operations: float, seconds: float) -> dict[str, float]:
-        """TFLOP/s of each rank, and MFU, its share of the device's peak, if the peak is known."""
+        """Speed metrics: TFLOP/s per rank, and, if the device's peak is known, MFU (model FLOPs utilisation, 0 to
+        1)."""
         tflop_per_s = operations / dist.get_world_size() / seconds / 1e12
         return {"tflop_per_s": tflop_per_s} | ({"mfu": tflop_per_s / self.peak_tflops} if self.peak_tflops else {})
 
@@ -276,8 +277,8 @@ class Trainer:
     def micro_loss(
         self, micro: TrainMicroBatch, logprobs: Tensor, entropies: Tensor, totals: StepTotals, observe: TokenObserver
     ) -> Tensor:
-        """Contribution of a micro-batch to the loss of the global batch; a dummy contributes 0 and only joins the
-        collectives."""
+        """Contribution of a micro-batch to the loss of the global batch; a dummy micro-batch contributes 0 and only
+        joins the collectives."""
         if micro.tokens is None:
             return 0.0 * logprobs.sum()
         observe(micro.indices, logprobs, entropies, micro.tokens)
@@ -475,8 +476,8 @@ class Trainer:
             self._copy(self.config.exported_adapter)
 
     def _copy(self, exported: Path) -> None:
-        """Copy an exported folder to the object store of checkpoints, if there is one. Rank 0 writes; the others do not
-        wait for it."""
+        """Copy an exported model folder to the object store of checkpoints, if there is one. Rank 0 writes; other ranks
+        do not wait."""
         if dist.get_rank() == 0:
             self.checkpoints.copies.export(exported)
 

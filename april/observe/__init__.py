@@ -1,1 +1,1 @@
-"""What shows a run: report, dashboard, and questions to a live broker."""
+"""Views of a run: report, dashboard, and status requests to a live broker."""

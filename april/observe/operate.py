@@ -16,7 +16,7 @@ from april.wire.sockets.base import ADDRESS_FILE
 from april.wire.sockets.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
 
 PATIENCE_S = 5.0
-"""Longest wait for the broker's answer."""
+"""Longest wait for the broker's answer, seconds."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class RunAddress:
         return content(self.ask(wire.StatusRequest()))
 
     def dead_letters(self) -> tuple[dict[str, Any], bool]:
-        """(dead letters, whether the broker answered); otherwise those in the run folder, as of its last summary."""
+        """(dead letters, whether the broker answered); without an answer the dead letters as of the last summary in the
+        run folder."""
         try:
             return content(self.ask(wire.DeadLettersRequest())), True
         except BrokerUnreachable:
@@ -42,8 +43,8 @@ class RunAddress:
         return (orjson.loads(path.read_bytes()) if path.is_file() else {"total": 0, "letters": []}), False
 
     def ask(self, message: wire.Message) -> wire.Received:
-        """The broker's answer. Raises BrokerUnreachable, also if another run's broker answers, and BrokerRefused with
-        the broker's reason."""
+        """Send a request to the broker and return the answer. Raises BrokerUnreachable, also if another run's broker
+        answers, and BrokerRefused with the broker's reason."""
         address, keys = self._address(), load_keys(self._keys(), "monitor")
         connection = BrokerConnection(address, "monitor", "operator", uuid.uuid4().hex, PATIENCE_S, keys)
         try:

@@ -12,7 +12,7 @@ from april.config.costs import EngineCost
 LONGEST_RESPONSES = (64, 256, 1024)
 """Longest response of each load (tokens); response lengths are uniform from 1 up to it."""
 RUNNING_SHARES = (1 / 16, 1 / 4, 1 / 2, 1)
-"""Shares of the slots with a running sequence."""
+"""Measured numbers of running sequences, as shares of the engine's slots."""
 REPEATS = 3
 """Timings of each load; the median of each duration counts."""
 MIN_BASE_S = 1e-9
@@ -25,25 +25,25 @@ class Timing:
     after it."""
 
     running: int
-    """Running sequences."""
+    """Number of running sequences."""
     steps: float
-    """Decode steps."""
+    """Number of decode steps that were timed."""
     kv: float
-    """KV tokens, mean over the steps."""
+    """Tokens in the KV cache, mean over the decode steps."""
     admissions: int
-    """Decode steps that began with the admission of new sequences."""
+    """Number of decode steps that began with the admission of new sequences."""
     admitted: int
-    """Sequences admitted."""
+    """Number of sequences admitted."""
     admitted_tokens: int
     """Context tokens of the admitted sequences."""
     decode_s: float
-    """Duration of the decode steps and admissions."""
+    """Duration of the decode steps and admissions (seconds)."""
     pause_s: float
-    """Duration of the weight update."""
+    """Duration of the weight update (seconds)."""
     context: int
     """Context tokens of all sequences, prefilled again after the update."""
     prefill_s: float
-    """Duration of that prefill."""
+    """Duration of the prefill after the weight update (seconds)."""
 
     def decode_terms(self) -> list[float]:
         """Factors of the `EngineCost` fields in `decode_s`, in the order of `COSTS`."""
@@ -92,7 +92,7 @@ class Fit:
     cost: EngineCost
     timings: list[Timing]
     prefix_cache: bool = True
-    """Whether the engine keeps the prefixes of sequences that it has returned."""
+    """Whether the engine keeps the KV prefixes of sequences that it has returned unfinished."""
 
     @property
     def errors(self) -> np.ndarray:

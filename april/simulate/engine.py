@@ -22,22 +22,22 @@ class SimulatedRun:
     lease_id: int
     prompt_tokens: int
     acknowledged: int
-    """Response tokens that it had when this engine leased it."""
+    """Response tokens that the sample had when this engine leased it."""
     remaining_tokens: int
     """Response tokens still to be generated."""
     arrives_s: float
     sample: tuple[int, int] | None = None
     """(group, index): key of the sample's prefix in `SimulatedEngine.cached_prefixes`."""
     generated: int = 0
-    """Response tokens generated in this engine, up to its last admission or retraction."""
+    """Response tokens generated in this engine, up to the sample's last admission or retraction."""
     version_spans: list[tuple[Version, int]] = field(default_factory=list)
     """(policy version, tokens) of the `generated` tokens, in order."""
     begun: int = 0
-    """The engine's decode step count at its last admission."""
+    """The engine's count of decode steps when the sample was last admitted."""
 
     @property
     def context(self) -> int:
-        """Tokens of its prefix: the KV tokens that its admission takes."""
+        """Tokens of prompt and response so far: the KV tokens that the sample's admission takes."""
         return self.prompt_tokens + self.acknowledged + self.generated
 
 
@@ -65,11 +65,12 @@ class SimulatedEngine:
         self.name, self.cost, self.slots, self.slowdown = name, cost, slots, slowdown
         self.keep_kv, self.prefix_cache = keep_kv, prefix_cache
         self.load = 0
-        """Samples leased to it and not yet reported or returned."""
+        """Samples leased to the engine and not yet reported or returned."""
         self.version = Version(0, 0)
-        """Policy version that it reports; it changes when a load of weights has finished."""
+        """Policy version that the engine reports; it changes when a load of weights has finished."""
         self.clock_s = 0.0
-        """Virtual time up to which its steps are counted; ahead of now while it prefills or loads weights."""
+        """Virtual time up to which the engine's steps are counted (seconds); ahead of now while it prefills or loads
+        weights."""
         self.steps = 0
         self.kv = 0
         """KV tokens of the running samples."""
@@ -110,7 +111,8 @@ class SimulatedEngine:
         self._cache_full = False
         """Whether the first waiting sample does not fit into the KV cache."""
         self._cache_full_s = -1.0
-        """Last time at which that was so; samples that had arrived by then have waited for KV cache."""
+        """Last virtual time at which `_cache_full` was true (seconds); samples that had arrived by then have waited for
+        KV cache."""
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -280,7 +282,7 @@ class SimulatedEngine:
         return run
 
     def _record_tokens(self, run: SimulatedRun) -> None:
-        """Add the tokens generated since its last admission to the sample, split by policy version."""
+        """Add to a sample the tokens generated since its last admission, split by policy version."""
         at, end = run.begun, self.steps
         first_steps, versions = self._version_changes
         index = bisect_right(first_steps, at) - 1

@@ -25,7 +25,7 @@ class SimulationState:
     engines: list[SimulatedEngine]
     now_s: float = 0.0
     lost_tokens: int = 0
-    """Tokens generated, and lost with an engine before the broker acknowledged them."""
+    """Tokens that were generated, but lost in an engine's failure before the broker acknowledged them."""
     granted: int = 0
     """Leases granted."""
     migrated: int = 0

@@ -28,12 +28,13 @@ INFINITY = float("inf")
 EMPTY_CRC32 = 0
 """crc32 of an empty payload."""
 LEARNER = -1
-"""Stands for the learner where events hold an engine index."""
+"""Value that stands for the learner where an event otherwise holds an engine index."""
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Garbage collection is off: a run makes no reference cycles, and searching for them takes a sixth of its time."""
+    """Context manager that turns Python's garbage collector off: a run makes no reference cycles, and searching for
+    them takes a sixth of its time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -97,7 +98,8 @@ class Pipeline:
         self.on_batch: Callable[[Pipeline, int], None] = Pipeline.learn
         """Called with (pipeline, tokens of the batch) when the learner receives a batch."""
         self.weights_sent_s = 0.0
-        """Time at which the last weights have been sent; the learner reports no batch before."""
+        """Virtual time at which the last weights have been sent (seconds); the learner reports no trained batch
+        before."""
         self._events: list[tuple[float, int, int]] = []
         """Heap of (time, sequence number, engine index or LEARNER)."""
         self._numbers = itertools.count()
@@ -106,7 +108,8 @@ class Pipeline:
         self._changed: dict[int, None] = {}
         """Indices of engines whose next event must be computed again, in the order of their last change."""
         self._by_load: list[tuple[float, int, int]] = []
-        """Heap of (leased share of its slots, engine index, load); an entry with another load is out of date."""
+        """Heap of (leased share of the engine's slots, engine index, leased samples); an entry with another number than
+        the engine's current one is out of date."""
         self._migration = Migration() if schedule.migrate else None
         self._next_migration_s = 0.0
         self._failures: list[tuple[float, int]] = []
@@ -143,7 +146,8 @@ class Pipeline:
         return min(events_s, self._failures[0][0]) if self._failures else events_s
 
     def next_instant(self) -> None:
-        """Process all events of the next time, then the broker once: a pass of its loop handles all messages."""
+        """Process all events at the next event time, then run the broker once, as one pass of a broker's loop handles
+        all waiting messages."""
         at_s = self.next_s
         if at_s == INFINITY:
             raise SimulationStuck(self.ledger.next_step, self.state.now_s)

@@ -31,13 +31,13 @@ PROMPT_TOKENS = 8
 
 @dataclass
 class SequencePool:
-    """The running sequences; each is replaced when it ends."""
+    """The running sequences of an engine that is timed; each is replaced when it ends."""
 
     random: np.random.Generator
     longest: int
     """Longest response (tokens)."""
     origins: dict[int, float] = field(default_factory=dict)
-    """By request id: context tokens at its admission minus the pool's `steps` at that time."""
+    """By request id: context tokens of the sequence at its admission, minus the pool's `steps` at that time."""
     steps: float = 0.0
     """Decode steps so far."""
 

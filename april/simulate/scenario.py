@@ -28,27 +28,27 @@ BLOCKS_KEPT = 128
 
 class LengthsSection(Section):
     family: Literal["lognormal", "pareto", "bimodal", "equal", "trace"] = Field(
-        "lognormal", description="distribution of response lengths"
+        "lognormal", description="Distribution of response lengths."
     )
     median_tokens: float = Field(
-        4500, gt=0, description="lognormal: median over prompts; equal: every response (tokens)"
+        4500, gt=0, description="For lognormal: median over prompts; equal: every response (tokens)."
     )
     sigma_between: float = Field(
-        0.6, ge=0, description="lognormal: standard deviation of the log length between prompts"
+        0.6, ge=0, description="For lognormal: standard deviation of the log length between prompts."
     )
     sigma_within: float = Field(
-        0.35, ge=0, description="lognormal: standard deviation of the log length within a group"
+        0.35, ge=0, description="For lognormal: standard deviation of the log length within a group."
     )
-    smallest_tokens: float = Field(100, gt=0, description="pareto: shortest response (tokens)")
-    alpha: float = Field(1.5, gt=0, description="pareto: P(length > x) = (smallest / x) ** alpha")
-    short_tokens: int = Field(100, ge=1, description="bimodal: length of most responses (tokens)")
-    long_tokens: int = Field(50_000, ge=1, description="bimodal: length of the other responses (tokens)")
-    long_share: float = Field(0.01, ge=0, le=1, description="bimodal: share of the long responses")
-    longest_tokens: int = Field(16_384, ge=1, description="response budget; longer responses are cut off (tokens)")
-    prompt_tokens: int = Field(200, ge=0, description="prompt length; a trace has its own (tokens)")
-    path: Path | None = Field(None, description="trace: JSONL file written by `april trace`")
+    smallest_tokens: float = Field(100, gt=0, description="For pareto: shortest response (tokens).")
+    alpha: float = Field(1.5, gt=0, description="For pareto: P(length > x) = (smallest / x) ** alpha.")
+    short_tokens: int = Field(100, ge=1, description="For bimodal: length of most responses (tokens).")
+    long_tokens: int = Field(50_000, ge=1, description="For bimodal: length of the other responses (tokens).")
+    long_share: float = Field(0.01, ge=0, le=1, description="For bimodal: share of the long responses.")
+    longest_tokens: int = Field(16_384, ge=1, description="Response budget; longer responses are cut off (tokens).")
+    prompt_tokens: int = Field(200, ge=0, description="Prompt length; a trace has its own (tokens).")
+    path: Path | None = Field(None, description="For trace: JSONL file written by `april trace`.")
     in_order: bool = Field(
-        False, description="trace: replay its groups in order, again and again, instead of drawing them"
+        False, description="For trace: replay its groups in order, again and again, instead of drawing them."
     )
 
 
@@ -142,55 +142,62 @@ LENGTHS_LOOKED_AT = 20_000
 
 
 class EnginesSection(Section):
-    count: int = Field(4, ge=1, description="number of engines")
-    slots: int = Field(512, ge=1, description="sequences that an engine decodes at once")
+    count: int = Field(4, ge=1, description="Number of engines.")
+    slots: int = Field(512, ge=1, description="Sequences that an engine decodes at once.")
     speed_spread: float = Field(
-        0.0, ge=0, lt=1, description="relative slowdown of the slowest engine; speeds are spread evenly around the mean"
+        0.0,
+        ge=0,
+        lt=1,
+        description="Relative slowdown of the slowest engine; speeds are spread evenly around the mean.",
     )
-    prefix_cache: bool = Field(True, description="keep the KV prefix of a returned sample until new weights are loaded")
-    latency_s: float = Field(0.005, ge=0, description="time from a freed slot to the next sample's arrival (seconds)")
+    prefix_cache: bool = Field(
+        True, description="Keep the KV prefix of a returned sample until new weights are loaded."
+    )
+    latency_s: float = Field(0.005, ge=0, description="Time from a freed slot to the next sample's arrival (seconds).")
     failure_every_s: float | None = Field(
-        None, gt=0, description="mean time between failures of an engine; none: never (seconds)"
+        None, gt=0, description="Mean time between failures of an engine; none: never (seconds)."
     )
-    restart_s: float = Field(60.0, gt=0, description="time until a failed engine is back (seconds)")
+    restart_s: float = Field(60.0, gt=0, description="Time until a failed engine is back (seconds).")
     chunk_tokens: int = Field(
-        512, ge=1, description="chunk size; a failed engine loses each sample's incomplete chunk (tokens)"
+        512, ge=1, description="Chunk size; a failed engine loses each sample's incomplete chunk (tokens)."
     )
 
     @property
     def slowdowns(self) -> list[float]:
-        """Each engine's decode time relative to the mean."""
+        """Decode time of each engine, relative to the mean."""
         return (1 + self.speed_spread * np.linspace(-1, 1, self.count)).tolist() if self.count > 1 else [1.0]
 
 
 class LearnerCost(Section):
-    step_s: float = Field(0.0, ge=0, description="fixed time of a training step (seconds)")
-    token_s: float = Field(0.0, ge=0, description="additional time per response token of the batch (seconds)")
+    step_s: float = Field(0.0, ge=0, description="Fixed time of a training step (seconds).")
+    token_s: float = Field(0.0, ge=0, description="Additional time per response token of the batch (seconds).")
 
 
 class WeightsCost(Section):
     transfer_s: float = Field(
         0.0,
         ge=0,
-        description="time from the end of a step to weights at the engines, which generate meanwhile (seconds)",
+        description="Time from the end of a step to weights at the engines, which generate meanwhile (seconds).",
     )
-    pause_s: float = Field(0.0, ge=0, description="time for which an engine pauses to load weights (seconds)")
+    pause_s: float = Field(0.0, ge=0, description="Time for which an engine pauses to load weights (seconds).")
     keep_kv: bool = Field(
-        True, description="running sequences keep their KV cache over a weight update; otherwise it is recomputed"
+        True, description="Running sequences keep their KV cache over a weight update; otherwise it is recomputed."
     )
 
 
 class Scenario(Section):
-    seed: int = Field(0, ge=0, description="random seed of lengths and failures")
-    steps: int = Field(100, ge=1, description="training steps that are measured")
+    seed: int = Field(0, ge=0, description="Random seed of lengths and failures.")
+    steps: int = Field(100, ge=1, description="Training steps that are measured.")
     warmup_steps: int | None = Field(
-        None, ge=0, description="training steps before the measured ones; none: 3 x (max_staleness + 1)"
+        None, ge=0, description="Training steps before the measured ones; none: 3 x (max_staleness + 1)."
     )
     ends: bool = Field(
         False,
-        description="start no group that the last batch does not need, as a run does; otherwise never stop generating",
+        description="Start no group that the last batch does not need, as a run does; otherwise never stop generating.",
     )
-    limit_responses: int = Field(24_000, ge=1, description="responses completed while the no-barrier limit is measured")
+    limit_responses: int = Field(
+        24_000, ge=1, description="Responses completed while the no-barrier limit is measured."
+    )
     schedule: ScheduleSection = ScheduleSection()
     lengths: LengthsSection = LengthsSection()
     engines: EnginesSection = EnginesSection()
@@ -200,7 +207,7 @@ class Scenario(Section):
 
     @property
     def first_measured(self) -> int:
-        """First measured training step."""
+        """First training step that is measured; those before are the warm-up."""
         return 3 * (self.schedule.max_staleness + 1) if self.warmup_steps is None else self.warmup_steps
 
     @property

@@ -53,10 +53,10 @@ class ShardedSimulation:
         self.pipelines = [Pipeline(part) for part in parts_of(scenario, brokers)]
         self.waited_s = 0.0
         self._tokens: list[int] = []
-        """Tokens of each part of the next batch that has been delivered."""
+        """Tokens of each part of the next batch that its broker has already delivered."""
         self._first_s = 0.0
         self._upcoming: list[tuple[float, int]] = []
-        """Heap of (time of its next event, broker index); an entry with another time is out of date."""
+        """Heap of (time of the broker's next event, broker index); an entry with another time is out of date."""
         for pipeline in self.pipelines:
             pipeline.on_batch = self._receive_part
 

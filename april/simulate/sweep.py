@@ -34,7 +34,7 @@ ENGINE_SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Swept numbers of engines, relative to the scenario's."""
 
 UNITS = {True: "in flight", False: "groups in a round"}
-"""Unit of a dial, by whether it counts samples."""
+"""Unit of a schedule's dial (the key that sets its concurrency), by whether the dial counts samples in flight."""
 
 HEADER = (
     "", "consumed/s", "of limit", "stale mean", "max", "occupied", "KV peak", "retracted", "step p50 s", "learner busy",
@@ -92,7 +92,8 @@ def batches_ahead(scenario: Scenario) -> int:
 
 
 def dial_value(scenario: Scenario, kind: str) -> int:
-    """The schedule's dial as set in the scenario, or the value for two batches."""
+    """Value of the schedule's dial (the key that sets its concurrency) in the scenario; if unset, the value for two
+    batches."""
     schedule, dial = scenario.schedule, SCHEDULES.find(kind).dial
     return getattr(schedule, dial.key) or min(2, schedule.max_staleness + 1) * dial.one_batch_value(schedule)
 
@@ -113,7 +114,7 @@ def dial_sweep(scenario: Scenario, kind: str) -> Sweep:
 
 
 def admitted(scenario: Scenario, factors: tuple[float, ...]) -> list[float]:
-    """The values of N' / N that the staleness bound admits. Raises ConfigError if there are none."""
+    """The `factors` (N' / N) that the staleness bound admits. Raises ConfigError if there are none."""
     schedule = scenario.schedule
     found = [factor for factor in factors if factor <= schedule.batches_in_reach]
     if not found:
@@ -278,9 +279,9 @@ def versions_picture(result: SimulationResult):
 @dataclass(frozen=True)
 class Experiment:
     run: Callable[[Scenario, str], tuple[str, Any]]
-    """(scenario, kind of schedule or "") -> (table, results). Raises ConfigError."""
+    """Function that runs the experiment: (scenario, kind of schedule or "") -> (table, results). Raises ConfigError."""
     picture: Callable[[Any], Any]
-    """Results -> figure."""
+    """Function that plots the experiment: results -> matplotlib figure."""
 
 
 EXPERIMENTS = {

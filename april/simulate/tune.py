@@ -27,7 +27,7 @@ HEADER = ("", "consumed/s", "of best", "stale mean", "max", "KV peak", "buffer p
 @dataclass(frozen=True)
 class TuningChoice:
     key: str
-    """Configuration key of the dial, such as `schedule.in_flight`."""
+    """Configuration key whose value was chosen, such as `schedule.in_flight`."""
     value: int
     why: str
     """Sentence part with the throughput, its share of the best and the staleness."""
@@ -36,9 +36,9 @@ class TuningChoice:
 
 
 def tune(scenario: Scenario, most_staleness: float | None = None) -> TuningChoice:
-    """Choose the dial of the scenario's schedule. `most_staleness`: highest mean staleness of the trained tokens
-    (steps); None: bounded only by `schedule.max_staleness`. Raises ConfigError if the schedule has no dial or no value
-    is permitted."""
+    """Choose the value of the scenario's dial, the key that sets its schedule's concurrency. `most_staleness`: highest
+    mean staleness of the trained tokens (steps); None: bounded only by `schedule.max_staleness`. Raises ConfigError if
+    the schedule has no dial or no value is permitted."""
     if scenario.kind.dial is None:
         refuse(
             "schedule.kind",
@@ -98,16 +98,16 @@ def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[SimulationResu
 # --- `auto` in a run's schedule ---------------------------------------------------------------------------------------
 
 DEFAULT_FACTOR = 2
-"""Batches started at a time if no lengths are known."""
+"""Number of batches started at a time where no response lengths are known to simulate with."""
 PLAIN_COST = EngineCost(
     source="10 ms + 0.06 ms for each request", decode_base_s=0.01, decode_running_s=6e-5, decode_kv_s=0, prefill_s=2e-5
 )
 """Cost model of an unknown engine."""
 TUNED_RESPONSES = 4096
-"""Responses measured per tried value, approximately, after a warm-up of S + 1 batches."""
+"""Approximate number of responses measured for each tried value, after a warm-up of S + 1 batches."""
 LEAST_STEPS = 4
 TRACE_FILE = "lengths.jsonl"
-"""File in the run folder with the lengths that the choice was based on."""
+"""File in the run folder with the response lengths on which the choice for `auto` was based."""
 
 
 def resolve(config: Config, resumed: bool = False, folder: Path | None = None) -> tuple[Config, str]:

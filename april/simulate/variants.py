@@ -16,7 +16,8 @@ from april.util.errors import refuse
 # --- no-barrier limit -------------------------------------------------------------------------------------------------
 
 WARM_UP_RUNS = 6
-"""Responses per slot before the measurement begins. It also waits for as many decode steps as the longest response."""
+"""Responses per slot before the measurement begins. The warm-up also lasts at least as many decode steps as the longest
+response has tokens."""
 
 
 def no_barrier_limit(scenario: Scenario) -> float:
@@ -58,9 +59,10 @@ class SimulationResult:
     scenario: Scenario
     measures: Measures
     limit: float
-    """No-barrier limit: tokens/s of its engines with its samples in flight and no barrier."""
+    """No-barrier limit (tokens/s): throughput of the scenario's engines with as many samples in flight and no
+    barrier."""
     cap: float
-    """Upper bound under its staleness bound or barrier, as a share of `limit`."""
+    """Upper bound on the throughput from the staleness bound or the rounds' barrier, as a share of `limit`."""
 
     @property
     def consumed_per_s(self) -> float:
@@ -100,8 +102,8 @@ def variants(scenario: Scenario, kind: str = "") -> tuple[dict[str, Scenario], d
 
 
 def with_dial(scenario: Scenario, kind: str, value: int) -> Scenario:
-    """The scenario under a kind of schedule with its dial set to `value`; `overlap` and `partial_rollout` are kept if
-    the kind reads them."""
+    """The scenario under a kind of schedule whose dial (the key that sets its concurrency) is `value`; `overlap` and
+    `partial_rollout` are kept if the kind reads them."""
     entry, schedule = SCHEDULES.find(kind), scenario.schedule
     kept = {key: getattr(schedule, key) for key in ("overlap", "partial_rollout") if key in entry.reads}
     return with_schedule(scenario, kind, **kept | {entry.dial.key: value})

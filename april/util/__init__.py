@@ -1,1 +1,1 @@
-"""What every room rests on: clock, files, logs, processes, and the registry of parts."""
+"""Utilities shared by all packages: clock, files, logs, processes, and the registry of parts."""

@@ -1,4 +1,4 @@
-"""`ConfigError`, which a user is to read, and `refuse`, which words it."""
+"""`ConfigError`, an error for the user to fix, and `refuse`, which raises it with a uniform sentence."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ def refuse(key: str, value: Any, why: str, fix: str, cause: BaseException | None
 
 
 def toml_like(value: Any) -> str:
-    """A value nearly as a configuration file has it."""
+    """A value as text, nearly as a TOML configuration file spells it."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(str(value) if isinstance(value, Path) else value)

@@ -20,9 +20,11 @@ Buffer = bytes | memoryview
 
 
 class Uncached:
-    """Appends to a file with direct I/O: on a virtual machine a fresh page of the cache may cost more than the write.
+    """Appends to a file with direct I/O: on a virtual machine a new page in the page cache may cost more than the
+    write.
 
-    Whole blocks are copied to aligned memory and written to the disk. Partial blocks at both ends go through the cache.
+    Whole blocks are copied to aligned memory and written to the disk. Partial blocks at both ends go through the page
+    cache.
     """
 
     def __init__(self, path: Path):
@@ -47,7 +49,7 @@ class Uncached:
             self._put(file, stage, begin, end, base)
 
     def _put(self, file: int, stage: memoryview, begin: int, end: int, base: int) -> None:
-        """Write bytes `begin` to `end` of the stage, whose first byte belongs at offset `base` of the file."""
+        """Write bytes `begin` to `end` of the staging buffer, whose first byte belongs at offset `base` of the file."""
         first = min(end, -(-begin // BLOCK_BYTES) * BLOCK_BYTES)
         last = max(first, end // BLOCK_BYTES * BLOCK_BYTES)
         write_all(file, stage[begin:first], base + begin)

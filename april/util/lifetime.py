@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 REFUSED = 2
-"""Exit status of a process that a restart would not help: its configuration, folder or address cannot be used."""
+"""Exit status of a process that would fail again: its configuration, folder or address cannot be used."""
 RUN_FAILED = 3
 """Exit status of a broker whose run has failed."""
 STEPPED_ASIDE = 4
@@ -42,7 +42,7 @@ SUPERVISED = "APRIL_SUPERVISED_BY"
 
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
-"""Loaded at import: a child that is forked while other threads run may deadlock when it loads a library."""
+"""The C library, loaded at import: a child forked while other threads run may deadlock when it loads a library."""
 
 
 def die_with_parent() -> None:
@@ -67,14 +67,14 @@ def end_with_parent() -> None:
 NICENESS = 10
 """Niceness of low-priority processes: about a tenth of the CPU time of a normal process."""
 SESSION_NICENESS = Path("/proc/self/autogroup")
-"""Niceness of the whole session. With autogrouping, Linux divides CPU time among sessions first, and a process's own
-niceness counts only within its session."""
+"""File with the niceness of the whole session. With autogrouping, Linux divides CPU time among sessions first, and a
+process's own niceness counts only within its session."""
 
 
 def give_way() -> None:
     """Lower this process's CPU priority below that of the machine's other processes.
 
-    Generation on the CPU always has more to do; by slowing the learner it would only make its own samples staler. Child
+    Generation on the CPU uses all the time it gets; if it slowed the learner, its samples would only be staler. Child
     processes inherit the priority, unless they start a session of their own.
     """
     os.nice(max(0, NICENESS - os.nice(0)))
@@ -98,9 +98,9 @@ def pass_on_niceness() -> None:
 
 
 MARK = "APRIL_EXECUTION"
-"""Environment variable that descendants inherit, in whatever session or process group they are (Linux)."""
+"""Environment variable with a mark that all descendants inherit, whatever their process group (Linux)."""
 SEARCHES = 5
-"""Searches, since a found process may have started another one meanwhile."""
+"""Number of searches for marked processes, since a found one may have started another meanwhile."""
 
 
 def new_mark() -> dict[str, str]:
@@ -132,11 +132,11 @@ def environment_of(folder: Path) -> list[bytes]:
 
 
 LONGEST_RESTART_DELAY_S = 60.0
-"""Longest delay, and the delay before the last allowed restart."""
+"""Longest delay before a restart, and the delay before the last allowed one (s)."""
 STEADY_S = 120.0
 """A process that has worked for this long since its start gets all its restarts back."""
 RESTART_DELAY_DOUBLINGS = 10
-"""After this many doublings a delay grows no further."""
+"""Number of doublings after which the delay before a restart grows no further."""
 
 
 def restart_delay_s(restart: int, most: int) -> float:

@@ -27,7 +27,7 @@ class JsonLines(logging.Formatter):
     """Formats records as JSON: time, level, process, logger, message, the record's ids and the exception."""
 
     def __init__(self, process: str, ids: dict[str, Any]):
-        """`ids`: ids in every line of this process."""
+        """`ids`: fields, such as run and worker, of every line of this process."""
         super().__init__()
         self.process = process
         self.ids = ids
@@ -68,7 +68,7 @@ def log_exception(kind: type[BaseException], error: BaseException, traceback: Tr
 
 
 ERROR_NAME = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b")
-"""Name of an exception class in the text of an error."""
+"""Regular expression for the name of an exception class in the text of an error."""
 
 
 class Failures:

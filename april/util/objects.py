@@ -27,26 +27,26 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 TIMEOUT_S = 120.0
-"""Default time without any progress after which a try is given up."""
+"""Default time without any progress after which one try of a call is given up (s)."""
 SINGLE_TRY_TIMEOUT_S = 30.0
-"""Upper bound of that time for a store that is tried once."""
+"""Upper bound of the time without progress for a store whose calls are tried only once (s)."""
 DELAYS_S = (1.0, 4.0, 16.0)
-"""Delays before each retry."""
+"""Delays before the first retry of a failed call, the second one, and so on (s)."""
 LOCAL = {"file", "local"}
 """Protocols of the local disk."""
 WITH_FOLDERS = LOCAL | {"memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs"}
 """Protocols with real folders, which have to be created and removed; elsewhere slashes are part of a name."""
 PERMANENT_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ImportError, ValueError)
-"""Permanent errors: a retry would fail again."""
+"""Classes of permanent errors, after which a retry would fail again."""
 CREDENTIAL_ERRORS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "RefreshError"}
-"""Names of further permanent errors."""
+"""Names of error classes for missing or invalid credentials, which are permanent errors too."""
 SECRET_VARIABLES = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
 SHORTEST_SECRET = 6
-"""Shorter values of such variables are not masked in error texts."""
+"""Shortest value (characters) of an environment variable like `API_KEY` that is masked in error texts."""
 LONGEST_REASON = 300
 """Longest error text in characters."""
 DONE = {"write": "written", "read": "read", "list": "listed", "remove": "removed"}
-"""Participles of the operations, for error sentences."""
+"""Operation -> its past participle, for error sentences."""
 
 
 class StoreError(Exception):
@@ -54,7 +54,7 @@ class StoreError(Exception):
 
 
 class StoreRefused(StoreError):
-    """A permanent failure, which a retry would not help."""
+    """A call to the store has failed permanently: a retry would fail again."""
 
 
 class StoreLacks(StoreRefused):
@@ -72,7 +72,7 @@ class ObjectStore:
         """`timeout_s`: longest time without progress. The store is not contacted before the first call."""
         self.url, self.timeout_s, self.delays_s = url.rstrip("/"), timeout_s, tuple(delays_s)
         self.retries = 0
-        """Retries so far."""
+        """Number of retries of this store's calls so far."""
         self._files: Any = None
 
     @property
@@ -186,7 +186,7 @@ class ObjectStore:
         raise AssertionError
 
     def _try(self, name: str, work: Callable[[Any, str, Any], Answer]) -> Answer:
-        """One try, in a thread that is abandoned without progress. Raises Late and the errors of `work`."""
+        """One try of a call, in a thread that is abandoned without progress. Raises Late and the errors of `work`."""
         call = Call(lambda moved: work(*self._resolve(name), moved))
         threading.Thread(target=call.run, name="object-store", daemon=True).start()
         moved_before = -1
@@ -200,7 +200,7 @@ class ObjectStore:
         return answer
 
     def _resolve(self, name: str) -> tuple[Any, str]:
-        """(file system, full name of a file there)."""
+        """(file system of the store's URL, full name of the store's file `name` there)."""
         files = self._files
         if files is None:
             self._files = files = connect(self.url)

@@ -23,13 +23,13 @@ import msgspec
 
 
 LENGTH_BYTES = 4
-"""Size of the length prefix."""
+"""Size of the length prefix of a frame, which is one encoded message."""
 READY = bytes(LENGTH_BYTES)
 """An empty frame: the process is ready."""
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message in MessagePack behind its length."""
+    """Encode a message as a frame: the length, then the message in MessagePack."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
@@ -56,15 +56,17 @@ def write_frame(outgoing: BinaryIO, data: bytes) -> None:
 
 
 IN_FLIGHT_ITEMS = 4
-"""Items that a process has at first: one in progress, the others so that it does not wait for the next poll."""
+"""Most items sent to a new process: one to work on, and others so that it need not wait for the pool's next poll."""
 MOST_AHEAD = 64
-"""Most times as many, for a process that has finished all its items at every poll: decode steps lie between polls."""
+"""Largest factor on the number of items in flight, for a process that has finished all its items at every poll.
+
+Polls are rare: decode steps lie between them."""
 SLOW_S = 0.1
-"""If an item takes longer, its process gets fewer items in advance."""
+"""Time of one item (s) above which its process gets fewer items in advance."""
 START_LIMIT_S = 60.0
-"""A process that is not ready after this long is replaced."""
+"""Longest start of a process (s); one that is not ready by then is replaced."""
 ORPHAN_MARGIN_S = 5.0
-"""A process ends itself this long after the time limit, in case its pool has died and cannot kill it."""
+"""Time after an item's time limit at which a process ends itself, in case its pool has died and cannot kill it."""
 RETIRED = 75
 """Exit status of a process that asks to be replaced, for example because it has run out of memory."""
 
@@ -79,7 +81,7 @@ class Failure:
 
     text: str
     timed_out: bool = False
-    """Whether its item exceeded the time limit."""
+    """Whether the process exceeded the time limit of its item."""
 
 
 class ProcessPool(Generic[ItemT, AnswerT]):
@@ -95,7 +97,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         raise NotImplementedError
 
     def retry(self, item: ItemT, failure: Failure) -> ItemT | None:
-        """The item to try instead of one whose process failed; None: the item is charged with the failure."""
+        """The item to try instead of one whose process failed; None: the item gets the failure as its answer."""
         return None
 
     def in_flight_limit(self, item: ItemT) -> int:
@@ -187,7 +189,7 @@ class PoolProcess:
         self.unsent, self.unread = bytearray(), bytearray()
         self.ready = self.ended = False
         self.busy_since_s = time.monotonic()
-        """When the process started, or when its first item in flight became the first, as far as the pool knows."""
+        """Monotonic time at which the process started, or began its first item in flight, as far as the pool knows."""
 
     def send(self, item: msgspec.Struct) -> None:
         if not self.in_flight and self.ready:

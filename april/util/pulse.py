@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 USUAL_VISITS = 31
 """Latest visits to a position that are kept; the median of their durations is the usual one."""
 LATE = 10
-"""A visit of this many times the usual duration is suspicious."""
+"""A visit to a position counts as suspicious at this many times its usual duration."""
 LEAST_S = 1e-3
 """Lower bound of the usual duration, in seconds."""
 LOOK_S = 1.0
@@ -34,7 +34,7 @@ class LoopMark(NamedTuple):
 
     name: str
     since: float
-    """Unix time in seconds."""
+    """Unix time of the mark in seconds."""
     takes_long: bool
     """Whether durations at this position vary too much to have a usual one, as with files and waits for others."""
 
@@ -70,7 +70,7 @@ class Pulse:
         self.mark = LoopMark(name, now, takes_long)
 
     def again(self) -> None:
-        """Mark the current position again."""
+        """Mark the current position again, for a loop that waits there."""
         self.at(self.mark.name, self.mark.takes_long)
 
     def look(self) -> LoopPosition:
@@ -100,7 +100,7 @@ class LoopWatch(threading.Thread):
         os._exit(1)
 
     def look(self, passed_s: float) -> str:
-        """The sentence if the loop hangs, otherwise "". `passed_s`: seconds since the last call."""
+        """A sentence about where the loop hangs; "" if it does not. `passed_s`: seconds since the last call."""
         mark, (name, _, usual_s) = self.pulse.mark, self.pulse.look()
         self._seen_s = self._seen_s + passed_s if mark is self._mark else 0.0
         self._mark = mark

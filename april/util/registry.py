@@ -1,7 +1,7 @@
 """Finds parts by name: engines, schedules, losses and so on, shipped ones or the user's, as `package.module:Name`.
 
 Each kind of part has one registry in its package. A registry knows the configuration key that names the part, and the
-places of the shipped parts, which it imports only when they are asked for:
+import paths of the shipped parts, which it imports only when they are asked for:
 
     ENGINES = Registry("worker.engine", "engine", {"torch": "april.workers.engines.embedded.entry:TorchEntry"})
     ENGINES.find("torch")
@@ -39,8 +39,8 @@ REGISTRIES = {
     "run.target": "april.launch:TARGETS",
     "launch.on": "april.launch.clusters:LAUNCHERS",
 }
-"""Place of the registry by configuration key. They are not imported here: the configuration asks its registries, and
-all packages import the configuration."""
+"""Configuration key -> import path of its registry. Registries are not imported here: the configuration asks its
+registries, and all packages import the configuration."""
 
 
 FOLDERS_VARIABLE = "APRIL_FOLDERS"
@@ -57,18 +57,18 @@ def add_import_folders(*folders: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """The parts of one kind."""
+    """Parts of one kind, such as engines, by name."""
 
     key: str
     """Key of the configuration that names a part."""
     noun: str
     """What a part is called in a sentence, as in "is no engine"."""
     shipped: Mapping[str, str] = field(default_factory=dict)
-    """`package.module:Name` of each shipped part by its name."""
+    """Name of each shipped part -> its `package.module:Name`."""
     base: str = ""
     """Base class of the parts, as `package.module:Name`; empty: any callable is a part."""
     prefixes: tuple[str, ...] = ()
-    """Prefixes that a name may have, in this order; they are removed here and have a meaning where the part is used."""
+    """Prefixes that a name may have, in this order; `find` removes them; the caller gives them a meaning."""
 
     def find(self, name: str, key: str = "") -> Any:
         """Import the part called `name`. `key`: key that it was given under, if not this registry's own.
@@ -127,18 +127,18 @@ class ImportFailed(LookupError):
 
 
 @cache
-def import_object(place: str) -> Any:
+def import_object(name: str) -> Any:
     """The object at `package.module:Name`. Raises ImportFailed, whatever importing its module raises."""
-    module, _, attribute = place.partition(":")
+    module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
     except Exception as error:
         raise ImportFailed(f"importing {module} raised {type(error).__name__}: {error}") from error
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            hint = did_you_mean(name, (other for other in dir(found) if not other.startswith("_")))
-            raise ImportFailed(f"{module} has no {name!r}{hint and f', {hint}'}".rstrip())
-        found = getattr(found, name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            hint = did_you_mean(part, (other for other in dir(found) if not other.startswith("_")))
+            raise ImportFailed(f"{module} has no {part!r}{hint and f', {hint}'}".rstrip())
+        found = getattr(found, part)
     return found
 
 

@@ -21,7 +21,7 @@ PROTOCOL = max(PROTOCOLS)
 """Protocol number of this April."""
 FILE = "format"
 FIRST = 1
-"""Format number of a folder without that file."""
+"""Format number of a folder that has no file `format`."""
 
 
 class OtherApril(ConfigError):

@@ -1,5 +1,5 @@
-"""Transfer of new weights from the learner to the workers, over one weight channel per worker. `transports.py` has
-what carries the bytes."""
+"""Transfer of new weights from the learner to the workers, over one weight channel per worker. `transports.py` has the
+ways to carry the bytes."""
 
 from april.util.registry import Registry
 

@@ -1,7 +1,7 @@
 """The base model's weights as stored in its folder, and their merge with a trained adapter.
 
-A run that trains an adapter publishes only the trained tensors. A worker with the same base model merges them itself;
-for other workers the learner does. `merge` is the only place where this is computed, in fp32.
+A run that trains an adapter publishes only the trained tensors. A worker with the same base model merges them into its
+weights itself; for other workers the learner does so. Both use `merge`, which computes in fp32.
 
 base = BaseWeights(folder)
 weights = dict(base.with_adapter(adapter, tensors))         # the complete weights of a version
@@ -21,22 +21,23 @@ from april.weights.channel import Adapter
 from april.weights.snapshot import DTYPES
 
 DOWN, UP = "lora_A", "lora_B"
-"""Last parts of the names of an adapter's tensors; the layer's own tensor has `weight` there."""
+"""Last components of the names of an adapter's two tensors (A and B); the adapted layer's own tensor ends in
+`weight`."""
 
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """A version of the weights in a run that trains an adapter."""
+    """One version of the weights in a run that trains an adapter: base model and trained tensors."""
 
     tensors: Mapping[str, Tensor]
-    """Trained tensors, fp32: A [rank, in] and B [out, rank] of layers, and tensors that are trained whole, by the names
-    in the model's files."""
+    """Trained tensors, fp32, by their names in the model's files: A [rank, in] and B [out, rank] of each adapted layer,
+    and tensors that are trained whole."""
     adapter: Adapter
     base: "BaseWeights"
 
 
 class BaseWeights:
-    """The tensors of a Hugging Face folder, memory-mapped rather than read."""
+    """The tensors of a Hugging Face model folder, memory-mapped rather than read."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -52,8 +53,8 @@ class BaseWeights:
 
     @cached_property
     def checksum(self) -> str:
-        """Crc32 (hexadecimal) of all tensors' names, dtypes, shapes and bytes, however they are divided into files; ""
-        without tensors."""
+        """Crc32 (hexadecimal) of all tensors' names, dtypes, shapes and bytes, independent of their division into
+        files; "" without tensors."""
         total = 0
         for name, tensor in sorted(self.tensors.items()):
             total = crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), total)
@@ -61,7 +62,8 @@ class BaseWeights:
         return f"{total:08x}" if self.tensors else ""
 
     def with_adapter(self, adapter: Adapter, trained: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights of a version, on the CPU in `adapter.dtype`. An untrained tensor may be the mapped one."""
+        """Yield all weights of a version, on the CPU in `adapter.dtype`. An untrained tensor may be memory-mapped, not
+        copied."""
         dtype, omitted = DTYPES[adapter.dtype], set(adapter.without)
         for name, base in self.tensors.items():
             layer = name.removesuffix(".weight")

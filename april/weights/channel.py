@@ -29,21 +29,23 @@ if TYPE_CHECKING:
 
 
 class ChannelJoin(Message):
-    """A worker without a channel asks for one; repeated until it is invited."""
+    """Request of a worker for a weight channel; repeated until the learner invites the worker."""
 
     uid: Name
     name: Name
     device: Name
     held: Version | None
-    """Version of the loaded weights, which need not be sent again."""
+    """Version of the weights that the worker has loaded and need not be sent again; None if it has none."""
     ranks: Number = 0
-    """Ranks of the inference server that joins in the worker's place; 0: the worker joins itself."""
+    """Number of ranks of the inference server that joins in the worker's stead; 0: the worker joins itself."""
     base: Name = ""
-    """Checksum of the worker's base model, to which adapters may be sent; "": send complete weights."""
+    """Checksum of the worker's base model, for which the learner may send adapters; "": the worker needs complete
+    weights."""
 
 
 class ChannelInvite(Message):
-    """Join the process group of a new channel; the learner is rank 0. A channel's name is never reused."""
+    """Invites a worker to the process group of a new channel, in which the learner is rank 0. A channel's name is never
+    reused."""
 
     channel: str
     backend: str
@@ -53,13 +55,13 @@ class ChannelInvite(Message):
 
 
 class ChannelReady(Message):
-    """The worker has joined the process group."""
+    """The worker has joined the channel's process group."""
 
     channel: str
 
 
 class ChannelAlive(Message):
-    """Sign of life of a worker that keeps its channel, sent twice a second."""
+    """Sign of life of a worker that keeps its channel, sent every 0.5 seconds."""
 
     channel: str
 
@@ -76,17 +78,19 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True):
     """How to merge the trained tensors of a version into the base model (`april/weights/base.py`)."""
 
     base: str
-    """Checksum of the base model."""
+    """Checksum of the base model that the adapter belongs to."""
     scaling: float
-    """Factor of B A in the merge."""
+    """Scaling factor of the product B A in the merge."""
     dtype: str
     """Dtype of the merged weights."""
     without: list[str] = []
-    """Tensors in the model's files that the weights leave out because they are tied to others."""
+    """Names of tensors in the model's files that the merged weights leave out because they are tied to other
+    tensors."""
 
 
 class ChannelManifest(Message):
-    """Announces the next transfer: the tensors, concatenated to `total_bytes`, in buckets of `bucket_bytes`."""
+    """Announces the next transfer over a channel: the tensors, concatenated to `total_bytes`, in buckets of
+    `bucket_bytes`."""
 
     channel: str
     version: Version
@@ -95,34 +99,34 @@ class ChannelManifest(Message):
     bucket_bytes: int
     checksum: int
     server_checksums: dict[str, str] = {}
-    """Expected checksum of each of the inference server's tensors; empty: do not verify."""
+    """Expected checksum of each of the inference server's tensors, by name; empty: do not verify them."""
     canary: Canary | None = None
-    """The canary's log-probabilities under these weights; None: not published."""
+    """Canary with the learner's log-probabilities under these weights; None if the learner publishes none."""
     adapter: Adapter | None = None
-    """Set if the tensors are an adapter's, not complete weights."""
+    """How to merge the tensors, if they are an adapter's; None if they are complete weights."""
 
 
 class ChannelPosted(Message):
-    """The worker is ready to receive the announced weights."""
+    """The worker is ready to receive the weights that the manifest has announced."""
 
     channel: str
     version: Version
 
 
 class ChannelLoaded(Message):
-    """The worker's engine samples from these weights."""
+    """The worker's engine samples from these weights now."""
 
     channel: str
     version: Version
 
 
 class ChannelFailed(Message):
-    """The channel has ended; sent by either side."""
+    """The channel has ended, because of `error`; sent by either side."""
 
     channel: str
     error: str
     wrong: bool = False
-    """The engine was found not to hold the weights that it was sent."""
+    """Whether the engine was found not to hold the weights that it was sent."""
 
 
 AnyChannelMessage = (
@@ -136,7 +140,7 @@ AnyChannelMessage = (
     | ChannelFailed
 )
 CHANNEL_BODIES = msgspec.msgpack.Decoder(Body[AnyChannelMessage])
-"""Decodes the bodies of these messages; the argument `bodies` of `codec.decode`."""
+"""Decoder of the channel messages, for the argument `bodies` of `codec.decode`."""
 
 
 # --- rendezvous -------------------------------------------------------------------------------------------------------
@@ -145,13 +149,13 @@ CHANNEL_BODIES = msgspec.msgpack.Decoder(Body[AnyChannelMessage])
 def serve_store(host: str) -> "dist.TCPStore":
     """A rendezvous store (`TCPStore`) at `host` and a free port. Raises OSError.
 
-    All stores of this process for that port share it.
+    Other stores that this process opens for the same port share this one.
     """
     return serve_store_at(socket.create_server((host, 0)))
 
 
 def serve_store_at(listener: socket.socket) -> "dist.TCPStore":
-    """A store that takes over a listening socket."""
+    """Start a rendezvous store (`TCPStore`) on a socket that already listens; the store takes over the socket."""
     import torch.distributed as dist
 
     host, port = listener.getsockname()
@@ -161,7 +165,8 @@ def serve_store_at(listener: socket.socket) -> "dist.TCPStore":
 
 
 def connect_to_store(host: str, port: int, timeout_s: float) -> "dist.TCPStore":
-    """A client of the store. Each thread that waits needs its own, since a waiting client blocks its other calls."""
+    """Connect to a rendezvous store as a client. Each thread that waits needs a client of its own, since a waiting
+    client blocks its other calls."""
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_s)
@@ -172,9 +177,9 @@ def connect_to_store(host: str, port: int, timeout_s: float) -> "dist.TCPStore":
 
 
 LEARNER, WORKER = 0, 1
-"""Ranks in a channel. The ranks of an inference server start at `WORKER`."""
+"""Ranks of the learner and of the worker in a channel. The ranks of an inference server start at `WORKER`."""
 IN_FLIGHT = 2
-"""Most buckets on their way at a time: as many as gloo has threads for."""
+"""Most buckets in transfer at a time: as many as gloo has threads for."""
 
 
 def join(
@@ -206,7 +211,8 @@ def join(
 
 
 def transfer(group: "dist.Backend", buckets: "Iterable[Tensor]", backend: str, deadline: float) -> None:
-    """Broadcast uint8 buckets from the learner to the worker, in place on the worker's side, by `deadline` (Unix time).
+    """Broadcast uint8 buckets from the learner to the worker, which receives them in place, by `deadline` (Unix time,
+    s).
 
     Raises RuntimeError or TimeoutError. Several broadcasts overlap: gloo does a round trip for each, which takes longer
     than a bucket on a slow route.
@@ -236,7 +242,7 @@ def transfer(group: "dist.Backend", buckets: "Iterable[Tensor]", backend: str, d
 
 
 def remaining_time(deadline: float) -> timedelta:
-    """The time until `deadline` (Unix time). Raises TimeoutError if it has passed."""
+    """Time left until `deadline` (Unix time, seconds). Raises TimeoutError if the deadline has passed."""
     remaining = timedelta(milliseconds=int(1000 * (deadline - clock.now())))
     if remaining <= timedelta(0):
         raise TimeoutError("the weights were not transferred within weights.transfer_deadline_s; raise it")

@@ -1,4 +1,4 @@
-"""The learner's weight publisher: every version is packed once and sent over each worker's own channel.
+"""The learner's weight publisher: packs every version once and sends it over a separate channel to each worker.
 
     channel state: joining -> ready -> sending -> ready ... -> lost
 
@@ -51,27 +51,28 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 SILENCE_S = 3.0
-"""A worker that is silent for this long loses its channel; workers send a sign of life twice a second."""
+"""Seconds of silence after which a worker loses its channel; workers send a sign of life every 0.5 seconds."""
 VERIFY_EVERY = 20
-"""The weights in an inference server are verified at its first transfer and at every transfer of this number."""
+"""Interval, in transfers, at which the weights in an inference server are verified, beginning with its first
+transfer."""
 MAX_CHANNELS = 2048
-"""Most channels at a time; each has a thread."""
+"""Most channels at a time; each channel has a thread."""
 INBOX_MESSAGES = 64
-"""Messages of one channel that may wait; a worker that sends more loses its channel."""
+"""Most messages of one channel that may wait; a worker that sends more loses its channel."""
 FROM_WORKERS = (
     ChannelJoin, ChannelReady, ChannelAlive, ChannelPosted, ChannelLoaded, ChannelFailed
 )  # fmt: skip
 ANYBODY = KeyOwner("", "worker", "")
-"""The sender of every message if there are no keys."""
+"""Sender of every message if no keys are set."""
 
 
 class ChannelLost(RuntimeError):
-    """The worker of a channel is gone, has failed, or has missed a deadline."""
+    """Raised when the worker of a channel is gone, has failed, or has missed a deadline."""
 
 
 @dataclass(eq=False)
 class WeightChannel:
-    """The publisher's state of one channel to a worker."""
+    """The publisher's state of the channel to one worker."""
 
     name: str
     worker: str
@@ -81,21 +82,21 @@ class WeightChannel:
     state: str = "joining"
     acknowledged: Version | None = None
     posted: Version | None = None
-    """Version that the worker is ready to receive."""
+    """Version that the worker is ready to receive; None before the first."""
     server_ranks: int = 0
-    """Ranks of the inference server that takes the worker's place; 0: none does."""
+    """Number of ranks of the inference server that joins in the worker's stead; 0: the worker joins itself."""
     transfers: int = 0
-    """Transfers so far."""
+    """Number of transfers over the channel so far."""
     key: str = ""
     """CURVE public key of the worker; "" without CURVE."""
     base: str = ""
     """Checksum of the worker's base model."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
-    """Received ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed of this channel."""
+    """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
 
 
 def weights_towards(config: Config, broker: str) -> WeightsSection:
-    """The section `[weights]` with host and backend resolved.
+    """The configuration section `[weights]` with host and backend resolved.
 
     `weights.host` = 'auto' becomes this machine's address on the route to the broker. Raises ConfigError if no keys are
     set and that address is not loopback. Shared devices (`devices.share`) need the backend gloo.
@@ -131,17 +132,18 @@ class WeightPublisher:
         self.device = device
         self._snapshot: Snapshot | None = None
         self._base: BaseWeights | None = None
-        """The base model of the adapter that is published."""
+        """Base model of the adapter that is published; None while complete weights are published."""
         self._whole: Snapshot | None = None
-        """The latest complete weights merged from an adapter, for channels that do not accept adapters."""
+        """Complete weights of the latest version, merged from its adapter, for workers that do not accept adapters."""
         self._making = threading.Lock()
         self._changed = threading.Condition()
         self._channels: dict[str, WeightChannel] = {}
         self._count = 0
         self._lost = 0
-        """Channels lost since the last publish."""
+        """Number of channels lost since the last publish."""
         self._wrong = 0
-        """Channels lost since the last publish because the engine did not hold the weights that it was sent."""
+        """Number of channels lost since the last publish because the engine did not hold the weights that it was
+        sent."""
         self._closed = False
         self._store = self._serve_store()
         self._context = zmq.Context()
@@ -162,7 +164,7 @@ class WeightPublisher:
         self._start_thread("weights-control", self._serve)
 
     def _serve_store(self) -> dist.TCPStore:
-        """The store through which the two sides of a channel find each other."""
+        """Start the rendezvous store through which the two sides of a channel find each other."""
         try:
             return serve_store(self.config.host)
         except OSError as error:
@@ -193,10 +195,11 @@ class WeightPublisher:
         return self._offer(pack(version, weights.tensors, canary, weights.adapter))
 
     def announce(self, version: Version, canary: Canary | None = None) -> None:
-        """Stop all engines for externally loaded weights.
+        """Announce a version that the trainer itself loads into the engines' servers, and wait until all engines have
+        stopped.
 
-        Raises RuntimeError if an engine has not stopped by `weights.publish_deadline_s`: its tokens would be attributed
-        to a wrong version.
+        Raises RuntimeError if an engine has not stopped by `weights.publish_deadline_s`: the engine's tokens would be
+        attributed to a wrong version.
         """
         assert isinstance(self._transport, ExternalTransport), "announced although the channels carry weights"
         deadline = clock.now() + self.config.publish_deadline_s
@@ -214,17 +217,18 @@ class WeightPublisher:
             )
 
     def externally_loaded(self) -> dict[str, float]:
-        """The servers hold the announced version; continues like `publish`."""
+        """Report that the servers hold the announced version, and publish it to the workers; returns the figures of
+        `publish`."""
         assert isinstance(self._transport, ExternalTransport) and self._snapshot
         self._transport.arrived()
         return self._offer(self._snapshot)
 
     def _running(self, version: Version) -> list[WeightChannel]:
-        """Channels whose engine has not stopped for `version`."""
+        """Channels whose worker's engine has not stopped for `version` yet."""
         return [channel for channel in self._behind(version) if channel.posted != version]
 
     def _offer(self, snapshot: Snapshot) -> dict[str, float]:
-        """Publish a snapshot, and wait for the workers as `publish` does."""
+        """Publish a snapshot, and wait for the workers as `publish` does; returns the same figures."""
         version, deadline = snapshot.version, clock.now() + self.config.publish_deadline_s
         with self._changed:
             self._snapshot = snapshot
@@ -247,7 +251,7 @@ class WeightPublisher:
         }
 
     def _behind(self, version: Version) -> list[WeightChannel]:
-        """Live channels whose worker has not loaded `version`."""
+        """Open channels whose worker has not loaded `version` yet."""
         live = [channel for channel in self._channels.values() if channel.state in ("ready", "sending")]
         return [channel for channel in live if channel.acknowledged != version]
 
@@ -312,7 +316,7 @@ class WeightPublisher:
                 self._lose(channel, "it sends too many messages at once")
 
     def _invite(self, route: bytes, join: ChannelJoin, peer: KeyOwner) -> None:
-        """Open a new channel. The previous channel of a worker of this name is lost."""
+        """Open a new channel for a worker; an earlier channel of a worker of the same name is closed as lost."""
         with self._changed:
             namesakes = [channel for channel in self._channels.values() if channel.worker == join.name]
             if any(channel.key != peer.key for channel in namesakes):
@@ -392,7 +396,8 @@ class WeightPublisher:
         return link
 
     def _next_snapshot(self, channel: WeightChannel) -> Snapshot | None:
-        """Wait for a snapshot that the worker does not have; None once the channel or the publisher has ended."""
+        """Wait for a snapshot that the channel's worker does not have; None once the channel or the publisher has
+        ended."""
         with self._changed:
             while not self._closed and channel.state != "lost":
                 if self._snapshot and self._snapshot.version != channel.acknowledged:
@@ -435,7 +440,8 @@ class WeightPublisher:
         self._await(channel, ChannelLoaded, snapshot.version, deadline)
 
     def _server_checksums(self, channel: WeightChannel, snapshot: Snapshot) -> dict[str, str]:
-        """The server's expected checksums if this transfer is verified and they can be predicted; otherwise empty."""
+        """Expected checksums of the inference server's tensors, if this transfer is to be verified and they can be
+        predicted; otherwise empty."""
         due = channel.transfers % VERIFY_EVERY == 0
         channel.transfers += 1
         if not due or channel.server_ranks != 1 or channel.backend != "gloo":
@@ -443,7 +449,7 @@ class WeightPublisher:
         return checksums_in_server(unpack(snapshot.heads, snapshot.data, snapshot.checksum))
 
     def _await(self, channel: WeightChannel, kind: type[wire.Message], version: Version | None, deadline: float) -> Any:
-        """The next message of type `kind` of the channel, for `version` if given. Raises ChannelLost."""
+        """Wait for the channel's next message of type `kind`, for `version` if given. Raises ChannelLost."""
         silent_since = clock.now()
         while channel.state != "lost" and not self._closed:
             try:

@@ -51,49 +51,51 @@ log = logging.getLogger(__name__)
 ALIVE_INTERVAL_S = 0.5
 """Interval between two signs of life to the learner."""
 NO_REFUSAL = ("", False)
-"""(reason, whether the engine holds wrong weights) while there is nothing to refuse."""
+"""Value of `_refusal`, (reason, whether the engine holds wrong weights), while there is nothing to refuse."""
 CLOSE_LINGER_MS = 200
-"""Longest wait for the last message to a learner that may be gone."""
+"""Longest wait until the last message to a learner that may be gone has been sent, milliseconds."""
 INVITATION_S = 5.0
-"""Interval between two requests for a channel."""
+"""Interval between two requests for a channel while the learner has not invited the worker, seconds."""
 
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """Weights that have arrived and wait to be loaded into the engine."""
+    """Weights that have arrived and wait to be loaded into the engine, or that an inference server will get
+    directly."""
 
     version: Version
     tensors: dict[str, Tensor] | None
-    """None if they do not pass through the worker: the learner broadcasts them to the server, or the trainer loads them
-    there, after `post` is called."""
+    """Tensors by name. None if the weights do not pass through the worker: after `post` is called, the learner
+    broadcasts them to the inference server, or the trainer loads them there."""
     started_at: float
-    """When the manifest arrived, Unix time in seconds."""
+    """Time at which the manifest arrived, Unix time in seconds."""
     manifest: ChannelManifest | None = None
     post: Callable[[], None] | None = None
-    """Tells the learner that the engine has stopped and is ready for these weights."""
+    """Function that tells the learner that the engine has stopped and is ready for these weights."""
     canary: Canary | None = None
-    """The learner's canary under these weights."""
+    """Canary tokens with the learner's log-probabilities under these weights; None if the learner publishes none."""
     checksum: int = 0
-    """Crc32 of all the weights' bytes."""
+    """Crc32 of the bytes of all the weights."""
     adapter: Adapter | None = None
-    """Set if the tensors are an adapter's, for an engine that accepts adapters."""
+    """How to merge the tensors, if they are an adapter's for an engine that accepts adapters; None if they are complete
+    weights."""
     externally_loaded: "Future[None] | None" = None
-    """For weights that the trainer loads into the server: done once it has."""
+    """For weights that the trainer loads into the server: future that is done once the trainer has loaded them."""
 
 
 class InferenceServer(Protocol):
-    """An inference server that takes its worker's place in a channel. Methods are called from the weights thread."""
+    """An inference server that joins a channel in its worker's stead. The weights thread calls the methods."""
 
     ranks: int
-    """The server's ranks in the channel, after the learner's."""
+    """Number of the server's ranks in the channel; they follow the learner's rank."""
     device: str
-    """cpu | cuda"""
+    """Device of the server's tensors: cpu | cuda."""
 
     def join(self, invite: ChannelInvite) -> None:
-        """Join the process group. Raises RuntimeError."""
+        """Join the process group of a channel. Raises RuntimeError."""
 
     def leave(self, channel: str) -> None:
-        """Leave the process group if that is possible."""
+        """Leave the process group of a channel, if that is possible."""
 
 
 class LearnerRefuses(RuntimeError):
@@ -113,9 +115,9 @@ class WeightReceiver:
         base: BaseWeights | None = None,
         adapts: Callable[[], bool] = lambda: False,
     ):
-        """`up`: whether the engine is up; while it is not, there is no channel, so no learner waits for it. `base`: the
-        worker's base model, if the learner may send adapters of it. `adapts`: whether the engine accepts an adapter as
-        it is; otherwise it is merged here."""
+        """`up`: whether the engine is up; while it is down there is no channel, so that no learner waits for the
+        worker. `base`: the worker's base model, if the learner may send adapters of it. `adapts`: whether the engine
+        accepts an adapter unmerged; otherwise the receiver merges it."""
         self.server, self.up, self.base, self.adapts = server, up, base, adapts
         self.config = config
         self.transport: Transport = TRANSPORTS.find(config.transport)(config)
@@ -132,7 +134,7 @@ class WeightReceiver:
         self._refusal = NO_REFUSAL
         self._posted: ChannelManifest | None = None
         self._externally_loaded: Future[None] = Future()
-        """Of the version that the trainer loads now."""
+        """Future that is done once the trainer has loaded the announced version into the server."""
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -144,7 +146,7 @@ class WeightReceiver:
             self._wake()
 
     def take(self) -> StagedWeights | None:
-        """Weights that have arrived completely and were not taken yet; None if there are none."""
+        """Take the weights that have arrived completely and were not taken yet; None if there are none."""
         with self._lock:
             staged, self._staged = self._staged, None
         return staged
@@ -156,32 +158,32 @@ class WeightReceiver:
             return self._staged is not None
 
     def loaded(self, version: Version) -> None:
-        """The engine samples from `version` now."""
+        """Note that the engine samples from `version` now; the learner is told."""
         with self._lock:
             self._loaded = self.held = version
         self._wake()
 
     def refuse(self, why: str, wrong: bool = False) -> None:
-        """The engine does not accept the weights, or holds different ones (`wrong`). The channel ends, and the worker
-        asks for another one after a while."""
+        """Tell the learner that the engine does not accept the weights or, with `wrong`, holds other weights. The
+        channel ends, and the worker asks for another one after a while."""
         with self._lock:
             self._refusal = why, wrong
         self._wake()
 
     def released(self) -> None:
-        """The engine has released its weights and waits for the next publication."""
+        """Note that the engine has released its weights and waits for the next publication."""
         with self._lock:
             self._loaded = self.held = None
 
     def forget(self) -> None:
-        """The engine has lost its weights: ask the learner for the current ones over a new channel."""
+        """Note that the engine has lost its weights: ask the learner for the current ones over a new channel."""
         with self._lock:
             self._staged = self._loaded = self.held = None
             self._forgotten = True
         self._wake()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End the thread, unless it is blocked in a transfer that has not timed out yet."""
+        """End the receiver's thread, unless it is blocked in a transfer that has not timed out yet."""
         self._closed = True
         self._wake()
         self._thread.join(timeout_s)
@@ -225,7 +227,7 @@ class WeightReceiver:
             os.read(self._wake_reader, 4096)
 
     def post(self, manifest: ChannelManifest) -> None:
-        """The engine is ready for the weights of `manifest`."""
+        """Tell the learner that the engine is ready for the weights of `manifest`."""
         with self._lock:
             self._posted = manifest
         self._wake()
@@ -236,7 +238,7 @@ class WeightReceiver:
         return posted
 
     def stage_external(self, manifest: ChannelManifest, started_at: float) -> StagedWeights:
-        """A placeholder for weights that the trainer loads into the server."""
+        """Make a placeholder, without tensors, for weights that the trainer loads into the server."""
         post, self._externally_loaded = partial(self.post, manifest), Future()
         return StagedWeights(
             manifest.version,
@@ -264,7 +266,7 @@ class WeightReceiver:
         return version
 
     def drop_announced(self) -> None:
-        """Drop staged weights that were to come over a channel that has ended."""
+        """Drop staged weights that depend on a channel which has ended."""
         with self._lock:
             if self._staged and self._staged.manifest:
                 self._staged = None
@@ -314,7 +316,7 @@ class LearnerConnection:
                 self._receive(self.socket.recv_multipart())
 
     def _await_external_load(self) -> None:
-        """Wait until the trainer has loaded the weights into the server, or is gone."""
+        """Wait until the trainer has loaded the weights into the server, or the learner is gone."""
         link, loaded = self.link, self.receiver._externally_loaded
         try:
             if link is None:
@@ -330,7 +332,7 @@ class LearnerConnection:
         self._fail("its worker has left")
 
     def leave(self) -> None:
-        """Drop the channel; closing it also wakes a learner that waits for it."""
+        """Drop the channel; closing it also wakes a learner that waits for the worker."""
         if self.invite and self.receiver.server:
             self.receiver.server.leave(self.invite.channel)
             self.receiver.drop_announced()
@@ -349,7 +351,8 @@ class LearnerConnection:
             self._send(ChannelJoin(receiver.uid, receiver.name, device, receiver.held, ranks, base))
 
     def _send(self, message: wire.Message) -> None:
-        """Queue a message. If the queue is full, the learner is taken for gone, and the channel ends."""
+        """Queue a message to the learner. If the queue is full, the learner is considered gone, and the channel
+        ends."""
         try:
             self.socket.send_multipart(wire.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -415,7 +418,8 @@ class LearnerConnection:
         self.receiver.stage(staged)
 
     def _with_adapter(self, adapter: Adapter, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The complete weights; signs of life are sent meanwhile. Raises RuntimeError for another base model."""
+        """The complete weights, merged from an adapter and the base model; signs of life are sent meanwhile. Raises
+        RuntimeError if the adapter is for another base model."""
         base, weights, last_alive_at = self.receiver.base, dict[str, Tensor](), clock.now()
         if base is None or base.checksum != adapter.base:
             raise RuntimeError("the adapter belongs to a base model that this worker does not have")

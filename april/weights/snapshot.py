@@ -13,11 +13,11 @@ from april.wire.message import Version
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 ALIGNMENT_BYTES = 16
-"""Every tensor starts at a multiple of this."""
+"""Alignment of tensors in a snapshot's buffer: every tensor starts at a multiple of this many bytes."""
 
 
 class SnapshotError(RuntimeError):
-    """Received bytes do not match their manifest."""
+    """The bytes of received weights do not match their manifest."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Snapshot:
     version: Version
     heads: list[TensorHead]
     data: Tensor
-    """uint8 [bytes], on the CPU."""
+    """The packed bytes of all tensors, uint8 [bytes], on the CPU."""
     checksum: int
     canary: Canary | None = None
     adapter: Adapter | None = None
-    """Set if the tensors are an adapter's, not complete weights."""
+    """How to merge the tensors, if they are an adapter's; None if they are complete weights."""
 
 
 def pack(
     version: Version, tensors: Mapping[str, Tensor], canary: Canary | None = None, adapter: Adapter | None = None
 ) -> Snapshot:
-    """Copy the tensors into one buffer, in the order of the mapping."""
+    """Copy tensors into one buffer, in the order of the mapping, and describe them in a snapshot."""
     heads = [TensorHead(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
     offsets, total = layout(heads)
     data = torch.zeros(total, dtype=torch.uint8)
@@ -48,7 +48,8 @@ def pack(
 
 
 def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dict[str, Tensor]:
-    """The tensors as views of the buffer. Raises SnapshotError if its checksum does not agree."""
+    """The tensors of a snapshot, by name, as views of its buffer. Raises SnapshotError if its checksum does not
+    agree."""
     if checksum(data) != expected_checksum:
         raise SnapshotError("the weights that arrived differ from those that were sent")
     tensors = {}
@@ -59,7 +60,7 @@ def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dic
 
 
 def layout(heads: list[TensorHead]) -> tuple[list[int], int]:
-    """(offset of every tensor, total size), in bytes."""
+    """(offset of every tensor, total size) of a snapshot's buffer, in bytes."""
     offsets, total = [], 0
     for head in heads:
         offsets.append(total)
@@ -78,8 +79,8 @@ def checksum(data: Tensor) -> int:
 
 
 def server_buckets(heads: list[TensorHead], bucket_bytes: int) -> list[list[TensorHead]]:
-    """The tensors of each broadcast to an inference server: in order, of one dtype, and at most `bucket_bytes` unless a
-    single tensor is larger."""
+    """Divide tensors into the broadcasts to an inference server: in order, each of one dtype, and at most
+    `bucket_bytes` unless a single tensor is larger."""
     groups: list[list[TensorHead]] = []
     free_bytes = 0
     for head in heads:
@@ -93,11 +94,11 @@ def server_buckets(heads: list[TensorHead], bucket_bytes: int) -> list[list[Tens
 
 
 def joined(snapshot: Snapshot, heads: list[TensorHead]) -> Tensor:
-    """uint8 [bytes]: the given tensors concatenated without padding."""
+    """Concatenate the given tensors of a snapshot without padding, uint8 [bytes]."""
     starts = dict(zip((head.name for head in snapshot.heads), layout(snapshot.heads)[0], strict=True))
     return torch.cat([snapshot.data[starts[head.name] :][: byte_size(head)] for head in heads])
 
 
 def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:
-    """Views of the buffer of at most `bucket_bytes` each, in order."""
+    """Divide the buffer into views of at most `bucket_bytes` each, in order."""
     return list(data.split(bucket_bytes))

@@ -1,9 +1,10 @@
-"""Weight transports: the learner passes in buckets of bytes, which arrive at one worker, over a process group per
-channel; or a framework loads the weights itself, and a channel only signals when it has.
+"""Weight transports: the ways in which weights get to the workers. Either the learner sends buckets of bytes to each
+worker over a process group per channel; or a framework loads the weights itself, and a channel only signals when it
+has.
 
 A transport knows nothing of versions, checksums or membership. Damaged data is detected by checksum elsewhere, and a
-channel that fails is dropped and built anew. Imports no torch at module level, since every process checks the
-configuration.
+channel that fails is dropped and replaced by a new one. Imports no torch at module level, since every process checks
+the configuration.
 """
 
 import threading
@@ -28,12 +29,12 @@ class Link:
 
     @abstractmethod
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        """The learner's side: send uint8 buckets on the CPU, in order, by `deadline` (Unix time, seconds). Raises
+        """Send uint8 buckets on the CPU from the learner's side, in order, by `deadline` (Unix time, seconds). Raises
         RuntimeError or OSError."""
 
     @abstractmethod
     def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        """The worker's side: fill the same buckets in place, by `deadline`."""
+        """Receive the same buckets in place on the worker's side, by `deadline` (Unix time, seconds)."""
 
 
 class Transport:
@@ -42,7 +43,7 @@ class Transport:
     carries_weights: ClassVar[bool] = True
     """Whether the channels carry weights; otherwise the trainer loads them, and a channel only signals when it has."""
     takes_servers: ClassVar[bool] = False
-    """Whether an inference server can take its worker's place in a channel (`engine.weights` = 'broadcast')."""
+    """Whether an inference server can join a channel in its worker's stead (`engine.weights` = 'broadcast')."""
 
     def __init__(self, config: WeightsSection):
         self.config = config
@@ -51,8 +52,8 @@ class Transport:
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> Link:
         """Connect to the other side of the channel within `invite.timeout_s`; called in the channel's thread.
 
-        `server_ranks`: ranks of the server that takes the worker's place; 0 if none does. Raises RuntimeError or
-        OSError.
+        `server_ranks`: number of ranks of the inference server that joins in the worker's stead; 0: the worker joins
+        itself. Raises RuntimeError or OSError.
         """
 
 
@@ -72,7 +73,7 @@ class CollectiveTransport(Transport):
 
 
 class GroupLink(Link):
-    """One side of a process group."""
+    """One side of a weight channel whose process group carries the weights."""
 
     def __init__(self, group: "dist.Backend", backend: str):
         self._group, self._backend = group, backend
@@ -81,14 +82,14 @@ class GroupLink(Link):
         channel.transfer(self._group, buckets, self._backend, deadline)
 
     receive = send
-    """A broadcast is the same call on both sides."""
+    """Receive buckets: the same call as `send`, as a broadcast is the same on both sides."""
 
 
 # --- externally loaded weights ----------------------------------------------------------------------------------------
 
 
 class ExternalTransport(Transport):
-    """Coordinates engines with a framework that loads the weights."""
+    """Coordinates engines with a framework that loads the weights into the inference servers itself."""
 
     carries_weights = False
 
@@ -99,11 +100,11 @@ class ExternalTransport(Transport):
         """Set while the servers hold the version that was announced last."""
 
     def expect(self) -> None:
-        """A new version is announced; the framework starts to load it."""
+        """Note that a new version is announced, which the framework starts to load."""
         self._externally_loaded.clear()
 
     def arrived(self) -> None:
-        """The framework has loaded the announced version into all servers."""
+        """Note that the framework has loaded the announced version into all servers."""
         self._externally_loaded.set()
 
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> "ExternalLink":
@@ -112,7 +113,7 @@ class ExternalTransport(Transport):
 
 
 class ExternalLink(Link):
-    """Carries one byte, sent once the weights are loaded."""
+    """A channel that carries no weights: the learner sends one byte once the framework has loaded them."""
 
     def __init__(self, link: GroupLink, externally_loaded: threading.Event):
         self._link, self._externally_loaded = link, externally_loaded

@@ -1,4 +1,4 @@
-"""What shows that an engine holds the weights it was sent: the canary, and checksums of SGLang's tensors.
+"""Checks that an engine holds the weights it was sent: by the canary, and by checksums of SGLang's tensors.
 
 The canary is a short token sequence, the same in every run of a model. The learner publishes its log-probabilities with
 every version; an engine with the same weights computes nearly the same ones, and an engine with wrong weights is
@@ -25,23 +25,23 @@ WORD_MASK = (1 << 64) - 1
 
 
 class Canary(msgspec.Struct, array_like=True, frozen=True):
-    """The canary's tokens and the learner's log-probabilities under one version."""
+    """The canary: a fixed token sequence with the learner's log-probabilities under one version of the weights."""
 
     tokens: list[int]
-    """T token ids."""
+    """T token ids of the canary."""
     logprobs: list[float]
-    """T - 1 log-probabilities, of each token but the first, at temperature 1."""
+    """T - 1 log-probabilities, of each canary token but the first, at temperature 1."""
     dtype: str
-    """The coarser of the dtypes that the learner computes in and publishes: float32 or bfloat16."""
+    """The less precise of the dtypes that the learner computes in and publishes: float32 or bfloat16."""
 
     @property
     def text(self) -> np.ndarray:
-        """The tokens, int32 [T]."""
+        """The canary's token ids as an array, int32 [T]."""
         return np.array(self.tokens, np.int32)
 
 
 def canary_tokens(vocabulary: int, at_most: int = CANARY_TOKENS) -> np.ndarray:
-    """int32 [T], T = min(CANARY_TOKENS, `at_most`): ids from 0 to `vocabulary` - 1.
+    """The canary's token ids, int32 [T] with T = min(CANARY_TOKENS, `at_most`), from 0 to `vocabulary` - 1.
 
     Small ids are more likely, as in text: tokenisers give them to frequent tokens, whose embeddings training changes
     most. So the logarithm of the id is uniform, not the id.
@@ -51,7 +51,7 @@ def canary_tokens(vocabulary: int, at_most: int = CANARY_TOKENS) -> np.ndarray:
 
 
 def splitmix(x: int) -> int:
-    """The 64-bit finaliser of SplitMix64."""
+    """Finaliser of the SplitMix64 generator: maps a 64-bit integer to a pseudo-random one."""
     x &= WORD_MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD_MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD_MASK
@@ -68,28 +68,29 @@ FUSED = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-"""Module -> fused module; the parts are concatenated in this order."""
+"""Module -> fused module of SGLang; the tensors of the parts are concatenated in this order."""
 PADDED_ROWS = {"gate_proj": 32, "up_proj": 32, "embed_tokens": 64, "lm_head": 64}
-"""Module -> number of which its rows are padded to a multiple."""
+"""Module -> number to a multiple of which SGLang pads the tensor's rows."""
 PADDED_COLUMNS = {"down_proj": 32}
-"""Module -> number of which its columns are padded to a multiple."""
+"""Module -> number to a multiple of which SGLang pads the tensor's columns."""
 CHECKSUM_DIGITS = 16
-"""Hexadecimal digits of a checksum."""
+"""Number of hexadecimal digits of a tensor's checksum."""
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-"""Model types with these tensor names and fusions."""
+"""Model types whose tensors have these names and are fused in this way in SGLang."""
 
 
 def can_predict_checksums(server_info: Mapping[str, Any], model_type: str | None) -> bool:
-    """Whether checksums can be predicted: by its /server_info the server holds the whole model in float32 on a CPU."""
+    """Whether checksums can be predicted: according to /server_info, the server holds the whole model in float32 on a
+    CPU."""
     whole = server_info.get("tp_size", 1) == 1 and not server_info.get("quantization")
     exact = server_info.get("device") == "cpu" and server_info.get("dtype") in ("float32", "float")
     return whole and exact and model_type in MODEL_TYPES
 
 
 def checksums_in_server(tensors: "Mapping[str, Tensor]", dtype: "torch.dtype | None" = None) -> dict[str, str]:
-    """Checksums by the server's tensor names, for one tensor-parallel rank.
+    """Expected checksums of the server's tensors, by the server's tensor names, for one tensor-parallel rank.
 
-    `dtype`: of the server's tensors; None: float32.
+    `dtype`: dtype of the server's tensors; None: float32.
     """
     import torch
 
@@ -107,7 +108,7 @@ def checksums_in_server(tensors: "Mapping[str, Tensor]", dtype: "torch.dtype | N
 
 
 def padded_as_in_server(module: str, tensor: "Tensor") -> "Tensor":
-    """The tensor with intermediate size and vocabulary zero-padded as in the server."""
+    """Zero-pad a tensor's intermediate-size and vocabulary dimensions as the server does."""
     from torch.nn.functional import pad
 
     rows = -tensor.shape[0] % PADDED_ROWS.get(module, 1) if tensor.dim() else 0
@@ -116,7 +117,7 @@ def padded_as_in_server(module: str, tensor: "Tensor") -> "Tensor":
 
 
 def server_checksum(tensors: "list[Tensor]", dtype: "torch.dtype") -> str:
-    """Checksum of the tensors, concatenated in the server's dtype."""
+    """Checksum of tensors that are concatenated in the server's dtype."""
     import torch
 
     hasher = hashlib.sha256()

@@ -22,9 +22,10 @@ from april.wire.message import Message
 
 MAGIC = b"AP"
 HEADER = struct.Struct("<2sBxIQQ")
-"""Magic, protocol, number of arrays, session, sequence number: 24 bytes."""
+"""Layout of the 24-byte header: magic, protocol, number of arrays, session id, sequence number."""
 MAX_JOINED_BYTES = 4 << 20
-"""Arrays are joined into frames of up to this size: one 64 KB frame is sent almost twice as fast as two of 32 KB."""
+"""Largest frame into which several arrays are joined, bytes: one 64 KB frame is sent almost twice as fast as two of 32
+KB."""
 
 DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 MESSAGE_MODULES = (sessions, work, work, training, sessions)
@@ -41,16 +42,17 @@ Kind = TypeVar("Kind")
 
 
 class WireError(ValueError):
-    """Frames that are not a valid message of this protocol, or not one that is allowed now; the text says why."""
+    """Frames that are not a valid message of this protocol, or a message that is not permitted now; the text says
+    why."""
 
     @property
     def cause(self) -> str:
-        """The part of the text that is the same for all errors of a kind, for counters."""
+        """Constant beginning of the text, the same for all errors of a kind; counters use it."""
         return str(self).split(":")[0]
 
 
 class ProtocolMismatch(WireError):
-    """A message of another protocol version; only its header was read."""
+    """A message of another protocol version, of which only the header was read."""
 
     def __init__(self, protocol: int):
         super().__init__(f"not a message of protocol {PROTOCOL}: {protocol}")
@@ -77,7 +79,7 @@ _codes = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class PackedArray(msgspec.Struct, frozen=True, gc=False):
-    """A flat array in wire format. It is forwarded with the checksum that its first sender computed."""
+    """A flat array in wire format. It is forwarded with the checksum that the array's first sender computed."""
 
     dtype: str
     checksum: int
@@ -89,13 +91,13 @@ class Received(msgspec.Struct, frozen=True):
 
     message: Any
     packed: list[PackedArray]
-    """The arrays, checked against their checksums, ready to be forwarded."""
+    """The message's arrays, checked against their checksums, ready to be forwarded."""
     session: int = 0
     sequence: int = 0
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """The arrays as read-only numpy views of the frames."""
+        """The message's arrays as read-only numpy views of the frames."""
         return [np.frombuffer(packed.data, DTYPES[packed.dtype]) for packed in self.packed]
 
     @property
@@ -116,10 +118,11 @@ def encode(
     sequence: int = 0,
     protocol: int = PROTOCOL,
 ) -> list[Buffer]:
-    """Frames to send. Arrays are flat, of int32, float32 or uint8; one that fills a frame of its own is not copied.
+    """Encode a message as frames. Arrays are flat, of int32, float32 or uint8; an array that fills a separate frame is
+    not copied.
 
-    `protocol`: differs from this April's only in a `Refused` to a peer of another version; the forms of header and
-    `Refused` are the same in all versions.
+    `protocol`: version in the header; another one than this April's is used only for a `Refused` to a peer of that
+    version. Header and `Refused` have the same format in all versions.
     """
     heads: list[ArrayHead] = []
     parts: list[Buffer] = []
@@ -145,7 +148,8 @@ def join(parts: list[Buffer]) -> Buffer:
 
 
 def decode(bytes_like: Sequence[Any], limits: Limits = FROM_BROKER, bodies: BodyDecoder = BROKER_BODIES) -> Received:
-    """The inverse of `encode`. `bodies` decodes the expected message types. Raises WireError."""
+    """Decode the frames of a message, the inverse of `encode`. `bodies` decodes the expected message types. Raises
+    WireError."""
     frames = [memoryview(frame) for frame in bytes_like]
     if len(frames) > limits.frames or sum(map(len, frames)) > limits.message_bytes:
         raise WireError("too large: more frames or bytes than a message may have")
@@ -168,7 +172,7 @@ def decode(bytes_like: Sequence[Any], limits: Limits = FROM_BROKER, bodies: Body
 
 
 def read_session_id(frames: Sequence[Any]) -> int:
-    """The session in a message's header, before anything else is checked; 0 without a valid header."""
+    """Session id in a message's header, read before anything else is checked; 0 without a valid header."""
     if not frames or len(frames[0]) != HEADER.size:
         return 0
     number: int = HEADER.unpack(frames[0])[3]
@@ -176,7 +180,7 @@ def read_session_id(frames: Sequence[Any]) -> int:
 
 
 def unpack(heads: list[ArrayHead], frames: list[memoryview]) -> list[PackedArray]:
-    """The arrays in the frames: they follow each other, and none spans two frames. Raises WireError."""
+    """The arrays in the frames: they follow each other, and no array spans two frames. Raises WireError."""
     packed, remaining_frames = [], iter(frames)
     frame, end = EMPTY_FRAME, 0
     for head in heads:

@@ -1,4 +1,4 @@
-"""Bounds on what a peer may send and on what the broker keeps of it.
+"""Bounds on what a peer may send, and on what the broker keeps of a peer's messages.
 
 Bounds that depend on the size of a cluster are configuration keys instead (`security.max_sessions`,
 `security.max_leases`).
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on messages in one direction. A larger frame closes the connection; breaking another bound is refused."""
+    """Bounds on messages in one direction. A larger frame closes the connection; a message that breaks another bound is
+    refused."""
 
     frame_bytes: int
     frames: int
@@ -18,47 +19,50 @@ class Limits:
     """Most arrays of a message."""
     message_bytes: int
     body_bytes: int
-    """Most bytes of the body per array of the message; a message without arrays has it once."""
+    """Most bytes of the body for each array of the message; a message without arrays may have as many once."""
 
 
 FROM_PEER = Limits(frame_bytes=4 << 20, frames=4, arrays=2, message_bytes=8 << 20, body_bytes=256 << 10)
-"""Messages to the broker or the learner's publisher. The largest are reports."""
+"""Bounds on messages to the broker or the learner's publisher. The largest are reports."""
 MAX_REPORT_BYTES, MAX_REPORT_ROWS, MAX_REPORT_CLOSINGS = FROM_PEER.frame_bytes, 8192, 64
-"""Bounds of a report. A worker with more splits it between two rows."""
+"""Most bytes, rows and closed leases in one report. A worker that has more sends several reports, split between two
+rows."""
 FROM_BROKER = Limits(frame_bytes=1 << 30, frames=2 + 0xFFFF, arrays=0xFFFF, message_bytes=16 << 30, body_bytes=64 << 20)
-"""Messages to a peer. The largest are batches (two or four arrays per sample) and manifests of large models."""
+"""Bounds on messages to a peer. The largest are batches (two or four arrays per sample) and manifests of large
+models."""
 
 MAX_GRANT_ARRAYS = 4096
-"""Responses in one `Grants` message; further grants go into the next message."""
+"""Most response arrays in one `Grants` message; further grants go into the next message."""
 UPLOAD_QUEUE_MESSAGES = 32
-"""Messages of one connection that the receiver's socket queues; more wait at the sender."""
+"""Most messages of one connection that the receiver's socket queues; further ones wait at the sender."""
 HANDSHAKE_S = 10.0
 """Seconds after which a connection without a completed handshake is closed."""
 
 MAX_CHUNK_TOKENS = 1 << 18
-"""Tokens of one row."""
+"""Most tokens in one row of a report."""
 MAX_TOP_K = 1024
 """Largest `sampling.top_k` of training samples."""
 MAX_SUPPORT_IDS = 4096
-"""Ids in the support of one token: the top k, and ids that are as likely as the last of them."""
+"""Most ids in the support of one token: the top k, and ids exactly as likely as the last of them."""
 MAX_CUT_CHUNK_TOKENS = FROM_PEER.frame_bytes // (4 * (MAX_SUPPORT_IDS + 3))
-"""Tokens of a chunk with supports, so that it fits into a frame even with the largest supports."""
+"""Most tokens of a chunk with supports, so that it fits into a frame even if every support has the largest size."""
 MAX_STEP_METRICS = 1024
-"""Metrics that a learner reports for one step."""
+"""Most metrics that a learner may report for one step."""
 MAX_REWARD_DETAILS = 16
-"""Named components (details) of one reward."""
+"""Most named components (details) of one reward."""
 MAX_REWARD = 1e9
 """Largest absolute value of a reward and of its details, so that sums of them stay finite."""
 MAX_ACTIVITY_SPANS = 20_000
-"""Spans of worker activity kept for one line of metrics.jsonl; further ones are not recorded."""
+"""Most spans of worker activity in one line of metrics.jsonl; further ones are not recorded."""
 MAX_TALLIES = 16_384
-"""Worker processes with token counts of their own; the counts of those that left first are merged."""
+"""Most worker processes with separate token counts; the counts of the processes that left first are merged."""
 MAX_STATE_BYTES = 64 << 10
-"""State of an environment between two turns, which every grant of its sample carries."""
+"""Most bytes of an environment's state between two turns; every grant of its sample carries that state."""
 MAX_AGENT_STATE_BYTES = 4 << 10
-"""State that an agent leaves for the verifier, which the broker keeps in memory until the session is scored."""
+"""Most bytes of the state that an agent leaves for the verifier; the broker keeps it in memory until the session is
+scored."""
 MAX_TEXT_CHARACTERS = 500
-"""Longest error text or reason."""
+"""Most characters of an error text or reason."""
 
 
 def is_reward(value: float) -> bool:

@@ -10,12 +10,13 @@ Address = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[^\x00-\x20\x7f
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 MAX_NUMBER = 2**53
 Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-"""A count in a message: an integer that every JSON reader represents exactly."""
+"""An integer from 0 up to the largest one that every JSON reader represents exactly."""
 
 
 @dataclass_transform(frozen_default=True)
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A typed struct. Its class name is its tag on the wire; its fields are sent by position."""
+    """Base class of all messages, typed structs. The class name is the message's tag on the wire; fields are sent by
+    position."""
 
 
 class Version(NamedTuple):

@@ -1,9 +1,9 @@
-"""Report rows: new tokens of many samples as one table, which is sent and journaled as it is.
+"""Report rows: new tokens of many samples as one table, sent and journaled in the same format.
 
 A table is bytes: fixed-width rows, one after the other. A second array holds the rows' payloads in the same order, each
 aligned to 4 bytes. The payload of a chunk is its token ids (int32), their behaviour log-probabilities (float32) and, in
-a run that cuts the distribution, the number of ids in each support and those ids (int32). The payload of an observation
-is its token ids and the state of its environment.
+a run that truncates the sampling distribution (top-k, top-p, min-p), the number of ids in each support and those ids
+(int32). The payload of an observation is its token ids and the state of its environment.
 """
 
 import struct
@@ -17,51 +17,52 @@ from april.wire.message import Version
 
 Buffer = bytes | bytearray | memoryview
 CHUNK, OBSERVATION = 0, 1
-"""Kinds of rows: tokens of the policy, and tokens of an environment or agent."""
+"""Kinds of rows: tokens sampled by the policy, and tokens from an environment or agent."""
 MAX_FIELD = (1 << 32) - 1
-"""Largest value of a 32-bit field; larger values are stored as this one, which is invalid as well."""
+"""Largest value of a 32-bit field; larger values are stored as this one, which makes the row invalid as well."""
 FINISH_REASONS = ("", "stop", "length")
-"""Finish reasons by the number in `ReportRow.finish`; "" while the response goes on."""
+"""Finish reasons, indexed by `ReportRow.finish`; "" while the response goes on."""
 ROW = struct.Struct("<QdIIIIIIBBBBI")
-"""the fields of `Row`, little-endian: 48 bytes"""
+"""Layout of a row: the fields of `ReportRow` in order, little-endian, 48 bytes."""
 SIZE_FIELD, ENDS_LEASE_BYTE = 6, 43
-"""places of `size` and `finish` in a row, and the byte that holds `over`"""
+"""Index of the field `size` in a row, and offset of the byte `ends_lease` in an encoded row."""
 TABLE = np.dtype(
     [("lease_id", "<u8"), ("time", "<f8")]
     + [(name, "<u4") for name in ("start", "tokens", "incarnation", "step", "size", "checksum")]
     + [(name, "u1") for name in ("kind", "finish", "failed", "ends_lease")]
     + [("parent", "<u4")]
 )
-"""The same layout as a numpy dtype, for reading a table by columns."""
+"""Layout of a row (`ROW`) as a numpy dtype, for reading a table by columns."""
 
 
 class ReportRow(NamedTuple):
-    """One row: consecutive tokens of one sample."""
+    """One row of a report: consecutive tokens of one sample."""
 
     lease_id: int
     time: float
     """When the tokens were sampled, Unix time in seconds."""
     start: int
-    """Offset of the first token in the response."""
+    """Offset of the row's first token in the response."""
     tokens: int
-    """Number of tokens."""
+    """Number of tokens in the row."""
     incarnation: int
     step: int
-    """`incarnation` and `step`: the version of the weights that sampled the tokens; 0 for an observation."""
+    """Policy step of the weights that sampled the tokens; with `incarnation` their version. Both are 0 for an
+    observation."""
     size: int
-    """Bytes of the payload."""
+    """Length of the row's payload, bytes."""
     checksum: int
     """Crc32 of the payload, computed by the sender."""
     kind: int
-    """`CHUNK` or `OBSERVATION`."""
+    """Kind of the row: `CHUNK` or `OBSERVATION`."""
     finish: int
-    """Index in `FINISH_REASONS`."""
+    """Finish reason of the response or turn, as an index in `FINISH_REASONS`."""
     failed: int
-    """1 for an observation that stands in for an environment which has not answered."""
+    """1 for an observation that replaces the answer of an environment which has failed."""
     ends_lease: int
     """1 if the row ends its lease; set by the broker."""
     parent: int = 0
-    """For an observation that starts a fork of an agent session: the number of the fork that it leaves."""
+    """For an observation that starts a fork of an agent session: number of the fork that the new one starts from."""
 
     @property
     def version(self) -> Version:
@@ -109,17 +110,17 @@ def read_rows(table: Buffer) -> Iterator[ReportRow]:
 
 
 def padded(size: int) -> int:
-    """Bytes from the start of a payload of `size` bytes to the start of the next one."""
+    """Length of a payload of `size` bytes with padding to a multiple of 4, bytes."""
     return (size + 3) & ~3
 
 
 def padded_sizes(table: np.ndarray) -> np.ndarray:
-    """`padded` of each row's payload, int64 [rows]. `table`: dtype `TABLE`."""
+    """`padded` length of each row's payload, int64 [rows]. `table`: array of dtype `TABLE`."""
     return (table["size"].astype(np.int64) + 3) & ~3
 
 
 def select_rows(table: Buffer, payload: Buffer, selected: Sequence[bool]) -> tuple[bytearray, bytes]:
-    """The selected rows of a table, and their payloads."""
+    """The selected rows of a table, and their padded payloads."""
     rows, payloads, view, offset = bytearray(), [], memoryview(payload), 0
     for index, is_selected in enumerate(selected):
         row = table[index * ROW.size : (index + 1) * ROW.size]

@@ -1,4 +1,5 @@
-"""Messages of every peer of the broker, whatever its role (opening, keeping and ending a session), and of monitors."""
+"""Messages of every peer of the broker, whatever its role (opening, keeping and ending a session), and messages of
+monitors."""
 
 from typing import Literal
 
@@ -7,18 +8,18 @@ import msgspec
 from april.wire.message import Message, Name, Number, Seconds
 
 DENIED = "access denied: "
-"""Prefix of the reason of a `Refused` that is final for the peer: its key does not permit what it does."""
+"""Prefix of the reason in a `Refused` that is final for the peer: the peer's key does not permit what it does."""
 
 
 class Hello(Message):
-    """First message of a peer, on its data connection. `lease_ids`: the leases it still works on."""
+    """First message of a peer, on its data connection. `lease_ids`: leases that the peer still works on."""
 
     role: str
     name: Name
     uid: Name
     lease_ids: list[int] = []
     acknowledged_tokens: Number = 0
-    """Tokens of this process that the broker has acknowledged so far, by the peer's own count."""
+    """Number of tokens of this process that the broker has acknowledged so far, by the peer's own count."""
 
 
 class Welcome(Message):
@@ -27,55 +28,56 @@ class Welcome(Message):
     session: int
     run: str
     broker_start: int
-    """How many times the broker of this run has started."""
+    """Number of times that the broker of this run has started."""
     round: int
     watermark: int
-    """Largest lease id that the last abort covers."""
+    """Lease id up to which the last abort recalled leases."""
     lost_lease_ids: list[int]
-    """Leases of the `Hello` that the peer does not hold any more."""
+    """Leases listed in `Hello` that the peer no longer holds."""
     renew_s: float
-    """Seconds between two heartbeats that list all leases."""
+    """Interval of the heartbeats that list all leases, seconds."""
     weights_address: str
     weights_key: str = ""
     """CURVE public key of the learner's publisher; "" without CURVE."""
 
 
 class Bind(Message):
-    """First message on the control connection. Its header carries the session to which the connection belongs."""
+    """First message on the control connection. The message's header carries the session to which the connection
+    belongs."""
 
 
 class Slots(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a worker's samples are doing, without those that wait for a score or for an acknowledgement."""
+    """Numbers of a worker's samples by activity, without those that wait for a score or an acknowledgement."""
 
     generating: Number = 0
     awaiting_admission: Number = 0
-    """Samples that the engine has queued and not started."""
+    """Number of samples that the engine has queued and not started."""
     awaiting_weights: Number = 0
-    """Samples that wait until new weights are loaded."""
+    """Number of samples that wait until new weights are loaded."""
     tool_lease_ids: list[int] = []
-    """Leases that wait for their environment."""
+    """Ids of the leases whose samples wait for their environment."""
 
 
 class Heartbeat(Message):
-    """Sign of life, sent at least every second. A non-empty `lease_ids` renews those leases."""
+    """Sign of life of a peer, sent at least every second. A non-empty `lease_ids` renews those leases."""
 
     lease_ids: list[int] = []
     emitted_tokens: Number = 0
-    """Tokens sampled since the process started."""
+    """Number of tokens sampled since the process started."""
     received_bytes: Number = 0
-    """Bytes of arrays received in this session. The broker limits how much it sends beyond them."""
+    """Bytes of arrays received in this session. The broker limits how many unacknowledged bytes it sends."""
     loop_position: Name = ""
     """What the peer's main loop is doing, such as "decoding"; "" if not reported."""
     loop_elapsed_s: Seconds = 0.0
-    """Seconds the loop has been there."""
+    """Seconds that the main loop has been doing that."""
     loop_usual_s: Seconds = 0.0
-    """Seconds it usually stays there; 0 if unknown."""
+    """Median seconds that the main loop takes for that; 0 if unknown."""
     slots: Slots | None = None
-    """Set by workers only; None if not reported."""
+    """Use of a worker's slots; None from other peers, or if not reported."""
 
 
 class Renewed(Message):
-    """Answer to `Heartbeat`. The peer does not hold `lost_lease_ids` any more."""
+    """Answer to `Heartbeat`. `lost_lease_ids`: leases that the peer no longer holds."""
 
     lost_lease_ids: list[int]
 
@@ -85,11 +87,11 @@ class Goodbye(Message):
 
 
 class Refused(Message):
-    """Answer to a message that cannot be accepted; final for that message."""
+    """Answer to a message that the broker does not accept; the message gets no other answer."""
 
     reason: str
     lease_id: int = 0
-    """Always 0; older protocols used it."""
+    """Always 0; used by older protocol versions."""
 
 
 class Stop(Message):
@@ -109,18 +111,19 @@ class StatusRequest(Message):
 
 
 class Status(Message):
-    """One uint8 array: the status as JSON."""
+    """Answer to `StatusRequest`. One uint8 array: the status of the run as JSON."""
 
 
 class StopRun(Message):
-    """Ends the run. `state` is recorded in summary.json."""
+    """Request to end the run. `state`: final state for summary.json."""
 
     reason: str
     state: StopState = "stopped"
 
 
 class Drain(Message):
-    """Stops granting leases and recalls samples in generation, until a `Drain` with `on` false. Survives restarts."""
+    """Request to start a drain: the broker grants no leases and recalls the samples in generation, until a `Drain` with
+    `on` false. A drain survives restarts."""
 
     on: bool = True
 
@@ -130,16 +133,17 @@ class DeadLettersRequest(Message):
 
 
 class DeadLetters(Message):
-    """One uint8 array: the dead letters as JSON."""
+    """Answer to `DeadLettersRequest`. One uint8 array: the dead letters, samples that failed for good, as JSON."""
 
 
 class Requeue(Message):
-    """Draws the prompts of these dead groups again; an empty list means every dead group that can be redrawn."""
+    """Request to draw the prompts of these discarded groups again; an empty list means every dead group that can be
+    redrawn."""
 
     groups: list[int] = []
 
 
 class Requeued(Message):
-    """`groups`: ids of the groups that this request has re-queued."""
+    """Answer to `Requeue`. `groups`: ids of the groups that the request has re-queued."""
 
     groups: list[int]

@@ -7,37 +7,39 @@ import msgspec
 from april.wire.message import Message, Name, Number, Version
 
 TOKEN_ARRAYS = ("i4", "f4", "i4", "i4")
-"""Dtypes of a sample's arrays: token ids [T] and behaviour log-probabilities [T]; in a run that cuts the distribution
-also the number of ids in each token's support [T], and those ids."""
+"""Dtypes of a sample's arrays: token ids [T], behaviour log-probabilities [T] and, in a run that truncates the sampling
+distribution, support sizes [T] and the concatenated support ids."""
 Discard = Literal["", "nonfinite"]
-"""Why the learner skipped a batch; "" if it was trained."""
+"""Reason for which the learner skipped a batch; "" if it trained the batch."""
 
 
 class StartLearner(Message):
-    """The learner holds checkpoint `step`, which contains the batches below `step`; it needs all later ones (again)."""
+    """Request of a starting learner that holds checkpoint `step`. The checkpoint contains all batches before `step`;
+    later batches are delivered, if necessary again."""
 
     step: Number
     weights_address: Name
 
 
 class LearnerAdmitted(Message):
-    """Answer to `StartLearner`."""
+    """Answer to `StartLearner`: the learner may fetch batches as a new incarnation."""
 
     incarnation: int
-    """First part of the versions that this learner makes."""
+    """Incarnation of the versions that this learner will produce."""
     frontier: int
-    """Most batches that any learner of the run has consumed; weights of earlier steps are not published."""
+    """Largest number of batches that any learner of the run has consumed; weights of earlier steps are not published
+    again."""
 
 
 class Rendezvous(Message):
     """The address (HOST:PORT) where the learner's ranks meet. The learner's first machine sends it; the others ask with
-    "". The answer is the same message, with "" while the address is unknown."""
+    "". The broker answers with the same message; the address in it is "" while unknown."""
 
     address: Name = ""
 
 
 class WeightsAddress(Message):
-    """Where workers reach the publisher of a learner that has just started."""
+    """Tells workers where to reach the weight publisher of a learner that has just started."""
 
     address: str
     key: str = ""
@@ -50,9 +52,9 @@ class Submission(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: Number
     label: str
     reward: Name = ""
-    """Name of the prompt's verifier; "" for the run's."""
+    """Name of the prompt's verifier; "" for the run's default verifier."""
     extra: bytes = b""
-    """Opaque bytes that come back with the group."""
+    """Opaque bytes that are returned with the group."""
 
 
 class Submit(Message):
@@ -70,28 +72,29 @@ class Submitted(Message):
 
 
 class Fetch(Message):
-    """Asks for batch `step`."""
+    """Requests batch `step`, counted from 0."""
 
     step: Number
     samples: bool = False
-    """Also send what is kept for people to read: discarded groups after the batch's, and the time of each chunk."""
+    """Whether to send data for the sample logs as well: discarded groups after those of the batch, and the time of each
+    chunk."""
 
 
 class SampleSpan(msgspec.Struct, array_like=True, frozen=True):
     """A period in which a worker, a scorer or an agents process held a sample."""
 
     activity: str
-    """generate | score | act (its agent ran)"""
+    """Activity of the holder: generate | score | act (it ran the sample's agent)."""
     holder: str
-    """Name of the process."""
+    """Name of the process that held the sample."""
     began: float
     ended: float
-    """Unix time, seconds."""
+    """End of the span, Unix time in seconds; `began` is its beginning."""
     start: int
     end: int
-    """Response length in tokens when the span ended; `start`: when it began."""
+    """Response length in tokens at the end of the span; `start` is that at its beginning."""
     outcome: str
-    """How the span ended: stop | length | scored | closed | void | the cause of the lease's end."""
+    """How the span ended: stop | length | scored | closed | void | the cause of the lease's end, such as recall."""
 
 
 class SampleHead(msgspec.Struct, array_like=True, frozen=True):
@@ -107,20 +110,20 @@ class SampleHead(msgspec.Struct, array_like=True, frozen=True):
     """Named components of the reward."""
     spans: list[SampleSpan] = []
     fork: int = 0
-    """Number of the fork of an agent session. The forks of a session follow each other, each with its reward."""
+    """Number of the fork in its agent session; 0 for the main sample. Forks of a session follow each other, each with
+    its reward."""
     chunks: list[tuple[int, float]] = []
-    """For a sample that is kept for people to read, per chunk: (response tokens so far, Unix time by the holder's
-    clock)."""
+    """For a sample in the sample logs, per chunk: (response tokens so far, Unix time by the holder's clock)."""
     attempts: int = 0
-    """For a discarded sample: how many of its leases were lost or failed."""
+    """For a discarded sample: number of its leases that were lost or failed."""
     error: str = ""
-    """Error of the last failed attempt."""
+    """For a discarded sample: error of its last failed attempt."""
     discarded_from: int = 0
-    """For a discarded sample: tokens before this offset are not discarded."""
+    """For a discarded sample: offset of the first discarded token."""
     parent: int = 0
-    """Number of the fork that this fork leaves."""
+    """Number of the fork that this fork starts from."""
     shared_tokens: int = 0
-    """How many tokens at the beginning of a fork belong to its parent."""
+    """Number of tokens at the beginning of a fork that belong to its parent."""
 
 
 class GroupHead(msgspec.Struct, array_like=True, frozen=True):
@@ -131,13 +134,14 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     samples: list[SampleHead]
     opened_at: float = 0.0
     delivered_at: float = 0.0
-    """Unix time, seconds; for discarded samples, when they were discarded."""
+    """Time of the delivery, or for discarded samples of the discard, Unix time in seconds."""
     prompt_number: int = -1
-    """Number of the submitted prompt; -1 if the prompt comes from the data."""
+    """Number of the submitted prompt; -1 if the prompt comes from the dataset."""
     extra: bytes = b""
-    """`Submission.extra` of the prompt."""
+    """Opaque bytes that the trainer submitted with the prompt (`Submission.extra`)."""
     discarded: str = ""
-    """Why these samples are not part of the batch; "" for groups to train. An unknown reward is then nan."""
+    """Reason for which these samples were discarded, so that they are not part of the batch; "" for a group to train.
+    In a discarded group an unknown reward is nan."""
 
 
 class Batch(Message):
@@ -162,7 +166,8 @@ class Finished(Message):
 
 
 class Consumed(Message):
-    """The learner is done with batch `step`: it is in the weights, or was skipped for the reason `discarded`."""
+    """The learner has finished with batch `step`: it has trained the batch, or skipped it for the reason
+    `discarded`."""
 
     step: Number
     metrics: dict[Name, float]
@@ -170,7 +175,7 @@ class Consumed(Message):
 
 
 class Durable(Message):
-    """Checkpoint `step` is on disk; `oldest` is the oldest checkpoint that is kept."""
+    """Checkpoint `step` is on disk, and `oldest` is the oldest checkpoint that the learner keeps."""
 
     step: Number
     oldest: Number
@@ -181,8 +186,8 @@ class BestRequest(Message):
 
 
 class BestCheckpoint(Message):
-    """The most accurate weights known are those of `step` (-1: none); those of the steps `undecided` are still being
-    evaluated."""
+    """Answer to `BestRequest`: the most accurate evaluated weights are those of `step` (-1: none). The weights of the
+    steps in `undecided` are still being evaluated."""
 
     step: int
     undecided: list[int]

@@ -12,24 +12,24 @@ GiveBackCause = Literal[
 
 
 class WorkerCapacity(Message):
-    """The weights that a worker samples from, and how many samples it generates at once."""
+    """Tells the broker which weights a worker samples from, and how many samples it generates at once."""
 
     version: Version
     capacity: Number
     loaded_in_s: float = 0.0
-    """Seconds that loading these weights took."""
+    """Time that the worker took to load these weights, seconds."""
 
 
 class HolderCapacity(Message):
-    """How many leases a scorer, or sessions an agents process, holds at once."""
+    """Tells the broker how many leases a scorer, or how many sessions an agents process, holds at once."""
 
     capacity: Number
     address: Address = ""
-    """Base URL under which other agents processes reach this one's API."""
+    """Base URL at which other agents processes reach the API of this agents process."""
 
 
 class Task(msgspec.Struct, array_like=True, frozen=True):
-    """The fields that the samples of a group share."""
+    """The fields of grants that the samples of a group share."""
 
     group: int
     evaluation: bool
@@ -43,12 +43,12 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def is_cut(self) -> bool:
-        """Whether top-k, top-p or min-p cut the distribution that tokens are drawn from."""
+        """Whether top-k, top-p or min-p truncates the distribution that tokens are sampled from."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class Grant(msgspec.Struct, array_like=True, frozen=True):
-    """A lease on a sample, or on the scoring of a whole group."""
+    """A lease granted on a sample, or on the scoring of a whole group."""
 
     lease_id: int
     task_index: int
@@ -56,27 +56,28 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     index: int
     """Index of the sample in its group."""
     scoring: bool
-    """The response is complete, and only its score is wanted."""
+    """Whether the response is complete, so that only its score is needed."""
     max_new_tokens: int
     seed: int
     finish_reason: str
     """Finish reason of the response if `scoring`; otherwise ""."""
     hand_over: bool
-    """The lease ends with the last tokens, and the response is scored under another lease."""
+    """Whether the lease ends with the response's last tokens; another lease is then granted for the score."""
     group_scored: list[str]
-    """Finish reasons of all responses of a group that is scored as a whole; empty for any other grant."""
+    """Finish reasons of all responses of a group, if the grant is for scoring the group as a whole; otherwise empty."""
     turns: int
-    """How many turns of the policy the environment has answered."""
+    """Number of the policy's turns that the environment has answered."""
     turn_start: int
-    """Offset of the current turn in the response, in tokens."""
+    """Offset in the response at which the current turn starts, tokens."""
     state: bytes
-    """Environment state after the last observation; with `group_scored` a MessagePack array of all responses' ones."""
+    """Environment state after the last observation; with `group_scored` a MessagePack array with the state of every
+    response."""
     stop_token_ids: list[int]
     """Token ids that end the turn, in addition to those that end every turn."""
 
     @property
     def responses(self) -> int:
-        """How many response arrays of the message belong to this grant."""
+        """Number of response arrays of the message that belong to this grant."""
         return len(self.group_scored) or 1
 
 
@@ -89,36 +90,37 @@ class Grants(Message):
 
 
 class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Ends a lease with the score of its response, or of all responses of a grant with `group_scored`."""
+    """Ends a lease with the score of its response, or of all responses of a group if the grant had `group_scored`."""
 
     lease_id: int
     rewards: list[float]
     details: list[dict[Name, float]]
     """Named components of each reward."""
     superseded: list[tuple[Number, Number]] = []
-    """For a session: (fork, length). Tokens beyond the length were seen only by an earlier execution of the agent."""
+    """For an agent session: (fork number, length); tokens after the length were seen only by an earlier execution of
+    the agent."""
     state: bytes = b""
-    """For a session: MessagePack for a verifier that scores the whole group."""
+    """For an agent session: state as MessagePack, for a verifier that scores the whole group."""
 
 
 class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The end of a lease: its holder stops working on the sample."""
+    """Ends a lease without finishing the sample: the holder stops working on it, for the given cause."""
 
     lease_id: int
     length: Number
-    """Length of the response in tokens, those of this report included."""
+    """Response length in tokens, including tokens in the same report."""
     cause: GiveBackCause
     error: str = ""
 
 
 class Closed(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Ends an agent session without a reward: a verifier scores it."""
+    """Ends an agent session without a reward: a verifier scores the session later."""
 
     lease_id: int
     superseded: list[tuple[Number, Number]] = []
-    """See `Scored.superseded`."""
+    """(fork number, length): tokens after the length were seen only by an earlier execution of the agent."""
     state: bytes = b""
-    """MessagePack that the agent leaves for the verifier; may be empty."""
+    """State as MessagePack that the agent leaves for the verifier; may be empty."""
 
 
 Closing = Scored | GiveBack | Closed
@@ -139,26 +141,28 @@ class Answers(Message):
     acks: list[tuple[int, int]] = []
     """(lease id, length): response tokens below the length are on disk."""
     done: list[int] = []
-    """Leases whose end is on disk."""
+    """Ids of the leases whose end is on disk."""
     nacks: list[tuple[int, int]] = []
-    """(lease id, length): tokens from the length on are missing; report them again."""
+    """(lease id, length): response tokens from the length on are missing; the holder has to report them again."""
     rejects: list[tuple[int, str]] = []
     """(lease id, reason): the report on this lease was rejected; drop the lease."""
 
 
 class Abort(Message):
-    """Give back every lease with an id up to the watermark, including leases that arrive later."""
+    """Recalls every lease with an id up to the watermark, including leases whose grants arrive later."""
 
     round: int
     watermark: int
 
 
 class Cancel(Message):
-    """These leases have ended: drop them without an answer; or, with `hand_back`, give them back."""
+    """Tells a holder that these leases have ended, so that it drops their samples without an answer; with `hand_back`,
+    to give the leases back."""
 
     lease_ids: list[int]
     hand_back: bool = False
-    """The leases are still current: give back each that is still generating, with its tokens and cause `recall`."""
+    """Whether the leases are still current, so that the holder gives back each that is still generating, with its
+    tokens and the cause `recall`."""
 
 
 class ActivitySpan(Message):
@@ -175,7 +179,7 @@ class ActivitySpan(Message):
 MAX_STOP_TOKENS = 16
 """Most token ids that one turn may name as stop tokens."""
 MAX_KEY_BYTES = 64
-"""Longest `TurnRequest.key`."""
+"""Most bytes of `TurnRequest.key`."""
 MAX_FORKS = 256
 """Most forks of a session, the first one (fork 0) included. A session's lease id is a multiple of this number and is
 also the id of fork 0; the id of fork k is the lease id plus k."""
@@ -190,7 +194,7 @@ class TurnRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
     """How to sample the turn that follows an observation; stored as MessagePack in the observation's state."""
 
     key: bytes
-    """Hash of the request, by which a replayed agent finds the recorded answer."""
+    """Hash of the request, by which a replayed agent finds the recorded answer to it."""
     max_tokens: Number
     """Most tokens of the turn."""
     stop_token_ids: list[int] = []
@@ -198,7 +202,7 @@ class TurnRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 
 
 class AgentSession(msgspec.Struct, array_like=True, frozen=True):
-    """A lease on a sample whose agent program the receiver has to run."""
+    """A lease on a sample whose agent program the receiving agents process has to run."""
 
     lease_id: int
     group: int
@@ -213,8 +217,8 @@ class AgentSession(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AgentSessionList(Message):
-    """Agent sessions to run. Two uint8 arrays per session: rows and payloads, as in a report, of its history so far.
-    After a new `Hello`, sessions that the peer still holds are sent once more."""
+    """Agent sessions to run. Two uint8 arrays per session: rows and payloads, as in a report, of the session's history
+    so far. After a new `Hello`, sessions that the peer still holds are sent once more."""
 
     sessions: list[AgentSession]
 

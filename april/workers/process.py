@@ -117,9 +117,12 @@ def make_weight_loaders(
     base = BaseWeights(config.model.path) if config.lora.is_set else None
 
     def make_receiver(
-        lane: str, server: Any = None, up: Callable[[], bool] = lambda: True, adapts: Callable[[], bool] = lambda: False
+        channel: str,
+        server: Any = None,
+        up: Callable[[], bool] = lambda: True,
+        adapts: Callable[[], bool] = lambda: False,
     ) -> WeightReceiver:
-        return WeightReceiver(config.weights, new_uid(lane), lane, device, keys, server, up, base, adapts)
+        return WeightReceiver(config.weights, new_uid(channel), channel, device, keys, server, up, base, adapts)
 
     return ENGINES.find(config.worker.engine).weight_loaders(config, engine, name, make_receiver)
 

@@ -27,12 +27,12 @@ from april.wire.sockets.broker import BrokerConnection
 SCORE_WAIT_S = 0.05
 """Longest wait of a response's last rows for its score (s). The broker counts the slot as taken until they arrive."""
 Entry = tuple[ReportRow, bytes]
-"""A row and its payload."""
+"""A report row and its payload."""
 
 
 @dataclass(slots=True)
 class PendingReport:
-    """Unacknowledged rows and closing message of one lease."""
+    """Rows and closing message of one lease that the broker has not acknowledged."""
 
     rows: list[Entry] = field(default_factory=list)
     """Unacknowledged rows in order, sent or not."""
@@ -54,7 +54,7 @@ class PendingReport:
 
 
 class Reports:
-    """Outgoing rows and closings of all leases. Must be used from the thread that owns the connection."""
+    """Outgoing rows and closing messages of all leases. Must be used from the thread that owns the connection."""
 
     def __init__(self, connection: BrokerConnection):
         self.connection = connection
@@ -102,7 +102,7 @@ class Reports:
         """Add tokens that the policy did not sample, int32 [T].
 
         Either an environment's observation with the environment's `state`, or an agent's tokens, in a fork of the
-        session `parent`. `failed`: the environment did not answer; the tokens say so to the policy.
+        session `parent`. `failed`: the environment did not answer, and the tokens tell the policy so.
         """
         payload = tokens.tobytes() + state
         row = observation_row(lease_id, start, len(tokens), finish_reason, payload, failed, clock.now(), parent)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class LeasedTask(NamedTuple):
-    """A grant with its task and token arrays."""
+    """A lease grant with its task and token arrays."""
 
     grant: wire.Grant
     task: wire.Task
@@ -172,7 +172,7 @@ class Scorer:
         self.stopping = reason
 
     def run_once(self) -> None:
-        """One pass: messages, scores."""
+        """Run one pass of the loop: handle the broker's messages, then report new scores."""
         MAIN.at("messages")
         for received in self.connection.receive(BUSY_POLL_MS if self.scoring.pending else IDLE_POLL_MS):
             self._handle(received)

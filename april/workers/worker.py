@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 IDLE_POLL_MS = 20
 SCORING_POLL_MS = 5
 CAPACITY_CHANGE_PARTS = 8
-"""The broker is told of a capacity change larger than 1 / CAPACITY_CHANGE_PARTS of the last reported capacity."""
+"""A capacity change above 1 / CAPACITY_CHANGE_PARTS of the last reported capacity is reported to the broker."""
 TIMELINE_SPAN_S = 5.0
 """Longest span of generation in the timeline; a longer one is reported in parts of this length."""
 
@@ -50,7 +50,7 @@ class ActiveSample:
     budget: int
     """Most response tokens the sample may have."""
     finished: bool
-    """Whether the response is complete. Only its score is missing then; with `grant.hand_over`, a scorer makes it."""
+    """Whether the response is complete. Only its score is missing then; if `grant.hand_over`, a scorer computes it."""
     answered_turns: int
     """Turns that the environment has answered."""
     turn_start: int
@@ -87,8 +87,8 @@ class Worker:
         weight_loaders: list[WeightLoader],
         time_sharing: WorkerTimeSharing | None = None,
     ):
-        """`weight_loaders`: one for the engine, or one for each server behind it. `time_sharing`: of the engine's
-        accelerator with the learner, held by the engine at this moment; None without time sharing."""
+        """`weight_loaders`: one for the engine, or one for each server behind the engine. `time_sharing`: the engine's
+        time slices on its accelerator, of which it holds one at this moment; None without time sharing."""
         self.config = config
         self.engine = engine
         self.connection = connection
@@ -129,7 +129,7 @@ class Worker:
         self.stopping = reason
 
     def run_once(self) -> None:
-        """One pass: messages, weights, one decode step, observations, scores."""
+        """Run one pass of the loop: handle messages, weights, one decode step, observations and scores."""
         MAIN.at("messages")
         for received in self.connection.receive(self._patience_ms()):
             self._handle(received)
@@ -185,7 +185,7 @@ class Worker:
         return self.reports.unacknowledged_bytes >= self.config.worker.unacked_mb << 20
 
     def _patience_ms(self) -> int:
-        """Wait for messages (ms): none between decode steps, a short one while verifiers or environments work."""
+        """Longest wait for messages (ms): 0 between decode steps, short while verifiers or environments work."""
         if self._can_generate():
             return 0
         return SCORING_POLL_MS if self.scoring.pending or self.environment_turns.pending else IDLE_POLL_MS
@@ -236,14 +236,14 @@ class Worker:
             case wire.Abort():
                 self.watermark = max(self.watermark, message.watermark)
                 self._hand_back_aborted()
-            case wire.Cancel(tokens, hand_back=True):
-                for lease_id in tokens:
+            case wire.Cancel(lease_ids, hand_back=True):
+                for lease_id in lease_ids:
                     self._give_back(lease_id, "recall")
-            case wire.Cancel(tokens):
-                for lease_id in tokens:
+            case wire.Cancel(lease_ids):
+                for lease_id in lease_ids:
                     self._drop(lease_id)
-            case wire.Renewed(tokens):
-                for lease_id in tokens:
+            case wire.Renewed(lease_ids):
+                for lease_id in lease_ids:
                     if not self._is_handed_over(lease_id):
                         self._drop(lease_id)
             case wire.WeightsAddress():
@@ -341,7 +341,7 @@ class Worker:
             self._continue(sample)
 
     def _observe(self, observed: TokenizedObservation) -> None:
-        """Append an observation to its sample and continue it. Ignored if the sample has been given back meanwhile."""
+        """Append an observation to its sample and continue the sample, unless it has been given back meanwhile."""
         lease_id, sample = observed.key, self.active.get(observed.key)
         if sample is None or self.reports.is_closing(lease_id):
             return
@@ -385,7 +385,7 @@ class Worker:
         self.reports.close(ending)
 
     def _hand_back_aborted(self) -> None:
-        """Every training sample at or below the watermark that still generates goes back with its tokens."""
+        """Give back, with its tokens, every training sample that still generates and whose lease id is <= watermark."""
         training = (lease_id for lease_id, sample in self.active.items() if not sample.task.evaluation)
         aborted = [lease_id for lease_id in training if lease_id <= self.watermark]
         for chunk in self.engine.cancel_all(aborted):
@@ -394,7 +394,7 @@ class Worker:
             self._give_back(lease_id, "abort")
 
     def _give_back(self, lease_id: int, cause: wire.GiveBackCause, error: str = "") -> None:
-        """Stop generating a sample; one that is being scored already stays, unless this worker leaves."""
+        """Stop generating a sample and return its lease; on an abort or recall, a sample being scored is kept."""
         for chunk in self.engine.cancel(lease_id):
             self._report_chunk(chunk)
         sample = self.active.get(lease_id)

@@ -1,4 +1,5 @@
-"""A run under fire: a real service and journal, with workers, a scorer, a learner and a monitor that behave."""
+"""A run for the message fuzzer: a real broker service and journal, with workers, a scorer, a learner and a monitor that
+follow the protocol."""
 
 from collections import Counter, deque
 
@@ -20,24 +21,25 @@ from tests.support.broker_conversation import (
 )
 
 WORK = (wire.Grants, wire.AgentSessionList, wire.SessionTurns)
-"""Messages that peers keep until they work."""
+"""Message types that stay in a peer's inbox until the peer handles them; other messages are dropped after each
+round."""
 
 
 class Arena(Conversation):
-    """A run that makes progress, and remembers its peers' recent messages."""
+    """A run that makes progress, and keeps recent valid messages of its peers for the attacker to reuse."""
 
     def __init__(self, config, chance):
         self.chance = chance
         self.sent = deque(maxlen=500)
-        """(route, frames) of valid messages."""
+        """(route, frames) of recent valid messages."""
         self.sent_arrays = deque(maxlen=100)
-        """Those of `sent` that carry arrays."""
+        """(route, frames) of recent valid messages that carry arrays."""
         self.said = set()
-        """Names of the message types that were sent."""
+        """Names of the message types that peers have sent."""
         self.ended = deque([1], maxlen=100)
         """Ids of leases that have ended."""
         self.events = 0
-        """Events that the ledger has recorded."""
+        """Number of events that the ledger has recorded."""
         super().__init__(config)
         self.workers = [Worker(self, name) for name in ("w0", "w1")]
         self.scorer = Scorer(self, "s0")
@@ -63,7 +65,7 @@ class Arena(Conversation):
         self.ledger.write = count
 
     def progress(self):
-        """Every peer does some of its work."""
+        """Let every peer do some work: report tokens, score, train a step, ask for the status."""
         self.tick(0.05)
         for holder in self.holders:
             holder.work()
@@ -95,9 +97,9 @@ class Holder(Remembered):
         super().__init__(arena, name)
         self.received_bytes = 0
         self.held = {}
-        """(grant, reported length) by lease id."""
+        """(grant, reported length in tokens) by lease id."""
         self.rows, self.closings = [], []
-        """Rows and closings of its next report."""
+        """Rows and closings of the holder's next report."""
 
     def work(self):
         arena, chance = self.conversation, self.conversation.chance
@@ -205,7 +207,7 @@ class Monitor(Remembered):
 
 
 def digest(ledger):
-    """Everything the ledger knows except the ends of leases, which a renewal may change."""
+    """State of the ledger, for comparison, without the expiry times of leases, which a renewal may change."""
     groups = [
         (
             group.id, group.state, group.tokens, group.step, group.started, group.opened_at,

@@ -8,7 +8,7 @@ from tests.support.broker_conversation import Conversation, FakeLearner, FakeWor
 
 @pytest.fixture
 def converse(config_file):
-    """converse(*overrides) -> Conversation of the small configuration"""
+    """Factory of brokers without sockets: converse(*overrides) -> Conversation of the small run's configuration."""
     return lambda *overrides: Conversation(configuration.load(config_file, list(overrides)))
 
 

@@ -1,10 +1,10 @@
-"""A broker under fire: `python -m tests.broker.fuzz --messages 1000000 [--seed 0]`.
+"""Fuzzer of the broker's protocol: `python -m tests.broker.fuzz --messages 1000000 [--seed 0]`.
 
-A real service with a real journal serves peers that behave (arena.py); in between, it is sent what no peer should
-send (hostile.py). Nothing of that may raise, be recorded, or change the ledger; what is refused is answered once and
-counted once, by a handful of causes; memory stays as it is. A third of the messages go to a plain
-run whose trainer brings the prompts, as many to one with everything on, and to one with agents. Of every hundred
-messages one more goes over real sockets to a real server (fuzz_sockets.py).
+A real service with a real journal serves peers that follow the protocol (arena.py). Between their messages it receives
+invalid ones (hostile.py). An invalid message must not raise, be recorded, or change the ledger. Each refused message is
+answered once and counted once, under one of a few causes, and memory does not grow. Each of three runs receives a third
+of `--messages`: a plain one whose trainer submits the prompts, one with every feature on, and one
+with agents. One message more per hundred goes over real sockets to a real server (fuzz_sockets.py).
 """
 
 import argparse
@@ -27,11 +27,11 @@ from tests.broker.fuzz_sockets import fuzz_sockets
 from tests.broker.hostile import Attacker
 
 BATCH = 200
-"""attacks between two turns of the run and two comparisons of the ledger"""
+"""Number of attacks between two rounds of the run's own work, and between two comparisons of the ledger."""
 MOST_CAUSES = 50
 MAX_SESSIONS = 64
 MOST_GROWTH = 1.05
-"""of the process, after the first tenth of the messages"""
+"""Largest allowed growth of the process's memory after the first tenth of the messages (ratio)."""
 ENDLESS = ["--schedule.max_steps", "1000000000", "--evaluation.prompts", "1"]
 SETTINGS = [*ENDLESS, "--security.max_sessions", str(MAX_SESSIONS)]
 EVERYTHING = [
@@ -39,14 +39,14 @@ EVERYTHING = [
     "--environment.name", "calculator", "--environment.max_turn_tokens", "8",
     "--reward.allowed", '["exact", "group:rewards:rank"]',
 ]  # fmt: skip
-"""scorers, supports, an environment"""
+"""Overrides that turn many features on: scorers, token supports, an environment, group rewards."""
 SUBMITTED = ["--data.source", "submitted"]
 AGENTS = ["--run.name", "agents", "--agent.attach", "true", "--reward.where", "scorer"]
 
 
 def make_configs(path, folder):
-    """Of a plain run whose trainer brings the prompts, of one with everything on, where every other group is scored as
-    a whole, and of one with agents."""
+    """Configurations of three runs: a plain one whose trainer submits the prompts, one with every feature on, where
+    every other group is scored as a whole, and one with agents."""
     rows = [
         {"prompt": f"{row:02d}*3+60=", "label": "0", "reward": ["exact", "group:rewards:rank"][row % 2]}
         for row in range(64)
@@ -58,7 +58,8 @@ def make_configs(path, folder):
 
 
 def fuzz(config, messages, seed=0, report=lambda done: None):
-    """Send that many attacks; returns what was refused by cause. Raises AssertionError with the first failure."""
+    """Send `messages` attacks to a broker; returns the number of refusals by cause. Raises AssertionError at the first
+    failure."""
     chance = random.Random(seed)
     arena = Arena(config, chance)
     attacker, peers = Attacker(arena, chance), arena.service.peers
@@ -90,7 +91,7 @@ def fire(arena, route, frames, peer, answer):
 
 
 def refused_leases(peers):
-    """What the next answers say of leases that are not taken."""
+    """Number of rejected leases in the answers that the broker has yet to send."""
     return sum(len(peer.pending.rejects) for peer in peers.by_id.values())
 
 
@@ -98,7 +99,7 @@ def refused_leases(peers):
 
 
 def make_run(folder):
-    """The configuration file of a run on a policy that nobody has trained, and prompts for it."""
+    """Write an untrained policy, prompts and the configuration file of a small run; returns the configuration file."""
     from april.learner.policy.warm_start import build_model, save_policy
     from tests.support.small_run import write_config
 
@@ -115,7 +116,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="[default 0]")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    messages, refusals, began = options.messages // 2, Counter(), time.perf_counter()
+    messages, refusals, began = options.messages // 3, Counter(), time.perf_counter()
 
     def report(done):
         if done % max(BATCH, messages // 10 // BATCH * BATCH) == 0:

@@ -1,4 +1,5 @@
-"""The same attacks over real sockets on a real server with CURVE, from a worker that has a key and abuses it."""
+"""The fuzzer's attacks over real sockets on a real server with CURVE, from a worker that has a valid key and misuses
+it."""
 
 import random
 import socket
@@ -19,7 +20,7 @@ from tests.support.serving_broker import serving
 
 PATIENCE_S = 60.0
 WINDOW = 100
-"""messages sent before their answers are awaited"""
+"""Number of messages sent before their answers are awaited."""
 
 
 def renamed(config, name):
@@ -27,7 +28,7 @@ def renamed(config, name):
 
 
 def fuzz_sockets(config, messages, folder, seed=0):
-    """Send that many attacks; returns what was refused by cause."""
+    """Send `messages` attacks over a socket; returns the number of refusals by cause."""
     keygen.make_folder(folder / "keys")
     secured = renamed(config, "live").model_copy(
         update={"security": config.security.model_copy(update={"keys": folder / "keys"})}
@@ -65,7 +66,8 @@ def fuzz_sockets(config, messages, folder, seed=0):
 
 
 def send_garbage(server, chance):
-    """Bytes that are no ZeroMQ, or a greeting without keys, on connections that are cut or left open."""
+    """Open TCP connections that send bytes which are not ZeroMQ, or a ZeroMQ greeting without keys; close half of them,
+    leave half open."""
     host, port = server.address.removeprefix("tcp://").split(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\x00")
     left_open = []
@@ -86,7 +88,7 @@ def send_garbage(server, chance):
 
 
 class Raw:
-    """One connection that sends whatever it is given."""
+    """A DEALER connection with a key that sends arbitrary frames."""
 
     def __init__(self, address, keys):
         self.context = zmq.Context()
@@ -103,7 +105,7 @@ class Raw:
         self.socket.send_multipart(frames)
 
     def await_refusals(self, count):
-        """Every one of the messages sent so far has been answered, with a sentence."""
+        """Wait until each of the `count` messages sent so far has been answered by a refusal."""
         while self.refused < count:
             assert self.socket.poll(PATIENCE_S * 1000), f"{self.refused} answers to {count} messages"
             header, *frames = self.socket.recv_multipart()
@@ -112,7 +114,7 @@ class Raw:
             self.refused += 1
 
     def await_reconnection(self):
-        """The server has closed the connection, and takes a new one."""
+        """Wait until the server has closed the connection and accepted a new one."""
         seen = []
         while seen[-2:] != [zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED]:
             assert self.events.poll(PATIENCE_S * 1000), "the connection goes on"

@@ -1,7 +1,8 @@
-"""What no peer should send: damaged, mistyped, misplaced, repeated and absurd messages, drawn at random.
+"""Invalid messages for the fuzzer: damaged, mistyped, misplaced, repeated or absurd ones, drawn at random.
 
-Each attack is (route, frames, peer, answer): who sends it over which connection, the key it comes with (None without
-CURVE), and how the broker must answer: "refused", or "anything" where silence or an honest answer will do.
+Each attack is (route, frames, peer, answer): the peer's connection it comes over, its frames, the owner of its key
+(None without CURVE), and how the broker must answer: "refused", or "anything" if the broker may also accept or ignore
+it.
 """
 
 import msgpack
@@ -43,7 +44,7 @@ ROWS = [
     lambda c, lease_id: chunk(lease_id, c.choice([0, 1, 7, 2**53]), Version(0, 0), TOKENS, c.choice(["", "stop"])),
     lambda c, lease_id: observation(lease_id, c.choice([0, 1, 7, 2**53]), TOKENS[0], b"state"),
 ]
-"""what a report may say of a lease, from what draws and the lease"""
+"""Functions (random generator, lease id) -> (row, payload) of a report."""
 ONLY_FOR = {
     "worker": [
         wire.WorkerCapacity(Version(0, 0), 4),
@@ -76,7 +77,7 @@ ONLY_FOR = {
 }
 LARGEST_LEASE = 2**64 - 1
 NOT_REPEATED = (wire.Hello, wire.Goodbye, wire.StartLearner, wire.StopRun)
-"""said again, these mean something new"""
+"""Message types that the repetition attack leaves out: sent a second time, they have a new meaning."""
 
 
 def encode(message, arrays=(), session=0, sequence=1):
@@ -84,7 +85,7 @@ def encode(message, arrays=(), session=0, sequence=1):
 
 
 def report(row, payload):
-    """The frames' arrays of one row."""
+    """Arrays of a report with a single row: the packed row, and its padded payload."""
     return [np.frombuffer(pack_rows([row]), "u1"), np.frombuffer(payload.ljust(padded(len(payload)), b"\0"), "u1")]
 
 
@@ -124,7 +125,7 @@ class Attacker:
         return self.chance.randbytes(self.chance.randrange(most))
 
     def earlier(self):
-        """Route and frames of a valid message that a peer has sent."""
+        """(route, frames) of a valid message that a peer has sent before."""
         route, frames = self.chance.choice(self.arena.sent)
         return route, list(frames)
 
@@ -138,7 +139,7 @@ class Attacker:
         return self.route(), frames, None, "refused"
 
     def damaged(self):
-        """A header that is none of this protocol, or lies about the arrays."""
+        """A message whose header has another protocol, or wrong facts about its arrays."""
         route, frames = self.earlier()
         at, value = self.chance.choice([(0, 0), (1, 7), (2, 99), (4, frames[0][4] + 1), (5, 200)])
         frames[0] = frames[0][:at] + bytes([value]) + frames[0][at + 1 :]
@@ -161,7 +162,7 @@ class Attacker:
         return route, frames, None, "refused"
 
     def mistyped(self):
-        """A body with a field of another type, one too few or one too many."""
+        """A message with a field of another type, one field too few or one too many."""
         route, frames = self.earlier()
         body = msgpack.unpackb(frames[1], strict_map_key=False)
         part = self.chance.choice([body, body[0], *(field for field in body[0] if field and isinstance(field, list))])
@@ -180,7 +181,7 @@ class Attacker:
         return self.route(), encode(self.anything(), session=session), None, "refused"
 
     def other_connection(self):
-        """A live session, from a connection that is not its own."""
+        """A message with the id of a live session, sent over another connection than the session's."""
         return b"stranger/data", encode(self.anything(), session=self.peer().session), None, "refused"
 
     def other_role(self):
@@ -192,7 +193,7 @@ class Attacker:
         return peer.name.encode() + b"/data", encode(message, session=peer.session), None, "refused"
 
     def foreign_lease(self):
-        """A lease of another worker or scorer, of nobody, or one that ended long ago."""
+        """A report on a lease that is not the sender's: another holder's, nobody's, or one that ended long ago."""
         holder, other = self.chance.sample(self.arena.holders, 2)
         tokens = {*EXTREMES[:-1], *self.arena.leases_of(other), *self.arena.ended} - {*self.arena.leases_of(holder)}
         lease_id, make = self.chance.choice(sorted(tokens)), self.chance.choice([*CLOSINGS, *ROWS])
@@ -218,7 +219,7 @@ class Attacker:
         return learner.name.encode() + b"/data", encode(message, session=learner.session), None, "refused"
 
     def absurd_worker(self):
-        """Values that make no sense of the worker itself."""
+        """A message of a worker about itself with impossible values, such as a negative duration."""
         worker, version = self.chance.choice(self.arena.workers), Version(0, 0)
         message = self.chance.choice(
             [
@@ -233,7 +234,7 @@ class Attacker:
         return worker.name.encode() + b"/data", encode(message, (), worker.session), None, "refused"
 
     def absurd_tokens(self):
-        """Chunks and observations that make no sense where the lease is the worker's own."""
+        """A worker's report on its own lease with an invalid chunk or observation."""
         worker = self.chance.choice(self.arena.workers)
         lease_id, (ids, logprobs) = self.arena.a_lease_of(worker), TOKENS
         of_a_chunk = [
@@ -278,7 +279,8 @@ class Attacker:
         return worker.name.encode() + b"/data", encode(wire.Report(), arrays, worker.session), None, "refused"
 
     def absurd_agents(self):
-        """What makes no sense where the session is the process's own, or is none."""
+        """An agents process's report that its own session does not allow, or a session's closing on a lease that is no
+        session."""
         agents, worker, (ids, logprobs) = self.arena.agents, self.chance.choice(self.arena.workers), TOKENS
         mine, another = self.arena.a_lease_of(agents), self.arena.a_lease_of(worker)
         requests = [b"", b"state", msgpack.packb([b"k", 0, []]), msgpack.packb([b"k" * 65, 4, []]),
@@ -297,7 +299,7 @@ class Attacker:
         return peer.name.encode() + b"/data", encode(message, arrays, peer.session), None, "refused"
 
     def absurd_scores(self):
-        """Scores that make no sense where the lease is the holder's own."""
+        """A score on the sender's own lease with invalid rewards or details."""
         holder, bad = self.chance.choice(self.arena.holders), self.chance.choice([float("nan"), float("-inf")])
         lease_id, many = (
             self.arena.a_lease_of(holder),
@@ -318,13 +320,13 @@ class Attacker:
         return holder.name.encode() + b"/data", encode(wire.Report([message]), (), holder.session), None, "refused"
 
     def repeated(self):
-        """A valid message again, as it was."""
+        """An earlier valid message, sent again unchanged."""
         route, frames = self.earlier()
         repeated = not isinstance(wire.decode(frames).message, NOT_REPEATED)
         return (route, frames, None, "anything") if repeated else self.noise()
 
     def greeting(self):
-        """Strangers that say hello, with leases that they do not hold."""
+        """A hello of an unknown peer that claims leases which it does not hold."""
         name = f"stranger-{self.chance.getrandbits(40)}"
         leases = [abs(self.chance.choice(EXTREMES[:-1])) for _ in range(self.chance.randrange(20))]
         role = self.chance.choice(["worker", "scorer", "monitor", "king", "", "x" * 5000])
@@ -336,7 +338,7 @@ class Attacker:
         return route, frames, KeyOwner("k" * 40, "", ""), "refused"
 
     def other_key(self):
-        """A valid message, but with a key that belongs to somebody else."""
+        """A valid message that comes with the key of another peer."""
         route, frames = self.earlier()
         message = wire.decode(frames).message
         role = "monitor" if isinstance(message, wire.Hello) and message.role != "monitor" else "worker"

@@ -1,4 +1,5 @@
-"""Sessions of agents, seen from the broker: a turn is anybody's to generate, and between turns nobody holds a slot."""
+"""Agents' sessions in the broker: any worker may generate a turn, and a session holds no decode slot between its
+turns."""
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ def agents(talk):
 
 @pytest.fixture
 def told(agents):
-    """A session of a training sample."""
+    """An agent's session of a training sample, as the broker sent it to the agents process."""
     return next(told for told in agents.listen() if not told.evaluation)
 
 
@@ -94,7 +95,7 @@ def test_sessions_of_a_lost_process_move_to_the_next_with_their_whole_history(ta
 
 
 def test_a_lost_session_that_may_not_be_replayed_is_a_counted_discard(converse):
-    """Where its agent has asked nothing yet there is nothing that it would do again."""
+    """A session whose agent has made no request yet is started anew, since nothing would be repeated."""
     talk = converse(*AGENTS, "--agent.replay", "discard")
     agents, worker, learner = FakeAgents(talk), FakeWorker(talk), FakeLearner(talk)
     agents.join(capacity=10)
@@ -217,7 +218,8 @@ def test_a_worker_cannot_end_its_lease_as_an_agent_does(talk, worker, agents, to
 
 
 def test_a_group_reward_sees_the_state_that_each_agent_has_left(converse):
-    """Also after a restart, and whether the agent has said a reward or not."""
+    """The states also reach the group reward after a restart of the broker, and whether or not an agent has given a
+    reward itself."""
     talk = converse(*AGENTS, "--reward.name", "group:tests.workers.x:y")
     agents, worker = FakeAgents(talk), FakeWorker(talk)
     agents.join(capacity=1000)
@@ -270,7 +272,7 @@ def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk
 
 
 def test_after_the_last_batch_agents_keep_only_evaluation_sessions(converse):
-    """What the others ask would never be answered."""
+    """Training sessions are cancelled: their requests would never be answered."""
     talk = converse(*AGENTS, "--schedule.max_steps", "1")
     agents, worker, learner = FakeAgents(talk), FakeWorker(talk), FakeLearner(talk)
     agents.join(capacity=1000)

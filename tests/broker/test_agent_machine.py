@@ -1,4 +1,4 @@
-"""Agents' sessions in the ledger, in any order of events: each token is accounted for once, none is lost."""
+"""Agents' sessions in the ledger under random orders of events: each token is counted once, and none is lost."""
 
 import random
 from collections import Counter
@@ -39,7 +39,7 @@ class World:
         self.ledger.start_learner(0)
         self.steps = {"w0": 0, "w1": 0}
         self.acknowledged = Counter()
-        """sampled tokens that were taken"""
+        """Number of sampled tokens that the ledger has accepted, by whether they are of evaluation."""
 
     def journal(self, event, arrays):
         self.log.append(event)
@@ -55,7 +55,8 @@ class World:
             self.ledger.lease_agent(sample, self.chance.choice(["a0", "a1"]), 0.0)
 
     def speak(self):
-        """An agent says something when it is its turn, and is refused when it is not."""
+        """Send an agent's request: accepted if the session waits for its agent and has budget left, refused
+        otherwise."""
         if lease := self.a_lease(lambda lease: lease.agent):
             fork, count = self.chance.choice(lease.sample.with_forks), self.chance.randint(1, 3)
             row = observation_row(lease.id + fork.fork_number, fork.length, count, "", b"request")
@@ -64,7 +65,7 @@ class World:
             assert verdict is (Verdict.OK if may else Verdict.INVALID)
 
     def branch_off(self):
-        """It leaves a branch where a turn of that has ended, or at the beginning, and is refused elsewhere."""
+        """Fork a session: accepted at its beginning and where a turn has ended, refused elsewhere."""
         if lease := self.a_lease(lambda lease: lease.agent and self.chance.random() < 0.5):
             session, number = lease.sample, 1 + max(fork.fork_number for fork in lease.sample.with_forks)
             parent = self.chance.choice(session.with_forks)
@@ -125,7 +126,8 @@ class World:
                 assert (lease.sample.length, lease.sample.state) == (length, state), "a turn goes on without its agent"
 
     def forsake(self):
-        """A lost session is not opened again; one without any request stays as it was."""
+        """Give up a session whose agent was lost: its sample is dead. A session without any request cannot be given up,
+        and stays as it was."""
         groups = [group for group in self.ledger.groups.values() if group.state == "open"]
         lost = [sample for group in groups for sample in group.samples if needs_agent(sample)]
         if lost and self.chance.random() < 0.3:
@@ -190,7 +192,7 @@ class World:
         )
 
     def rebuilt(self):
-        """From the journal alone."""
+        """A new ledger, rebuilt from the journal alone."""
         again = Ledger(self.rules)
         for position, event in enumerate(self.log):
             again.apply(event, (position + 1, 100))
@@ -219,7 +221,7 @@ def test_the_ledger_closes_and_a_journal_or_a_snapshot_rebuilds_it(kind, seed):
 
 
 def taken(ledger):
-    """(group, index) of all samples without a running agent."""
+    """Take all samples without a running agent from the queue; returns their (group, index)."""
     found = []
     for evaluation in (False, True):
         while sample := ledger.queue.take_for_agent(evaluation):

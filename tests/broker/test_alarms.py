@@ -1,4 +1,4 @@
-"""Alarms: raised by what they are about, with a sentence, after a restart as before, and not otherwise."""
+"""Alarms of a run: each is raised by its condition only, with a sentence, and again after a restart of the broker."""
 
 from io import StringIO
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ HALF = EMPTY | {"trained_tokens": 20.0, "gradient_groups": 1.0}
 
 @pytest.fixture
 def talk(converse, monkeypatch):
-    """Whatever else the disk of this machine has."""
+    """A conversation whose disk always has 50 GiB of free space, whatever this machine has."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=50 << 30))
     return converse("--evaluation.prompts", "1", "--schedule.max_steps", "8")
 

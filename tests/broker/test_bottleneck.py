@@ -1,4 +1,5 @@
-"""What a broker says of one moment: who holds the next batch up, what workers' slots do, and the sentence on it."""
+"""The broker's statement on the current bottleneck: which part delays the next batch, what workers' slots do, and the
+sentence about it."""
 
 import pytest
 

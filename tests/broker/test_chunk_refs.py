@@ -1,4 +1,4 @@
-"""Packed chunk references: they unpack to the same references, and segments follow from them."""
+"""Packed chunk references unpack to the same references, and a sample's segments follow from them."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ EDGES = [0, 1, 2**8 - 1, 2**8, 2**16, 2**24 - 1, 2**24, 2**32 - 1]
 
 @st.composite
 def chunks(draw):
-    """Chunks as workers report them, with sizes and versions at the limits of a delta."""
+    """Strategy for chunks as workers report them, with sizes and versions at the limits of the delta encoding."""
     tokens = draw(st.sampled_from([1, 60, 186, 187, 188, 313, 314, 315, 2**29 - 1]))
     record = draw(st.sampled_from([0, 7, 2**40])) + draw(st.sampled_from([*EDGES, 2**32]))
     numbers = [draw(st.sampled_from(EDGES)) for _ in range(3)]
@@ -49,7 +49,7 @@ def test_a_delta_encoded_reference_takes_half_the_bytes_of_a_full_one():
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.booleans(), st.integers(0, 1), st.integers(0, 2)), max_size=20))
 def test_neighbouring_tokens_of_one_version_are_one_segment(spans):
-    """Spans are (tokens, whether they are an observation, incarnation, step)."""
+    """Spans are (tokens, whether they are an observation, weights incarnation, policy step)."""
     versions = [
         None if observed else Version(incarnation, step) for n, observed, incarnation, step in spans for _ in range(n)
     ]

@@ -1,4 +1,4 @@
-"""The rules of the schedule `continuous`."""
+"""Rules of the schedule `continuous`: when groups are opened and how many samples are in flight."""
 
 import pytest
 
@@ -125,7 +125,8 @@ def test_a_learner_from_an_older_checkpoint_gets_its_batches_again_before_a_new_
 
 @pytest.mark.parametrize(("longest", "batches"), [(3, 1), (4, 5 / 3), (1000, 2)])
 def test_with_a_waiting_batch_groups_are_opened_only_as_far_as_stragglers_delay_them_anyway(longest, batches):
-    """8 responses of 3 tokens in flight, 4 in a batch: during the longest, 8 * longest / 12 batches complete."""
+    """With 8 responses of 3 tokens in flight and 4 in a batch, 8 * longest / 12 batches complete while the longest
+    response runs."""
     run = Run(in_flight=8, longest=longest)
     run.finish(*run.fill()[:4])
     assert run.schedule.backlog(run.ledger) == 2, "nothing is trained yet"
@@ -135,8 +136,10 @@ def test_with_a_waiting_batch_groups_are_opened_only_as_far_as_stragglers_delay_
 
 @pytest.mark.parametrize(("staleness", "opened", "replaced"), [(3, [8, 8, 9, 9], [10, 10, 11, 11]), (2, [], [])])
 def test_without_late_stragglers_a_backlog_does_not_reduce_the_samples_in_flight(staleness, opened, replaced):
-    """8 responses of 3 tokens in flight, all groups' equally long: 4 groups and a batch of 2 may be undelivered. Two
-    batches complete beside the longest response, so that a bound of 2 has no room for one that waits."""
+    """With 8 responses of 3 tokens in flight, equally long in all groups, 4 groups and a batch of 2 may be undelivered.
+
+    Two batches complete while the longest response runs, so that a bound of 2 has no room for a batch that waits.
+    """
     run = Run(in_flight=8, longest=3, staleness=staleness)
     run.finish(*run.fill())
     run.consume()

@@ -1,4 +1,4 @@
-"""Damage to an old journal file costs only the groups stored there, each counted; everything else goes on."""
+"""Damage to an old journal file costs only the groups stored there, each counted as discarded; the run continues."""
 
 import time
 
@@ -22,7 +22,7 @@ def damage_tokens(talk, sample):
 
 
 def lost(talk, *groups):
-    """The groups are discarded and counted, and the ledger closes."""
+    """Check that the groups are discarded and counted, and that generated tokens equal the sum of their states."""
     assert all(group.state is GroupState.DISCARDED for group in groups)
     assert talk.ledger.counts["unreadable"] == len(groups) and talk.ledger.closed
     assert not talk.service.run.read_only and not talk.service.run.over

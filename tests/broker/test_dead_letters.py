@@ -1,4 +1,5 @@
-"""Dead samples leave a bounded number of letters, prompts are drawn again on request, and no lease lasts for ever."""
+"""Samples that failed for good leave a bounded number of dead letters, their prompts are drawn again on request, and no
+lease is held for ever."""
 
 import pytest
 
@@ -28,7 +29,7 @@ def lease_next(ledger, schedule, **times):
 
 
 def kill_a_sample(ledger, schedule, at=7.0):
-    """Fail the next sample until it is dead; returns its group."""
+    """Fail the next sample until it is dead (out of attempts); returns the id of its group."""
     group = None
     while group is None or group.id in ledger.groups:
         lease = lease_next(ledger, schedule)

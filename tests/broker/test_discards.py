@@ -1,5 +1,5 @@
-"""What is discarded comes to the learner beside the next batch where samples are kept, the same again after a restart,
-and so does when each chunk was sampled."""
+"""Discarded groups, and the sampling times of chunks, reach the learner together with the next batch if samples are
+kept; the same again after a restart of the broker."""
 
 from types import SimpleNamespace
 
@@ -27,8 +27,8 @@ def talk(converse):
 
 
 def to_first_batch(talk, worker):
-    """Of groups 0, 1 and 2 all samples have one reward; a sample of group 3 dies. Each response has two chunks, sampled
-    half a second apart."""
+    """Work until the first batch. All samples of groups 0, 1 and 2 get the same reward; a sample of group 3 dies. Each
+    response has two chunks, sampled half a second apart."""
     waiting, places = finish_evaluation(worker), {}
     while talk.ledger.next_step == 0:
         waiting += training(worker.grants())
@@ -49,7 +49,7 @@ def to_first_batch(talk, worker):
 
 
 def of(batch):
-    """{reason: groups} of what is none of the batch."""
+    """Discarded groups in a batch message, by reason."""
     found = {}
     for head in batch[0].groups:
         if head.discarded:

@@ -1,5 +1,6 @@
-"""A broker whose disk refuses acknowledges nothing and answers questions. It goes on when there is room again, or,
-where something else was wrong, when it is restarted. One without a descriptor left goes on with what it has open."""
+"""A broker that cannot write its journal acknowledges nothing, but still answers questions. It continues when the disk
+has space again, or after a restart if the fault was another one. A broker that is out of file descriptors continues
+with its open files."""
 
 import contextlib
 import errno
@@ -48,7 +49,7 @@ def join():
 
 
 def wait_for(connection, kind, timeout_s=60.0, never=()):
-    """The next message of a kind, and none of another before it."""
+    """Wait for the next message of type `kind`; a message of the types `never` before it is a failure."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         for received in connection.receive(timeout_ms=200):
@@ -59,7 +60,7 @@ def wait_for(connection, kind, timeout_s=60.0, never=()):
 
 
 def generate_three(worker, learner):
-    """The token of a lease of which three tokens are acknowledged."""
+    """Start the learner, and generate three tokens of a sample; returns the lease's id once they are acknowledged."""
     assert isinstance(learner.request(wire.StartLearner(0, "tcp://127.0.0.1:9"), 60.0).message, wire.LearnerAdmitted)
     worker.send(wire.WorkerCapacity(Version(0, 0), 4))
     lease_id = wait_for(worker, wire.Grants).message.grants[0].lease_id
@@ -73,7 +74,7 @@ def status_of(monitor):
 
 
 def limit_files(job, size):
-    """No file of the process may grow beyond `size` bytes."""
+    """Limit the size of files that the job's process writes to `size` bytes; None: no limit."""
     _, hard = resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(job.process.pid, resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
 

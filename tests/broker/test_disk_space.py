@@ -1,4 +1,4 @@
-"""A long run does not use ever more disk space: files that no restart and no learner needs are deleted."""
+"""A long run's disk space stays bounded: files that neither a restart nor a learner needs are deleted."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""pass@k and mean@k: estimators against brute force, intervals against published values and against coverage."""
+"""The estimators of pass@k and mean@k agree with brute force; their confidence intervals agree with published values
+and have the intended coverage."""
 
 import gc
 import weakref
@@ -131,7 +132,7 @@ def test_an_evaluation_has_its_line_behind_its_sync_and_once(converse):
 
 
 def evaluations(path):
-    """What the lines of evaluations say, as the summary has it."""
+    """Evaluations in metrics.jsonl, in the form in which summary.json lists them."""
     lines = [line for line, _, _ in records_from(path) if not is_step(line)]
     return [{"step": line["step"], "time": line["time"]} | line["evaluation"] for line in lines]
 

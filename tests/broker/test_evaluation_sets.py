@@ -1,5 +1,5 @@
-"""Held-out prompts in several sets: each drawn and scored in its own way, told by its name, and the best weights by one
-of them."""
+"""Several sets of held-out prompts: each is drawn and scored by its own keys and reported under its name, and one of
+them decides on the best checkpoint."""
 
 import orjson
 import pytest
@@ -39,7 +39,8 @@ temperature = 0.0
 
 @pytest.fixture
 def load(config_file):
-    """load(sets) -> the small run with these sets of held-out prompts beside that of data.eval_path"""
+    """Factory: load(sets) -> configuration of the small run with these evaluation sets in addition to
+    `data.eval_path`."""
     rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row)} for row in range(5)]
     (config_file.parent / "hard.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     small = config_file.read_text().replace("evaluation = { prompts = 8 }\n", "")
@@ -52,7 +53,7 @@ def load(config_file):
 
 
 def evaluation_grants(worker):
-    """By the number of the set; those for training are given back."""
+    """Evaluation grants by the number of their set; training grants are given back."""
     found = {}
     for grant in worker.grants():
         if grant.evaluation:
@@ -111,7 +112,7 @@ def answer(learner):
 
 
 def evaluate(worker, accuracy):
-    """Finish what is open: on the set `hard` with this accuracy of 6 samples."""
+    """Complete all evaluation samples; of the 6 samples of the set `hard`, the share `accuracy` gets reward 1."""
     grants = evaluation_grants(worker)
     for number, of_set in grants.items():
         for turn, grant in enumerate(of_set):

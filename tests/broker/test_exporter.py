@@ -1,4 +1,5 @@
-"""/metrics and /health over HTTP: of a broker's process, and of every condition that one can be in."""
+"""The HTTP endpoints /metrics and /health: of a real broker process, and of an exporter in each condition that a broker
+can be in."""
 
 import dataclasses
 
@@ -21,7 +22,7 @@ def health(base):
 
 
 def scrape(base):
-    """Values by (name, label values in alphabetical order)."""
+    """Metric values at /metrics, by (name, label values in alphabetical order of the labels)."""
     status, body = get(base + "/metrics")
     assert status == 200
     families = list(text_string_to_metric_families(body))
@@ -107,13 +108,13 @@ def serving():
 
 @pytest.fixture
 def exporter(serving):
-    """Takes the next snapshot at once."""
+    """An exporter that takes its next metrics snapshot at once."""
     serving._next_snapshot = 0.0
     return serving
 
 
 def show(exporter, now=None, **changes):
-    """The loop comes round at `now` in this condition; what /health says."""
+    """Let the broker's loop pass at time `now` in the condition given by `changes`; returns the answer of /health."""
     snapshot = MetricsSnapshot(dataclasses.replace(WORKING, **changes), {}, SyncTimes().histogram())
     exporter._next_snapshot = 0.0
     exporter.passed(clock.now() if now is None else now, lambda: snapshot)

@@ -1,4 +1,4 @@
-"""Groups that teach nothing are discarded with their reason, counted, and replaced while the round runs."""
+"""Groups that give no gradient are discarded with a counted reason, and replaced within the same round."""
 
 import orjson
 import pytest
@@ -59,7 +59,7 @@ def in_order(grants):
 
 
 def complete_groups(worker, rewards):
-    """Complete every group that was handed out; `rewards`: of each group in the order of their creation."""
+    """Complete all groups that the worker has leased; `rewards(group, index)` gives the reward of a sample."""
     for grant in in_order(worker.grants()):
         worker.complete(grant, count=4, reward=rewards(grant.group, grant.index))
 
@@ -85,7 +85,8 @@ def test_groups_without_spread_are_replaced_while_the_round_runs(config_file):
 
 
 def test_a_group_is_judged_by_what_is_right_in_it_and_not_by_penalties(config_file):
-    """`correct`, or else the reward before penalties, as in DAPO: all wrong with one too long is all wrong."""
+    """A filter compares `correct`, or without it the reward before penalties, as DAPO does: a group of wrong responses,
+    one of them too long, is all wrong."""
     talk, worker, _ = talk_to(config_file, "--schedule.dynamic_sampling")
     grants = in_order(worker.grants())
     wrong, right, judged = grants[0:2], grants[2:4], grants[4:6]
@@ -114,7 +115,7 @@ def test_a_filter_of_ones_own_is_counted_under_its_reason(config_file, own_filte
 
 
 def test_what_was_complete_when_the_broker_died_is_judged_by_its_successor(config_file):
-    """The group became ready and was not yet discarded: the fact that would say so was never written."""
+    """The group became ready, and the broker died before it recorded the discard."""
     talk, worker, _ = talk_to(config_file, "--schedule.dynamic_sampling")
     grants = in_order(worker.grants())
     worker.complete(grants[0], reward=1.0)

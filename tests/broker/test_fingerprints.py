@@ -1,5 +1,6 @@
-"""A run is resumed with the start model, tokeniser, template, reward and evaluation that it was begun with, or refused
-before its folder changes, by key and both values. What only lies elsewhere is no other."""
+"""A run can be resumed only with the start model, tokeniser, chat template, reward and evaluation that it began with. A
+difference is refused before the run folder changes, by key and both values; the same input at another path is no
+difference."""
 
 import shutil
 
@@ -21,7 +22,8 @@ from tests.support.broker_conversation import Conversation
 
 @pytest.fixture
 def begun(config_file, policy_folder, data_folder, tmp_path):
-    """Begin a run on copies of its inputs, which a test may change; `begun(*overrides)` returns its configuration."""
+    """Begin a run on copies of its inputs, which a test may change; `begun(*overrides)` returns the run's
+    configuration."""
     shutil.copytree(policy_folder, tmp_path / "policy")
     shutil.copytree(data_folder, tmp_path / "data")
     text = config_file.read_text().replace(str(policy_folder), f"{tmp_path}/policy")

@@ -1,4 +1,5 @@
-"""No message of anybody's raises, is recorded, or changes the ledger, unless it is a valid one of its own sender."""
+"""A short run of the fuzzer: no message raises, is recorded, or changes the ledger, unless it is a valid message of its
+own sender."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana and the alert rules: what they ask for is what a broker exports."""
+"""Grafana's dashboard and Prometheus's alert rules use only metrics that a broker exports."""
 
 import re
 import runpy

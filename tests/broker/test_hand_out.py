@@ -1,4 +1,5 @@
-"""What workers are given, in which order, and what a run without rounds looks like to its peers."""
+"""Samples are handed out to workers in the order of the schedule, also in a run of the schedule `continuous`, which has
+no rounds."""
 
 from itertools import pairwise
 
@@ -17,17 +18,18 @@ CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--s
 
 @pytest.fixture
 def talk(converse):
-    """4 groups of 2 in a batch, 6 samples in flight, staleness at most 1, 8 evaluation prompts, 3 steps."""
+    """A conversation with 4 groups of 2 in a batch, 6 samples in flight, staleness at most 1, 8 evaluation prompts and
+    3 steps."""
     return converse(*CONTINUOUS)
 
 
 def counts(grants):
-    """(evaluation, training)"""
+    """Number of grants as (evaluation, training)."""
     return sum(grant.evaluation for grant in grants), sum(not grant.evaluation for grant in grants)
 
 
 def work_until(worker, condition):
-    """Complete whatever is granted."""
+    """Complete all samples that the worker is granted until the condition holds."""
     for _ in range(500):
         if condition():
             return
@@ -102,7 +104,8 @@ def test_a_worker_with_old_weights_does_not_keep_others_waiting(converse):
 
 
 def round_of_new_weights(talk):
-    """Two workers that have nothing, in a round whose samples wait for weights 1; how many those are."""
+    """Set up a round whose samples wait for the weights of step 1, and two workers without leases; returns (worker,
+    worker, number of unfinished samples)."""
     first, last = (FakeWorker(talk, name) for name in ("first", "last"))
     learner = FakeLearner(talk)
     for one in (first, last, learner):
@@ -179,7 +182,8 @@ def test_the_next_round_has_a_share_of_its_own_however_little_was_left_of_the_la
 
 @pytest.fixture
 def two(converse):
-    """(conversation, two workers): each had three samples, of which `left` has generated 5 tokens; all are back."""
+    """(conversation, worker `right`, worker `left`): each had three samples and has handed them back; `left` has
+    generated 5 tokens of each of its training samples."""
     talk = converse(*CONTINUOUS, "--evaluation.prompts", "1")
     right, left = (FakeWorker(talk, name) for name in ("right", "left"))
     talk.ledger.start_drain()

@@ -18,7 +18,7 @@ ROLES = ["worker", "scorer", "agents", "learner", "monitor"]
 
 
 class Crowd:
-    """A peer of each role with its two connections to one socket; role k has session id k + 1."""
+    """A peer of each role, each with its data and its control connection to one socket; role k has session id k + 1."""
 
     def __init__(self):
         self.context = zmq.Context()
@@ -39,7 +39,8 @@ class Crowd:
         self.peers[role, way].send_multipart(wire.encode(wire.Heartbeat(), (), number, sequence))
 
     def handled(self):
-        """(role, connection, sequence) of all that has come, as it is handled."""
+        """Yield (role, connection, sequence number) of all messages that have arrived, in the order in which the broker
+        handles them."""
         while message := self.inbox.next(self.sessions):
             route, *frames = message
             yield *route.bytes.decode().split(), wire.decode(frames).sequence
@@ -85,7 +86,7 @@ def test_a_message_with_another_peer_s_session_is_not_urgent(crowd):
 
 @given(st.lists(st.tuples(st.sampled_from(ROLES), st.sampled_from(["data", "control"]), st.booleans(), st.booleans())))
 def test_the_messages_of_a_connection_stay_in_order_and_none_is_lost(sent):
-    """Also where a session is known only from some message on, or up to one, or the loop handles one in between."""
+    """Also if a session becomes known, or ends, between two messages, or the loop handles a message in between."""
     crowd, found, counts = Crowd(), [], itertools.count()
     try:
         for role, way, known, takes in sent:

@@ -27,7 +27,7 @@ ARRAYS = [(zlib.crc32(data), data) for data in (b"\x01\x00\x00\x00" * 2, b"\xcf"
 
 @pytest.fixture
 def written(tmp_path):
-    """A folder with ten records, each synced, and the end position of each."""
+    """(folder, file, ends): a journal with ten records, each synced, and the end position of each record."""
     with closing(Journal(tmp_path)) as journal:
         ends = []
         for number in range(10):
@@ -294,13 +294,13 @@ def test_a_failure_during_a_write_leaves_nothing_unsynced_on_disk(tmp_path, monk
 
 
 def large(number):
-    """Arrays of a record large enough to be cached in memory and written past the page cache."""
+    """Arrays so large that their record is cached in memory, and written past the page cache."""
     data = random.Random(number).randbytes(4 * 20_000 + number % 3)
     return [(zlib.crc32(data), data)] * 2
 
 
 def test_large_records_between_small_ones_come_back_as_they_were(tmp_path):
-    """From memory, from disk, and after a truncation anywhere near the end of a record."""
+    """Records are read from memory, from disk, and after a truncation anywhere near the end of a record."""
     wanted = [(fact(number), large(number) if number % 5 else ARRAYS) for number in range(60)]
     ends = []
     with closing(Journal(tmp_path)) as journal:

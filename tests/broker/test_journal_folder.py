@@ -1,4 +1,5 @@
-"""A journal on another disk: the run's folder links to it, and another run's journal is never taken for it."""
+"""A journal on another disk (`broker.journal_dir`): the run folder links to it, and another run's journal is never
+mistaken for it."""
 
 from contextlib import closing
 

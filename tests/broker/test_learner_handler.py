@@ -1,4 +1,4 @@
-"""What the broker answers to the learner: batches, and what became of them; without sockets."""
+"""The broker's answers to the learner without sockets: batches, trained steps and checkpoints."""
 
 import gc
 import math

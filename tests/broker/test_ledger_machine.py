@@ -1,6 +1,7 @@
-"""The ledger closes, the staleness bound holds and nothing starves, whatever happens in whatever order.
+"""Random orders of events: the token counters close, the staleness bound holds and no sample starves.
 
-Beyond the checks of `april check schedule`: in which order the shipped schedules hand out what waits.
+Beyond the checks of `april check schedule`, the order in which the shipped schedules hand out waiting samples is
+tested.
 """
 
 import pytest
@@ -17,7 +18,8 @@ from april.broker.schedules.continuous import ContinuousSchedule
 from april.config import ScheduleSection
 
 BEYOND_ITS_SHARE = (5,)
-"""Rank of evaluation once its share of a worker's slots is used up."""
+"""Rank of an evaluation sample once evaluation uses its full share of a worker's slots; a lower rank is handed out
+first."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,8 @@ class ScheduleMachine(machine.ScheduleMachine):
         return sample
 
     def waiting_for(self, step):
-        """What a worker at this step may be given, by the definitions."""
+        """Samples that a worker at policy step `step` may be given, derived from the rules independently of the
+        queues."""
         ledger = self.ledger
         permitted = ledger.round_open and step >= self.schedule.floor(ledger)
         if self.continuous:
@@ -58,7 +61,8 @@ class ScheduleMachine(machine.ScheduleMachine):
                     yield sample
 
     def rank(self, sample, share_left):
-        """Scores, what is due, evaluation, lost work, partials by age and expected length, siblings, fresh groups."""
+        """Sort key of a waiting sample, lowest first: responses to score, groups at the staleness bound, evaluation,
+        lost samples, partial samples by age and expected length, siblings, fresh groups."""
         group = sample.group
         expected = max([sample.length, *(sibling.length for sibling in group.samples if sibling.finish_reason)])
         started_order = (

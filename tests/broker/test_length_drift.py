@@ -1,4 +1,4 @@
-"""The alarm against length bias: silent while everything is trained, loud when work is dropped."""
+"""The alarm against length bias is silent while all groups are trained, and raised when long responses are dropped."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.support.simulated_scenarios import SCHEDULES, scenario
 
 
 def groups(rng, count, median=300.0):
-    """Lengths of 8 responses each, groups far apart and siblings alike."""
+    """Response lengths of `count` groups of 8; groups differ much, responses within a group little."""
     center = median * np.exp(0.6 * rng.standard_normal((count, 1)))
     return (center * np.exp(0.35 * rng.standard_normal((count, 8)))).astype(int).tolist()
 
@@ -51,7 +51,7 @@ def test_there_is_no_verdict_before_both_windows_are_full():
 
 
 def alarms(name, seed):
-    """Share of alarms, looked for after every fourth batch of a simulated run that has a verdict."""
+    """Share of alarms among the verdicts after every fourth batch of a simulated run."""
     pipeline = Pipeline(scenario(seed=seed, steps=60, schedule__rollout_batch_size=8, **SCHEDULES[name] | {
         "schedule__over_sampling_batch_size": 16 if name in ("april", "dropped") else None,
     }))  # fmt: skip

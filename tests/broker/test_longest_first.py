@@ -1,4 +1,5 @@
-"""Among samples of one version the longest expected goes first; finished siblings set the expectation."""
+"""Of the samples of one policy version, the one with the longest expected response is handed out first; finished
+siblings set the expectation."""
 
 from itertools import pairwise
 

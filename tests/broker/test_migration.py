@@ -1,4 +1,4 @@
-"""A straggler moves from a loaded worker to an idle one if it ends sooner there, also when something dies meanwhile."""
+"""A straggler moves from a loaded worker to an idle one if it would end sooner there, also if a part dies meanwhile."""
 
 import pytest
 
@@ -14,15 +14,16 @@ MIGRATE = ["--schedule.migrate", "--evaluation.prompts", "1"]
 
 @pytest.fixture
 def talk(converse):
-    """A round of 6 groups of 2, of which 4 make a batch."""
+    """A conversation whose rounds have 6 groups of 2 samples, of which 4 groups make a batch."""
     return converse(*MIGRATE)
 
 
 @pytest.fixture
 def busy(talk):
-    """A worker that had all samples and still has `unfinished`, those of 3 groups, each with 6 tokens.
+    """A worker that leased all samples of a round; the samples of 3 groups are still in its `unfinished`, each with 6
+    tokens.
 
-    It took 0.1 s per token for each running sample.
+    Each token took 0.1 s for each running sample.
     """
     worker = FakeWorker(talk)
     worker.join(capacity=20)
@@ -142,7 +143,7 @@ def test_a_sample_that_is_not_handed_back_in_time_does_not_move(talk, busy, idle
 
 @pytest.fixture
 def ledger():
-    """A batch of one group of two samples: one of 100 tokens at worker a, one of 10 at worker b."""
+    """A ledger with one open group of two samples: one with 100 tokens at worker a, one with 10 at worker b."""
     ledger = Ledger(Rules(1, 2, 0, max_response_tokens=1000))
     ledger.start_learner(0)
     ledger.start_round()
@@ -157,7 +158,7 @@ def moves(migration, ledger, *loads):
 
 
 def paced(slope_s, context_s=1e-6):
-    """Decoding a token takes 10 ms plus `slope_s` for each running sequence."""
+    """A `Migration` that has observed decode steps of 10 ms plus `slope_s` for each running sequence."""
     migration = Migration()
     for running in (1, 4, 16):
         migration.observe_speed("a", running, 0.01 + slope_s * running)

@@ -1,4 +1,5 @@
-"""What the broker makes of an environment's answers: kept like chunks, counted as nobody's tokens, granted again."""
+"""Observations of an environment in the broker: stored like chunks, left out of the counts of sampled tokens, and sent
+again with the next grant."""
 
 import msgspec
 import numpy as np

@@ -1,4 +1,5 @@
-"""What an operator asks of a broker: drain it, list what is dead, have it drawn again. Facts that restarts keep."""
+"""Operators' requests to a broker: drain the run, list dead letters, draw their prompts again. The effects survive
+restarts."""
 
 import orjson
 import pytest
@@ -52,7 +53,7 @@ def requeue(operator, *groups):
 
 
 def kill_one(worker):
-    """Fail a training sample for good; returns its grant and the others."""
+    """Fail a training sample for good; returns the grant of that sample and the other grants."""
     dead, *others = finish_evaluation(worker)
     worker.report(closings=[wire.GiveBack(dead.lease_id, 0, "generation_failed", "engine fell over")])
     return dead, others

@@ -1,4 +1,4 @@
-"""The throughput that the staleness bound permits, and the plan that says so."""
+"""The throughput that the staleness bound permits, and the plan of a dry run that names it."""
 
 import pytest
 

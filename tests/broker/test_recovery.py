@@ -1,4 +1,4 @@
-"""A journal that has lost acknowledged events is refused if other files prove it, until the loss is accepted."""
+"""A journal that has lost acknowledged events is refused if other files prove the loss, until the user accepts it."""
 
 import re
 
@@ -18,7 +18,7 @@ from tests.support.broker_conversation import FakeLearner, FakeWorker, journal_f
 
 @pytest.fixture
 def trained(talk, worker, learner):
-    """A run that has trained three steps, and its folder's state after each; its broker is gone."""
+    """A run that has trained three steps, with the journal's size after each in `sizes`; its broker has ended."""
     RUN_FOLDER.claim(talk.config.run_dir, new=True)
     talk.sizes = []
     for step in range(3):
@@ -45,7 +45,8 @@ def lines(talk):
 
 
 def refused(talk, *proofs):
-    """Broker and `april run --resume` refuse the journal with these proofs, and leave the folder unchanged."""
+    """Check that the broker and `april run --resume` refuse the journal, name these proofs, and leave the run folder
+    unchanged."""
     before = folder(talk)
     for start, error in ((talk.start, JournalError), (lambda: check_resume(talk.config), ConfigError)):
         with pytest.raises(error) as caught:
@@ -56,7 +57,7 @@ def refused(talk, *proofs):
 
 
 def go_on(talk, from_step):
-    """Train the remaining steps of the three again."""
+    """Restart the broker, and train the steps from `from_step` to the third."""
     talk.peers = {}
     talk.start()
     worker, learner = FakeWorker(talk), FakeLearner(talk)
@@ -68,7 +69,7 @@ def go_on(talk, from_step):
 
 
 def test_lost_acknowledged_bytes_are_refused_until_the_loss_is_accepted(trained):
-    """Truncated at the end of a record, so that the journal itself looks whole."""
+    """The journal is truncated at the end of a record, so that the file itself looks complete."""
     size = journal_file(trained).stat().st_size
     cut(trained, trained.sizes[1])
     gone = size - trained.sizes[1]
@@ -149,7 +150,7 @@ def test_a_torn_note_proves_nothing(trained, note):
 
 
 def test_a_line_of_metrics_is_written_after_the_sync_of_its_step(talk, worker, learner):
-    """So the line proves that the step was on disk."""
+    """A line in metrics.jsonl therefore proves that the journal on disk has the step."""
     make_batch(worker)
     learner.fetch(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +162,7 @@ def test_a_line_of_metrics_is_written_after_the_sync_of_its_step(talk, worker, l
 
 
 def test_a_resume_on_a_full_disk_is_a_clear_error(trained, config_file, capsys):
-    """The kernel says so, of the first file that is written."""
+    """The kernel reports a full disk for the first file that the resume writes."""
     before = folder(trained)
     (trained.config.run_dir / "config.tmp").symlink_to("/dev/full")
     assert main(["run", str(config_file), "--resume", "--schedule.max_steps", "9", "--evaluation.prompts", "1"]) == 1

@@ -1,4 +1,4 @@
-"""A report has the new tokens of many samples: what is wrong with one row costs no other its place."""
+"""A worker's report holds the new tokens of many samples; an error in one row does not affect the other rows."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def leases(worker):
 
 
 def recorded(talk):
-    """Rows of each record of new tokens."""
+    """Number of rows in each `RowsAccepted` record of the journal."""
     talk.journal.sync()
     return [len(event.table) // ROW.size for event, _ in talk.journal.replay() if isinstance(event, RowsAccepted)]
 

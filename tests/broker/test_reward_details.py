@@ -1,4 +1,4 @@
-"""What rewards are made of: on the wire, in the ledger, in the figures of a step, and in an evaluation's accuracy."""
+"""Components of rewards: on the wire, in the ledger, in the metrics of a step, and in an evaluation's accuracy."""
 
 from april.broker.ledger.samples import Sample
 from april.observe.report.run_folder import read_records

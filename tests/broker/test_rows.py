@@ -1,4 +1,5 @@
-"""Rows of many samples in one event: each is accepted or rejected alone, and read back alone."""
+"""Rows of many samples in one journal event: each row is accepted or rejected, and read back, independently of the
+others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A batch says where each of its samples has been and when, also after the broker has started again."""
+"""A batch carries the history of each of its samples (workers and times), also after a restart of the broker."""
 
 from april import wire
 from april.broker.journal.snapshot import freeze
@@ -10,7 +10,8 @@ def history(batch):
 
 
 def until_batch(talk, *workers):
-    """Complete whatever is granted until a batch is delivered, half a second each."""
+    """Complete granted samples one by one until a batch is delivered: half a second to generate each, a quarter to
+    score it."""
     before = talk.ledger.next_step
     while talk.ledger.next_step == before:
         worker = next(worker for worker in workers if any(worker.waiting))

@@ -1,4 +1,4 @@
-"""Responses that workers have generated are leased to scorers: only what is complete, and only for its score."""
+"""Responses that workers have generated are leased to scorers: only complete ones, and only for their scores."""
 
 import pytest
 
@@ -150,7 +150,7 @@ def together(converse, where):
 
 
 def group_of(grants):
-    """The grants of the samples of the first group that is whole among them."""
+    """Training grants that belong to the same group as the first one."""
     training_grants = training(grants)
     return [grant for grant in training_grants if grant.group == training_grants[0].group]
 

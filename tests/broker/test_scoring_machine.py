@@ -1,4 +1,4 @@
-"""Whatever happens to scorers, no response is generated again, and a group is scored as a whole or not at all."""
+"""Random faults of scorers: no response is generated again, and a group is scored as a whole or not at all."""
 
 import dataclasses
 
@@ -98,7 +98,8 @@ class Scoring(RuleBasedStateMachine):
             assert all(sample.lease_id == lease.id and sample.state is SampleState.SCORING for sample in lease.samples)
 
     def waiting(self):
-        """What can be scored, by the definitions: single responses, and groups of which no response is missing."""
+        """Samples that can be scored, derived from the rules: single responses, and the samples of groups in which
+        every response is generated."""
         found = []
         for group in self.ledger.groups.values():
             generated = [sample for sample in group.live_samples if sample.state is SampleState.GENERATED]
@@ -168,7 +169,8 @@ class Scoring(RuleBasedStateMachine):
 
     @rule(from_snapshot=st.booleans(), apart=st.booleans())
     def restart_broker(self, from_snapshot, apart):
-        """What snapshot and journal rebuild is what was there; who scores from then on may be another."""
+        """Rebuild the ledger from snapshot and journal, and check that it equals the old one; after that, workers or
+        scorers may score (`apart`)."""
         again, first = self.new_ledger(), 0
         if from_snapshot and self.snapshot:
             first, encoded = self.snapshot
@@ -186,7 +188,7 @@ class Scoring(RuleBasedStateMachine):
 
     @rule()
     def everybody_works(self):
-        """Without further faults every open group comes to its end."""
+        """Work without further faults: every open group must complete."""
         while any(group.state is GroupState.OPEN for group in self.ledger.groups.values()):
             before = len(self.log)
             self.lease_to_generate()

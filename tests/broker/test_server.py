@@ -1,4 +1,5 @@
-"""An answer leaves after the sync that covers it, also while the next messages are being handled already."""
+"""The broker sends an answer only after the disk sync that covers it, also while it already handles the next
+messages."""
 
 import os
 import signal
@@ -26,7 +27,7 @@ from tests.support.broker_conversation import one_row
 
 
 class HeldBack:
-    """`fdatasync` that waits for permission."""
+    """Replacement of `os.fdatasync` that waits until the test permits the sync."""
 
     def __init__(self, monkeypatch):
         self.permitted, self.waiting = threading.Event(), threading.Event()
@@ -64,7 +65,7 @@ def connect(server):
 
 
 def exchange(server, connection, kind):
-    """Let the server work until the peer has a message of the kind."""
+    """Run the server until the peer has received a message of type `kind`, and return it."""
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         server.serve_once()
@@ -75,7 +76,8 @@ def exchange(server, connection, kind):
 
 
 def take_chunks(server, count):
-    """What a server will find waiting: so many chunks. Whatever comes besides is handled."""
+    """Take `count` reports of chunks from the server's socket unhandled; all other messages are handled. Returns their
+    (route, frames)."""
     chunks, deadline = [], time.monotonic() + 60.0
     while len(chunks) < count:
         assert time.monotonic() < deadline, f"{len(chunks)} of {count} chunks"
@@ -89,7 +91,7 @@ def take_chunks(server, count):
 
 
 def chunks_acknowledged(server):
-    """As /metrics shows them."""
+    """Number of acknowledged chunks in the metrics of /metrics."""
     return sum(MetricsReader().read(server.service.context, 0, clock.now())["april_chunks_accepted_total"].values())
 
 
@@ -105,7 +107,7 @@ def test_messages_during_a_sync_are_handled_and_acknowledged_after_their_own_syn
     chunks, has_message = take_chunks(server, 4), base.has_message
 
     def handle_one(server):
-        """In the place of a drain: one message, so that more are waiting behind it."""
+        """Replacement of the method that handles all waiting messages: handles one, so that others still wait."""
         server.service.handle(*chunks.pop(0), clock.now())
         return False
 
@@ -192,7 +194,7 @@ def test_a_broker_whose_address_is_in_the_run_folder_handles_signals(config_file
 @pytest.mark.parametrize("with_keys", [False, True], ids=["without keys", "with keys"])
 @pytest.mark.parametrize("key", ["broker.bind", "operations.http"])
 def test_a_broker_whose_port_is_taken_releases_everything(config_file, tmp_path, key, with_keys):
-    """Also of its journal, though whoever hears of it still has the error in hand, and of what lets peers in."""
+    """The journal and the access control are released too, even while the caller still holds the error."""
     keygen.make_folder(tmp_path / "keys")
     others = ["--security.keys", str(tmp_path / "keys")] if with_keys else []
     with socket.create_server(("127.0.0.1", 0)) as taken:

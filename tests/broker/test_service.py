@@ -1,4 +1,4 @@
-"""The conversation as a whole: sessions, roles, restarts, and how a run ends; without sockets."""
+"""The broker's service as a whole without sockets: sessions, roles, restarts, and the end of a run."""
 
 import math
 

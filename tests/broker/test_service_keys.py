@@ -1,4 +1,5 @@
-"""What a key may do, whatever the messages of its connection say: the broker told apart from its sockets."""
+"""Rights of a CURVE key, whatever the messages on its connection claim; the key's owner is passed to the service
+without sockets."""
 
 import pytest
 
@@ -10,7 +11,7 @@ A, B = "a" * 40, "b" * 40
 
 
 class KeyedWorker(FakeWorker):
-    """What it says comes over a connection with a key."""
+    """A worker whose messages come over a connection with a CURVE key."""
 
     def __init__(self, conversation, name, key, role="worker"):
         super().__init__(conversation, name)

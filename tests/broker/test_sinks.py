@@ -1,4 +1,5 @@
-"""Each sink gives its tool what metrics.jsonl says, evaluations too, in one run although the broker has restarted."""
+"""Each metrics sink gives its tool the content of metrics.jsonl, evaluations included, as one run even if the broker
+has restarted."""
 
 import os
 import re
@@ -21,7 +22,8 @@ WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/accura
 
 
 def records(path):
-    """Of a file of Weights & Biases or SwanLab: blocks of 32 KiB behind a header of 7 bytes, records behind theirs."""
+    """Records of a file of Weights & Biases or SwanLab, in LevelDB's log format: a file header of 7 bytes, then blocks
+    of 32 KiB, in which each piece of a record has a header of 7 bytes."""
     data, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         _, size, kind = struct.unpack_from("<IHB", data, at)
@@ -37,7 +39,7 @@ def records(path):
 
 
 def read_wandb(run_dir):
-    """Of the files that `wandb sync` uploads."""
+    """(run ids, value by (step, metric)) from the files that `wandb sync` uploads."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found, runs = {}, set()
@@ -50,7 +52,8 @@ def read_wandb(run_dir):
 
 
 def read_swanlab(run_dir):
-    """Of the files that `swanlab sync` uploads: one for each start of the broker, all of one name."""
+    """(run names, value by (step, metric)) from the files that `swanlab sync` uploads: one file for each start of the
+    broker, all of the same run name."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
     found, runs = {}, set()
@@ -82,7 +85,7 @@ def read_trackio(run_dir):
 
 @pytest.fixture
 def mlflow_server(tmp_path, monkeypatch):
-    """A real one on SQLite."""
+    """A real MLflow server that stores its data in SQLite."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", "0", "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
     environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -103,7 +106,8 @@ def trackio_folder(tmp_path, monkeypatch):
 
 TOOLS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio, "swanlab": read_swanlab}
 NEEDS = {"wandb": "wandb", "mlflow": "flask", "trackio": "trackio", "swanlab": "swanlab"}
-"""packages; the client of MLflow comes without its server"""
+"""Python package that a test of each tool needs; for MLflow, flask shows that the server is installed, not only the
+client."""
 PLACES = {"mlflow": "mlflow_server", "trackio": "trackio_folder"}
 HERE = [tool for tool in TOOLS if find_spec(SINKS.find(tool).package) and find_spec(NEEDS[tool])]
 

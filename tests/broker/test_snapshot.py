@@ -1,4 +1,4 @@
-"""A damaged snapshot is skipped for the one before it, whatever the damage."""
+"""A damaged snapshot is skipped in favour of the one before it, whatever the damage."""
 
 from dataclasses import fields
 
@@ -15,7 +15,7 @@ OLDER, NEWER = 100, 200
 
 
 def small_ledger():
-    """Three groups, one of them started, with references into a journal."""
+    """A ledger with three groups, one of them with tokens, and references into a journal."""
     places = iter(range(0, 1000, 10))
     ledger = Ledger(Rules(2, 2, 3), write=lambda event, arrays: (next(places), 10))
     ledger.start_learner(0)
@@ -28,7 +28,7 @@ def small_ledger():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """(folder, image): the same image stored at two positions."""
+    """(folder, image): a ledger's image, stored as snapshots at two journal positions."""
     folder = tmp_path_factory.mktemp("snapshots")
     image = freeze(small_ledger())
     for position in (OLDER, NEWER):
@@ -37,7 +37,8 @@ def written(tmp_path_factory):
 
 
 def read(folder):
-    """(position, image) of the whole snapshots, newest first; each was thawed into a ledger."""
+    """(position, image) of the undamaged snapshots, newest first; each image has been loaded into a ledger and stored
+    again."""
     found = []
     for position, image in SnapshotStore(folder).newest_first():
         ledger = Ledger(Rules(2, 2, 3))
@@ -66,8 +67,8 @@ def test_a_damaged_snapshot_is_skipped(written, data):
 
 
 def values_of(thing):
-    """Of its fields, whatever they become, but for those that lead to its group, its sample or its samples, or to when
-    a lease ends, which the broker says anew."""
+    """Field values of a group, sample or lease by name, without those that refer to other such objects, and without
+    expiry times, which the broker sets anew after a restart."""
     followed = ("group", "sample", "samples", "expires_at", "ends_at")
     return {field.name: getattr(thing, field.name) for field in fields(thing) if field.name not in followed}
 

@@ -1,4 +1,5 @@
-"""A helper process makes snapshots: the broker never waits, and a kill of either at any time loses nothing."""
+"""Snapshots are made by a helper process: the broker never waits for it, and killing either at any time loses
+nothing."""
 
 import random
 import shutil
@@ -30,7 +31,7 @@ def run(config_file):
 
 
 class Written:
-    """A journal of a ledger with its sample history, and their image at the start of every file."""
+    """A journal of a ledger and its sample history, with the image of both at the start of every journal file."""
 
     def __init__(self, folder, chance, files):
         self.folder, self.images = folder, {}
@@ -52,7 +53,7 @@ class Written:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_a_snapshot_equals_the_ledger_at_its_position_whatever_was_made_or_broken_before(tmp_path, seed, data):
-    """A snapshot is made from any whole one and the files after it, never from a damaged one."""
+    """A snapshot is made from any undamaged earlier one and the journal files after it, never from a damaged one."""
     folder = tmp_path / "journal"
     shutil.rmtree(folder, ignore_errors=True)
     written = Written(folder, random.Random(seed), files=4)
@@ -85,7 +86,7 @@ def test_no_snapshot_is_made_from_a_missing_short_or_damaged_file(tmp_path):
 
 
 def finish(snapshots, position, release_files):
-    """Poll the process until its snapshot exists."""
+    """Poll the helper process until the snapshot at `position` exists."""
     deadline = time.monotonic() + LIMIT_S
     while snapshots.busy or max(snapshots.store.positions(), default=0) < position:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Age of groups, aborts and batches, on a ledger without a broker."""
+"""The staleness bound on a ledger without a broker: ages of groups, aborts and batches."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the broker remembers of trained steps, and what it says of the time left."""
+"""The broker's record of trained steps, and its estimate of the remaining time."""
 
 import orjson
 import pytest
@@ -43,7 +43,7 @@ def test_the_estimated_time_left_uses_steps_since_the_broker_started(talk, worke
 
 
 def test_a_step_unknown_to_the_journal_has_no_line_and_is_no_replay(talk, worker, learner):
-    """The broker dies between Consumed and its sync."""
+    """The broker dies between the learner's `Consumed` and the journal's sync."""
     train(talk, worker, learner, 0)
     make_batch(worker)
     learner.fetch(1)
@@ -116,5 +116,6 @@ def remembering(remember, seen):
 
 
 def changed(past):
-    """As if another line were the last before its place."""
+    """Content of metrics.past with another checksum of the last line that it sums up, as if metrics.jsonl had changed
+    there."""
     return orjson.dumps(orjson.loads(past) | {"last_checksum": 1})

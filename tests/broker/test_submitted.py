@@ -1,4 +1,4 @@
-"""Submitted prompts: journaled before they are acknowledged, drawn in order, and never lost."""
+"""Prompts that a trainer submits are journaled before they are acknowledged, drawn in order, and never lost."""
 
 import msgspec
 import numpy as np
@@ -23,7 +23,8 @@ def talk(converse, kind):
 
 
 def submit(learner, first, count, extra=b"", reward=""):
-    """Submit prompts; number k has the token ids k + 1 and k + 2 and the label k."""
+    """Submit `count` prompts from number `first` on; prompt k has the token ids k % 15 + 1 and k % 15 + 2, and the
+    label k. Returns the acknowledged counts."""
     numbers = range(first, first + count)
     ids = np.array([number % 15 + more for number in numbers for more in (1, 2)], np.int32)
     prompts = [wire.Submission(2, str(number), reward, extra) for number in numbers]
@@ -32,7 +33,7 @@ def submit(learner, first, count, extra=b"", reward=""):
 
 
 def complete_all(worker):
-    """Complete everything the worker is granted; returns the labels of the prompts."""
+    """Complete all samples that the worker is granted; returns the labels of their prompts."""
     grants, labels = finish_evaluation(worker), []
     while grants := grants + training(worker.grants()):
         labels.append(grants[0].label)
@@ -58,7 +59,7 @@ def test_a_label_goes_with_the_grant_and_a_repeated_prompt_is_ignored(worker, le
     assert submit(learner, 0, 3) == [3] and submit(learner, 0, 3) == [3] and submit(learner, 1, 3) == [4]
     assert sorted(complete_all(worker)) == ["0", "0", "1", "1", "2", "2", "3", "3"]
     assert submit(learner, 9, 1) == [], "a prompt in between is missing"
-    assert "prompt 9 does not follow 4 brought ones" in learner.take(wire.Refused)[-1].message.reason
+    assert "prompt 9 does not follow 4 submitted ones" in learner.take(wire.Refused)[-1].message.reason
 
 
 def test_prompts_missing_for_a_batch_are_requested_from_the_trainer(talk, worker, learner):

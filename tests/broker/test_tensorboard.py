@@ -1,4 +1,4 @@
-"""TensorBoard shows what metrics.jsonl says."""
+"""TensorBoard's event files have the values of metrics.jsonl."""
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader

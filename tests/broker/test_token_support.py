@@ -1,4 +1,5 @@
-"""What the broker makes of supports: of every training token in a run that cuts the distribution, of no other token."""
+"""Token supports in the broker: required of every training token if sampling is truncated, refused for all other
+tokens."""
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_an_invalid_support_is_refused(talk, worker, arrays, why):
 
 
 def test_only_training_tokens_of_a_cut_distribution_have_supports(converse):
-    """Those of evaluation, and those of a run that draws from the whole distribution."""
+    """Supports of evaluation tokens, and of tokens sampled from the whole distribution, are refused."""
     for overrides, evaluation, wrong in ((CUT, True, "no others do"), (CUT[-4:], False, "no more")):
         talk = converse("--run.name", f"run-{evaluation}", *overrides)
         worker = FakeWorker(talk)

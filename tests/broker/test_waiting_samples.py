@@ -1,4 +1,4 @@
-"""The queue of waiting samples drops all stale entries and loses no sample that waits."""
+"""The queue of waiting samples drops all stale entries, and loses no waiting sample."""
 
 from april.broker.ledger.queues import CLEANING_PUSHES, WaitingSamples
 from april.broker.ledger.samples import Group, Sample, SampleState

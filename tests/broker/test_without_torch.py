@@ -1,4 +1,4 @@
-"""The broker is installed and runs where there is no torch."""
+"""The broker can be installed and run without torch."""
 
 import subprocess
 import sys

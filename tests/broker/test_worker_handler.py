@@ -1,4 +1,4 @@
-"""What the broker answers to workers: leases, chunks, scores, losses; without sockets."""
+"""The broker's answers to workers without sockets: leases, chunks, scores and lost leases."""
 
 from types import SimpleNamespace
 

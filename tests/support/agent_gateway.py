@@ -1,4 +1,4 @@
-"""What tests of the agents' gateway share: a session, requests, and a chat template with tool calls."""
+"""Helpers for tests of the agents' gateway: a session, requests, and a chat template with tool calls."""
 
 import ssl
 
@@ -21,7 +21,7 @@ CALLS = {
         },
     },
 }
-"""as a tokeniser may say of its model: CALL5*3END is a call of a tool"""
+"""Response template of a tokeniser: the text CALL5*3END is parsed as a call of a tool."""
 MARKED = "{% for message in messages %}{{ message.content }}{% endfor %}:"
 
 

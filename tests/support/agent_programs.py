@@ -1,4 +1,5 @@
-"""Agents for the tests. Each answer that one reads is a line of a file of its sample, so that runs can be compared."""
+"""Agent programs for tests. Each answer that a program reads is appended as a line to a file of its sample, so that
+repeated executions can be compared."""
 
 import asyncio
 import contextlib
@@ -18,7 +19,7 @@ TURNS = 3
 
 
 async def in_three_turns(session):
-    """Works a little between its turns; the reward is made of what it has read."""
+    """Agent of three turns with a pause after each; the reward is computed from the answers."""
     client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=HTTP, timeout=170)
     execution, messages, read = uuid.uuid4().hex, list(session.task["messages"]), []
     for turn in range(TURNS):
@@ -33,7 +34,8 @@ async def in_three_turns(session):
 
 
 async def with_branches(session):
-    """A plan, two helpers at once, two ways on from the plan at once, and a history that is compacted."""
+    """Agent that forks its session: a plan, two parallel helpers, two parallel continuations of the plan, and a
+    compacted history."""
     client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=HTTP, timeout=170)
     execution, read, task = uuid.uuid4().hex, [], list(session.task["messages"])
 
@@ -56,7 +58,7 @@ async def with_branches(session):
 
 
 async def erratic(session):
-    """Fails now and then, asks something else when it is run again, and hangs up on its last call."""
+    """Agent that sometimes raises, makes a different request when it is run again, and abandons its last request."""
     client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=HTTP, timeout=170)
     ask = partial(client.chat.completions.create, model="any", max_tokens=4)
     messages = list(session.task["messages"])
@@ -71,7 +73,7 @@ async def erratic(session):
 
 
 async def any_of_them(session):
-    """A third of the groups each."""
+    """Agent that behaves as one of the three others, each in a third of the groups."""
     return await (in_three_turns, with_branches, erratic)[session.task["group"] % 3](session)
 
 
@@ -90,12 +92,12 @@ def write(task, line):
 
 
 def as_left(responses, label, states):
-    """A reward of a whole group, of the states that its agents have left."""
+    """Reward of a whole group, computed from the states that its agents have left."""
     return [float(state["said"] % 2) for state in states]
 
 
 def as_told(session):
-    """A plain function."""
+    """Agent as a plain (not async) function, which does what its task says: hang, exit, raise or return a reward."""
     if "hangs" in session.task:
         tool = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         Path(session.task["hangs"]).write_text(f"{tool.pid}\n")
@@ -109,7 +111,7 @@ def as_told(session):
 
 
 class Made:
-    """Once, of agent.options."""
+    """Agent that is a class, instantiated once per process with the keyword arguments of agent.options."""
 
     def __init__(self, times):
         self.times = times + 0

@@ -1,10 +1,10 @@
-"""Names and types of AReaL's that the adapter meets, restated: AReaL pins torch below 2.11.
+"""Stand-ins for the classes of AReaL that April's adapter uses; AReaL itself pins torch below 2.11.
 
 areal 1.0.4 on PyPI, and github.com/areal-project/AReaL at cbff54d645d2cd8ee1f1c358a82f3f473588433d: `InferenceEngine`
 and `RolloutWorkflow` of areal/api, `PPOTrainer` of areal/trainer/rl_trainer.py in its single-controller mode,
 `RolloutCallback` of areal/infra/controller/rollout_callback.py, `RecoverInfo` and `RecoverHandler` of
-areal/utils/recover.py, and the rolled columns of `PPOActor._compute_advantages`. `install` puts them where AReaL would
-be.
+areal/utils/recover.py, and the rolled columns of `PPOActor._compute_advantages`. `install` registers the stand-ins
+under AReaL's module names.
 """
 
 import abc
@@ -59,7 +59,7 @@ class RecoverHandler:
 
 
 class Loader:
-    """As StatefulDataLoader: lists of rows, and a place to go on from."""
+    """Stand-in for torchdata's StatefulDataLoader: yields lists of rows, and its position can be saved and restored."""
 
     def __init__(self, rows, batch_size):
         self.rows, self.batch_size, self.place = rows, batch_size, 0
@@ -86,7 +86,7 @@ def cycle_dataloader(loader):
 
 
 class Meta:
-    """WeightUpdateMeta of weight_update_mode = disk."""
+    """Stand-in for AReaL's WeightUpdateMeta with weight_update_mode = disk."""
 
     type = "disk"
 
@@ -98,7 +98,7 @@ class Meta:
 
 
 class Actor:
-    """TrainController and its one worker, whose calls of the rollout engine arrive over HTTP."""
+    """Stand-in for AReaL's TrainController and its one worker, whose calls to the rollout engine arrive over HTTP."""
 
     def __init__(self, weights):
         self.weights, self.seen = weights, []
@@ -125,7 +125,7 @@ class Actor:
 
 
 class PPOTrainer:
-    """The order of AReaL's calls; the losses are left out."""
+    """Stand-in for AReaL's PPOTrainer: makes the same calls in the same order, but computes no losses."""
 
     weights = None
 
@@ -188,7 +188,8 @@ class PPOTrainer:
 
 
 def rolled(trajectory):
-    """Mask and behaviour log-probabilities as AReaL's losses read them: at the column before the token."""
+    """Loss mask and behaviour log-probabilities as AReaL's losses read them: shifted one column to the left of the
+    token."""
     return tuple(torch.roll(trajectory[name], shifts=-1, dims=-1) for name in ("loss_mask", "logprobs"))
 
 

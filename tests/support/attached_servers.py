@@ -1,4 +1,4 @@
-"""Real SGLang and vLLM servers that engines attach to."""
+"""Starts real SGLang and vLLM servers for tests of engines that attach to a running server."""
 
 import asyncio
 from pathlib import Path

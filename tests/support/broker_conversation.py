@@ -1,4 +1,4 @@
-"""A broker without sockets, and peers that talk to it frame by frame."""
+"""A broker without sockets, and fake peers that exchange protocol frames with it."""
 
 import itertools
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ class Conversation:
 
 
 class HelperHere:
-    """The work of the snapshot process, done in this process."""
+    """Stand-in for the snapshot process that does its work in this process."""
 
     def __init__(self, folder, position, rules):
         self.steps, self.ended = make_snapshot(folder, position, rules), None
@@ -140,11 +140,12 @@ class Peer:
 
 class Holder(Peer):
     def grants(self):
-        """Grants since the last call, each with the fields of its task and its arrays: prompt, then responses."""
+        """Grants that have arrived since the last call, each with the fields of its task and with its arrays: prompt,
+        then response tokens."""
         return [grant for received in self.take(wire.Grants) for grant in granted(received)]
 
     def report(self, rows=(), closings=()):
-        """Report rows, each with its payload, and closings."""
+        """Send a report with rows, each given as (row, payload), and closings."""
         arrays = []
         if rows:
             payload = b"".join(payload.ljust(padded(len(payload)), b"\0") for _, payload in rows)
@@ -181,7 +182,7 @@ class FakeWorker(Holder):
         self.report([self.new_tokens(grant, start, count, finish_reason, version)])
 
     def new_tokens(self, grant, start, count, finish_reason="", version=None):
-        """A row and its payload."""
+        """(row, payload) of a report with `count` new tokens from position `start` on."""
         arrays = chunk_arrays(start, count)
         cut = self.conversation.config.sampling.is_cut and not grant.evaluation
         arrays = [*arrays, *support_arrays(arrays[0])] if cut else arrays
@@ -206,7 +207,7 @@ class FakeAgents(Holder):
     def __init__(self, conversation, name="a0", uid=None):
         super().__init__(conversation, "agents", name, uid)
         self.sessions, self.heard = {}, {}
-        """By lease: the session as it was sent, and its rows with their payloads."""
+        """By lease id: the session as the broker sent it, and the (row, payload) pairs received in it."""
         self.received_bytes = 0
 
     def join(self, capacity=4, leases=()):
@@ -244,7 +245,7 @@ class FakeLearner(Peer):
         return self.take(wire.LearnerAdmitted)[-1].message
 
     def fetch(self, step, samples=False):
-        """The batch if it exists by now, with its arrays as lists."""
+        """The batch of a step with its arrays as lists; None if it is not complete yet."""
         self.say(wire.Fetch(step, samples))
         batches = self.take(wire.Batch)
         return (batches[-1].message, [array.tolist() for array in batches[-1].arrays]) if batches else None
@@ -265,7 +266,7 @@ class FakeLearner(Peer):
         assert self.take(wire.Accepted)
 
     def durable(self, step):
-        """Report that the checkpoint of that step is on disk, and is the only one kept."""
+        """Report that the checkpoint of a step is on disk, and the only one kept."""
         self.say(wire.Durable(step, step))
         assert self.take(wire.Accepted)
 
@@ -282,13 +283,13 @@ def support_arrays(ids):
 
 
 def chunk(lease_id, start, version, arrays, finish_reason=""):
-    """A row and its payload."""
+    """(row, payload) of a report with a chunk of tokens."""
     payload = b"".join(array.tobytes() for array in arrays)
     return chunk_row(lease_id, start, len(arrays[0]), version, finish_reason, payload, 1.0), payload
 
 
 def one_row(lease_id, start, count):
-    """A report of new tokens under the first version, and its arrays."""
+    """(message, arrays) of a report with new tokens of one sample under the first weights."""
     row, payload = chunk(lease_id, start, Version(0, 0), chunk_arrays(start, count))
     return wire.Report(), [np.frombuffer(pack_rows([row]), "u1"), np.frombuffer(payload, "u1")]
 
@@ -353,7 +354,7 @@ def journal_file(talk):
 
 
 def damage(talk, record, offset):
-    """Flip a bit on disk, in the middle of a payload."""
+    """Flip a bit in the journal on disk, in the middle of a record's payload."""
     with journal_file(talk).open("r+b") as file:
         file.seek(record + offset)
         byte = file.read(1)[0]

@@ -1,10 +1,10 @@
-"""A certificate of this machine, signed by itself, as an operator makes one."""
+"""TLS files for tests: a self-signed certificate of this machine, and a key for attached harnesses."""
 
 import subprocess
 
 
 def make_certificate(folder, address="127.0.0.1"):
-    """(certificate, its key) as PEM files"""
+    """Make a self-signed certificate; returns the PEM files (certificate, private key)."""
     certificate, key = folder / "april.pem", folder / "april-key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
@@ -15,7 +15,7 @@ def make_certificate(folder, address="127.0.0.1"):
 
 
 def make_attach_key(folder):
-    """A file with 32 times k."""
+    """Write a file for `agent.attach_keyfile` with a key of 32 characters k."""
     file = folder / "harness.key"
     file.write_text(32 * "k" + "\n")
     file.chmod(0o600)

@@ -11,7 +11,8 @@ N, GROUP_SIZE, STALENESS = 2, 2, 1
 
 
 class Run:
-    """Batches of 2 groups of 2, staleness at most 1; tests decide when a leased sample is finished."""
+    """A ledger under the schedule `continuous`, with batches of 2 groups of 2 and staleness at most 1; tests decide
+    when a leased sample is finished."""
 
     def __init__(self, prompts=1000, in_flight=100, longest=1000, staleness=STALENESS, **section):
         self.section = ScheduleSection(

@@ -1,4 +1,4 @@
-"""Scripts of other frameworks, converted, and the configuration that April reads of them."""
+"""Helpers that convert scripts of other frameworks, and load the resulting configuration."""
 
 from april.cli.convert import toml
 from april.config import load
@@ -12,7 +12,7 @@ def flags(options):
 
 
 def converted(framework: Framework, text, folder, name="script.sh"):
-    """(what was translated, the configuration that April reads of it)."""
+    """Convert a script; returns (translation, configuration that April loads from it)."""
     path = folder / name
     path.write_text(text)
     translation = framework.translate(path, ENVIRONMENT)
@@ -32,7 +32,7 @@ def assert_says(config, keys):
 
 
 def python_script(trainer, options):
-    """As TRL's examples are written: a configuration, and a trainer that gets it."""
+    """Text of a Python script in the form of TRL's examples: a configuration object, and a trainer that takes it."""
     own = {name: options[name] for name in ("model", "reward_funcs")}
     rewards = own["reward_funcs"] if isinstance(own["reward_funcs"], str) else f"[{', '.join(own['reward_funcs'])}]"
     keywords = ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in own)

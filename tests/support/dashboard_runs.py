@@ -1,4 +1,5 @@
-"""Runs for a dashboard to show: steps as a broker writes them, samples as a learner does, and a tokeniser of bytes."""
+"""Run folders for tests of the dashboard: metrics as a broker writes them, samples as a learner writes them, and a
+byte-level tokeniser."""
 
 import itertools
 import random
@@ -19,13 +20,13 @@ HOSTILE = [
     "w" * 100_000,
     "a\0b\x07\x1b[31m red \r\n and &lt;b&gt; {{7*7}} ${7*7} 日本語 🎉",
 ]
-"""responses of the first samples of the first step"""
+"""Responses of the first samples of the first step: HTML, bidirectional text, very long text and control characters."""
 BROKEN = b"broken \xff\xfe UTF-8 \xc3"
 GROUPS, SIZE, ROW_GROUP_SAMPLES = 6, 4, 16
 
 
 def tokenizer():
-    """A token a byte."""
+    """A tokeniser with one token per byte."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     found = Tokenizer(BPE(vocabulary, merges=[]))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,7 +35,7 @@ def tokenizer():
 
 
 def make_run(folder, name="demo", steps=12, seed=0):
-    """`folder/runs/name` and `folder/cache/policy`."""
+    """Write a run to `folder/runs/name` and its tokeniser to `folder/cache/policy`; returns the run folder."""
     run = write_run(folder / "runs" / name, steps, seed=seed)
     (folder / "cache/policy").mkdir(parents=True, exist_ok=True)
     letters = tokenizer()
@@ -45,12 +46,13 @@ def make_run(folder, name="demo", steps=12, seed=0):
 
 
 def write_samples(run, step, letters, seed=0, broken=True):
-    """Of a step, the last of the first step's in bytes that are not UTF-8."""
+    """Write the samples file of a step; if `broken`, the last response of the first step is not valid UTF-8."""
     write_rows(run, step, rows_of(step, letters, random.Random(f"{seed} {step}")), broken)
 
 
 def write_rows(run, step, rows, broken=False):
-    """Whole at once, as a learner does: a dashboard may be looking."""
+    """Write a samples file under a temporary name and rename it, as a learner does, so that a dashboard never reads a
+    partial file."""
     table = pyarrow.Table.from_pylist(rows, schema=schema())
     if step == 1 and broken:
         texts = [row["response"].encode() for row in rows[:-1]] + [BROKEN]
@@ -119,7 +121,7 @@ def row(step, group, index, letters, chance, text=None):
 
 
 def discards(step, letters, chance):
-    """Two of a group without spread, and one that died before it had a reward."""
+    """Rows of discarded samples: two of a group without reward spread, and one that died before it had a reward."""
     found = []
     for index, reason in enumerate(("zero_spread", "zero_spread", "dead_sample")):
         sample = row(step, GROUPS + (reason == "dead_sample"), index, letters, chance)
@@ -131,7 +133,7 @@ def discards(step, letters, chance):
 
 
 def add_step(run):
-    """One more line in metrics.jsonl, and its samples."""
+    """Append one more step to metrics.jsonl and write its samples; returns the step."""
     lines = (run / "metrics.jsonl").read_bytes().splitlines()
     last = orjson.loads(lines[-1])
     more = last | {"step": last["step"] + 1, "time": last["time"] + 5, "reward": 0.123}
@@ -145,7 +147,8 @@ WIDE = {"width": 1280, "height": 900}
 
 
 def steps_read(client, name="demo"):
-    """The client, once all steps of the run are read: an answer has those that are by then."""
+    """Wait until the dashboard has read all steps of the run; returns the client. Earlier answers have only the steps
+    read so far."""
     deadline = time.monotonic() + 60
     while not client.get(f"/api/runs/{name}").json()["all_read"]:
         assert time.monotonic() < deadline

@@ -11,7 +11,7 @@ TURNS = 5
 
 
 def chain(turn: EnvironmentTurn) -> Observation:
-    """Each observation depends on all turns before it, so that a lost state or turn shows."""
+    """Environment whose observations depend on all turns before, so that a lost state or turn shows."""
     said = [*(turn.state["said"] if turn.state else []), f"{turn.number}:{turn.text}:{turn.complete}"]
     digest = zlib.crc32("|".join([turn.prompt, turn.label, *said]).encode())
     done = turn.number + 1 == TURNS
@@ -19,14 +19,16 @@ def chain(turn: EnvironmentTurn) -> Observation:
 
 
 def count(turn: EnvironmentTurn) -> Observation:
-    """Answers with the number of calls in this response, which only the state has."""
+    """Environment that answers with its number of calls in this response (last digit), which it keeps only in the
+    state."""
     times = turn.state or 0
     assert times == turn.number
     return Observation(str(times % 10), times + 1)
 
 
 def wait_at_the_gate(turn: EnvironmentTurn) -> Observation:
-    """As `count`, but blocks until the file `open` exists, except for the call before a run starts."""
+    """Environment like `count` that blocks until the file `open` exists, except in the trial call before a run
+    starts."""
     if turn.text == f"{turn.label},":
         return count(turn)
     folder = Path(os.environ["GATE"])
@@ -48,7 +50,7 @@ kept: list[bytes] = []
 
 
 def fill(turn: EnvironmentTurn) -> str:
-    """Allocates and keeps 256 MiB per call; answers with the number of blocks."""
+    """Environment that allocates and keeps 256 MiB per call; answers with the number of blocks."""
     kept.append(bytes(1 << 28))
     return f"{len(kept)}"
 

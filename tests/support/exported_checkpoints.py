@@ -1,4 +1,4 @@
-"""Weights of a run's checkpoints, and whether what it exported has them."""
+"""Loads weights of a run's checkpoints, and compares them with the exported Hugging Face folder."""
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,7 +13,7 @@ def model_of_checkpoint(run_dir, step, policy_folder):
 
 
 def assert_exported(run_dir, name, step, policy_folder):
-    """Transformers loads the folder `name` and finds the weights of checkpoint `step`."""
+    """Check that transformers loads the exported folder `name`, and that its weights are those of checkpoint `step`."""
     exported = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / name, dtype=torch.float32)
     for parameter, value in model_of_checkpoint(run_dir, step, policy_folder).named_parameters():
         assert torch.equal(value, exported.get_parameter(parameter)), parameter

@@ -18,7 +18,8 @@ class Run(Conversation):
         self.learner.join(step)
 
     def train(self, segments):
-        """Steps, each in a durable checkpoint, that fill so many segments; the broker takes its snapshots meanwhile."""
+        """Train as many steps, each with a durable checkpoint, as fill `segments` journal files; the broker takes its
+        snapshots meanwhile."""
         for _ in range(segments * STEPS_PER_FILE):
             make_batch(self.worker)
             step = self.ledger.consumed

@@ -5,7 +5,7 @@ import urllib.request
 
 
 def get(url):
-    """(status, body)"""
+    """Send a GET request; returns (status, body)."""
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
             return answer.status, answer.read().decode()

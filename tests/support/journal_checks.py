@@ -1,4 +1,5 @@
-"""Checks of a finished run's journal: observations fit their turns, log-probabilities are those of their weights."""
+"""Checks of a finished run's journal: each observation follows its turn, and log-probabilities are those of the weights
+that sampled the tokens."""
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ from tests.support.journal_events import events_and_arrays, with_payloads
 
 
 def assert_every_answer_fits_its_turn(run_dir, tokenizer):
-    """The k-th observation of each sample says k, whoever has sampled the turns; tokens follow one another."""
+    """Check that the k-th observation (from 0) of each sample is the text k % 10, whichever workers sampled the turns,
+    and that tokens are contiguous. Returns (workers, number of observations)."""
     holders, lengths, answered, observed, workers = {}, {}, {}, 0, set()
     for event, arrays in events_and_arrays(run_dir):
         match event:
@@ -32,7 +34,8 @@ def assert_every_answer_fits_its_turn(run_dir, tokenizer):
 
 
 def versions_with_true_logprobs(run_dir, policy_folder, models):
-    """All that tokens were sampled under; `models` is filled with those of checkpoints."""
+    """Check all log-probabilities in the journal; returns the policy steps that tokens were sampled under. `models`:
+    models by step, to which models of the run's checkpoints are added."""
     prompts, holders, responses, checked = {}, {}, {}, set()
     for event, arrays in events_and_arrays(run_dir):
         if isinstance(event, GroupOpened):

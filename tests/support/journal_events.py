@@ -7,7 +7,7 @@ from april.wire.rows import padded
 
 
 def events(run_dir):
-    """All of them."""
+    """Yield all events of the journal."""
     with closing(Journal(run_dir / "journal")) as journal:
         for event, _ in journal.replay():
             yield event
@@ -20,7 +20,7 @@ def events_and_arrays(run_dir):
 
 
 def with_payloads(event, arrays):
-    """The rows of a `RowsAccepted`, each with its own bytes."""
+    """Yield the rows of a `RowsAccepted` event, each with its own payload bytes."""
     [(_, payload)] = arrays
     offset, view = 0, memoryview(payload)
     for row in event.rows:

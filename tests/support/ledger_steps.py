@@ -1,10 +1,11 @@
-"""Random steps of a ledger."""
+"""Random steps of training on a ledger."""
 
 from april.wire.message import Version
 
 
 def write_steps(ledger, history, chance, steps):
-    """Generate, train and make durable some groups, of which some are handed back in between."""
+    """Generate and train `steps` batches; samples are handed back between chunks, and about half of the steps get a
+    durable checkpoint."""
     for _ in range(steps):
         step = ledger.next_step
         groups = [

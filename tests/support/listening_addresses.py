@@ -24,6 +24,6 @@ def listeners(pid: int | str = "self") -> set[str]:
 
 
 def address(words: str) -> str:
-    """The IP address of an entry of /proc/net: hexadecimal words of four bytes, each with its lowest byte first."""
+    """IP address in an entry of /proc/net, whose hexadecimal words of four bytes have the lowest byte first."""
     network_order = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
     return str(ipaddress.ip_address(network_order))

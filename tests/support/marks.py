@@ -1,4 +1,4 @@
-"""Marks of tests that need another environment or program, or are left out of the short form."""
+"""Marks (pytest) of tests that need another environment or program, or are left out of the short test suite."""
 
 import pytest
 
@@ -16,9 +16,9 @@ SERVERS = {
     "sinks": ".venv-sinks/installed",
     "store": ".venv-store/installed",
 }
-"""Marks of tests that need another environment or program, and its path."""
+"""Path of the environment or program that tests with a pytest mark need, by the mark's name."""
 
 
 def full(value, **options):
-    """A parameter that the short form of the suite leaves out."""
+    """A test parameter that the short test suite leaves out."""
     return pytest.param(value, marks=pytest.mark.full, **options)

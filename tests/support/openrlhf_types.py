@@ -1,4 +1,5 @@
-"""How OpenRLHF asks for samples and reads them, restated: it imports vLLM and flash-attention, which need accelerators.
+"""Stand-in for OpenRLHF's side of the adapter: how it asks for samples and reads them. The real one imports vLLM and
+flash-attention, which need accelerators.
 
 OpenRLHF 0.11.2 on PyPI: `SamplesGenerator._process_response_into_experience` of
 openrlhf/trainer/ppo_utils/samples_generator.py, `BasePPOTrainer.train_step` of openrlhf/trainer/ppo_trainer.py, and
@@ -13,11 +14,11 @@ FIELDS = {
     "prompt", "label", "images", "mm_train_inputs", "reward", "scores", "observation_tokens", "action_ranges",
     "rollout_log_probs", "truncated", "extra_logs",
 }  # fmt: skip
-"""of a response, as its own executors fill them in"""
+"""Fields of a response dictionary, as OpenRLHF's own agent executors fill them in."""
 
 
 def experience(response, max_len=64):
-    """Masks and log-probabilities stand one column to the left of their tokens."""
+    """OpenRLHF's experience of a response: masks and log-probabilities are one column to the left of their tokens."""
     assert response.keys() == FIELDS
     tokens = torch.tensor(response["observation_tokens"].copy())
     mask = torch.zeros_like(tokens)
@@ -33,7 +34,7 @@ def experience(response, max_len=64):
 
 
 async def generate(engine, prompts, tokenizer, size):
-    """One step's prompts, as they are dispatched: all at once, a call each."""
+    """Generate responses to the prompts of one step as OpenRLHF does: one call for each prompt, all at once."""
     calls = [
         engine.generate_responses(
             prompt=prompt, label=label, sampling_params=None, max_length=64, hf_tokenizer=tokenizer, num_samples=size,
@@ -45,7 +46,7 @@ async def generate(engine, prompts, tokenizer, size):
 
 
 async def broadcast(engine, tensors, sent):
-    """Rank 0's weights, one after the other; `sent` is what a collective hands over next."""
+    """Send rank 0's weights to the engine tensor by tensor; `sent`: queue that stands for the collective broadcast."""
     for count, (name, tensor) in enumerate(tensors.items(), 1):
         sent.append(tensor)
         await engine.update_weight(name, dtype=tensor.dtype, shape=tensor.shape, empty_cache=count == len(tensors))

@@ -23,14 +23,14 @@ def pack(tag, *fields, arrays=(), session=0, sequence=0):
 
 
 def row(lease_id, start, ids, logprobs, version, finish_reason=""):
-    """A report row of new tokens of the policy, and its payload."""
+    """(row, payload) of a report with new tokens that the policy sampled."""
     payload = struct.pack(f"<{len(ids)}i{len(logprobs)}f", *ids, *logprobs)
     head = (lease_id, time.time(), start, len(ids), *version, len(payload), zlib.crc32(payload))
     return ROW.pack(*head, 0, FINISH_REASONS.index(finish_reason), 0), payload
 
 
 def tables(rows):
-    """The arrays of a report with these (row, payload) pairs."""
+    """Arrays of a report with the given (row, payload) pairs."""
     return [("u1", b"".join(row for row, _ in rows)), ("u1", b"".join(payload for _, payload in rows))] if rows else []
 
 
@@ -52,7 +52,7 @@ class Received:
 
 
 class Client:
-    """Two connections, one session. Received messages collect in `inbox`."""
+    """A peer with one session over two connections. Received messages collect in `inbox`."""
 
     def __init__(self, address, role, name):
         self.role, self.name, self.uid = role, name, f"{name}-uid"
@@ -99,7 +99,7 @@ class Client:
         return [received for received in self.inbox if received.tag in tags]
 
     def wait_for(self, *tags):
-        """The oldest message with one of these tags."""
+        """Wait for a message with one of these tags; returns the oldest such one in the inbox."""
         deadline = time.monotonic() + PATIENCE_S
         while not self.find(*tags):
             assert time.monotonic() < deadline, f"no {tags} for {self.name}, but {[r.tag for r in self.inbox]}"
@@ -107,7 +107,7 @@ class Client:
         return self.find(*tags)[0]
 
     def take(self, *tags):
-        """As `wait_for`, and removes the message from the inbox."""
+        """Like `wait_for`, but removes the message from the inbox."""
         self.inbox.remove(found := self.wait_for(*tags))
         return found
 
@@ -119,7 +119,7 @@ class Client:
         return received
 
     def close(self):
-        """Say goodbye, so that a broker that ends need not wait for it."""
+        """Say goodbye, so that a broker that ends need not wait for this peer, and close the connections."""
         self.send("Goodbye")
         for socket in self.sockets.values():
             socket.close(linger=2000)
@@ -127,7 +127,7 @@ class Client:
 
 
 class Lease:
-    """A grant, and all response tokens of its sample, counted as the page says."""
+    """A grant with all response tokens of its sample, which are counted as docs/protocol.md describes."""
 
     def __init__(self, task, grant, prompt, response):
         group, self.evaluation, self.label, self.reward, self.temperature, self.top_p, self.top_k, self.min_p = task
@@ -149,7 +149,7 @@ class Worker(Client):
         self.leases, self.unseen = {}, []
         self.watermark = 0
         self.acknowledged = {"generated": 0, "evaluation": 0}
-        """Acknowledged tokens of training and of evaluation."""
+        """Number of acknowledged tokens: `generated` of training, `evaluation` of evaluation."""
 
     def next_lease(self):
         if not self.unseen:

@@ -44,7 +44,7 @@ class Learner:
             self.weights[version] = a_step_further(self.weights[before], seed=version.step)
 
     def sends(self, version, tensors=None):
-        """The staged weights of a version; `tensors` replaces its own."""
+        """Weights of a version as a worker stages them; `tensors` replaces the version's own tensors."""
         published = self.weights[version]
         logprobs = self.model.logprobs_under(published, TEXT.tolist()).tolist()
         canary = Canary(TEXT.tolist(), logprobs, "float32")

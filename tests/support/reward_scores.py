@@ -1,4 +1,4 @@
-"""What tests of verifiers share."""
+"""Helpers for tests of verifiers."""
 
 import time
 
@@ -6,7 +6,7 @@ PATIENCE_S = 60.0
 
 
 def collect(pool, count):
-    """The scores of `count` items, by key; an item that comes back twice fails."""
+    """Collect the scores of `count` items, by key; fails if an item is scored twice."""
     scores, deadline_s = {}, time.monotonic() + PATIENCE_S
     while len(scores) < count:
         for score in pool.poll():

@@ -1,4 +1,4 @@
-"""Real runs in real processes, found and killed by the environment variable that they all inherit."""
+"""Runs April in real processes, which are found and killed by an environment variable that all of them inherit."""
 
 import os
 import signal
@@ -19,7 +19,8 @@ APRIL = [sys.executable, "-m", "april.cli"]
 
 
 class Job:
-    """A command and everything it starts, in processes that need not import torch first unless `start` is another."""
+    """A command and all processes that it starts. By default they are forks of a process that has already imported
+    torch; `start` replaces `Popen`."""
 
     def __init__(self, command, log: Path, mark=None, start=Popen):
         self.mark = mark or uuid.uuid4().hex
@@ -52,14 +53,15 @@ class Job:
         return found
 
     def kill(self, pattern, count=1):
-        """SIGKILL the first processes that match; at least one must be there."""
+        """Send SIGKILL to the first `count` processes whose command line contains `pattern`; at least one must
+        exist."""
         victims = sorted(self.descendants(pattern))[:count]
         assert victims, f"no process matches {pattern!r}"
         for pid, _ in victims:
             os.kill(pid, signal.SIGKILL)
 
     def end(self):
-        """Kill the process and its children, also those started meanwhile; some may die with their parent first."""
+        """Kill the command and all processes of the job, also those started meanwhile."""
         wait_until(lambda: not self._kill_all())
         self.process.wait()
 
@@ -72,7 +74,8 @@ class Job:
 
 
 def wait_until(condition, job=None, timeout_s=PATIENCE_S):
-    """A job may have come to it before it ended, and a test may be away until its time is over: it looks once more."""
+    """Wait until the condition holds. Fails after `timeout_s` or once the job has ended, but only after one more check
+    of the condition."""
     deadline = time.monotonic() + timeout_s
     while True:
         is_late, has_ended = time.monotonic() > deadline, job is not None and job.process.poll() is not None
@@ -84,7 +87,7 @@ def wait_until(condition, job=None, timeout_s=PATIENCE_S):
 
 
 def both_workers_are_there(job) -> bool:
-    """Wait until a worker has the first weights, by the output of `april run`."""
+    """Whether both workers have loaded the first weights, by the output of `april run`."""
     return all(f"worker-{index} has the weights 0.0" in job.output for index in (0, 1))
 
 

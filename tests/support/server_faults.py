@@ -1,4 +1,4 @@
-"""Harm to a real server behind an engine, and what must hold afterwards."""
+"""Injects faults into a real inference server behind an engine, and checks that the engine recovers."""
 
 import os
 import signal
@@ -14,12 +14,13 @@ from april.workers.engines.conformance.harness import V0, Stream, drive, join, p
 
 PATIENCE_S = 600.0
 HUNG_S = 4.0
-"""of silence, for which a server that is done harm to is given up; its successor has longer for its first request"""
+"""Silence after which a faulted server counts as hung (seconds); a restarted server has longer for its first
+request."""
 LONG = [Request(i, prompt(3 + i, seed=i), 600, temperature=0.0) for i in range(6)]
 
 
 def server_processes(engine) -> list[int]:
-    """The server and its children, all in one process group."""
+    """Process ids of the server and its children, which form one process group."""
     group = engine._server._process.pid
     return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if group_of(pid) == group]
 
@@ -40,13 +41,13 @@ def kill_all(engine):
 
 
 def send(engine, name: str, number: int):
-    """A signal to the one process of the server that is called so."""
+    """Send the signal `number` to the one process of the server whose command line contains `name`."""
     (process,) = [pid for pid in server_processes(engine) if name in name_of(pid)]
     os.kill(process, number)
 
 
 def run_until(condition, engine, turn=lambda: None):
-    """(chunks, failures) of an engine until the condition holds; `turn` is called after each step."""
+    """Step the engine until the condition holds; returns its (chunks, failures). `turn` is called after each step."""
     chunks, failures, deadline = [], [], time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
@@ -62,7 +63,7 @@ def bring_back(engine, model):
 
 
 def rest_of(request, stream):
-    """What is left to generate behind the tokens of a stream."""
+    """Request for the tokens that remain to be generated after the tokens of a stream."""
     tokens = np.concatenate([request.tokens, np.array(stream.tokens, np.int32)])
     return replace(request, tokens=tokens, max_new_tokens=request.max_new_tokens - len(stream.tokens))
 
@@ -72,7 +73,8 @@ def streams_of(chunks):
 
 
 def assert_whole_and_true(models, requests, *parts):
-    """Joined, each part what was handed over for a while: all tokens, each with the logprob of the version it names."""
+    """Check that each request's streams in `parts`, joined, have all its tokens, each with the log-probability of the
+    version that it names."""
     for request in requests:
         stream = join(*(part[request.id] for part in parts if request.id in part))
         assert len(stream.tokens) == request.max_new_tokens and stream.versions == sorted(stream.versions)
@@ -83,8 +85,8 @@ def assert_whole_and_true(models, requests, *parts):
 
 
 def assert_samples_survive(engine, model, harm: Callable[[], None], server: str):
-    """Every sample that runs when the server is done harm to fails with a sentence, and goes on from what had arrived
-    of it once the server has been started again."""
+    """Check that a fault (`harm`) fails every running request with a sentence, and that each request can continue from
+    the tokens received so far once the server is back."""
     before = drive(engine, LONG, tokens=240, begun=range(6))
     sampled, patience_s, engine.stall_s = engine.generated_tokens, engine.stall_s, HUNG_S
     try:

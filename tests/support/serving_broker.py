@@ -8,7 +8,7 @@ from april.broker.server import Server
 
 @contextlib.contextmanager
 def serving(config):
-    """A server that runs in a thread; whatever it raises is raised here at the end."""
+    """Context manager with a broker's server that runs in a thread; an exception in the thread is raised at the end."""
     server, over, failures = Server(config), threading.Event(), []
     server.write_address()
 

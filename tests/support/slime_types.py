@@ -1,7 +1,8 @@
-"""Names and types of what slime's rollout functions are given and give back, restated: slime is on no registry.
+"""Stand-in for the types of slime that its rollout functions receive and return: slime is not on PyPI.
 
 github.com/THUDM/slime at 624b824a898ab0ec1fcb4d373004c7f3852bf515: `Sample` of slime/utils/types.py, the outputs of
-slime/rollout/base_types.py, and how slime/ray/rollout.py reads a sample. `install` puts them where slime would be.
+slime/rollout/base_types.py, and how slime/ray/rollout.py reads a sample. `install` registers them under slime's module
+names.
 """
 
 import sys
@@ -61,7 +62,7 @@ class RolloutFnEvalOutput:
 
 
 class Source:
-    """As slime's data source: it numbers groups and samples, and begins again from what it has saved."""
+    """Stand-in for slime's data source: numbers groups and samples, and continues from a given number of groups."""
 
     def __init__(self, size, groups=0):
         self.size, self.groups = size, groups
@@ -77,7 +78,7 @@ class Source:
 
 
 def train_data(samples, top_p=1.0):
-    """As slime's rollout manager takes samples apart."""
+    """Training data that slime's rollout manager extracts from samples, after checking their lengths."""
     for sample in samples:
         assert len(sample.loss_mask) == sample.response_length == len(sample.rollout_log_probs)
         if top_p != 1.0:

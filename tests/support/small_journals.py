@@ -1,4 +1,4 @@
-"""Journals as a broker writes them, of runs that are a few lines long."""
+"""Journals of runs with a few events, in the form in which a broker writes them."""
 
 from contextlib import contextmanager
 
@@ -10,7 +10,7 @@ from april.wire.message import Version
 
 @contextmanager
 def recorded(ledger, run_dir):
-    """Write the ledger's events into the run's journal; yields the journal."""
+    """Context manager that writes a ledger's events into the run's journal; gives the journal."""
     journal, rules = Journal(run_dir / "journal"), ledger.rules
     ledger.write = journal.append
     ledger.commit(
@@ -25,7 +25,8 @@ def recorded(ledger, run_dir):
 
 
 def add_group(ledger: Ledger, lengths, prompt_tokens=9, **keys):
-    """Open a group whose samples get these lengths, None for one that is still generated; train what makes a batch."""
+    """Open a group whose responses have the given lengths (None: not finished), and train the next batch if it is
+    complete."""
     step = ledger.consumed
     group = ledger.open_group(*ledger.cursor, floor=step, prompt=bytes(4 * prompt_tokens), **keys)
     for sample, length in zip(group.samples, lengths, strict=True):

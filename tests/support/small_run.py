@@ -10,11 +10,12 @@ from april.learner.policy.warm_start import EOS, VOCABULARY, build_model, save_p
 GUESSING_STEPS = 60
 FILLER, ANSWERS = ",", "01"
 PROMPTS = 64
-"""Rows of the training file."""
+"""Number of rows in the training file."""
 
 
 def make_policy(folder, hidden_size=64):
-    """A tiny Qwen3 that writes some filler and then guesses: half its answers are right, lengths are long-tailed."""
+    """Train a tiny Qwen3 that writes some filler and then guesses: half of its answers are right, and lengths are
+    long-tailed. Returns its folder."""
     model = build_model(hidden_size, layers=1, seed=0)
     chance = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -31,14 +32,14 @@ def make_policy(folder, hidden_size=64):
 
 
 def guess(chance):
-    """Token ids of a prompt and a response with geometric length."""
+    """Token ids of a prompt and a response of geometrically distributed length with a random answer."""
     length = min(100, int(chance.expovariate(1 / 20)))
     text = "05*3+60=" + FILLER * length + "#" + chance.choice(ANSWERS)
     return [VOCABULARY[character] for character in text] + [VOCABULARY[EOS]]
 
 
 def make_prompts(folder):
-    """`train.jsonl` with PROMPTS rows and `heldout.jsonl` with 16, each labelled 0 or 1."""
+    """Write `train.jsonl` with PROMPTS rows and `heldout.jsonl` with 16, each labelled 0 or 1; returns the folder."""
     for name, count in (("train", PROMPTS), ("heldout", 16)):
         rows = [{"prompt": f"{row:02d}*3+60=", "label": str(row % 2)} for row in range(count)]
         (folder / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
@@ -46,7 +47,8 @@ def make_prompts(folder):
 
 
 def write_config(folder, policy_folder, data_folder):
-    """A small run: 4 groups of 2, a round of 6, 3 steps, responses of at most 24 tokens."""
+    """Write the configuration of a small run: batches of 4 groups of 2, rounds of 6 groups, 3 steps, responses of at
+    most 24 tokens."""
     text = f"""
 run = {{ name = "small", dir = "{folder}/runs" }}
 model = {{ path = "{policy_folder}" }}

@@ -1,9 +1,9 @@
-"""A learner's step that holds a run back, so that what a test does to a live run cannot come when the run is over.
+"""A gate that stops a live run after a given step, so that a test can act on the run before it is over.
 
-The environment of the run's processes names a file, the run's folder and a number: once so many steps are recorded, the
-next one waits until the file is there, also where nothing of its batch has a gradient and no loss would be asked. The
-learner may be a step ahead of the record. Under a trainer of others, whose steps are its own, the reward of what comes
-next waits.
+An environment variable of the run's processes holds the gate's file, the run folder and a number of steps. Once so many
+steps are recorded, the learner's next step waits until the file exists. The gate is in the step scale, which is called
+in every step, even in one without gradients. The learner may be a step ahead of the record. With an external trainer,
+whose steps April does not run, the scoring of the next response waits instead.
 """
 
 import os
@@ -21,12 +21,12 @@ class Gate:
         self.file, self.run_dir, self.environment = file, run_dir, environment
 
     def hold(self, steps: int) -> list[str]:
-        """Words for a run that is begun now."""
+        """Close the gate after `steps` steps; returns command-line options for the run."""
         self.set(steps)
         return ["--algorithm.step_scale", f"{__name__}:step_scale", "--learner.hung_s", "600"]
 
     def hold_rewards(self, steps: int) -> list[str]:
-        """The same for a trainer of others."""
+        """Close the gate after `steps` steps of an external trainer; returns command-line options for the run."""
         self.set(steps)
         return ["--reward.name", f"{__name__}:reward", "--reward.timeout_s", "600"]
 
@@ -38,7 +38,7 @@ class Gate:
 
 
 def step_scale(figures):
-    """Every step has one, whatever it trains."""
+    """Step scale of 1 that waits at the gate; April calls it in every step, whatever the step trains."""
     wait_at_the_gate()
     return 1.0
 
@@ -49,7 +49,7 @@ def reward(response, label, finish_reason):
 
 
 def wait_at_the_gate():
-    """Or until whoever has started this process is gone."""
+    """Wait until the gate is open; fails if the parent process has ended."""
     file, run_dir, steps = os.environ[GATE].split(os.pathsep)
     parent = os.getppid()
     while not Path(file).exists() and len(read_records(Path(run_dir, "metrics.jsonl"))) >= int(steps):

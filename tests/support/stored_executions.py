@@ -1,4 +1,5 @@
-"""What programs have written down of what they read, a file a sample: a program that is run again reads the same."""
+"""Reads the files in which agent programs record the answers they read, one file per sample, to compare repeated
+executions of a program."""
 
 from itertools import groupby
 from operator import itemgetter
@@ -7,14 +8,15 @@ import orjson
 
 
 def executions(folder):
-    """Of each sample, what its executions read, in their order."""
+    """Yield (sample, answers read by each execution of its program, in order) for each sample."""
     for file in sorted(folder.iterdir()):
         lines = map(orjson.loads, file.read_bytes().splitlines())
         yield file.name, [[line["said"] for line in of_one] for _, of_one in groupby(lines, itemgetter("execution"))]
 
 
 def agree(runs):
-    """Whether each was answered as those before it, as far as it got; one that is killed may get less far."""
+    """Whether each execution read the same answers as the earlier ones, as far as both got; a killed execution may be
+    shorter."""
     longest = []
     for run in runs:
         both = min(len(longest), len(run))

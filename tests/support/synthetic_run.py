@@ -1,4 +1,5 @@
-"""A run folder as the broker writes it, made of plausible numbers: long-tailed lengths, aborts, a lost worker."""
+"""A run folder with made-up but plausible figures, in the form that the broker writes: long-tailed lengths, aborts, a
+lost worker."""
 
 import math
 import random
@@ -27,7 +28,7 @@ max_steps = 30
 """
 START_S = 1_763_640_000.0
 PAUSE_S = 7500.0
-"""between the two starts of a run of more than 20 steps"""
+"""Pause between the two starts of a synthetic run of more than 20 steps (seconds)."""
 
 
 def write_run(folder: Path, steps: int = 30, workers: int = 3, seed: int = 0) -> Path:
@@ -121,7 +122,8 @@ def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
 
 
 def worker_tracks(step: int, workers: int, start_s: float, rollout_s: float, rng: random.Random) -> tuple[list, float]:
-    """One round: every worker generates, is aborted and loads weights; worker-1 is away for steps 7 and 8."""
+    """Activity spans of the workers in one round: each generates, is aborted and loads weights; worker-1 is away in
+    steps 7 and 8."""
     lanes, stop_s = [], start_s + rollout_s
     if step == 1:
         lanes += [instant(f"worker-{k}", "joined", START_S + 0.3 * k) for k in range(workers)]

@@ -1,11 +1,11 @@
-"""Two environments of `verifiers` for the quickstart's policy, written as anybody writes one: nothing of April."""
+"""Two environments of the package `verifiers` for the quickstart's policy, written without any code of April."""
 
 import verifiers as vf
 from datasets import Dataset
 
 
 def load_environment(turns=1, rows=8, fails=False):
-    """Guess a digit at once; in `turns` of them, with an answer to each."""
+    """Environment in which the policy guesses a digit: in a single turn, or in `turns` turns with an answer to each."""
     questions = [{"question": f"0{n}*3+60=", "answer": str(n % 2), "info": {"n": n}} for n in range(rows)]
 
     def last_is_right(completion, answer) -> float:

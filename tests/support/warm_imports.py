@@ -28,22 +28,22 @@ PREPARED = (
     "jinja2.sandbox", "matplotlib.backends.backend_svg", "matplotlib.pyplot", "msgspec", "orjson",
     "prometheus_client", "pydantic.json_schema", "rich.live", "zmq.asyncio",
 )  # fmt: skip
-"""Modules to import in advance, of other packages only; each program imports April's own modules itself."""
+"""Modules of other packages to import in advance; each program imports April's own modules itself."""
 TESTS = Path(__file__).parents[1]
 PROGRAMS = ("april.cli", "april.learner", "tests.")
-"""Prefixes of the modules that run in forks."""
+"""Prefixes of the modules (`python -m ...`) that run in forks."""
 MARK = "APRIL_TEST_RUN"
 """Environment variable of all processes of a test. A fork, whose environment is not visible from outside, has it in its
 command line."""
 ROOM = 16384
-"""Longest command line in bytes."""
+"""Longest command line that a fork can show as its own (bytes)."""
 PR_SET_CHILD_SUBREAPER = 36
 ENDS = {signal.SIGINT, signal.SIGTERM}
 """Signals blocked in the process that is forked. A fork that gets one before it runs its program handles it then."""
 
 cold_start = subprocess.Popen._execute_child
 preparer: socket.socket | None = None
-"""Connection to the process whose forks are this process's programs."""
+"""Connection to the process that is forked for each program; None before that process is started."""
 start_lock = threading.Lock()
 
 
@@ -123,7 +123,8 @@ def main() -> None:
 
 
 def serve(connection: socket.socket) -> tuple[tuple, list[int]]:
-    """Fork for each request; returns only in a fork, once it is its caller's child, with (program, files) to run."""
+    """Fork for each request; returns only in a fork, once it has become a child of the requesting process, with
+    (program, files) to run."""
     while True:
         head, files, *_ = socket.recv_fds(connection, 8, 3)
         if not head:

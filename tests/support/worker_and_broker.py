@@ -18,12 +18,12 @@ from tests.support.broker_conversation import Conversation, Peer
 
 UIDS = count()
 POLLS = 3
-"""Polls until an environment answers."""
+"""Number of polls until an environment answers."""
 MAX_PASSES = 2000
 
 
 class SlowEnvironment:
-    """Stands in for the pool of environment processes; answers after POLLS polls."""
+    """Stand-in for the pool of environment processes; answers after POLLS polls."""
 
     def __init__(self, processes, rules):
         self.rules, self.waiting, self.asked = rules, [], []
@@ -127,7 +127,7 @@ class BrokerAndWorker:
         self.worker._say_hello()
 
     def kill_worker(self):
-        """Drop the worker without a goodbye: unsent tokens are lost, and its successor continues from the journal."""
+        """Drop the worker without a goodbye: unsent tokens are lost, and the next worker continues from the journal."""
         self.worker = None
 
     def kill_broker(self):
@@ -150,7 +150,8 @@ class BrokerAndWorker:
         return self.ledger.groups[number]
 
     def facts(self, sample):
-        """All facts of a complete sample except its versions."""
+        """Tokens, log-probabilities, observations, reward and state of a complete sample, without the versions that
+        sampled it."""
         ids, logprobs = (packed.data for packed in self.talk.service.payloads.response(sample.chunk_refs))
         return {
             "ids": list(memoryview(ids).cast("i")),

@@ -1,4 +1,4 @@
-"""The HTTP APIs of the gateway: one module and one entry each."""
+"""The HTTP APIs that the gateway serves, one class and one module each."""
 
 from april.agents.dialects.base import Dialect
 from april.agents.dialects.chat import Chat

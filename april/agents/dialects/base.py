@@ -42,7 +42,7 @@ class Dialect:
         self.model = model
         self.ignore_overrides = ignore_overrides
         self.ignored: Counter[str] = Counter()
-        """Requests with an ignored parameter, by its name."""
+        """Name of a parameter -> number of requests in which the parameter was ignored."""
 
     # --- implemented by each API ----------------------------------------------------------------------------
 

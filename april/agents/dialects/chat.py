@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions API."""
+"""OpenAI's Chat Completions API, as the gateway serves it."""
 
 import time
 from collections.abc import Mapping

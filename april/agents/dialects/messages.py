@@ -1,4 +1,4 @@
-"""Anthropic's Messages API."""
+"""Anthropic's Messages API, as the gateway serves it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -101,7 +101,7 @@ def plain_messages(message: Any) -> Iterator[Message]:
 
 
 def tool(definition: Any) -> Body:
-    """The tool in the form that chat templates take. Raises BadMessages."""
+    """Convert a tool definition of this API to the form that chat templates take. Raises BadMessages."""
     try:
         schema, name = definition["input_schema"], definition["name"]
     except (KeyError, TypeError):

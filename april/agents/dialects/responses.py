@@ -1,4 +1,4 @@
-"""OpenAI's Responses API."""
+"""OpenAI's Responses API, as the gateway serves it."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -148,7 +148,7 @@ def plain_messages(items: Any) -> Iterator[Message]:
 
 
 def tool(definition: Any) -> Body:
-    """The tool in the form that chat templates take. Raises BadMessages."""
+    """Convert a tool definition of this API to the form that chat templates take. Raises BadMessages."""
     match definition:
         case {"type": "function", "name": name}:
             rest = {key: definition[key] for key in ("description", "parameters") if definition.get(key) is not None}

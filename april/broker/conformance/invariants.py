@@ -1,4 +1,4 @@
-"""Invariants of a ledger after every event, under every schedule."""
+"""Invariants that a ledger must keep after every event, under every schedule; hypothesis checks them."""
 
 from collections import Counter
 from typing import Any
@@ -23,7 +23,7 @@ class Invariants(RuleBasedStateMachine):
     ledger: Ledger
     ledger_rules: Rules
     log: list[Any]
-    """Events written so far."""
+    """Events that the ledger has written to its journal so far."""
     prompts: NumberedPrompts | SubmittedPromptsStub
     emitted: int
     """Training tokens generated so far."""

@@ -1,7 +1,8 @@
-"""Hypothesis state machine: the ledger closes, the staleness bound holds and nothing starves, in any order of events.
+"""Hypothesis state machine: applies workers', learner's and operators' actions to a ledger in random order.
 
-A ledger and a schedule serve workers that come, go and lag, and a learner that may stall or restart. The rules are
-here, the invariants in `invariants.py`; both hold for every schedule.
+After every action no token may be missing from the ledger's account, the staleness bound must hold and no waiting
+sample may starve. Workers join, leave and lag; the learner may stall or restart. The actions (hypothesis rules) are
+here, the invariants in `invariants.py`; both apply to every schedule.
 """
 
 import random
@@ -64,11 +65,12 @@ def schedule_sections(draw, rules: Rules, name: str) -> ScheduleSection:
 
 RESPONSE_BUDGET = 12
 RECORD_BYTES = 100
-"""Pretended length of a journal record."""
+"""Assumed length of every journal record, bytes; the state machine has no real journal."""
 SLOTS = 4
-"""Slots of a worker in `everybody_works`."""
+"""Slots of each worker in the rule `everybody_works`: responses that it generates at once."""
 PATIENCE_TURNS = 3000
-"""Turns of `everybody_works` within which every waiting sample must be leased; far more than needed."""
+"""Most loop iterations of the rule `everybody_works` until every waiting sample has been leased; far more than
+needed."""
 
 
 def has_spread(group):
@@ -81,12 +83,13 @@ def submitted_prompt(row):
 
 
 class ScheduleMachine(Invariants):
-    """The rules: everything that workers, learner, trainer, operators and the broker itself may do."""
+    """The hypothesis rules: every action of workers, learner, trainer, operators and broker that may change a
+    ledger."""
 
     kind: str
-    """Kind of the schedule at the beginning."""
+    """Kind of the schedule that the run begins with."""
     others: tuple[str, ...] = ()
-    """Kinds with which a restarted broker may go on."""
+    """Kinds of schedule that a restarted broker may switch to."""
 
     @initialize(
         data=st.data(),
@@ -142,7 +145,8 @@ class ScheduleMachine(Invariants):
         return len(self.log), RECORD_BYTES
 
     def advance(self):
-        """Advance as the service does: complete groups are filtered before a batch can take them."""
+        """Advance the schedule as the broker's service does: the group filter first discards complete groups, so that
+        none of them gets into a batch."""
         self.ledger.filter_ready(self.filters.reason_against)
         advance(self.schedule, self.ledger)
 
@@ -167,7 +171,8 @@ class ScheduleMachine(Invariants):
                 assert self.ledger.generating <= kind.samples_in_flight(self.section)
 
     def choose(self, step, share_left):
-        """The next sample for a worker at this step."""
+        """The next sample for a worker at policy step `step`; None if no sample waits. `share_left`: whether the worker
+        may take another evaluation sample."""
         return choose_sample(self.schedule, self.ledger, step, share_left)
 
     @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())
@@ -178,7 +183,8 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), count=st.integers(1, 4), ends=st.booleans())
     def observe(self, data, count, ends):
-        """An environment answers a turn: the tokens lengthen the response, and count nowhere."""
+        """Append an environment's observation to a response: its tokens lengthen the response, but are not counted as
+        generated."""
         if lease := self.a_lease(data, generating=True):
             sample = lease.sample
             count = min(count, RESPONSE_BUDGET - sample.length)
@@ -220,7 +226,8 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), worker=st.sampled_from(["w0", "w1"]))
     def recall(self, data, worker):
-        """A straggler is handed back and leased to another worker before all waiting samples, if permitted."""
+        """Recall a straggler from its worker and lease it to `worker` ahead of all waiting samples, if the schedule
+        permits it."""
         lease = self.a_lease(data, generating=True)
         if lease is None or not trains(lease):
             return
@@ -260,7 +267,8 @@ class ScheduleMachine(Invariants):
         failures=st.sampled_from([0.0, 0.1, 0.5]),
     )
     def a_busy_while(self, seed, actions, stragglers, failures):
-        """Many small actions; some groups are rarely worked on; dead ones are re-queued now and then."""
+        """Apply many random actions in a row. Some groups rarely progress; groups discarded for a dead sample are
+        re-queued now and then."""
         chance = random.Random(seed)
         self.end_drain()
         for _ in range(actions):
@@ -299,16 +307,17 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data())
     def filter_out(self, data):
-        """A filter discards a complete group."""
+        """Discard a complete group as if a group filter had rejected it."""
         if self.ledger.ready:
             self.ledger.discard(data.draw(st.sampled_from(list(self.ledger.ready))), "filtered")
             self.advance()
 
     @rule(every=st.integers(1, 9))
     def everybody_works(self, every):
-        """Without further faults every waiting sample is leased, and the learner gets the next batch.
+        """Let all workers generate without faults: every waiting sample must get leased, and the learner the next
+        batch.
 
-        Evaluation keeps arriving; each worker gives it half of its slots.
+        New evaluations arrive all the while; each worker gives them half of its slots.
         """
         self.ledger.end_drain()
         ledger, turn, since = self.ledger, 0, len(self.log)
@@ -342,14 +351,14 @@ class ScheduleMachine(Invariants):
         return [s for s in waiting if s.group.state is GroupState.OPEN and (s.group.id, s.index) not in leased]
 
     def fill(self, worker):
-        """Lease until the slots are full or no sample waits."""
+        """Lease samples to a worker until its slots are full or no sample waits."""
         for _ in range(SLOTS):
             held = [lease for lease in self.ledger.leases.values() if lease.worker == worker and lease.generating]
             if len(held) < SLOTS:
                 self.lease(worker, 1, share_left=sum(not trains(lease) for lease in held) < SLOTS // 2)
 
     def go_on(self, lease, count, ends):
-        """Generate `count` more tokens, or score a complete response."""
+        """Generate `count` more tokens under a lease, or score its response if that is complete."""
         if not lease.generating:
             group = lease.sample.group.id
             reward = 1.0 if group % 4 == 3 else float(lease.sample.index % 2)
@@ -422,7 +431,8 @@ class ScheduleMachine(Invariants):
     @precondition(lambda self: self.ledger_rules.submitted)
     @rule(count=st.integers(0, 9), again=st.integers(0, 3))
     def submit_prompts(self, count=1, again=0):
-        """A trainer may repeat submitted prompts; it must not leave one out."""
+        """Submit prompts as a trainer does: a prompt sent twice is a duplicate, and a prompt sent too early is refused
+        as a gap."""
         first = max(0, self.ledger.prompts_submitted - again)
         for row in range(first, first + count):
             known = row < self.ledger.prompts_submitted
@@ -438,7 +448,8 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), from_snapshot=st.booleans(), same=st.booleans())
     def restart_broker(self, data, from_snapshot, same):
-        """Snapshot and journal rebuild the same ledger, and another schedule may go on with it."""
+        """Restart the broker: snapshot and journal must rebuild the same ledger. The schedule may be of another kind
+        afterwards."""
         again = Ledger(self.ledger_rules, write=self.journal)
         first = 0
         if from_snapshot and self.snapshot:

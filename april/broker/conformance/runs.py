@@ -1,4 +1,4 @@
-"""A run of a schedule without faults, from its first group to its last batch, and prompts without text for it."""
+"""A fault-free run of a schedule, from its first group to its last batch, and two sources of empty prompts for it."""
 
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
@@ -25,10 +25,10 @@ class NumberedPrompts:
 
 
 class SubmittedPromptsStub:
-    """The prompts that were submitted to a ledger."""
+    """Prompt source that draws the prompts submitted to a ledger, without their text."""
 
     rows = 1 << 30
-    """More than are ever submitted."""
+    """Upper limit of the number of prompts; no test submits as many."""
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
@@ -43,15 +43,15 @@ class SubmittedPromptsStub:
 
 STEPS, SLOTS, MANY_PROMPTS = 10, 6, 1000
 PASSES = 20_000
-"""Loop passes before a run counts as stuck; far more than any needs."""
+"""Most loop iterations of a run, after which it counts as stuck; far more than any run needs."""
 ROUNDS = 50
-"""Rounds that may end in a row without any work in between."""
+"""Most rounds in a row that may end without any work in between."""
 
 
 def advance(schedule: Schedule, ledger: Ledger) -> bool:
-    """Advance the schedule as the service does; returns whether a round ended.
+    """Advance the schedule as the broker's service does; returns whether a round ended.
 
-    Raises AssertionError if rounds end without end.
+    Raises AssertionError if `ROUNDS` rounds end one after the other without any work.
     """
     for ended in range(ROUNDS):
         if not schedule.advance(ledger):
@@ -89,7 +89,8 @@ def run_to_the_end(section: ScheduleSection, staleness: int = 5, prompts: int = 
 
 
 def work(schedule: Schedule, ledger: Ledger, lengths: dict[int, int]) -> None:
-    """Fill the worker's slots and generate one token of each response. `lengths`: final length of each, by lease id."""
+    """Fill the worker's slots and generate one token of each response. `lengths`: final length of each response in
+    tokens, by lease id."""
     version = Version(0, ledger.consumed)
     while len(lengths) < SLOTS and (sample := choose_sample(schedule, ledger, version.step)):
         lease = ledger.lease(sample, "w", version.step, 0.0)

@@ -1,4 +1,4 @@
-"""The checks of a schedule, and `april check schedule`, which runs them."""
+"""The checks of the conformance suite of schedules, and the command `april check schedule`, which runs them."""
 
 import traceback
 from collections.abc import Callable
@@ -16,12 +16,13 @@ from april.config.checks import check_schedule
 from april.util.errors import refuse
 
 EXAMPLES, STEPS = 60, 40
-"""Runs of the state machine, and most rules applied in each."""
+"""Number of random runs of the state machine, and most actions in each run."""
 BATCH = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
 
 
 def machine_of(name: str, base: type[ScheduleMachine] = ScheduleMachine) -> type[ScheduleMachine]:
-    """The state machine of a schedule whose broker may restart with another kind, and back."""
+    """State machine for the schedule `name`, whose broker may switch to another kind of schedule at a restart, and
+    back."""
     others = tuple(other for other in SCHEDULES.shipped if other != name)
     return type("ScheduleMachine", (base,), {"kind": name, "others": others})
 
@@ -96,7 +97,8 @@ def check_schedule_named(name: str, overrides: list[str], say: Callable[[str], N
 
 
 def where(error: Exception) -> str:
-    """The error, with hypothesis' notes on the steps, and the lines at which it was raised."""
+    """Describe an exception: its message, hypothesis' notes on the actions that led to it, and the source lines of its
+    traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hypothesis" not in frame.filename]
     lines = [f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[1:]]
     messages = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])]

@@ -1,7 +1,7 @@
 """Group filters: which complete groups are discarded before training. Dynamic sampling is one of them.
 
 A filter is a function of a `CompleteGroup` that returns the reason to discard the group, or None to keep it. The key
-`schedule.group_filter` names it. It runs in the broker's loop, so it has to be fast.
+`schedule.group_filter` names the filters of a run. Filters run in the broker's loop, so they have to be fast.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,20 +18,21 @@ STATES = frozenset({"open", "ready", "delivered", "trained", "discarded"})
 
 
 class CompleteGroup(NamedTuple):
-    """What a filter sees of a group: one entry a sample in every list, without the samples that failed for good."""
+    """Input of a group filter: a complete group. Each list has one entry per sample; samples that failed for good are
+    left out."""
 
     rewards: list[float]
     lengths: list[int]
-    """Response tokens, without observations."""
+    """Response lengths in tokens, without observations."""
     finish_reasons: list[str]
     details: list[dict[str, float]]
-    """Parts that each reward consists of."""
+    """Named parts that each sample's reward consists of, as its verifier reports them."""
     accuracies: list[float]
-    """The `correct` that verifiers report, or else the rewards before penalties."""
+    """Accuracy of each sample: the detail `correct` of its verifier or, without one, the reward before penalties."""
 
 
 class FilterSample(Protocol):
-    """Attributes of a ledger sample that filters need; its reward is None if it failed for good."""
+    """Attributes of a ledger sample that filters read; the reward is None if the sample failed for good."""
 
     reward: float | None
     finish_reason: str
@@ -53,7 +54,7 @@ Filter = Callable[[CompleteGroup], str | None]
 
 
 class FilterFailed(RuntimeError):
-    """A filter raised, or returned something that is no reason; the text names the filter."""
+    """A filter raised an exception, or returned neither None nor a valid reason; the message names the filter."""
 
 
 def zero_spread(group: CompleteGroup) -> str | None:
@@ -69,7 +70,7 @@ class GroupFilters:
         if section.group_filter:
             self.filters.append(FILTERS.find(section.group_filter))
         self.in_a_row = 0
-        """Groups discarded since the last one that was kept."""
+        """Number of groups discarded since the last group that was kept."""
         self.last_reason = ""
 
     def reason_against(self, group: FilterGroup) -> str:

@@ -38,7 +38,8 @@ class AgentHandler(LeaseHolderHandler):
     # --- connecting -----------------------------------------------------------------------------------------
 
     def after_welcome(self, peer: Peer) -> None:
-        """Send all sessions of the process again, since what was sent to its old connections may be lost."""
+        """Send an agents process all its sessions again after it has reconnected: messages to its old connections may
+        be lost."""
         for lease in self.leases_of(peer.uid):
             self._send_session(peer, lease)
 
@@ -91,7 +92,7 @@ class AgentHandler(LeaseHolderHandler):
     def forward_rows(self, table: np.ndarray, payload: Buffer, leases: list[Lease | None]) -> None:
         """Forward the rows of workers to the agents whose turns they are, after the next sync.
 
-        `leases`: of each row, None where the row was not accepted.
+        `leases`: the lease of each row; None where the row was refused.
         """
         agent_leases = [lease and self.ledger.leases.get(lease.sample.session_sample.agent_lease) for lease in leases]
         holders = {agent.worker for agent in agent_leases if agent}
@@ -129,16 +130,16 @@ class AgentHandler(LeaseHolderHandler):
             able = [peer for peer in able if self._has_room(peer)]
 
     def _discard(self, sample: Sample) -> None:
-        """End a session whose agent is lost, since another run of it would repeat its side effects."""
+        """End a session whose agent process is lost, since running the agent again would repeat its side effects."""
         ids = {"group": sample.group.id, "sample": sample.index}
         log.warning("the agent of a session is lost, and agent.replay = 'discard' has it not run again", extra=ids)
         self.ledger.lose_session(sample)
 
     def _recall_training(self) -> None:
-        """End the leases on training sessions after the last batch.
+        """End agents processes' leases on training sessions after the last batch.
 
-        Their turns would never be generated, and agents that wait for one start no evaluation. The sessions stay open
-        in the ledger for a run that is resumed.
+        The turns of these sessions would never be generated, and agents that wait for one start no evaluation. The
+        sessions stay open in the ledger for a run that is resumed.
         """
         for peer in self.peers.with_role("agents"):
             for lease in self.leases_of(peer.uid):
@@ -198,7 +199,8 @@ class AgentHandler(LeaseHolderHandler):
         return [(row, body) for _, row, body in sorted(rows, key=itemgetter(0))]
 
     def _fork_rows(self, fork: Sample, lease_id: int) -> Iterator[tuple[ChunkRef, ReportRow, memoryview]]:
-        """Rows of a fork behind the tokens it shares with its parent; the last row of a finished turn ends it."""
+        """Yield a fork's rows after the tokens shared with its parent; the last row of a complete turn has a finish
+        reason."""
         ends = list(accumulate(ref.tokens for ref in fork.chunk_refs))
         refs = [ref for ref, end in zip(fork.chunk_refs, ends, strict=True) if end > fork.shared_tokens]
         bodies, start = self.context.payloads.journal.read_payloads(iter(refs)), fork.shared_tokens
@@ -220,7 +222,8 @@ class AgentHandler(LeaseHolderHandler):
 
 
 def fork_length(agent_lease: Lease, lease_id: int) -> int:
-    """Response tokens of the fork that `lease_id` addresses: the session's lease id plus the fork's number."""
+    """Response length, in tokens, of the fork with id `lease_id`, which is the session's lease id plus the fork's
+    number; 0 for an unknown fork."""
     fork = agent_lease.sample.find_fork(lease_id - agent_lease.id)
     return fork.length if fork else 0
 

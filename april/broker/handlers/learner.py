@@ -1,5 +1,5 @@
-"""Handles messages of the learner (batches out, trained steps and checkpoints in) and of its machines, and runs the
-evaluations of its weights on held-out prompts."""
+"""Handles messages of the learner (batches out, trained steps and checkpoints in) and of the learner's machines, and
+runs the evaluations of the learner's weights on held-out prompts."""
 
 import logging
 from typing import ClassVar
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Evaluations:
     """Schedules evaluations of held-out prompts, records their results, and finds the best weights by them.
 
-    All their state is in the ledger.
+    The ledger holds all state of the evaluations.
 
     evaluations.open_due()
     evaluations.record_complete()
@@ -62,7 +62,7 @@ class Evaluations:
         return step == 0 or at_the_end or bool(every and step % every == 0)
 
     def record_complete(self) -> None:
-        """Record the evaluations that have no open group any more."""
+        """Record the result of each evaluation whose groups are all complete."""
         for step, groups in list(self.ledger.evaluations.items()):
             if any(group.state is GroupState.OPEN for group in groups):
                 continue
@@ -92,11 +92,11 @@ class Evaluations:
 
 
 NO_BEST_STEP = -1
-"""Step in a `BestCheckpoint` while no weights are evaluated."""
+"""`BestCheckpoint.step` while no weights have been evaluated."""
 PART_BYTES = 1 << 19
-"""Bytes of arrays in one message of a batch, rounded up to whole groups."""
+"""Bytes of arrays in one message of a batch; the message ends with the group that reaches them."""
 PASS_BYTES = 1 << 19
-"""Bytes of arrays sent to the learner in one pass, so that no other peer waits long."""
+"""Bytes of arrays sent to the learner in one pass of the broker's loop, so that no other peer waits long."""
 
 GroupPayload = tuple[wire.GroupHead, list[wire.PackedArray]]
 """A group as it is sent in a batch: its description and its arrays."""
@@ -110,13 +110,16 @@ class LearnerHandler:
         self.has_connected = False
         """Whether a learner has connected since the broker started."""
         self.pending_fetch: tuple[Peer, wire.Received] | None = None
-        """A fetch whose batch does not exist yet, or is not sent completely."""
+        """(learner, `Fetch` message) of a request for a batch that does not exist yet or is not completely sent; None
+        otherwise."""
         self.sent_groups = 0
-        """Groups sent of that batch, and of the discarded groups that follow them."""
+        """Number of groups already sent in answer to `pending_fetch`, discarded groups at the end of the batch
+        included."""
         self.logged: set[int] = set()
-        """Indices of that batch's groups that the learner writes to the sample logs."""
+        """Indices of the groups in the batch of `pending_fetch` that the learner writes to the sample logs."""
         self.sendable_from: int | None = None
-        """Journal position that has to be on disk before that batch is sent: the end of its delivery."""
+        """Journal position of the end of the batch's delivery event: it must be on disk before the batch of
+        `pending_fetch` is sent."""
 
     def hello(self, peer: Peer) -> None:
         self.has_connected = True
@@ -127,7 +130,7 @@ class LearnerHandler:
         peer.started = self._has_started(peer)
 
     def _has_started(self, peer: Peer) -> bool:
-        """Whether this process is the learner of the current incarnation, though the broker may have restarted
+        """Whether the peer's process is the learner of the current incarnation, also if the broker has restarted
         since."""
         return peer.uid == self.ledger.learner_uid
 
@@ -156,8 +159,8 @@ class LearnerHandler:
             return self._refuse(peer, received, str(error))
         for prompt, tokens in prompts:
             if self.ledger.submit(prompt, tokens) is Verdict.GAP:
-                brought = self.ledger.prompts_submitted
-                return self._refuse(peer, received, f"prompt {prompt.row} does not follow {brought} brought ones")
+                submitted = self.ledger.prompts_submitted
+                return self._refuse(peer, received, f"prompt {prompt.row} does not follow {submitted} submitted ones")
         self.peers.send(peer, wire.Submitted(self.ledger.prompts_submitted), sequence=received.sequence)
 
     def on_fetch(self, peer: Peer, received: wire.Received, now: float) -> None:
@@ -170,7 +173,8 @@ class LearnerHandler:
         self.answer_fetch()
 
     def answer_fetch(self) -> None:
-        """Send the next part of the batch that the learner waits for, or tell it that there will be none."""
+        """Send the next part of the batch that the learner has requested, or `Finished` if no further batch will
+        come."""
         if self.pending_fetch is None:
             return
         peer, received = self.pending_fetch
@@ -190,7 +194,8 @@ class LearnerHandler:
             self.pending_fetch = None
 
     def _finish(self, peer: Peer, received: wire.Received) -> None:
-        """Answer a fetch after the end of the run; if it has failed, the groups discarded last show why."""
+        """Answer a `Fetch` after the end of the run; if the run has failed, the answer has the groups discarded last,
+        which show why."""
         wanted = received.message.samples and self.context.run.state == "failed"
         discards = self.context.history.discards.waiting if wanted else []
         payloads = [self._discard_payload(discard) for discard in discards]
@@ -199,8 +204,8 @@ class LearnerHandler:
         self.pending_fetch = None
 
     def restart_fetch(self, step: int) -> None:
-        """Send a batch from its beginning, since it has changed. A learner that has a part of it has to say hello and
-        fetch it again."""
+        """Send a requested batch again from its first group, since the batch has changed. A learner that already has a
+        part of it has to say hello and fetch it again."""
         if self.pending_fetch is None or self.pending_fetch[1].message.step != step:
             return
         peer, received = self.pending_fetch
@@ -213,14 +218,14 @@ class LearnerHandler:
 
     @property
     def can_send(self) -> bool:
-        """Whether a part of a batch can be sent: the learner waits for it and has credit, and its delivery is on
-        disk."""
+        """Whether the next part of a batch can be sent: the learner has requested it and has credit, and the batch's
+        delivery event is on disk."""
         if self.pending_fetch is None or self.sendable_from is None or self.context.journal.synced < self.sendable_from:
             return False
         return self.peers.has_credit(self.pending_fetch[0], self.context.credit_bytes)
 
     def _logged_groups(self, step: int) -> set[int]:
-        """Indices of the groups of a batch that are chosen for the sample logs."""
+        """Indices of the groups of batch `step` that are chosen for the sample logs."""
         groups = [trained_samples(group) for group in self.ledger.deliveries[step]]
         rewards = [
             [sample.session_sample.reward for sample in samples if sample.session_sample.reward is not None]
@@ -264,7 +269,7 @@ class LearnerHandler:
         return head, arrays
 
     def _discard_payload(self, discard: DiscardedGroup) -> GroupPayload:
-        """A discarded group, without samples if the journal cannot read them back."""
+        """Description and arrays of a discarded group; without samples if the journal cannot read them back."""
         payloads, head = self.context.payloads, discard.head
         try:
             arrays, heads = [payloads.prompt(discard.prompt)], []
@@ -310,7 +315,7 @@ class LearnerHandler:
 
     def _refuses_unstarted(self, peer: Peer, received: wire.Received) -> bool:
         """Refuse a learner that has not said which checkpoint it holds, as the batches may be another learner's by now;
-        returns whether it did."""
+        returns whether the learner was refused."""
         if not peer.started:
             self._refuse(peer, received, "say first which checkpoint you hold")
         return not peer.started
@@ -331,8 +336,8 @@ class LearnerHandler:
 
 
 def trained_samples(group: Group) -> list[Sample]:
-    """Samples of a group that become rows of its batch: those with a score, and of a session with forks each fork in
-    which the policy has sampled tokens."""
+    """Samples of a group that become rows of its batch: those with a score. A session with forks contributes each fork
+    in which the policy has sampled tokens."""
     done = (sample for sample in group.samples_with_forks if sample.session_sample.state is SampleState.DONE)
     return [sample for sample in done if sample.own_sampled_tokens or not sample.session_sample.forks]
 
@@ -357,16 +362,17 @@ def sample_head(sample: Sample, history: SampleHistory) -> wire.SampleHead:
 
 
 class NodeHandler:
-    """Handles messages of a learner's machines.
+    """Handles the rendezvous of a learner's machines.
 
-    The first machine announces the address, the others ask for it; it is valid while that machine is connected.
+    The first machine announces the address where the learner's ranks meet, and the other machines ask for it. The
+    address is valid while the first machine is connected.
     """
 
     def __init__(self, peers: Peers):
         self.peers = peers
         self._address = ""
         self._announced_by = 0
-        """Session id of the machine that announced the address."""
+        """Session id of the machine that announced the rendezvous address; 0 for none."""
 
     def on_rendezvous(self, peer: Peer, received: wire.Received, now: float) -> None:
         if received.message.address:

@@ -1,5 +1,5 @@
-"""Handles what all lease holders (workers, scorers, agents processes) have in common: sessions, grants, heartbeats and
-reports; and the messages of scorers, which do nothing else."""
+"""Handles the messages that all lease holders (workers, scorers, agents processes) share: sessions, grants, heartbeats
+and reports. Scorers send no other messages, so their handler is here too."""
 
 import hashlib
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
-    """Queue the grant of a lease to its holder; a group's task and prompt go once per message."""
+    """Queue the grant of a lease to its holder; the task and prompt of a group are sent once per message."""
     sample = lease.sample.latest_fork if lease.scoring else lease.sample
     group, payloads = sample.group, context.payloads
     grants = context.peers.pending_for(peer).new_leases()
@@ -72,7 +72,7 @@ def send_grant(context: BrokerContext, peer: Peer, lease: Lease) -> None:
 
 
 def task_of(context: BrokerContext, group: Group) -> wire.Task:
-    """The fields of a grant that the samples of a group share."""
+    """Build the `wire.Task` of a group: the fields that the grants of all its samples share."""
     row = context.payloads.row_of(group.evaluation, group.epoch, group.row)
     sampling = context.config.sampling
     drawn = context.prompts.held_out[group.epoch].settings if group.evaluation else sampling
@@ -112,13 +112,14 @@ class LeaseHolderHandler:
         self.peers = context.peers
         self.recorder = context.recorder
         self._lease_terms = math.nan, 0.0, 0.0
-        """Times at which the newest leases were granted, expire unless renewed, and end in any case."""
+        """(time of the newest lease, its expiry unless renewed, its latest end), seconds; leases granted at the same
+        time share them."""
 
     def record_instant(self, peer: Peer, instant: str, now: float) -> None:
-        """Record an instant of the holder's timeline: joined or lost."""
+        """Record an instant in the timeline of a lease holder, `joined` or `lost`; the base class records nothing."""
 
     def lease(self, sample: Sample, peer: Peer, step: int, now: float) -> Lease:
-        """Lease a sample to a holder at policy step `step`, and queue its grant."""
+        """Lease a sample to a holder whose weights are at policy step `step`, and queue the grant."""
         if self._lease_terms[0] != now:  # leases are many: those of one pass share their times
             self._lease_terms = now, now + self.config.broker.lease_s, now + self.config.broker.max_run_s
         lease = self.ledger.lease(sample, peer.uid, step, *self._lease_terms[1:])
@@ -128,9 +129,9 @@ class LeaseHolderHandler:
     # --- connecting and leaving -----------------------------------------------------------------------------
 
     def hello(self, peer: Peer, hello: wire.Hello, now: float) -> list[int]:
-        """Admit a holder; returns the lost ones among the leases it reports.
+        """Open the session of a lease holder; returns the leases that it reports but does not hold any more.
 
-        Another process with its role and name is taken for dead, and told to stop.
+        Another process with the same role and name is taken for dead, and told to stop.
         """
         for other in self.peers.holders():
             if other is not peer and other.uid == hello.uid:
@@ -147,10 +148,11 @@ class LeaseHolderHandler:
         return [lease_id for lease_id in hello.lease_ids if lease_id not in held]
 
     def after_welcome(self, peer: Peer) -> None:
-        """Queue what a holder needs from the beginning; it ignores messages before its welcome."""
+        """Queue messages that a holder needs at the beginning of its session; the holder ignores messages before its
+        `Welcome`. The base class queues none."""
 
     def lose(self, peer: Peer, why: str, now: float) -> None:
-        """End the session of a holder that is gone, and its leases, whose samples wait for other holders."""
+        """End the session and the leases of a holder that is gone; the samples wait for other holders."""
         leases = self.leases_of(peer.uid)
         holder, ids = f"{peer.role} {peer.name}", {"worker": peer.name}
         log.warning("%s is lost (%s); %d leases wait for another", holder, why, len(leases), extra=ids)
@@ -191,7 +193,7 @@ class LeaseHolderHandler:
         self.peers.answer_heartbeat(peer, [lease_id for lease_id in message.lease_ids if lease_id not in current])
 
     def on_report(self, peer: Peer, received: wire.Received, now: float) -> None:
-        """Take a report: its new tokens first, then the leases it ends."""
+        """Handle a report: accept its new tokens, then end the leases that it closes."""
         if len(received.message.closings) > limits.MAX_REPORT_CLOSINGS:
             raise wire.WireError(f"a report ends at most {limits.MAX_REPORT_CLOSINGS} leases")
         if received.packed:
@@ -207,7 +209,7 @@ class LeaseHolderHandler:
                 self._accept_give_back(peer, closing, now)
 
     def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
-        """Take the new tokens of a report."""
+        """Accept the new tokens of a report; the base class refuses them, as only some roles send tokens."""
         raise wire.WireError(f"a {peer.role} generates nothing")
 
     def _accept_score(self, peer: Peer, scored: wire.Scored, now: float) -> None:
@@ -240,7 +242,7 @@ class LeaseHolderHandler:
         self.peers.acknowledge(peer, lease.id)
 
     def _fail_without_turn(self, peer: Peer, lease: Lease, now: float) -> None:
-        """End a session that has no turn of the policy, which a reward could be for."""
+        """End an agent session as failed because the policy generated no turn in it that a reward could apply to."""
         self.ledger.end_lease(lease.id, "agent_failed", "the agent ended before it had an answer of the policy", now)
         self.peers.acknowledge(peer, lease.id)
 
@@ -263,7 +265,7 @@ class LeaseHolderHandler:
         self.peers.acknowledge(peer, lease.id)
 
     def reject(self, peer: Peer, lease_id: int, reason: str, tokens: int = 0) -> None:
-        """Reject what was reported of a lease; `tokens`: sampled tokens in it."""
+        """Reject the report on a lease; `tokens`: number of sampled tokens that it contained."""
         self.peers.tallies[peer.uid].refused += tokens
         self.peers.reject(peer, lease_id, reason)
 
@@ -271,7 +273,7 @@ class LeaseHolderHandler:
 
 
 def score_fault(scored: wire.Scored, responses: int) -> str:
-    """What is wrong with the scores of a lease on so many responses; empty if nothing is."""
+    """Fault in the scores that a holder reports for a lease on `responses` responses; empty if they are valid."""
     if not len(scored.rewards) == len(scored.details) == responses:
         return "a reward, with its details, is for each response of the lease"
     if not all(map(limits.is_reward, scored.rewards)):

@@ -20,12 +20,13 @@ from april.wire import limits
 log = logging.getLogger(__name__)
 
 DEAD_LETTERS_FILE = "dead_letters.json"
-"""Name of the file in the run folder."""
+"""File in the run folder with the dead letters as JSON: samples that failed for good."""
 
 
 class MonitorHandler:
     def __init__(self, context: BrokerContext, stop: Callable[[str, str, float], None], abort: Callable[[float], None]):
-        """`stop(reason, state, now)` ends the run; `abort(now)` has all training samples in generation handed back."""
+        """`stop(reason, state, now)`: function that ends the run. `abort(now)`: function that makes workers hand back
+        all training samples in generation."""
         self.context = context
         self.ledger = context.ledger
         self.peers = context.peers
@@ -69,7 +70,7 @@ class MonitorHandler:
         self.peers.send(peer, wire.Requeued(requeued), sequence=received.sequence)
 
     def dead_letters(self) -> dict[str, Any]:
-        """The content of dead_letters.json, which `april dead-letters` shows."""
+        """Content of the file dead_letters.json, which `april dead-letters` shows: samples that failed for good."""
         letters = self.ledger.dead_letters
         return {
             "run": self.context.config.run.name,
@@ -101,7 +102,7 @@ class MonitorHandler:
             self._deaths.note("dead", letter.error, dead, **ids)
 
     def write_dead_letters(self) -> None:
-        """Write the dead letters to the run folder, for when no broker runs."""
+        """Write dead_letters.json to the run folder, so that it can be read while no broker runs."""
         if self.ledger.dead_letters.total:
             data = orjson.dumps(self.dead_letters(), option=orjson.OPT_INDENT_2)
             if data != self._written:
@@ -118,7 +119,8 @@ class MonitorHandler:
         self.peers.send(peer, answer, [data], received.sequence)
 
     def _refuses(self, peer: Peer, received: wire.Received) -> bool:
-        """Refuse a command if the broker is read only, or if the run is over; returns whether it did."""
+        """Refuse an operator's command if the broker is read-only or the run is over; returns whether the command was
+        refused."""
         why = self.context.run.read_only or self.context.run.over
         if why:
             self.peers.send(peer, wire.Refused(why), sequence=received.sequence)

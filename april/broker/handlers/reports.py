@@ -1,6 +1,6 @@
-"""Validates the rows of a report against their payloads, for all rows at once.
+"""Validates all rows of a report against their payloads at once.
 
-A report that cannot be read as rows is refused as a whole. A fault in the tokens of one row refuses only that row.
+A report that cannot be parsed into rows is refused as a whole. A fault in the tokens of one row refuses only that row.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from april.wire import limits
 from april.wire.rows import FINISH_REASONS, OBSERVATION, TABLE, padded_sizes
 
 NOT_FINITE = 0x7F800000
-"""Bits of an infinite float32 without its sign; those of a NaN are larger."""
+"""Bits of float32 infinity, without the sign bit; bit patterns of NaN are larger."""
 
 
 def read_report(packed: list[wire.PackedArray]) -> tuple[np.ndarray, wire.PackedArray]:
@@ -71,7 +71,8 @@ class RowValidator:
     def faults(
         self, table: np.ndarray, payload: wire.PackedArray, leases: Sequence[Lease | None], of_agents: bool = False
     ) -> dict[int, str]:
-        """Faults by index of the row; `leases`: of each row, None if it is not current."""
+        """Find faults in the rows of a report; returns them by row index. `leases`: the lease of each row, None if it
+        is not current."""
         found: dict[int, str] = {}
         ends = np.cumsum(padded_sizes(table))
         offsets, sizes, tokens = ends - padded_sizes(table), table["size"], table["tokens"].astype(np.int64)
@@ -123,7 +124,8 @@ class RowValidator:
             found.setdefault(index, fault)
 
     def _cut_fault(self, words: np.ndarray, size: int, tokens: int, is_cut: bool) -> str:
-        """Fault of a chunk in a run that cuts the distribution of training samples (top-p, top-k, min-p)."""
+        """Fault of a chunk with supports, in a run that truncates the sampling distribution (top-p, top-k, min-p);
+        empty if it is valid."""
         if size % 4 or is_cut != (len(words) > 2 * tokens):
             return "training tokens come with their supports where the distribution is cut, no others do"
         if not is_cut:

@@ -1,4 +1,4 @@
-"""Handles messages of workers: leases out, chunks in, aborts."""
+"""Handles messages of workers: grants leases, accepts chunks of tokens, and aborts generation at the end of a round."""
 
 import heapq
 import math
@@ -24,21 +24,22 @@ from april.wire.rows import CHUNK, Buffer
 
 
 LONGEST_FILL_LIMIT_S = 10.0
-"""Longest time that the limit holds; otherwise it holds for as long as the first worker took to load."""
+"""Longest duration of a `FillLimit`; otherwise it lasts as long as the first worker took to load the new weights."""
 
 
 class FillLimit:
-    """Limits the load of workers that have the newest weights while other workers still load them."""
+    """Limits the load of workers that already have the newest weights, so that samples are left for workers that still
+    load them."""
 
     def __init__(self) -> None:
         self._until = 0.0
 
     def first_loaded(self, loaded_in_s: float, now: float) -> None:
-        """Start the limit: the first worker has loaded new weights, in so many seconds."""
+        """Start the limit when the first worker has loaded new weights, which took it `loaded_in_s` seconds."""
         self._until = now + min(loaded_in_s, LONGEST_FILL_LIMIT_S)
 
     def max_load(self, workers: Sequence[Peer], newest_step: int, ledger: Ledger, now: float) -> float:
-        """Largest load of each worker as a share of its capacity; infinite if there is no limit."""
+        """Largest load that a worker may have, as a share of its capacity; infinite while there is no limit."""
         if now >= self._until or not ledger.round_open:
             return math.inf
         loaded = [worker for worker in workers if worker.version is not None and worker.capacity]
@@ -54,11 +55,12 @@ class FillLimit:
 
 
 ForwardRows = Callable[[np.ndarray, Buffer, list[Lease | None]], None]
-"""Takes rows, their payloads, and the lease of each accepted row."""
+"""Function that receives rows, their payloads, and the lease of each row (None if the row was refused)."""
 PASS_GRANTS = 256
-"""Most leases granted in one pass, so that many workers with room at once do not keep other messages waiting."""
+"""Most leases granted in one pass of the broker's loop, so that many workers with room do not keep other messages
+waiting."""
 SPEED_WINDOW_S = 2.0
-"""Window over which migration measures a worker's decoding speed."""
+"""Length of the window in which a worker's decode speed is measured for migration, seconds."""
 
 
 class WorkerHandler(LeaseHolderHandler):
@@ -72,7 +74,7 @@ class WorkerHandler(LeaseHolderHandler):
         self.maybe_ready: dict[int, Peer] = {}
         """Workers that may have room, by session id: those that sent a message since they were last full."""
         self.has_more = False
-        """Whether the last pass stopped at `PASS_GRANTS`."""
+        """Whether the last call of `hand_out` stopped at `PASS_GRANTS` leases."""
         self.fill_limit = FillLimit() if context.schedule.by_rounds else None
         self.migration = Migration() if context.config.schedule.migrate else None
         self._next_recall = 0.0
@@ -109,7 +111,7 @@ class WorkerHandler(LeaseHolderHandler):
         self.recorder.add_span(peer.name, message.kind, message.start, message.end)
 
     def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
-        """Take the chunks and observations of a report; rows are accepted or refused one by one."""
+        """Accept the chunks and observations of a report; each row is accepted or refused on its own."""
         table, payload = read_report(packed)
         lease_ids = table["lease_id"].tolist()
         leases = [self.ledger.leases.get(lease_id) for lease_id in lease_ids]
@@ -130,7 +132,8 @@ class WorkerHandler(LeaseHolderHandler):
         self._count(peer, table, leases, now)
 
     def _acknowledge(self, peer: Peer, table: np.ndarray) -> None:
-        """Queue acks of accepted rows; a lease's rows are in order, so its last row gives the acknowledged length."""
+        """Queue acks of accepted rows. A lease's rows are in order, so the end of its last row is the acknowledged
+        response length."""
         pending, lease_ids = self.peers.pending_for(peer), table["lease_id"]
         ends = table["start"].astype(np.int64) + table["tokens"]
         pending.acks.update(zip(lease_ids.tolist(), ends.tolist(), strict=True))
@@ -138,7 +141,7 @@ class WorkerHandler(LeaseHolderHandler):
         pending.done += [lease_id for lease_id in ended if lease_id not in self.ledger.leases]
 
     def _count(self, peer: Peer, table: np.ndarray, leases: list[Lease | None], now: float) -> None:
-        """Count the tokens of accepted rows; `leases`: of each row."""
+        """Count the tokens of accepted rows; `leases`: the lease of each row."""
         sampled, tokens = table["kind"] == CHUNK, table["tokens"].astype(np.int64)
         chunks, accepted = [int(sampled.sum()), 0], [int(tokens[sampled].sum()), 0]
         if self.ledger.evaluations:
@@ -164,7 +167,7 @@ class WorkerHandler(LeaseHolderHandler):
     def _answer_refused(
         self, peer: Peer, lease_id: int, lease: Lease | None, verdict: Verdict, fault: str, row: Any, now: float
     ) -> None:
-        """Answer a row that was not accepted: with a reject, a nack, or an ack of a duplicate."""
+        """Answer a row that was refused: with a reject, a nack, or for a duplicate an ack."""
         sampled = int(row["tokens"]) if row["kind"] == CHUNK else 0
         if lease is None or not self._holds(peer.uid, lease_id):
             self.reject(peer, lease_id, NOT_CURRENT, sampled)
@@ -184,7 +187,8 @@ class WorkerHandler(LeaseHolderHandler):
     def hand_out(self, now: float) -> None:
         """Grant leases to workers with room, at most `PASS_GRANTS` in a pass; none while the broker is drained.
 
-        Samples that came back to move go first. When nothing waits, more stragglers may be recalled.
+        Migrating samples that their workers have handed back are leased first. When no sample waits, more stragglers
+        may be recalled for migration.
         """
         self.has_more = False
         if self.ledger.draining:
@@ -206,7 +210,7 @@ class WorkerHandler(LeaseHolderHandler):
                 self.recorder.add_move("done")
 
     def _recall(self, migration: Migration, now: float) -> None:
-        """Ask for stragglers to be handed back, for workers that have room for them."""
+        """Ask workers to hand back stragglers that are to migrate to workers with room."""
         holders = {peer.uid: peer for peer in self.peers.workers()}
         loads = [WorkerLoad(uid, self._load(peer), self._has_room(peer), peer.step) for uid, peer in holders.items()]
         for move in migration.choose(self.ledger, loads, now):
@@ -215,10 +219,11 @@ class WorkerHandler(LeaseHolderHandler):
             self.recorder.add_move("asked")
 
     def _fill(self, now: float) -> None:
-        """Grant each sample to the worker of the lowest load, or to the one that has its prefix in cache.
+        """Grant each sample to the least loaded worker, or to the worker that has the sample's prefix in its KV cache.
 
-        The latter needs room and the same policy step. If no sample fits a worker at step k, none fits workers at steps
-        ≤ k: skip them. While other workers load the newest weights, `FillLimit` bounds the load of each.
+        A worker with the prefix must have room and be at the same policy step. If no sample fits a worker at step k,
+        none fits workers at steps ≤ k: skip them. While other workers load the newest weights, `FillLimit` bounds the
+        load of each.
         """
         max_load = math.inf
         if self.fill_limit:
@@ -271,12 +276,12 @@ class WorkerHandler(LeaseHolderHandler):
         return self.peers.has_credit(peer, self.context.credit_bytes)
 
     def _load(self, peer: Peer) -> int:
-        """Samples that the worker generates, training and evaluation."""
+        """Number of training and evaluation samples that a worker generates."""
         load = self.ledger.load.get
         return load((peer.uid, False), 0) + load((peer.uid, True), 0)
 
     def _load_share(self, peer: Peer) -> float:
-        """Load of a worker, as a share of its capacity."""
+        """Number of samples that a worker generates, as a share of its capacity."""
         return self._load(peer) / peer.capacity
 
     def _choose(self, peer: Peer) -> Sample | None:
@@ -284,7 +289,8 @@ class WorkerHandler(LeaseHolderHandler):
         return choose_sample(self.context.schedule, self.ledger, peer.step, share_left)
 
     def _grant(self, sample: Sample, peer: Peer, ready: dict[str, Peer], now: float) -> None:
-        """Lease a sample to `peer`, for which it was chosen, or to the `ready` worker that has its prefix in cache."""
+        """Lease a sample to `peer`, for which it was chosen, or to the worker in `ready` (by uid) whose KV cache has
+        the sample's prefix."""
         step = peer.step
         cached = ready.get(sample.cached_by(step))
         if cached and cached.step == step and self._has_room(cached):
@@ -295,7 +301,7 @@ class WorkerHandler(LeaseHolderHandler):
         return self.ledger.load.get((peer.uid, True), 0) < self.config.evaluation.share * peer.capacity
 
     def abort(self, now: float) -> None:
-        """End a round: have every training sample in generation handed back, within `broker.abort_deadline_s`."""
+        """End a round: have workers hand back every training sample in generation within `broker.abort_deadline_s`."""
         deadline = now + self.config.broker.abort_deadline_s
         aborted = [lease for lease in self.ledger.leases.values() if self.ledger.is_aborted(lease.id)]
         for lease in aborted:

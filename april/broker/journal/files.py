@@ -1,4 +1,4 @@
-"""Where a run's journal is, and how to read its files without being their writer; closed files never change.
+"""Locates a run's journal, and reads its files without being their writer; closed files never change.
 
 A file is named by the journal position at which it begins, and the next one begins where it ends.
 """
@@ -17,7 +17,7 @@ from april.util.files import sync
 
 SUFFIX = ".msgpack"
 READ_BYTES = 4 << 20
-"""Least size of one read of a file, bytes."""
+"""Smallest read from a journal file, bytes."""
 
 Reference = tuple[int, int]
 """(position, length) of a record in the journal, bytes."""
@@ -33,7 +33,8 @@ class JournalError(RuntimeError):
 
 
 class Damaged(JournalError):
-    """Bytes that were once on disk cannot be read back: those at `offset` of the record at position `record`."""
+    """Raised for bytes that were once on disk and cannot be read back: at `offset` in the journal record at position
+    `record`."""
 
     def __init__(self, text: str, record: int = -1, offset: int = 0):
         super().__init__(text)
@@ -91,7 +92,7 @@ def read_closed(folder: Path, position: int, until: int) -> Iterator[tuple[Event
 def reclaimable_files(starts: list[int], needed_from: int, live: Iterable[int]) -> list[int]:
     """Starts of the files that end at or before `needed_from` and contain no `live` position.
 
-    The last file is never among them.
+    The last file is never included.
     """
     kept = {starts[bisect.bisect_right(starts, position) - 1] for position in live}
     return [start for start, end in pairwise(starts) if end <= needed_from and start not in kept]
@@ -101,7 +102,7 @@ def reclaimable_files(starts: list[int], needed_from: int, live: Iterable[int]) 
 
 
 def journal_folder(run_dir: Path) -> Path:
-    """The journal's folder of a run, which need not exist yet. Raises JournalError if its disk is not mounted."""
+    """Folder of a run's journal, which need not exist yet. Raises JournalError if its disk is not mounted."""
     folder = run_dir / "journal"
     if folder.is_symlink() and not folder.is_dir():
         raise JournalError(f"journal {folder} lies in {folder.readlink()}, which is not here; mount that disk")
@@ -109,10 +110,8 @@ def journal_folder(run_dir: Path) -> Path:
 
 
 def locate_journal(run_dir: Path, journal_dir: Path | None) -> Path:
-    """The journal's folder of a run; a new journal is begun in a subfolder of `journal_dir`, if given.
-
-    Raises JournalError if an existing journal lies elsewhere or the subfolder is in use, and OSError.
-    """
+    """Find the folder of a run's journal; a new journal goes into a new subfolder of `journal_dir`, if that is given.
+    Raises JournalError if an existing journal lies elsewhere or the subfolder is in use, and OSError."""
     folder = journal_folder(run_dir)
     if journal_dir is None:
         return folder

@@ -32,20 +32,21 @@ log = logging.getLogger(__name__)
 
 FILE_BYTES = 512 << 20
 FILE_RECORDS = 500_000
-"""Most records in a file, a table counted as its rows. Like the bytes, it bounds the time of a restart."""
+"""Most records in a journal file; a table counts as its number of rows. Like the limit on bytes, it bounds the time of
+a restart."""
 CACHED_BYTES, RELEASE_BYTES = 1 << 30, 1 << 20
 """Newest bytes of the journal that stay in the page cache, and the granularity of releasing older ones. Reusing
 released pages is cheaper than fresh memory for every record."""
 UNCACHED_FROM_BYTES = 128 << 10
-"""A sync bypasses the page cache if large rows are at least this many bytes and half of the sync. Small rows are read
-later, when their response is complete, and often from the page cache."""
+"""A sync bypasses the page cache if its large rows have at least this many bytes and make up half of the sync. Small
+rows are often read back from the page cache when their response is complete."""
 
 
 class Journal:
-    """A journal with one writer, locked against others. After a failed write or sync it only allows reading."""
+    """A journal with one writer, locked against others. After a failed write or sync the journal can only be read."""
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES, file_records: int = FILE_RECORDS):
-        """Raises JournalError if another broker uses it, OtherApril if another version of April wrote it."""
+        """Raises JournalError if another broker uses the journal, OtherApril if another version of April wrote it."""
         folder.mkdir(parents=True, exist_ok=True)
         JOURNAL.claim(folder, new=not any(folder.glob(f"*{SUFFIX}")))
         self.folder = folder
@@ -58,7 +59,8 @@ class Journal:
             raise JournalError(f"journal {folder} is in use by another broker; stop that one first") from None
         self._files: dict[int, int] = {}
         self._uncached: Uncached | None = None
-        """The newest file, opened to bypass the page cache."""
+        """Second handle of the newest file, opened to bypass the page cache; None if the file system does not support
+        that."""
         self._closed = False
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         try:
@@ -69,19 +71,20 @@ class Journal:
         self._pending: list[bytes | memoryview] = []
         self._unwritten: dict[int, Appended] = {}
         self._in_sync: dict[int, Appended] = {}
-        """Records by position: those appended since the last sync began, and those that sync writes."""
+        """Records that may not be on disk yet, by position: those appended since the last sync began, and those that
+        this sync writes."""
         self._recent = RecentRecords()
         self._records = 0
         self.known_synced = 0
         """Position up to which everything is known to have been on disk: bad bytes before it are damage."""
         self._failed: JournalError | None = None
         self._syncing: tuple[int, Callable[[], float]] | None = None
-        """(position that the sync in progress reaches, function that waits for it)."""
+        """(position up to which the sync in progress writes, function that waits for its end); None without a sync."""
         self._in_thread: Future[float] | None = None
         self.on_sync_ended: Callable[[], None] = lambda: None
-        """Called when a sync in the thread has ended, in that thread."""
+        """Callback at the end of a sync, called in the sync's thread."""
         self.sync_s = 0.0
-        """Duration of the last sync."""
+        """Duration of the last sync, seconds."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(AnyEvent)
         self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
@@ -119,7 +122,7 @@ class Journal:
     # --- writing --------------------------------------------------------------------------------------------
 
     def append(self, event: Event, arrays: Sequence[EventArray] = ()) -> Reference:
-        """Queue one event and its arrays for the next sync; returns its reference."""
+        """Append an event and its arrays, to be written by the next sync; returns the reference of the record."""
         if self._failed:
             raise self._failed
         pieces, length = records.encode(self._synced, self._encoder.encode(event), arrays)
@@ -142,14 +145,14 @@ class Journal:
         return self.end - self._synced
 
     def sync(self) -> None:
-        """Put everything appended on disk. Raises JournalError if that fails; the journal is then read-only."""
+        """Write everything appended to disk. Raises JournalError if that fails; the journal is then read-only."""
         self.begin_sync(in_thread=False)
         self.finish_sync()
 
     def begin_sync(self, in_thread: bool = True) -> None:
         """Begin to write and sync what was appended, after finishing the sync in progress.
 
-        The work is done in a thread, or else in `finish_sync`.
+        A thread does the work, or `finish_sync` if there is no thread.
         """
         self.finish_sync()
         if self._failed:
@@ -181,7 +184,7 @@ class Journal:
         self._in_sync = {}
 
     def _old_pages(self) -> list[tuple[int, int, int]]:
-        """(file, offset, bytes) of the ranges to release from the page cache."""
+        """(file, offset, bytes) of each range of old journal data to release from the page cache."""
         ranges, until = [], self._synced - CACHED_BYTES
         while until - self._cached_from >= RELEASE_BYTES:
             index = max(0, bisect.bisect_right(self._starts, self._cached_from) - 1)
@@ -200,7 +203,7 @@ class Journal:
 
     @property
     def sync_runs(self) -> bool:
-        """Whether `finish_sync` would block on the thread."""
+        """Whether a sync is running in the thread, so that `finish_sync` would block."""
         return self._in_thread is not None and not self._in_thread.done()
 
     def fail(self, error: OSError) -> JournalError:
@@ -214,12 +217,12 @@ class Journal:
         return self._failed
 
     def _await_writer(self) -> None:
-        """Wait until the thread has finished its writes, so that none follows a truncation."""
+        """Wait until the thread has finished its writes, so that no write follows a truncation of the file."""
         self._syncer.submit(lambda: None).result()
 
     @property
     def file_full(self) -> bool:
-        """Whether it is time to `rotate`."""
+        """Whether the journal file is full, so that `rotate` should begin a new one."""
         return self.end - self._starts[-1] >= self.file_bytes or self._records >= self.file_records
 
     def rotate(self) -> int:
@@ -242,7 +245,7 @@ class Journal:
         return self._starts[-1]
 
     def release_files(self, starts: Iterable[int]) -> None:
-        """Close files, named by their starts, that another process is about to delete."""
+        """Close journal files, given by their start positions, that another process is about to delete."""
         for start in self._files.keys() & set(starts):
             self.bytes_on_disk -= self._size(start)
             os.close(self._files.pop(start))
@@ -281,7 +284,8 @@ class Journal:
             yield ref, memoryview(payload)
 
     def read_event(self, position: int) -> tuple[Event | None, int]:
-        """(event of a record, offset of its last array from the record's start); (None, 0) if it cannot be read."""
+        """(event, offset of its last array from the record's start) of the record at a position; (None, 0) if it cannot
+        be read."""
         if appended := self._in_memory(position):
             event, [*_, (_, last)], length = appended
             return event, length - len(last)
@@ -303,7 +307,7 @@ class Journal:
         return Damaged(text, record, offset)
 
     def replay(self, position: int = 0) -> Iterator[tuple[Event, Reference]]:
-        """(event, reference) of each record from `position`, the start of a file, on, oldest first.
+        """Yield (event, reference) of each record from `position`, the start of a file, to the end, oldest first.
 
         A torn tail, left by a crash during a sync, is cut off. Raises Damaged for a bad record that was once synced,
         JournalError for a missing file.
@@ -324,8 +328,8 @@ class Journal:
             self._write_again(max(last.synced, self._starts[-1]))
 
     def _write_again(self, position: int) -> None:
-        """Write and sync the tail that the last sync may not have reached: after a failed sync the system may consider
-        its pages clean and never write them."""
+        """Write and sync again the last bytes, which the last sync may not have put on disk: after a failed sync the
+        system may consider their pages clean and never write them."""
         start = self._starts[-1]
         tail = os.pread(self._files[start], self.end - position, position - start)
         try:
@@ -376,7 +380,7 @@ class Journal:
 
 
 def good_records(data: bytes) -> Iterator[tuple[int, int]]:
-    """(offset, synced) of every whole record anywhere in `data`."""
+    """(offset, `synced` position) of every complete record found anywhere in `data`."""
     for match in records.RECORD_START.finditer(data):
         if record := records.decode(data, match.start()):
             yield match.start(), record.synced

@@ -19,14 +19,16 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.ledger.events import Event, EventArray
 
 HEAD = struct.Struct(">BBQBIBI")
-"""Array header, uint64 synced, uint32 crc32, bin32 length of the event: 20 bytes."""
+"""Layout of a record's first 20 bytes: array header, uint64 `synced`, uint32 crc32, and the uint32 length of the
+event."""
 ARRAY_HEAD = struct.Struct(">BIBI")
-"""uint32 crc32, bin32 length of an array: 10 bytes."""
+"""Layout of the 10 bytes before each array: its uint32 crc32 and its uint32 length."""
 ARRAY, UINT64, UINT32, BIN32 = 0x90, 0xCF, 0xCE, 0xC6
-"""First bytes of MessagePack elements; that of an array has its length added."""
+"""MessagePack type bytes of array, uint64, uint32 and bin32; the array's length (up to 15) is added to its type
+byte."""
 MAX_ARRAYS = 6
 RECORD_START = re.compile(rb"(?=[\x93\x95\x97\x99\x9b\x9d\x9f]\xcf.{8}\xce.{4}\xc6)", re.DOTALL)
-"""Pattern that every record begins with and other bytes rarely match."""
+"""Pattern that matches the start of every record, and rarely other bytes."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
@@ -34,19 +36,19 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     event: bytes | memoryview
     arrays: list[EventArray]
     length: int
-    """Bytes of the whole record."""
+    """Length of the record, bytes."""
 
 
 class RecordHead(NamedTuple):
     synced: int
     checksum: int
-    """Checksum of the event and `synced`."""
+    """Crc32 of the event and of `synced`."""
     size: int
-    """Bytes of the encoded event."""
+    """Length of the encoded event, bytes."""
 
 
 def encode(synced: int, event: bytes, arrays: Sequence[EventArray] = ()) -> tuple[list[bytes | memoryview], int]:
-    """(pieces of the record in order, its length in bytes); the arrays are not copied."""
+    """Encode a record; returns its pieces in order, which do not copy the arrays, and its length in bytes."""
     elements = ARRAY | (3 + 2 * len(arrays))
     head = HEAD.pack(elements, UINT64, synced, UINT32, event_checksum(synced, event), BIN32, len(event))
     pieces: list[bytes | memoryview] = [head + event]
@@ -59,7 +61,7 @@ def encode(synced: int, event: bytes, arrays: Sequence[EventArray] = ()) -> tupl
 
 
 def decode(data: bytes | memoryview, offset: int = 0) -> Record | None:
-    """The record that begins at `offset`; None if it is incomplete or a checksum differs."""
+    """Decode the record that begins at `offset`; None if it is incomplete or a checksum differs."""
     view = memoryview(data)
     if len(view) - offset < HEAD.size:
         return None
@@ -105,12 +107,12 @@ def _checksum_of_position(synced: int) -> int:
 
 
 CACHE_BYTES = 64 << 20
-"""Most bytes of records kept."""
+"""Most bytes of records in the cache."""
 LARGE_ROW_BYTES = 16 << 10
-"""Mean bytes per row from which a record counts as large."""
+"""A record is cached as large if its rows have at least this many bytes on average."""
 
 Appended = tuple[Event, list[EventArray], int]
-"""(event, arrays, bytes of the record)."""
+"""An appended record: (event, arrays, length in bytes)."""
 
 
 class RecentRecords:
@@ -118,7 +120,7 @@ class RecentRecords:
 
     def __init__(self) -> None:
         self.records: dict[int, Appended] = {}
-        """Cached records by position."""
+        """Cached records, by their position in the journal."""
         self._oldest_first: deque[int] = deque()
         self._bytes = 0
         self._unwritten_bytes = 0
@@ -133,6 +135,6 @@ class RecentRecords:
             self._bytes -= self.records.pop(self._oldest_first.popleft())[2]
 
     def begin_sync(self) -> int:
-        """Bytes of the cached records appended since the last call."""
+        """Note that a sync begins; returns the bytes of the cached records appended since the previous sync began."""
         unwritten_bytes, self._unwritten_bytes = self._unwritten_bytes, 0
         return unwritten_bytes

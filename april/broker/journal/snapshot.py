@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".snapshot"
 TEMPORARY = ".partial"
-"""Suffix of a snapshot being written; the file name is the writer's process id, so that no process mistakes the file of
-a killed one for its own."""
+"""Suffix of a snapshot file while it is written. The file is named by the writer's process id, so that no process
+mistakes the file of a killed process for its own."""
 LENGTH = struct.Struct("<I")
-"""Length prefix of a piece of the image, bytes."""
+"""Layout of the length prefix of each piece of a frozen ledger, bytes."""
 HEAD = struct.Struct("<4sI")
-"""File header: format, and crc32 of everything after the header."""
+"""Layout of a snapshot file's header: format, and crc32 of everything after the header."""
 FORMAT = b"APSC"
 
 PLAIN = (
@@ -42,9 +42,9 @@ PLAIN = (
     "watermark", "cursor", "starts", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
     "last_lease_id", "draining", "evaluated", "now", "prompts_submitted", "submitted",
 )  # fmt: skip
-"""Attributes of the ledger that are stored as they are."""
+"""Attributes of the ledger that a snapshot stores without conversion."""
 COUNTERS = ("tokens", "discarded", "counts", "resumed")
-"""Attributes of the ledger that are Counters."""
+"""Attributes of the ledger that are Counters, stored as dictionaries."""
 
 
 GROUP_FIELDS = [field.name for field in fields(Group) if field.name not in ("samples", "pending_samples")]
@@ -64,11 +64,11 @@ class LedgerImage(msgspec.Struct, array_like=True):
     deliveries: dict[int, list[int]]
     evaluations: dict[int, list[int]]
     leases: list[tuple[int, int, int, int, str, int, bool, bool, bool]]
-    """`LEASE_FIELDS` of each lease."""
+    """Each lease as the values of `LEASE_FIELDS`."""
     cohorts: tuple[int, dict[int, int], dict[int, int], dict[int, dict[int, tuple[list[int], list[int]]]]]
     dead_letters: DeadLetterQueue
     attachment: bytes
-    """State of other components that follow the ledger, opaque here."""
+    """State of components outside the ledger that follow its events, in an encoding of their own."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -79,8 +79,7 @@ _of_group, _of_lease = attrgetter(*GROUP_FIELDS), attrgetter(*LEASE_FIELDS)
 def freeze(ledger: LedgerState, attachment: bytes = b"") -> bytearray:
     """The ledger's state as bytes, with the state of other components in `attachment`.
 
-    One large buffer is returned to the system when freed; many small pieces would fragment the heap between objects
-    that live on.
+    The result is one large buffer, which is returned to the system when freed; many small ones would fragment the heap.
     """
     complete = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
     image = bytearray()
@@ -122,7 +121,8 @@ def _freeze_head(ledger: LedgerState, attachment: bytes) -> LedgerImage:
 
 
 def _of_sample(sample: Sample) -> tuple[Any, ...]:
-    """The sample's fields in order, without group and index; last the forks, or in a fork what it shares."""
+    """The fields of a sample in order, without group and index. The last value is the list of its forks or, for a fork,
+    (fork number, parent fork, shared tokens)."""
     fork = sample.fork_number, sample.parent_fork, sample.shared_tokens
     return (
         sample.state, sample.length, sample.chunks, sample.unsampled, sample.last_step, sample.lease_id,
@@ -171,7 +171,7 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
 
 
 def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
-    """The run header of a frozen ledger."""
+    """The journal's first record, with the run's settings, as stored in a frozen ledger."""
     return _decoder.decode(next(_pieces(memoryview(frozen)))).header
 
 
@@ -185,13 +185,13 @@ def _group(frozen: memoryview, agents: bool) -> Group:
 
 
 def _sample(group: Group, index: int, state: str, *rest: Any) -> Sample:
-    """A sample from the values of `_of_sample`, without the three fields of agents."""
+    """Restore a sample of a run without agents from the values of `_of_sample`."""
     *plain, _agent_lease, _agent_state, _forks = rest
     return Sample(group, index, SampleState(state), *plain)
 
 
 def _session(group: Group, index: int, state: str, *rest: Any, main_sample: Sample | None = None) -> AgentSample:
-    """An agent's sample from the values of `_of_sample`, with its forks."""
+    """Restore an agent session from the values of `_of_sample`: its main sample with its forks, or one fork."""
     *plain, forks = rest
     sample = AgentSample(group, index, SampleState(state), *plain)
     sample.main_sample = main_sample
@@ -234,10 +234,10 @@ class SnapshotStore:
                 log.warning("snapshot %s is damaged, or of another April, and passed over", self._path(position))
 
     def write(self, position: int, frozen: bytearray, previous: int | None = None) -> None:
-        """Write a snapshot, and delete all earlier ones but one, the fallback if this one is damaged.
+        """Write a snapshot, and delete all earlier ones but one: the fallback in case the new snapshot is damaged.
 
-        The one kept is that at `previous`, which was read back, or else the newest. Raises OSError, with the earlier
-        snapshots unchanged.
+        The fallback is the snapshot at `previous`, which was read back successfully, or else the newest earlier one.
+        Raises OSError, with the earlier snapshots unchanged.
         """
         for leftover in self.folder.glob(f"*{TEMPORARY}"):
             leftover.unlink(missing_ok=True)

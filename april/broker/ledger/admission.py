@@ -10,31 +10,33 @@ from april.wire.rows import CHUNK
 
 
 class Verdict(StrEnum):
-    """Answer to a command on the ledger."""
+    """Outcome of a command on the ledger."""
 
     OK = "ok"
     DUPLICATE = "duplicate"
-    """Already applied."""
+    """The ledger already has what the command would add."""
     GAP = "gap"
-    """Something that must come first is missing."""
+    """Something that must come first is missing, such as earlier tokens of the response."""
     FENCED = "fenced"
-    """The lease is not current, its holder is another, or the version is older than that of accepted tokens."""
+    """The lease is not current or belongs to another holder, or the policy version is older than that of accepted
+    tokens."""
     INVALID = "invalid"
     DROPPED = "dropped"
     """An earlier row of the same lease was not accepted."""
 
 
 PendingTail = tuple[int, int, bool, bool]
-"""(length, least step of the next tokens, whether an observation may follow, whether a chunk may follow): state of a
-sample after the rows of the table that are accepted so far."""
+"""State of a sample after the accepted rows of the report so far: (length, least policy step of the next tokens,
+whether an observation may follow, whether a chunk may follow)."""
 AFTER_REJECTED_ROW: PendingTail = (-1, 0, False, False)
-"""Marks a lease one of whose rows was not accepted: its later rows are dropped."""
+"""Marker for a lease of which a row was refused: its later rows in the same report are dropped."""
 
 
 def check_row(
     ledger: LedgerState, lease: Lease, row: tuple[Any, ...], pending: dict[int, PendingTail], is_malformed: bool
 ) -> Verdict:
-    """Verdict on one row. `pending` has the state of each lease after earlier rows and is updated."""
+    """Verdict on one row of a report. `pending`: state of each sample after the report's earlier rows, by lease id;
+    updated by this call."""
     lease_id, _, start, count, incarnation, step, _, _, kind, finish, _, _, parent = row
     tail = pending.get(lease_id)
     if tail is None:

@@ -1,4 +1,5 @@
-"""Agents' sessions in the ledger: their leases, turns and forks, and the tokens that are cut when a session ends."""
+"""Agent sessions in the ledger: their leases, turns and forks, and the tokens that are discarded when a session
+ends."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,11 +16,13 @@ from april.wire.work import MAX_FORKS
 
 
 Superseded = Sequence[tuple[int, int]]
-"""(fork number, length): tokens of that fork after `length` are known only to an earlier execution of the agent."""
+"""(fork number, length) per fork: tokens after `length` were seen only by an earlier execution of the agent, and are
+discarded."""
 
 
 def add_fork(parent: Sample, number: int, shared_tokens: int) -> Sample:
-    """Add a fork to the session of `parent` that shares its first `shared_tokens` tokens, up to the end of a turn."""
+    """Add a fork to the session of `parent`. The fork shares the first `shared_tokens` tokens of `parent`, which end a
+    turn."""
     new = AgentSample(parent.group, parent.index, SampleState.PARTIAL, cache_worker=parent.cache_worker)
     for ref in parent.chunk_refs:
         if new.length < shared_tokens:
@@ -31,7 +34,7 @@ def add_fork(parent: Sample, number: int, shared_tokens: int) -> Sample:
 
 
 def fork_position(session: Sample, number: int, start: int, parent: int) -> tuple[int, bool]:
-    """(length of a fork, whether the agent may add an observation there).
+    """(length of fork `number` in tokens, whether the agent may append an observation to it).
 
     A fork that does not exist yet may begin at the end of a complete turn of its parent, or at token 0.
     """
@@ -42,7 +45,8 @@ def fork_position(session: Sample, number: int, start: int, parent: int) -> tupl
 
 
 def turn_ends_by_fork(session: Sample, superseded: Superseded) -> Iterator[tuple[Sample, int, int]]:
-    """(fork, end of its last complete turn, end of the last turn that the newest execution of the agent knows)."""
+    """(fork, end of its last complete turn, end of its last turn known to the newest execution of the agent), in
+    tokens, for each fork of a session."""
     known_lengths = dict(superseded)
     for fork in session.with_forks:
         known = known_lengths.get(fork.fork_number, fork.length)
@@ -58,11 +62,12 @@ def has_known_answer(session: Sample, superseded: Superseded) -> bool:
 
 
 OnDiscard = Callable[[Sequence[Sample], str, int], None]
-"""Called with samples of one training group, the reason of the discard, and the number of leading tokens kept."""
+"""Callback for discarded tokens: (samples of one training group, reason of the discard, number of leading tokens that
+are kept)."""
 
 
 class AgentSessions(LeaseBook, Batches, Rounds):
-    """The part of the ledger's state that deals with sessions, on top of leases, batches and rounds."""
+    """The part of the ledger's state that deals with agent sessions; it builds on leases, batches and rounds."""
 
     def __init__(self, rules: Rules):
         LeaseBook.__init__(self)
@@ -70,7 +75,7 @@ class AgentSessions(LeaseBook, Batches, Rounds):
         Rounds.__init__(self)
         self.rules = rules
         self.on_discard: OnDiscard = lambda samples, reason, kept: None
-        """Called before discarded tokens are dropped, while the samples still have them."""
+        """Callback called before tokens are discarded, while the samples still have them."""
         self.open_samples = OpenSamples()
         self.queue = HandOutQueue()
         self.last_lease_id = 0
@@ -82,7 +87,8 @@ class AgentSessions(LeaseBook, Batches, Rounds):
         self.hold(Lease(event.lease_id, sample, event.holder, 0, False, float("inf"), agent=True))
 
     def _fork_of_row(self, session: Lease, lease_id: int, start: int, parent: int) -> Sample:
-        """The fork that a row of an agent continues; a row with an unknown fork id begins one after `start` tokens."""
+        """The fork to which an agent's row adds tokens; a row with an unknown fork id begins a new fork after `start`
+        tokens."""
         number = lease_id - session.id
         if fork := session.sample.find_fork(number):
             return fork
@@ -93,7 +99,8 @@ class AgentSessions(LeaseBook, Batches, Rounds):
         return fork
 
     def _end_turn(self, lease: Lease) -> None:
-        """End the lease of a complete turn: the agent acts next, and the worker keeps the prefix in its KV cache."""
+        """End the lease of a complete turn: the agent acts next; the worker is recorded as having the prefix in its KV
+        cache."""
         sample = self.release(lease.id).sample
         sample.cache_worker = lease.worker
         self.open_samples.set_state(sample, SampleState.ACTING)
@@ -108,7 +115,8 @@ class AgentSessions(LeaseBook, Batches, Rounds):
         self.queue.push(sample)
 
     def _end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
-        """End a session: discard the incomplete turns, and what only an earlier execution of the agent has received."""
+        """End an agent session: discard incomplete turns, and tokens that only an earlier execution of the agent has
+        received."""
         self.revoke(sample)
         for fork, complete_turns_length, known_length in turn_ends_by_fork(sample, superseded):
             self._cut(fork, complete_turns_length, "unread")
@@ -117,7 +125,7 @@ class AgentSessions(LeaseBook, Batches, Rounds):
         sample.finish_reason = "stop"
 
     def _end_forks(self, sample: Sample, state: SampleState) -> None:
-        """End all forks of a session, and forget those without sampled tokens."""
+        """Mark all forks of a session as ended, and remove forks without sampled tokens."""
         if not isinstance(sample, AgentSample):
             return
         for fork in sample.forks:
@@ -127,7 +135,7 @@ class AgentSessions(LeaseBook, Batches, Rounds):
         sample.forks = tuple(fork for fork in sample.forks if fork.own_sampled_tokens)
 
     def _cut(self, sample: Sample, length: int, reason: str) -> None:
-        """Discard the tokens after `length`, the end of a turn; the sample's group is open."""
+        """Discard a sample's tokens after offset `length`, the end of a turn; the sample's group must be open."""
         group = sample.group
         if sample.sampled_until > length and not group.evaluation:
             self.on_discard([sample], reason, length)

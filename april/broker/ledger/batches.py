@@ -1,5 +1,5 @@
-"""Batches: which groups the learner was given and which of them it has trained, the token account, the staleness bound,
-and the rounds and drains in which batches are made."""
+"""Batches: which groups were delivered to the learner and which have been trained, the token account, the staleness
+bound, and the rounds and drains in which batches are made."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,15 +14,16 @@ from april.broker.ledger.samples import Group, GroupState
 
 
 class Account:
-    """Where every acknowledged token is: the account closes if none is missing."""
+    """Token account: counts every acknowledged token under exactly one state or discard reason. The account closes if
+    no token is missing."""
 
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
         """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
         self.discarded: Counter[str] = Counter()
-        """Acknowledged tokens of discarded groups and samples, by reason."""
+        """Acknowledged tokens of discarded groups and of discarded parts of samples, by reason."""
         self.counts: Counter[str] = Counter()
-        """Training groups by state, and discarded ones also by reason."""
+        """Number of training groups by state, and of discarded ones also by reason."""
 
     def move(self, group: Group, state: GroupState) -> None:
         """Move a training group and its tokens to another state."""
@@ -35,17 +36,17 @@ class Account:
         group.state = state
 
     def count_discarded(self, group: Group, reason: str, times: int) -> None:
-        """Book a discarded group under its reason; `times` is 1, or -1 to take it back."""
+        """Count a discarded group and its tokens under its reason; `times` is 1, or -1 to undo the count."""
         self.discarded[reason] += times * group.tokens
         self.counts[reason] += times
 
     @property
     def undelivered(self) -> int:
-        """Training groups that are open or ready."""
+        """Number of training groups that are open or ready."""
         return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
 
     def account(self) -> dict[str, Any]:
-        """The account in acknowledged tokens, as summary.json has it."""
+        """The token account as in summary.json: acknowledged tokens by state and by discard reason."""
         names = ("generated", "trained", "delivered", "ready", "open")
         return {name: self.tokens[name] for name in names} | {
             "discarded": dict(self.discarded),
@@ -54,7 +55,7 @@ class Account:
 
     @property
     def closed(self) -> bool:
-        """Whether generated tokens equal the sum over all places they can be in."""
+        """Whether the generated tokens equal the sum of trained, delivered, ready, open and discarded ones."""
         parts = sum(self.tokens[name] for name in ("trained", "delivered", "ready", "open"))
         return self.tokens["generated"] == parts + sum(self.discarded.values())
 
@@ -131,7 +132,7 @@ class StalenessBound:
 
 
 NONFINITE = "nonfinite"
-"""Reason for which the learner skips a batch: a loss or gradient was not finite."""
+"""Discard reason of a batch that the learner skips because its loss or gradient was not finite."""
 
 
 class Batches(Account):
@@ -148,22 +149,22 @@ class Batches(Account):
         self.next_step = 0
         """Number of the next batch to deliver."""
         self.consumed = 0
-        """Batches that the learner's current weights contain."""
+        """Number of batches that the learner's current weights contain."""
         self.frontier = 0
         """Largest value that `consumed` has had in this run."""
         self.durable = 0
-        """Batches that the newest checkpoint on disk contains."""
+        """Number of batches that the newest checkpoint on disk contains."""
         self.incarnation = -1
-        """Learner starts, counted from 0; -1 before the first. It distinguishes weights of equal step."""
+        """Number of the current learner start, from 0; -1 before the first. It distinguishes weights of equal step."""
         self.learner_uid = ""
-        """Uid of the learner process of this incarnation."""
+        """Process uid of the learner of the current incarnation."""
         self.weights_address = ""
         self.weights_key = ""
-        """Address and key under which the learner publishes weights."""
+        """Address and CURVE public key at which the learner publishes weights."""
 
     @property
     def first_kept_step(self) -> int:
-        """Oldest batch whose groups the ledger still has."""
+        """Step of the oldest batch whose groups are still in the ledger."""
         return min(self.deliveries, default=self.consumed)
 
     def was_published(self, step: int, incarnation: int) -> bool:
@@ -214,9 +215,9 @@ class Rounds:
         """Number of the current or last round; -1 before the first."""
         self.round_open = False
         self.draining = False
-        """Whether nothing is handed out and workers hand back what they generate for training."""
+        """Whether a drain is on: no lease is granted, and workers hand back the training samples that they generate."""
         self.watermark = 0
-        """Largest lease id that is to be handed back."""
+        """Lease id up to which workers have to hand back training samples."""
 
     def _on_round_started(self, event: events.RoundStarted, reference: Any) -> None:
         self.round, self.round_open = event.round, True

@@ -42,21 +42,21 @@ class ChunkRef(NamedTuple):
     size: int
     """Payload length, bytes."""
     checksum: int
-    """crc32 of the payload."""
+    """Crc32 of the referenced payload."""
     tokens: int
     observed: bool
     """True for tokens that are not trained in this sample: an observation, or tokens shared with another fork."""
     incarnation: int = 0
     """Learner incarnation of the version that sampled the tokens."""
     step: int = 0
-    """Policy step of that version."""
+    """Policy step of the version that sampled the tokens."""
 
 
 def add_chunk_ref(
     refs: bytes, record: int, offset: int, size: int, checksum: int, tokens: int, observed: int, incarnation: int,
     step: int,
 ) -> bytes:  # fmt: skip
-    """Append one reference, given by the fields of `ChunkRef`, to the packed references of a response."""
+    """Append one reference, given by the fields of `ChunkRef`, to a response's packed references."""
     is_chunk = size == TOKEN_BYTES * tokens and not observed and incarnation < MAX_INCARNATION
     if refs and is_chunk and offset < MAX_OFFSET:
         (last_full,) = HEAD.unpack_from(refs)

@@ -5,9 +5,9 @@ import msgspec
 from april.broker.ledger.samples import Sample
 
 MAX_LETTERS = 1000
-"""Newest letters kept; older ones can no longer be listed or re-queued."""
+"""Most dead letters kept, the newest; older ones can no longer be listed or re-queued."""
 ERROR_CHARS = 500
-"""Characters kept of an error."""
+"""Most characters kept of an error text."""
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
@@ -18,15 +18,15 @@ class DeadLetter(msgspec.Struct, frozen=True):
     evaluation: bool
     epoch: int
     row: int
-    """Position of the prompt in the order of its epoch."""
+    """Position of the sample's prompt in the order of its epoch."""
     attempts: int
     error: str
     """Error of the last attempt."""
     at: float
     """Time of the last attempt's end, Unix seconds."""
     outcome: str
-    """without_it: the group or evaluation goes on without it | discarded: its group was discarded | requeued: its
-    prompt waits to be drawn again | redrawn: its prompt has a new group"""
+    """What followed the death of the sample: without_it: the group or evaluation continues without it | discarded: its
+    group was discarded | requeued: its prompt waits to be drawn again | redrawn: its prompt has a new group"""
 
 
 class DeadLetterQueue(msgspec.Struct):
@@ -40,9 +40,9 @@ class DeadLetterQueue(msgspec.Struct):
 
     letters: list[DeadLetter] = []
     total: int = 0
-    """Letters ever written."""
+    """Number of dead letters ever written."""
     requeued: dict[int, tuple[int, int]] = {}
-    """(epoch, row) of each prompt to draw again, by its discarded group, in order of re-queueing."""
+    """(epoch, row) of each prompt to draw again, by the id of its discarded group, in order of re-queueing."""
 
     def add(self, sample: Sample, at: float) -> None:
         group = sample.group
@@ -70,13 +70,13 @@ class DeadLetterQueue(msgspec.Struct):
         ]
 
     def find(self, group: int) -> DeadLetter | None:
-        """The first letter of a group."""
+        """The first dead letter of a group; None if there is none."""
         return next((letter for letter in self.letters if letter.group == group), None)
 
     def discarded_groups(self) -> list[int]:
-        """Groups that can be re-queued, oldest first."""
+        """Ids of the groups that can be re-queued, oldest first."""
         return list(dict.fromkeys(letter.group for letter in self.letters if letter.outcome == "discarded"))
 
     def requeued_group_at(self, epoch: int, row: int) -> int | None:
-        """The re-queued group whose prompt this is; None if there is none."""
+        """Id of the re-queued group whose prompt is at (epoch, row); None if there is none."""
         return next((group for group, prompt in self.requeued.items() if prompt == (epoch, row)), None)

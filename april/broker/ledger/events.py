@@ -22,7 +22,7 @@ class Event(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
     @property
     def weight(self) -> int:
-        """Cost of replaying it at a restart, in events: a table counts as its rows."""
+        """Cost of replaying the event at a restart: 1, or for a table its number of rows."""
         return 1
 
 
@@ -47,7 +47,7 @@ class RunStarted(Event):
 
 
 class BrokerStarted(Event):
-    """The broker has started; `start` counts the starts and is the upper half of every later lease id."""
+    """The broker has started; `start` counts its starts in this run and is the upper half of every later lease id."""
 
     start: int
 
@@ -64,29 +64,30 @@ class GroupOpened(Event):
     epoch: int
     row: int
     size: int
-    """Samples in the group."""
+    """Number of samples in the group."""
     floor: int
     """Least policy step of a worker that starts the group."""
     prompt_tokens: int
     replaces: int | None = None
-    """Discarded group whose prompt is drawn again; the cursor does not move then."""
+    """Id of the discarded group whose prompt is drawn again, without moving the prompt cursor; None for a fresh
+    prompt."""
     group_scored: bool = False
     """Whether one lease scores all samples of the group, once all are generated."""
 
 
 class PromptSubmitted(Event):
-    """The trainer has submitted prompt number `row`, counted from 0. Array: its token ids, int32."""
+    """The trainer has submitted prompt number `row`, counted from 0. Array: the prompt's token ids, int32."""
 
     row: int
     label: str
     reward: str
-    """Name of its verifier; "" for the run's default."""
+    """Name of the prompt's verifier; "" for the run's default verifier."""
     extra: bytes
     """Opaque bytes of the trainer, returned with the group."""
 
 
 class Leased(Event):
-    """A worker or scorer has been given a sample.
+    """A worker or scorer has been granted a lease on a sample.
 
     A scoring lease on a group that is scored as a whole covers all live samples; `index` is the first of them.
     """
@@ -157,7 +158,7 @@ class SampleScored(Event):
     reward: float
     details: dict[str, float] = {}
     superseded: list[tuple[int, int]] = []
-    """As in `AgentClosed`."""
+    """(fork number, length): tokens of that fork after `length` are known only to an earlier execution of the agent."""
 
 
 class GroupScored(Event):
@@ -173,11 +174,11 @@ class LeaseEnded(Event):
 
     lease_id: int
     cause: str
-    """abort | leave | recall | lost | expired | generation_failed | environment_failed | scoring_failed |
-    agent_failed"""
+    """Cause of the end: abort | leave | recall | lost | expired | generation_failed | environment_failed |
+    scoring_failed | agent_failed"""
     error: str = ""
     at: float = 0.0
-    """Unix seconds; 0 if unknown."""
+    """Time at which the lease ended, Unix seconds; 0 if unknown."""
 
 
 class GroupDiscarded(Event):
@@ -194,15 +195,15 @@ class GroupRequeued(Event):
 
 
 class EvaluationRecorded(Event):
-    """The evaluation of policy step `step` is complete; its groups are no longer needed."""
+    """The evaluation of policy step `step` is complete; the groups of the evaluation are no longer needed."""
 
     step: int
     result: dict[str, Any]
-    """The result, as summary.json has it."""
+    """Result of the evaluation, in the form it has in summary.json."""
 
 
 class DrainStarted(Event):
-    """Nothing is handed out, and leases up to the watermark are to be handed back."""
+    """A drain has started: no lease is granted, and workers have to hand back leases up to the watermark."""
 
     watermark: int
 
@@ -216,25 +217,26 @@ class RoundStarted(Event):
 
 
 class RoundEnded(Event):
-    """A round has ended; leases up to the watermark are to be handed back."""
+    """A round has ended: workers have to hand back leases up to the watermark."""
 
     round: int
     watermark: int
 
 
 class BatchDelivered(Event):
-    """Batch `step` consists of these groups."""
+    """Batch `step` has been made of these groups."""
 
     step: int
     groups: list[int]
 
 
 class BatchConsumed(Event):
-    """The learner is past batch `step`."""
+    """The learner has finished with batch `step`: it has trained or skipped it."""
 
     step: int
     discarded: str = ""
-    """`nonfinite` if the batch was skipped; "" if it was trained."""
+    """`nonfinite` if the learner skipped the batch, as its loss or gradient was not finite; "" if it trained the
+    batch."""
 
 
 class CheckpointDurable(Event):
@@ -245,7 +247,7 @@ class CheckpointDurable(Event):
 
 
 class LearnerStarted(Event):
-    """A learner goes on from checkpoint `step` as a new incarnation; later batches are delivered again."""
+    """A learner starts from checkpoint `step` as a new incarnation; batches from `step` on will be delivered again."""
 
     incarnation: int
     step: int

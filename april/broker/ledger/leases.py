@@ -16,14 +16,15 @@ class LeaseBook:
         self.held: dict[str, array[int]] = {}
         """Lease ids of each holder, ascending."""
         self.load: Counter[tuple[str, bool]] = Counter()
-        """Generating leases by (worker, whether for evaluation)."""
+        """Number of leases under which samples are generated, by (worker uid, whether for evaluation)."""
         self.generating = 0
-        """Generating leases of training samples."""
+        """Number of leases under which training samples are generated."""
         self.revoked: list[tuple[str, int]] = []
-        """(holder, lease id) of leases that the ledger ended itself; the service tells the holders and clears it."""
+        """(holder, lease id) of each lease that the ledger itself has ended; the service tells the holders and clears
+        the list."""
 
     def hold(self, lease: Lease) -> None:
-        """Add a lease."""
+        """Add a lease to the current leases."""
         lease.floor = max(lease.step, lease.sample.first_step)
         self.leases[lease.id] = lease
         insort(self.held.setdefault(lease.worker, array("Q")), lease.id)
@@ -32,7 +33,7 @@ class LeaseBook:
             self.generating += not lease.sample.group.evaluation
 
     def release(self, lease_id: int) -> Lease:
-        """Remove a lease."""
+        """Remove a lease from the current leases, and return it."""
         lease = self.leases.pop(lease_id)
         self.end_generation(lease)
         held = self.held[lease.worker]
@@ -47,7 +48,7 @@ class LeaseBook:
         return lease
 
     def lease_of(self, lease_id: int) -> Lease | None:
-        """The current lease that owns an id, its own or that of a fork of its session; None if there is none."""
+        """The current lease with this id, or with the id of a fork of its session; None if there is none."""
         lease = self.leases.get(lease_id)
         if lease is None:
             lease = self.leases.get(session_lease_id(lease_id))
@@ -55,13 +56,13 @@ class LeaseBook:
         return lease
 
     def revoke(self, sample: Sample) -> None:
-        """End the leases of a sample and its forks, and remember to tell their holders."""
+        """End the leases of a sample and its forks, and list them in `revoked`, so that their holders are told."""
         for fork in sample.with_forks:
             for lease_id in filter(None, (fork.lease_id, fork.agent_lease)):
                 self.revoked.append((self.release(lease_id).worker, lease_id))
 
     def end_generation(self, lease: Lease) -> None:
-        """Remove a lease from the generation counters; call it before the sample's state changes."""
+        """Stop counting a lease as generating; call it before the sample's state changes."""
         if lease.generating:
             evaluation = lease.sample.group.evaluation
             self.generating -= not evaluation

@@ -4,8 +4,8 @@
     or, with agents: (acting -> partial -> leased ...) -> acting -> generated ... | done | dead
     group:  open -> ready -> delivered(step) -> trained(step) | discarded(reason)
 
-Every change is an event: a command checks itself, hands the event to `write` (the journal) and applies it, and
-`apply` alone changes the state, so replaying the journal into an empty ledger rebuilds it. The ledger closes:
+Every change is an event: a command checks its preconditions, hands an event to `write` (the journal) and applies it,
+and `apply` alone changes the state, so replaying the journal into an empty ledger rebuilds it. The ledger closes:
 generated = trained + delivered + ready + open + sum(discarded), in acknowledged tokens, at any moment.
 
     ledger = Ledger(Rules(batch_groups=32, group_size=8, max_staleness=5), write=journal.append)
@@ -34,7 +34,7 @@ from april.wire.rows import CHUNK, ENDS_LEASE_BYTE, ROW, chunk_row, pack_rows, s
 from april.wire.work import MAX_FORKS
 
 Write = Callable[[events.Event, Sequence[EventArray]], Any]
-"""Writes an event and its arrays to the journal; returns the reference by which they are read back."""
+"""Function that writes an event and its arrays to the journal; returns the reference by which they are read back."""
 
 
 class LedgerError(RuntimeError):
@@ -42,7 +42,7 @@ class LedgerError(RuntimeError):
 
 
 class Ledger(LedgerState):
-    """The ledger with its commands: each checks itself, writes an event ahead and applies it."""
+    """The ledger with its commands: each checks its preconditions, writes an event ahead and applies it."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Ledger(LedgerState):
         self.write = write
         self.group_scored = group_scored
         self._expiries: dict[int, array[int]] = {}
-        """Lease ids by the second of their expiry; a renewed lease is looked at again when its old entry is due."""
+        """Lease ids by second of expiry; a renewed lease keeps its old entry, and is checked again when that is due."""
 
     # --- commands -------------------------------------------------------------------------------------------
 
     def commit(self, event: events.Event, arrays: Sequence[EventArray] = ()) -> None:
-        """Write an event ahead, then apply it."""
+        """Write an event to the journal, then apply it."""
         self.apply(event, self.write(event, arrays))
 
     def open_group(
@@ -134,7 +134,7 @@ class Ledger(LedgerState):
         return lease
 
     def close_agent(self, lease_id: int, superseded: Superseded = (), state: bytes = b"") -> Verdict:
-        """The agent has finished, and a verifier scores the session; invalid if the agent received no answer.
+        """Close a finished agent's session, which a verifier then scores; invalid if the agent received no answer.
 
         `superseded`: see `events.AgentClosed`; `state`: the agent's state for the verifier.
         """
@@ -149,7 +149,7 @@ class Ledger(LedgerState):
     def lose_session(self, sample: Sample) -> None:
         """End a sample whose agent stopped and whose session cannot be replayed.
 
-        It counts neither as an attempt nor as a dead letter; a group left too small is discarded as `not_replayed`.
+        The end is neither an attempt nor a dead letter; a group left too small is discarded as `not_replayed`.
         """
         if not self.rules.agents or not needs_agent(sample) or not sample.session_started:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} has nothing that would be replayed")
@@ -248,7 +248,7 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def score_group(self, lease_id: int, rewards: list[float], details: list[dict[str, float]]) -> Verdict:
-        """Score all samples that a lease on a group covers, in their order."""
+        """Score all samples that a lease on a whole group covers, in the order of the samples."""
         lease = self.leases.get(lease_id)
         if lease is None:
             return Verdict.FENCED
@@ -265,7 +265,8 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def renew(self, lease_ids: list[int], expires_at: float) -> list[int]:
-        """Extend leases, each to its latest end at most, aborted ones not at all; returns ids that are not current."""
+        """Extend leases, each to its latest end at most, aborted leases not at all; returns the ids of those not
+        current."""
         for lease_id in lease_ids:
             if lease_id in self.leases and not self.is_aborted(lease_id):
                 self.leases[lease_id].expires_at = min(expires_at, self.leases[lease_id].ends_at)
@@ -289,7 +290,7 @@ class Ledger(LedgerState):
         return list(expired.values())
 
     def discard(self, group: Group, reason: str) -> None:
-        """End a group without training it; its leases are revoked, and a batch that has it loses it."""
+        """Discard a group; its leases are revoked, and a batch that contains the group loses it."""
         self.commit(events.GroupDiscarded(group.id, reason))
 
     def filter_ready(self, reason_against: Callable[[Group], str]) -> None:
@@ -304,7 +305,8 @@ class Ledger(LedgerState):
             del self.unfiltered[0]
 
     def requeue(self, group: int) -> Verdict:
-        """Draw the prompt of a group discarded for a dead sample again, before fresh ones; once for each group."""
+        """Queue the prompt of a group discarded for a dead sample to be drawn again before fresh ones; once per
+        group."""
         letter = self.dead_letters.find(group)
         if letter is None or letter.outcome == "without_it":
             return Verdict.INVALID
@@ -318,7 +320,7 @@ class Ledger(LedgerState):
         self.commit(events.EvaluationRecorded(step, result))
 
     def start_drain(self) -> None:
-        """Hand out nothing and have all generation for training handed back. Idempotent."""
+        """Start a drain: grant no lease, and have workers hand back training samples in generation. Idempotent."""
         if not self.draining:
             self.commit(events.DrainStarted(self.last_lease_id))
 
@@ -330,12 +332,12 @@ class Ledger(LedgerState):
         self.commit(events.RoundStarted(self.round + 1))
 
     def end_round(self) -> int:
-        """End the round; returns the watermark, up to which leases are to be handed back."""
+        """End the round; returns the watermark, the lease id up to which workers have to hand back training samples."""
         self.commit(events.RoundEnded(self.round, self.last_lease_id))
         return self.watermark
 
     def choose_batch(self, groups: int) -> list[Group] | None:
-        """The `groups` oldest complete groups; None if there are too few or the bound forbids the delivery."""
+        """Choose the `groups` oldest complete groups; None if too few exist or the staleness bound forbids delivery."""
         if len(self.ready) < groups or not groups:
             return None
         if not self.bound.survives_delivery(self.next_step, self.ready.ages_of_oldest(groups)):
@@ -343,13 +345,13 @@ class Ledger(LedgerState):
         return sorted(self.ready.oldest(groups), key=lambda group: group.id)
 
     def deliver(self, groups: list[Group]) -> int:
-        """Make these groups the next batch, irrevocably; returns its number."""
+        """Make the given groups the next batch, irrevocably; returns the batch's number."""
         step = self.next_step
         self.commit(events.BatchDelivered(step, [group.id for group in groups]))
         return step
 
     def consume(self, step: int, discarded: str = "") -> Verdict:
-        """The learner has trained batch `step`, or skipped it for the reason `discarded`."""
+        """Record that the learner has trained batch `step`, or skipped it for the reason `discarded`."""
         if step < self.consumed:
             return Verdict.DUPLICATE
         if step != self.consumed or step not in self.deliveries:
@@ -358,7 +360,7 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def checkpoint(self, step: int, oldest: int) -> Verdict:
-        """A checkpoint with all batches before `step` is on disk, and none older than `oldest` is kept."""
+        """Record that a checkpoint with all batches before `step` is on disk, and none older than `oldest` is kept."""
         if step > self.consumed:
             return Verdict.INVALID
         if step < self.durable or (step == self.durable and min(oldest, step) <= self.first_kept_step):
@@ -367,7 +369,7 @@ class Ledger(LedgerState):
         return Verdict.OK
 
     def start_learner(self, step: int, uid: str = "", weights_address: str = "", weights_key: str = "") -> None:
-        """A learner starts from checkpoint `step` as a new incarnation; batches from `step` on are delivered again.
+        """Start a learner from checkpoint `step` as a new incarnation; batches from `step` on are delivered again.
 
         The checkpoint may contain delivered batches that the learner had not reported yet; they are consumed now.
         Raises LedgerError for a checkpoint that is not of this run.
@@ -384,14 +386,14 @@ class Ledger(LedgerState):
     # --- questions ------------------------------------------------------------------------------------------
 
     def ends_with_generation(self, group: Group) -> bool:
-        """Whether a generation lease of the group ends with the response, instead of going on to score it."""
+        """Whether a generation lease of `group` ends with the response, so that scoring needs a lease of its own."""
         return self.rules.scored_apart or self.rules.agents or group.group_scored
 
     def is_aborted(self, lease_id: int) -> bool:
-        """Whether its sample is to be handed back: a training sample leased before its round ended or a drain began."""
+        """Whether the lease's sample is to be handed back: a training sample leased before a round's end or a drain."""
         lease = self.leases.get(lease_id)
         return bool(lease and lease_id <= self.watermark and lease.generating and not lease.sample.group.evaluation)
 
     def open_groups(self) -> list[Group]:
-        """Training groups that are not complete yet."""
+        """The training groups that are not complete yet."""
         return [group for group in self.groups.values() if group.state is GroupState.OPEN and not group.evaluation]

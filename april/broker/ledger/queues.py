@@ -1,4 +1,5 @@
-"""The queues of the ledger: waiting samples in the order they are handed out, complete groups in that of delivery."""
+"""The queues of the ledger: samples waiting for a lease, in the order they are handed out, and complete groups waiting
+for a batch."""
 
 import heapq
 import itertools
@@ -8,17 +9,17 @@ from collections.abc import Iterator
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Sample, SampleState, needs_agent
 
 CLEANING_PUSHES = 1024
-"""Pushes between two cleanings of a queue, at least."""
+"""Least number of pushes between two removals of all stale entries from a queue."""
 Order = tuple[int, ...]
-"""Sort key of waiting samples; the least goes first."""
+"""Sort key of a waiting sample; the sample with the smallest key is leased first."""
 
 
 class WaitingSamples:
     """A priority queue of samples waiting for a lease, each for a worker at its `first_step` or later.
 
-    Entries become stale when their sample stops waiting or needs a later step, for which it is pushed again. A stale
-    entry is dropped when it reaches the head, or by a cleaning once the queue may have doubled since the last one.
-    Taking a sample costs one look per distinct `first_step` and O(log n).
+    An entry becomes stale when its sample stops waiting, or needs a later step and is pushed again with that step. A
+    stale entry is dropped when it reaches the head, or by a cleaning once the queue may have doubled since the last
+    one. Taking a sample costs one look per distinct `first_step` and O(log n).
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,8 @@ class WaitingSamples:
         self._pushes_to_cleaning = max(CLEANING_PUSHES, sum(map(len, self._by_step.values())))
 
     def first(self, step: int) -> list[tuple[Order, int, Sample]] | None:
-        """The heap with the first sample for a worker at `step`; None if no sample waits for it."""
+        """The heap whose head is the first sample for a worker at policy step `step`; None if no sample waits for such
+        a worker."""
         first = None
         for first_step, heap in list(self._by_step.items()):
             if first_step > step:
@@ -57,7 +59,7 @@ class WaitingSamples:
         return first
 
     def take(self, step: int) -> Sample | None:
-        """Remove and return the first sample for a worker at `step`; None if there is none."""
+        """Remove and return the first sample for a worker at policy step `step`; None if there is none."""
         first = self.first(step) if self._by_step else None
         return heapq.heappop(first)[2] if first else None
 
@@ -98,7 +100,7 @@ class HandOutQueue:
         heapq.heappush(self._without_agent[sample.group.evaluation], (order, next(self._arrivals), sample))
 
     def take_for_agent(self, evaluation: bool) -> Sample | None:
-        """A sample whose agent no agents process runs; None if there is none."""
+        """Remove and return a sample whose agent no agents process runs; None if there is none."""
         heap = self._without_agent[evaluation]
         while heap:
             sample = heapq.heappop(heap)[-1]
@@ -114,25 +116,28 @@ class HandOutQueue:
         return bool(self._scoring)
 
     def take_scoring(self) -> Sample | None:
-        """A sample that waits for its score, or the first of a group scored as a whole; None if there is none."""
+        """Remove and return a sample that waits for its score, or the first sample of a group that is scored as a
+        whole; None if there is none."""
         return self._scoring.popleft() if self.has_scoring else None
 
     def take_evaluation(self, step: int) -> Sample | None:
         return self._evaluation.take(step)
 
     def take_started(self, step: int) -> Sample | None:
-        """A sample of a group that has been leased before."""
+        """Remove and return a sample of a group of which some sample has been leased; None if there is none."""
         return self._lost.take(step) or self._started.take(step)
 
     def take_due(self, step: int, opened_by: int) -> Sample | None:
-        """A sample of a group first leased at step `opened_by` or before."""
+        """Remove and return a sample of a group first leased at policy step `opened_by` or before; None if there is
+        none."""
         heap, lost = self._started.first(step), self._lost.first(step)
         if lost and (not heap or lost[0][0] < heap[0][0]):
             heap = lost
         return heapq.heappop(heap)[2] if heap and heap[0][2].group.opened_at <= opened_by else None
 
     def take_fresh(self, step: int) -> Sample | None:
-        """The first sample of a group not leased before; its siblings must be pushed once it is leased."""
+        """Remove and return the first sample of a group not leased before; push its siblings again once it is
+        leased."""
         return self._fresh.take(step)
 
 
@@ -142,7 +147,7 @@ class ReadyGroups:
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self._by_age: Counter[int] = Counter()
-        """Groups by the policy step they were opened at."""
+        """Number of groups by the policy step at which they were opened."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -164,7 +169,8 @@ class ReadyGroups:
             del self._by_age[group.opened_at]
 
     def ages_of_oldest(self, count: int) -> Counter[int]:
-        """Opening steps of the `count` oldest groups, with the number of groups each; O(steps), not O(groups)."""
+        """Number of groups among the `count` oldest ones, by the policy step at which they were opened; O(steps), not
+        O(groups)."""
         ages: Counter[int] = Counter()
         for opened_at in sorted(self._by_age):
             ages[opened_at] = min(self._by_age[opened_at], count)
@@ -174,7 +180,7 @@ class ReadyGroups:
         return ages
 
     def oldest(self, count: int) -> list[Group]:
-        """The `count` oldest groups; among equals those that completed first."""
+        """The `count` groups opened at the earliest policy steps; among equals those that completed first."""
         return heapq.nsmallest(count, self._groups.values(), key=lambda group: group.opened_at)
 
 

@@ -10,25 +10,26 @@ class Rules:
     """Settings that a ledger must keep over a run."""
 
     batch_groups: int
-    """N: groups in a batch."""
+    """Number of groups in a batch (N)."""
     group_size: int
-    """n: samples in a group."""
+    """Number of samples in a group (n)."""
     max_staleness: int
-    """S: largest staleness of a trained token, policy steps."""
+    """Largest staleness of a trained token in policy steps (S)."""
     max_attempts: int = 5
-    """Lost or failed leases after which a sample is dead."""
+    """Number of lost or failed leases after which a sample is dead."""
     min_group_size: int | None = None
-    """Live samples with which a group goes on after others died; None: all of them."""
+    """Least number of live samples with which a group continues after others died; None: every sample is needed."""
     max_response_tokens: int = 1 << 30
-    """Longest response, observations included."""
+    """Longest response in tokens, observations included."""
     filtered: bool = False
-    """Whether filters judge complete groups before they can be trained."""
+    """Whether group filters judge complete groups before the groups can be trained."""
     scored_apart: bool = False
-    """Whether scorers score responses under a lease of their own, instead of the worker that generated them."""
+    """Whether scorers score responses under a separate lease; otherwise the worker that generated a response scores
+    it."""
     submitted: bool = False
-    """Whether the trainer submits prompts during the run, so that running out of them does not end it."""
+    """Whether the trainer submits prompts during the run, so that the run does not end when no prompt is left."""
     keeps_discards: bool = False
-    """Whether some discarded samples are passed to the learner, which stores them for reading."""
+    """Whether some discarded samples are sent to the learner, which stores them in the sample logs."""
     agents: bool = False
     """Whether samples are agents' sessions, generated in turns with a lease each."""
 
@@ -40,11 +41,12 @@ Lengths = Counter[int]
 """Number of responses by length in tokens."""
 
 RECENT_BATCHES = 20
-"""Batches' worth of groups kept for the recent comparison, of trained and of created groups each."""
+"""Length of each recent window of the length comparison, in batches' worth of groups: one window of trained groups, one
+of created groups."""
 
 
 class LengthCohorts:
-    """Response lengths by cohort of creation, to compare the lengths that are trained with those that are generated.
+    """Response lengths by cohort (groups created one after the other), to compare trained lengths with created ones.
 
     A cohort is settled once each of its groups is trained or discarded, so that short responses, which finish first,
     are never compared with longer ones still being generated.
@@ -53,20 +55,22 @@ class LengthCohorts:
     def __init__(self, cohort_groups: int):
         self.cohort_groups = cohort_groups
         self.recent_groups = RECENT_BATCHES * cohort_groups
-        """Capacity of `lately_trained` and `lately_created`."""
+        """Most groups in each of the windows `lately_trained` and `lately_created`."""
         self.settled = 0
-        """Cohorts settled so far; they settle in order."""
+        """Number of settled cohorts; cohorts settle in order."""
         self.created: Lengths = Counter()
         self.trained: Lengths = Counter()
         self.waiting: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
-        """(created, trained) lengths of ended groups in unsettled cohorts, by cohort and ordinal."""
+        """(created, trained) response lengths of each ended group in an unsettled cohort, by cohort and by the group's
+        ordinal."""
         self.lately_trained: deque[list[int]] = deque(maxlen=self.recent_groups)
         self.lately_created: deque[list[int]] = deque(maxlen=self.recent_groups)
-        """Response lengths of the newest trained groups, and of the newest groups in settled cohorts, since the broker
-        started."""
+        """Response lengths of the newest trained groups (`lately_trained`), and of the newest groups in settled cohorts
+        (`lately_created`), since the broker started."""
 
     def finish(self, ordinal: int, created: list[int], trained: list[int]) -> None:
-        """Record the end of group number `ordinal`: lengths of all its responses and of the trained ones, in tokens.
+        """Record that training group number `ordinal` has ended: `created` has the lengths of all its responses,
+        `trained` those of the trained ones, in tokens.
 
         Idempotent: a restarted learner trains groups again.
         """

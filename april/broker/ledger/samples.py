@@ -14,7 +14,7 @@ class SampleState(StrEnum):
     LEASED = "leased"
     PARTIAL = "partial"
     ACTING = "acting"
-    """The agent, not the policy, is to say what follows."""
+    """The agent acts next: no worker generates until the agent reports an observation."""
     GENERATED = "generated"
     SCORING = "scoring"
     DONE = "done"
@@ -57,31 +57,32 @@ class Sample(NoAgentDefaults):
     length: int = 0
     """Acknowledged response tokens, observations included."""
     chunks: bytes = b""
-    """Packed references to its chunks in the journal, in order; `chunk_refs` unpacks them."""
+    """Packed references to the sample's chunks in the journal, in order; `chunk_refs` unpacks them."""
     unsampled: int = 0
-    """Tokens not sampled in this fork: observations, and tokens shared with another fork."""
+    """Number of tokens not sampled in this fork: observations, and tokens shared with another fork."""
     last_step: int = 0
-    """Policy step that sampled its latest token, shared tokens included."""
+    """Policy step of the weights that sampled the latest token, shared tokens included."""
     lease_id: int = 0
     """Id of the current lease of a worker or scorer; 0 for none."""
     attempts: int = 0
-    """Leases that were lost or failed."""
+    """Number of the sample's leases that were lost or failed."""
     reward: float | None = None
     finish_reason: str = ""
     last_error: str = ""
     details: dict[str, float] | None = None
-    """Named parts of the reward, as its verifier reports them."""
+    """Named parts of the reward, as the verifier reports them; None while unscored."""
     cache_worker: str = ""
-    """Uid of the worker that handed it back and keeps its prefix in the KV cache until new weights arrive."""
+    """Uid of the worker that handed the sample back and keeps its prefix in the KV cache until new weights arrive."""
 
     @property
     def session_sample(self) -> "Sample":
-        """The main sample of its session: it carries the attempts and the reward of all forks."""
+        """The main sample of the session that this sample belongs to: it carries the attempts and the reward of all
+        forks."""
         return self.main_sample or self
 
     @property
     def with_forks(self) -> "tuple[Sample, ...]":
-        """The main sample and all forks of its session."""
+        """The main sample and all forks of the session."""
         return (self, *self.forks)
 
     def find_fork(self, number: int) -> "Sample | None":
@@ -92,36 +93,37 @@ class Sample(NoAgentDefaults):
 
     @property
     def session_started(self) -> bool:
-        """Whether any request of its agent is in the journal."""
+        """Whether any request of the sample's agent is in the journal."""
         return bool(self.length or self.forks)
 
     @property
     def segments(self) -> list[Segment]:
-        """Token spans that the policy sampled, shared tokens excluded."""
+        """Token spans that the policy sampled, each with its policy version; shared tokens are excluded."""
         return segments_in(self.chunks)
 
     @property
     def sampled_until(self) -> int:
-        """End of the last sampled segment; 0 without one."""
+        """Token offset at which the last sampled span ends; 0 without one."""
         return max((end for _, end, _ in self.segments), default=0)
 
     def cached_by(self, step: int) -> str:
-        """Uid of the worker that still has its prefix in the KV cache at policy step `step`; "" for none."""
+        """Uid of the worker that still has the sample's prefix in its KV cache at policy step `step`; "" for none."""
         return self.cache_worker if self.state is SampleState.PARTIAL and self.last_step == step else ""
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy sampled, in this sample and all its forks."""
+        """Number of tokens that the policy sampled, in this sample and all its forks."""
         return sum(fork.own_sampled_tokens for fork in self.with_forks) if self.forks else self.own_sampled_tokens
 
     @property
     def own_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled in this fork alone."""
+        """Number of tokens that the policy sampled in this fork alone."""
         return self.length - self.unsampled
 
     @property
     def expected_length(self) -> int:
-        """Predicted response length, tokens: the larger of its own and its longest finished sibling's."""
+        """Predicted response length in tokens: the larger of the current length and that of the longest finished
+        sibling."""
         longest = self.length
         for sibling in self.group.samples:
             if sibling.finish_reason and sibling.length > longest:
@@ -130,7 +132,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def observations(self) -> list[tuple[int, int]]:
-        """(start, end) of the tokens that the policy did not sample here."""
+        """(start, end) token offsets of the spans that the policy did not sample in this fork."""
         segments = self.segments
         starts = [0, *(end for _, end, _ in segments)]
         ends = [*(start for start, _, _ in segments), self.length]
@@ -145,7 +147,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def complete_turns_length(self) -> int:
-        """Tokens up to the end of the last complete turn: everything the agent has an answer for."""
+        """Length in tokens up to the end of the last complete turn: everything that the agent has an answer for."""
         return self.last_turn_end(self.length)
 
     @property
@@ -154,7 +156,7 @@ class Sample(NoAgentDefaults):
         return max(self.with_forks, key=lambda fork: list(fork.chunk_refs)[-1:])
 
     def cut(self, length: int) -> int:
-        """Drop everything after token `length`, the end of a turn; returns the number of sampled tokens dropped."""
+        """Drop all tokens after offset `length`, the end of a turn; returns the number of sampled tokens dropped."""
         before, refs = self.own_sampled_tokens, self.chunk_refs
         self.chunks, self.length, self.unsampled, self.last_step = b"", 0, 0, 0
         for ref in refs:
@@ -172,7 +174,8 @@ class Sample(NoAgentDefaults):
 
     @property
     def accuracy(self) -> float:
-        """The detail `correct` of its verifier, or else the reward before penalties; NaN while unscored."""
+        """Accuracy of the sample: the detail `correct` of its verifier or, without one, the reward before penalties;
+        NaN while unscored."""
         details = self.details or {}
         unknown = math.nan if self.reward is None else self.reward
         return details.get("correct", details.get("base", unknown))
@@ -184,7 +187,7 @@ class Sample(NoAgentDefaults):
 
     @property
     def first_step(self) -> int:
-        """Least policy step a worker needs to go on with it, so that versions within a response never decrease."""
+        """Least policy step of a worker that may continue the response, so that versions within it never decrease."""
         opened_at = self.group.opened_at
         return max(opened_at, self.last_step) if self.length else opened_at
 
@@ -208,9 +211,9 @@ class AgentSample(Sample):
     fork_number: int = 0
     """Number of the fork in its session; 0 for the main sample."""
     parent_fork: int = 0
-    """Number of the fork it starts from."""
+    """Number of the fork that this fork starts from."""
     shared_tokens: int = 0
-    """Offset at which it leaves its parent fork: its first tokens, context here and trained in the parent."""
+    """Number of leading tokens shared with the parent fork: context in this fork, trained in the parent."""
 
 
 def as_agent_sample(sample: Sample) -> AgentSample:
@@ -230,7 +233,7 @@ class Group:
     epoch: int
     row: int
     opened_at: int
-    """v0: policy step of the worker at the group's first lease; before that lease, a lower bound of it."""
+    """Policy step (v0) of the worker's weights at the group's first lease; before that lease, a lower bound of it."""
     prompt: Any
     """Reference to the journal record of its prompt."""
     prompt_tokens: int
@@ -240,14 +243,15 @@ class Group:
     tokens: int = 0
     """Acknowledged response tokens of all samples, without observations."""
     step: int = -1
-    """Number of the batch that contains it; -1 before delivery."""
+    """Step of the batch that contains the group; -1 before delivery."""
     group_scored: bool = False
     """Whether one lease scores all samples of the group together."""
     pending_samples: int = 0
-    """Samples that are neither done nor dead, while the group is open."""
+    """Number of samples that are neither done nor dead, while the group is open."""
 
     def forget(self) -> None:
-        """Break the reference cycle with its samples, so that memory is freed without a garbage collection."""
+        """Break the reference cycle between the group and its samples, so that memory is freed without a garbage
+        collection."""
         for sample in self.samples:
             if isinstance(sample, AgentSample):
                 sample.forks = ()
@@ -269,7 +273,7 @@ class Group:
 
     @property
     def unfinished(self) -> bool:
-        """Whether some sample is still to be generated further."""
+        """Whether some sample of the group has to be generated further."""
         return any(sample.state in UNFINISHED for sample in self.samples)
 
 
@@ -284,15 +288,15 @@ class Lease:
     step: int
     """Policy step of the holder's weights at the grant."""
     scoring: bool
-    """Whether it was granted for scoring only."""
+    """Whether the lease was granted for scoring only."""
     expires_at: float
-    """Seconds on the caller's clock; renewals move it."""
+    """Time at which the lease expires, seconds on the caller's clock; renewals postpone it."""
     ends_at: float = float("inf")
-    """Latest time to which renewals can extend it, on the same clock."""
+    """Latest time to which renewals can extend the lease, seconds on the same clock."""
     floor: int = 0
-    """Least policy step of its next tokens."""
+    """Least policy step that may sample the next tokens under this lease."""
     agent: bool = False
-    """Whether an agents process holds it to run the session; workers get a lease of their own for each turn."""
+    """Whether an agents process holds the lease to run the session; workers get a separate lease for each turn."""
     turn_completed: bool = False
     """Whether a turn of the session has ended under this lease."""
 
@@ -302,7 +306,8 @@ class Lease:
 
     @property
     def samples(self) -> list[Sample]:
-        """The samples it covers: all live ones of a group that is scored as a whole, otherwise just `sample`."""
+        """The samples that the lease covers: all live samples of a group that is scored as a whole, otherwise just
+        `sample`."""
         return self.sample.group.live_samples if self.scoring and self.for_group else [self.sample]
 
     @property
@@ -311,6 +316,6 @@ class Lease:
 
 
 def needs_agent(sample: Sample) -> bool:
-    """Whether it is the main sample of an unfinished session that no agents process runs."""
+    """Whether a sample is the main sample of an unfinished session that no agents process runs."""
     is_open = sample.state in UNFINISHED and sample.group.state is GroupState.OPEN
     return is_open and not sample.agent_lease and sample.main_sample is None

@@ -26,13 +26,13 @@ from april.wire.rows import CHUNK, FINISH_REASONS, ROW, padded
 from april.wire.work import session_lease_id
 
 START_BITS = 32
-"""Low bits of a lease id: it is (starts of the broker << 32) | counter, so that ids never repeat."""
+"""Number of low bits of a lease id: the id is (starts of the broker << 32) | counter, so that ids never repeat."""
 
 NO_ATTEMPT = ("abort", "leave", "recall")
 """Causes of a lease's end that do not count as a failed attempt."""
 
 DEAD_ROUNDS = 2
-"""Rounds' worth of groups that may die in a row before the run is given up."""
+"""Number of rounds' worth of groups that may die in a row before the run fails."""
 
 
 class LedgerState(AgentSessions):
@@ -41,8 +41,8 @@ class LedgerState(AgentSessions):
     def __init__(self, rules: Rules):
         super().__init__(rules)
         self.resumed: Counter[str] = Counter()
-        """Tokens of partial responses that were leased again: `cached`, to the worker that still had their KV cache, or
-        `moved`."""
+        """Tokens of partial responses that were leased again: `cached` to a worker with their KV cache, `moved` to
+        another."""
         self.unfiltered: list[Group] = []
         """Complete groups that the filters have not judged yet; empty without filters."""
         self.evaluations: dict[int, list[Group]] = {}
@@ -60,7 +60,7 @@ class LedgerState(AgentSessions):
         self.submitted: dict[int, Any] = {}
         """Journal references of the submitted prompts that are still needed, by row."""
         self.starts = 0
-        """Starts of the broker."""
+        """Number of starts of the broker in this run."""
         self.header: events.RunStarted | None = None
         self._next_group = 0
         self._next_ordinal = 0
@@ -68,7 +68,7 @@ class LedgerState(AgentSessions):
         """Time of the newest TimePassed event, Unix seconds."""
 
     def apply(self, event: events.Event, reference: Any = None) -> None:
-        """Change the state by one event; `reference` is where the journal has it."""
+        """Change the state by one event; `reference` is the event's reference in the journal."""
         HANDLERS[type(event)](self, event, reference)
 
     def _on_run_started(self, event: events.RunStarted, reference: Any) -> None:
@@ -109,7 +109,7 @@ class LedgerState(AgentSessions):
         self.prompts_submitted = event.row + 1
 
     def push(self, sample: Sample) -> None:
-        """Queue a sample for its next lease."""
+        """Queue a sample for its next lease, in the queue that its state calls for."""
         if self.rules.agents and needs_agent(sample):
             self.queue.push_for_agent(sample)
         if sample.state not in (SampleState.ACTING, SampleState.LEASED):
@@ -173,7 +173,8 @@ class LedgerState(AgentSessions):
         self.tokens["open"] += trained
 
     def _end_response(self, lease: Lease, finish_reason: str, over: bool) -> None:
-        """Finish a response, or a turn with agents; `over`: the lease ends with it, and it waits for its score."""
+        """Finish a response or, with agents, a turn; `over`: the lease ends as well, and the sample waits for its
+        score."""
         sample = lease.sample
         if self.rules.agents:
             return self._end_turn(lease)
@@ -186,7 +187,8 @@ class LedgerState(AgentSessions):
             self.queue.push(sample)
 
     def _raise_expected_lengths(self, ended: Sample) -> None:
-        """Queue shorter waiting siblings again: their expected length, and so their order, follows this response."""
+        """Queue shorter waiting siblings again, since their expected length, and so their order, depends on this
+        response."""
         if ended.group.evaluation:
             return
         for sibling in ended.group.samples:
@@ -271,7 +273,8 @@ class LedgerState(AgentSessions):
         return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)
 
     def _complete_if_done(self, group: Group) -> None:
-        """Make the group ready if no sample is pending; the tokens of dead samples are discarded."""
+        """Make a group ready for a batch if none of its samples is pending; the tokens of its dead samples are
+        discarded."""
         if group.pending_samples:
             return
         self.open_samples.remove(group)
@@ -365,4 +368,4 @@ HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
     events.LearnerStarted: LedgerState._on_learner_started,
     events.TimePassed: LedgerState._on_time_passed,
 }
-"""The function that applies each kind of event, with the reference to its journal record."""
+"""Event type -> function that applies an event of this type, given the state, the event and its journal reference."""

@@ -1,4 +1,4 @@
-"""The schedule `continuous`: a fixed number of samples in flight, also while the learner trains."""
+"""The schedule `continuous`: keeps a fixed number of samples in flight, also while the learner trains."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,8 @@ class ContinuousSchedule(Schedule):
 
     @classmethod
     def check(cls, section: ScheduleSection) -> None:
-        """Refuse keys without a meaning here, and more samples in flight than the staleness bound ever admits."""
+        """Raises ConfigError for keys that have no effect here, and for more samples in flight than the staleness bound
+        ever admits."""
         instead = SCHEDULES.names_where(lambda kind: kind.by_rounds and kind.dial)
         if not section.partial_rollout:
             refuse(
@@ -70,8 +71,8 @@ class ContinuousSchedule(Schedule):
 
     @classmethod
     def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
-        """Samples in flight: half of what over-sampling starts, all of it, and the scenario's number; all of it also
-        with the KV cache recomputed at each update."""
+        """Settings that `april simulate` compares: half of the samples that over-sampling starts in flight, all of
+        them, and the scenario's number; also all of them with the KV cache recomputed at each weight update."""
         peak = section.over_sampled * section.n_samples_per_prompt
         counts = sorted({peak // 2, peak, section.in_flight or peak})
         return {
@@ -82,10 +83,10 @@ class ContinuousSchedule(Schedule):
     def __init__(self, section: ScheduleSection, prompts: Prompts):
         super().__init__(section, prompts)
         self._mean_sum = self._longest_sum = 0.0
-        """Mean and longest sampled tokens per sample of a group, as decayed sums over trained groups."""
+        """Mean and longest number of sampled tokens per sample of a group: decayed sums over trained groups."""
 
     def advance(self, ledger: Ledger) -> bool:
-        """Deliver a batch if the learner has none; True when the last batch has ended the round."""
+        """Deliver a batch if the learner has none to train; True when the last batch has ended the round."""
         if not self.finished(ledger):
             if not ledger.round_open:
                 ledger.start_round()
@@ -99,41 +100,43 @@ class ContinuousSchedule(Schedule):
         return True
 
     def floor(self, ledger: Ledger) -> int:
-        """Least policy step of a worker at which a new group is not overdue when it is opened."""
+        """Least policy step of a worker at which a newly opened group is not overdue already."""
         return max(0, ledger.next_step - ledger.rules.max_staleness)
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
         return ledger.round_open and ledger.generating < self.section.most_in_flight
 
     def next_sample(self, ledger: Ledger, step: int) -> Sample | None:
-        """The next sample for a worker at policy step `step`, from a group opened for it if none waits."""
+        """The next sample for a worker at policy step `step`; if none waits, a group is opened for the worker. None if
+        no group may be opened."""
         waiting = super().next_sample(ledger, step)
         if waiting or ledger.rules.agents or not self.hands_out(ledger, step) or not self._open_group(ledger, step):
             return waiting
         return ledger.queue.take_fresh(step)
 
     def next_for_agent(self, ledger: Ledger) -> Sample | None:
-        """The next sample for an agents process, from a group opened for it if none waits."""
+        """The next sample for an agents process; if none waits, a group is opened for it. None if no group may be
+        opened."""
         waiting = super().next_for_agent(ledger)
         if waiting or not ledger.round_open or not self._open_group(ledger, ledger.consumed):
             return waiting
         return super().next_for_agent(ledger)
 
     def backlog(self, ledger: Ledger) -> float:
-        """Batches of complete groups at which no further group is opened.
+        """Number of batches' worth of complete groups at which no further group is opened.
 
-        A backlog feeds the learner. But it also grows while the learner waits for an old group that must be in the next
-        batch and is not complete. It is then trained at once, which brings the open groups as many batches closer to
-        their deadlines and makes the next straggler late as well. One batch is enough, unless stragglers are late
-        anyway: while the longest response is generated, in_flight * longest / mean other samples complete, and whatever
-        exceeds S batches has to wait. The mean is that of the trained tokens.
+        A backlog keeps the learner busy. But it also grows while the learner waits for an old group that must be in the
+        next batch and is not complete. Once that group completes, the backlog is trained at once, which brings the open
+        groups as many batches closer to their deadlines and makes the next straggler late as well. One batch is enough,
+        unless stragglers are late anyway: while the longest response is generated, in_flight * longest / mean other
+        samples complete, and whatever exceeds S batches has to wait. The mean is that of the trained tokens per sample.
         """
         if not ledger.tokens[GroupState.TRAINED]:
             return MOST_BACKLOG
         return min(MOST_BACKLOG, max(LEAST_BACKLOG, self._batches_per_longest(ledger) - ledger.rules.max_staleness))
 
     def _batches_per_longest(self, ledger: Ledger) -> float:
-        """Batches of samples that complete while the longest response is generated."""
+        """Number of batches' worth of samples that complete while the longest response is generated."""
         rules, trained = ledger.rules, ledger.tokens[GroupState.TRAINED]
         mean_length = trained / (ledger.counts[GroupState.TRAINED] * rules.group_size)
         batch_tokens = mean_length * rules.group_size * rules.batch_groups

@@ -13,8 +13,8 @@ from april.util.errors import refuse
 
 
 class RoundSchedule(Schedule):
-    """Drives a ledger round by round. With N' > N groups opened at once it stops at N, and resumes the unfinished first
-    in the next round; with N' < N it opens groups in steps of N' until N are complete.
+    """Drives a ledger round by round. A round needs N complete groups. If it opens N' > N at once, it ends at N, and
+    the next round resumes the unfinished groups first; with N' < N it opens groups in steps of N' until N are complete.
 
     A round makes the next batch. It starts when every grant of the round before is back, and ends when N complete
     groups can be delivered within the staleness bound; then all unfinished work is handed back.
@@ -25,7 +25,7 @@ class RoundSchedule(Schedule):
     def __init__(self, section: ScheduleSection, prompts: Prompts):
         super().__init__(section, prompts)
         self.exhausted = False
-        """Whether no prompt was left when a group was last to be opened."""
+        """Whether the prompts were exhausted when a group was last to be opened."""
 
     @classmethod
     def groups_outlive_a_round(cls, section: ScheduleSection) -> bool:
@@ -54,14 +54,15 @@ class RoundSchedule(Schedule):
         return self.exhausted and super().all_complete(ledger)
 
     def floor(self, ledger: Ledger) -> int:
-        """Least policy step of a worker that generates for the batch being made."""
+        """Least policy step of a worker that may generate for the batch being made."""
         return max(0, ledger.next_step - 1) if self.section.overlap else ledger.next_step
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
         return ledger.round_open and step >= self.floor(ledger)
 
     def _settle(self, ledger: Ledger) -> bool:
-        """Whether every lease of the last round is back; without partial rollout, discards its unfinished groups."""
+        """Whether every lease of the last round has been handed back; without partial rollout, discards the round's
+        unfinished groups."""
         if ledger.generating:
             return False
         if not self.section.partial_rollout:
@@ -104,7 +105,7 @@ class ActivePartialSchedule(RoundSchedule):
 
 
 class SyncSchedule(RoundSchedule):
-    """The schedule `sync`, the baseline: a round opens N groups and waits for all of them."""
+    """The synchronous baseline, schedule `sync`: a round opens N groups and waits for all of them."""
 
     @classmethod
     def check(cls, section: ScheduleSection) -> None:
@@ -120,6 +121,7 @@ class SyncSchedule(RoundSchedule):
 
     @classmethod
     def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
-        """One variant with N groups in a batch, one with as many as over-sampling would open."""
+        """Settings that `april simulate` compares: one batch of N groups per round, and one of as many groups as
+        over-sampling would open."""
         each = (section.rollout_batch_size, section.over_sampled)
         return {f"N = {groups}": {"rollout_batch_size": groups} for groups in each}

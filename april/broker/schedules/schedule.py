@@ -16,25 +16,26 @@ from april.config import ScheduleSection
 from april.util.errors import refuse
 
 KIND_SPECIFIC_KEYS = ("over_sampling_batch_size", "partial_rollout", "overlap", "in_flight")
-"""Keys of [schedule] that only some schedules read; all other keys hold for every schedule."""
+"""Keys of [schedule] that only some schedules read; all other keys apply to every schedule."""
 
 
 @dataclass(frozen=True)
 class Dial:
-    """The key that sets how much a schedule has in generation at a time; `auto` and `april tune` choose its value."""
+    """The key of [schedule] that sets how much a schedule generates at a time; `auto` and `april tune` choose its
+    value."""
 
     key: str
-    """Key of [schedule]."""
+    """Name of the key in [schedule]."""
     counts_samples: bool = False
-    """Whether the value counts samples; otherwise groups."""
+    """Whether the key's value is a number of samples; otherwise a number of groups."""
 
     def one_batch_value(self, section: ScheduleSection) -> int:
-        """Value of the key at which exactly one batch is in generation."""
+        """Value of the key with which exactly one batch is in generation."""
         return section.rollout_batch_size * (section.n_samples_per_prompt if self.counts_samples else 1)
 
 
 def reads(key: str) -> Callable[["type[Schedule]"], bool]:
-    """Predicate on schedules: whether the schedule reads this key of [schedule]."""
+    """Predicate on schedule classes: whether a schedule reads the given key of [schedule]."""
     return lambda kind: key in kind.reads
 
 
@@ -51,11 +52,11 @@ class Schedule:
     # --- properties of the kind ---------------------------------------------------------------------------------
 
     by_rounds: ClassVar[bool] = True
-    """Whether generation stops at the end of a round until the next begins."""
+    """Whether generation stops at the end of a round until the next round begins."""
     dial: ClassVar[Dial | None] = None
-    """None if the schedule has no such key."""
+    """The key that sets how much the schedule generates at a time; None if it has no such key."""
     reads: ClassVar[Collection[str]] = ()
-    """The `KIND_SPECIFIC_KEYS` that it reads; the others are refused."""
+    """Names of the `KIND_SPECIFIC_KEYS` that the schedule reads; the other ones are refused."""
 
     @classmethod
     def check(cls, section: ScheduleSection) -> None:
@@ -85,14 +86,16 @@ class Schedule:
 
     @classmethod
     def in_reach(cls, section: ScheduleSection) -> tuple[int, int]:
-        """(batches, groups in each) trainable while the longest response is generated; this caps the throughput."""
+        """(number of batches, groups in each) that can be trained while the longest response is generated; this caps
+        the throughput."""
         if cls.groups_outlive_a_round(section):
             return section.batches_in_reach, section.rollout_batch_size
         return 1, section.groups_per_round
 
     @classmethod
     def variants(cls, section: ScheduleSection) -> dict[str, Mapping[str, Any]]:
-        """Settings that `april simulate` compares, by label: keys of [schedule] other than N, n and S.
+        """Settings that `april simulate` compares, by label: keys of [schedule] and their values, apart from batch
+        size, group size and staleness.
 
         A key `section__key` belongs to another section of the scenario.
         """
@@ -142,15 +145,16 @@ class Schedule:
         return None
 
     def floor(self, ledger: Ledger) -> int:
-        """Least policy step of a worker that generates for the batch being made."""
+        """Least policy step of a worker that may generate for the batch being made."""
         raise NotImplementedError
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
-        """Whether a worker at policy step `step` is given training samples now."""
+        """Whether a worker at policy step `step` may be given training samples now."""
         raise NotImplementedError
 
     def urgent_sample(self, ledger: Ledger, step: int) -> Sample | None:
-        """A sample of a group that must be in the batch being made, for a worker at policy step `step`."""
+        """A sample for a worker at policy step `step` whose group must be in the batch being made; None if there is
+        none."""
         if not self.hands_out(ledger, step):
             return None
         return ledger.queue.take_due(step, opened_by=ledger.next_step - ledger.rules.max_staleness)
@@ -162,14 +166,14 @@ class Schedule:
         return ledger.queue.take_started(step) or ledger.queue.take_fresh(step)
 
     def next_for_agent(self, ledger: Ledger) -> Sample | None:
-        """A training sample for an agents process with room for another session."""
+        """A training sample for an agents process that has room for another session; None if there is none."""
         return ledger.queue.take_for_agent(evaluation=False)
 
 
 def choose_sample(schedule: Schedule, ledger: Ledger, step: int, evaluation_share_left: bool = True) -> Sample | None:
     """The next sample for a worker with a free slot at policy step `step`, to be leased at once; None if none waits.
 
-    First samples that only lack a score, as they take no slot, unless scorers do that; then samples with a deadline,
+    The order: samples that only lack a score, as they take no slot, unless scorers score; samples with a deadline,
     evaluation up to its share of the worker's slots (`evaluation_share_left`), and training. Evaluation beyond its
     share fills slots that would stay idle.
     """

@@ -1,9 +1,9 @@
 """Alarms: each says in one sentence that a run is in trouble, and what to do about it.
 
-An alarm checks every step's record before it is written to metrics.jsonl. The record holds the sentences of the alarms
-it raises, and so do the live view, `april status`, the report and every sink. Between steps an alarm may also check
-where the main loops of the run's processes are. Such a sentence stands in the status for as long as it is true, and
-once in the broker's log.
+An alarm checks the record of every trained step before the record is written to metrics.jsonl. The record holds the
+sentences of the alarms it raises, and so do the live view, `april status`, the report and every sink. Between steps an
+alarm may also check where the main loops of the run's processes are. Such a sentence is shown in the status for as long
+as it is true, and logged once by the broker.
 """
 
 import logging
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 class Alarm:
     """Base class of alarms, created when the broker starts.
 
-    After a restart the broker replays step records to it: the first of the run, and the newest ones, which are those
-    that a learner can go back to and three more.
+    After a restart the broker replays step records to it: the first of the run, and the newest ones, which are three
+    steps and those from which a learner may restart.
     """
 
     page = ""
-    """Page of the documentation that explains the alarm."""
+    """Page of the documentation that explains the alarm, as a path in the repository."""
 
     def look(self, record: dict[str, Any]) -> str:
         """Check the record of a trained step; returns what is wrong and what to do, in one sentence, or "" if nothing
@@ -32,7 +32,8 @@ class Alarm:
         raise NotImplementedError
 
     def watch(self, loops: Sequence[PeerLoop]) -> str:
-        """Check the main loops of workers, scorers and learner, several times a second; returns the same as `look`."""
+        """Check the positions of the main loops of workers, scorers and learner, several times a second; returns the
+        same as `look`."""
         return ""
 
 
@@ -51,11 +52,13 @@ class Alarms:
         return list(self._alarms)
 
     def look(self, record: dict[str, Any]) -> list[dict[str, str]]:
-        """The alarms that a step's record raises: `name`, `sentence` and `page` of each."""
+        """Check the record of a step with all alarms; returns `name`, `sentence` and `page` of each alarm that it
+        raises."""
         return self._raised_by(lambda alarm: alarm.look(record))
 
     def watch(self, loops: Sequence[PeerLoop]) -> None:
-        """Renew `raised` by the positions of the main loops, and log each alarm that is new there."""
+        """Check the positions of the main loops with all alarms: update `raised`, and log each alarm that is new
+        there."""
         known, self.raised = {alarm["name"] for alarm in self.raised}, self._raised_by(lambda alarm: alarm.watch(loops))
         for alarm in self.raised:
             if alarm["name"] not in known:
@@ -82,9 +85,9 @@ def check_alarms(names: Sequence[str]) -> None:
 
 
 class ConsecutiveAlarm(Alarm):
-    """Base class of alarms about what may be chance in one step.
+    """Base class of alarms about figures that chance alone may produce in a single step.
 
-    Raised once `wrong` has returned a sentence for `steps` steps in a row; the newest sentence is shown.
+    The alarm is raised once `wrong` has returned a sentence for `steps` steps in a row; the newest sentence is shown.
     """
 
     steps = 3

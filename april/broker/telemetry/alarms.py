@@ -1,5 +1,5 @@
-"""The alarms that ship with April: about a run's operation, the policy's responses and their weight in training, and
-the engines' weights."""
+"""The alarms that ship with April: about a run's operation, the policy's responses and how much each counts in
+training, and the engines' weights."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from april.broker.telemetry.alarm import Alarm, ConsecutiveAlarm
 
 
 FEWEST_LOOKS = 4
-"""Fewest measurements of the slots in a step for which their means are used."""
+"""Fewest occupancy measurements of the slots in a step from which their mean is used."""
 
 
 def waiting_share(record: dict[str, Any]) -> float:
@@ -24,7 +24,8 @@ def waiting_share(record: dict[str, Any]) -> float:
 
 
 def measured_slots(record: dict[str, Any]) -> dict[str, float]:
-    """Occupancy of the slots; empty if there were none, or if the step was too short for a mean."""
+    """Occupancy of the workers' slots in a step's record; empty without slots, or if the step was too short for a
+    mean."""
     slots = record.get("slots") or {}
     return slots if slots.get("slots") and slots.get("looks", 0) >= FEWEST_LOOKS else {}
 
@@ -32,7 +33,8 @@ def measured_slots(record: dict[str, Any]) -> dict[str, float]:
 class StalenessAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.25
-    """Share of a batch's tokens as old as `schedule.max_staleness` permits, where it permits 2 or more."""
+    """Share of a batch's tokens as old as `schedule.max_staleness` permits, above which the alarm is raised; only where
+    it permits at least 2 steps."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         staleness = record.get("staleness") or {}
@@ -50,7 +52,8 @@ class StalenessAlarm(ConsecutiveAlarm):
 class StarvedEnginesAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.2
-    """Share of busy slots, below which the alarm is raised if the learner waited for more than half of its time."""
+    """Share of busy slots below which the alarm is raised, if the learner also waited for more than half of its
+    time."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         slots = measured_slots(record)
@@ -66,7 +69,8 @@ class StarvedEnginesAlarm(ConsecutiveAlarm):
 class SaturatedEnginesAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 8.0
-    """Samples waiting per slot, if all slots are busy and the learner waited for more than half of its time."""
+    """Number of waiting samples per slot above which the alarm is raised, if all slots are busy and the learner waited
+    for more than half of its time."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         slots = measured_slots(record)
@@ -84,11 +88,11 @@ class SaturatedEnginesAlarm(ConsecutiveAlarm):
 class DiskFillingAlarm(Alarm):
     page = "docs/operations.md#what-to-do-when"
     threshold = 3600.0
-    """Seconds until the disk is full, at the rate of the last steps."""
+    """Seconds until the disk is full, at the rate of the last steps, below which the alarm is raised."""
     least_bytes = 2 << 30
-    """Free bytes below which the alarm is raised at any rate."""
+    """Free bytes on the disk below which the alarm is raised at any rate."""
     least_s = 60.0
-    """Least seconds over which the rate is measured."""
+    """Least seconds over which the rate of disk use is measured."""
 
     def __init__(self) -> None:
         self.seen: deque[tuple[float, int]] = deque(maxlen=20)
@@ -111,17 +115,17 @@ class DiskFillingAlarm(Alarm):
 
 
 USUAL_STEPS, FEWEST_STEPS = 31, 3
-"""Newest steps whose median is the usual time, and fewest steps for a median."""
+"""Number of newest steps whose median duration is the usual one, and least number of steps for a median."""
 
 
 class SlowPartAlarm(Alarm):
-    """Raised by whatever takes ten times as long as usual."""
+    """Raised when a training step, or a stage of some process's main loop, takes ten times as long as usual."""
 
     page = "docs/operations.md#what-to-do-when"
     threshold = 10
-    """Factor by which a slow part exceeds its usual time."""
+    """Multiple of the usual duration above which a step or stage is slow."""
     least_s = 10.0
-    """Seconds below which nothing is slow."""
+    """Duration in seconds below which nothing is slow."""
 
     def __init__(self) -> None:
         self.steps_s: deque[float] = deque(maxlen=USUAL_STEPS)
@@ -156,7 +160,8 @@ class SlowPartAlarm(Alarm):
 class PolicyGapAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.05
-    """Largest k3 estimate, in nats, of the KL divergence between the trained policy and the versions that sampled."""
+    """Largest k3 estimate, in nats, of the KL divergence between the trained policy and the versions that sampled its
+    tokens."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         gap = (record.get("learner") or {}).get("k3") or 0.0
@@ -171,8 +176,8 @@ class PolicyGapAlarm(ConsecutiveAlarm):
 class EffectiveSamplesAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     usual: ClassVar = {"ess": 0.5, "weight_ess": 0.25}
-    """Least usual effective sample size, as a share of the trained tokens, by metric: `ess` of the ratios of the
-    trained policy to the sampling versions, `weight_ess` of the weights that corrections have applied."""
+    """Least usual effective sample size as a share of the trained tokens, by metric. `ess`: of the ratios of the
+    trained policy to the sampling versions; `weight_ess`: of the importance weights that corrections applied."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         learner = record.get("learner") or {}
@@ -190,7 +195,8 @@ class EffectiveSamplesAlarm(ConsecutiveAlarm):
 class LengthBiasAlarm(ConsecutiveAlarm):
     page = "docs/operations.md#the-alarm-on-lengths"
     threshold = 1.5
-    """Distance as a multiple of the band that chance explains."""
+    """Distance between trained and created response lengths above which the alarm is raised, as a multiple of the
+    largest distance that chance explains."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         drift = (record.get("lengths") or {}).get("drift")
@@ -206,7 +212,7 @@ class LengthBiasAlarm(ConsecutiveAlarm):
 class LoopingAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.2
-    """Share of a batch's responses that end in a loop."""
+    """Share of a batch's responses that end in a loop of repeated tokens, above which the alarm is raised."""
 
     def wrong(self, record: dict[str, Any]) -> str:
         share = (record.get("learner") or {}).get("looping_share") or 0.0
@@ -221,11 +227,12 @@ class LoopingAlarm(ConsecutiveAlarm):
 class EntropyCollapseAlarm(ConsecutiveAlarm):
     page = "docs/watching.md#alarms"
     threshold = 0.1
-    """Least entropy, as a fraction of that of the first steps."""
+    """Entropy below which the alarm is raised, as a fraction of the mean entropy of the first steps."""
     first = 3
-    """First steps, which later ones are compared with."""
+    """Number of first steps with which later steps are compared."""
     gain = 0.02
-    """Gain in mean reward since the first steps above which there is no alarm: a better policy may be more certain."""
+    """Gain in mean reward since the first steps above which the alarm is not raised: a better policy may be more
+    certain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +261,7 @@ class NothingTrainedAlarm(Alarm):
 
     page = "docs/start/troubleshooting.md#it-learns-badly"
     threshold = 3
-    """Steps in a row without a token that has a gradient."""
+    """Number of steps in a row without a token that has a gradient, at which the alarm is raised."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
@@ -278,7 +285,8 @@ class WrongWeightsAlarm(Alarm):
 
     page = "docs/learner.md#proof-of-weights"
     threshold = 1
-    """Failed weight checks since the last step; an engine counts once per attempt."""
+    """Number of failed weight checks since the last step at which the alarm is raised; an engine counts once per
+    attempt."""
 
     def look(self, record: dict[str, Any]) -> str:
         wrong = (record.get("learner") or {}).get("publish_wrong") or 0
@@ -292,14 +300,14 @@ class WrongWeightsAlarm(Alarm):
 
 GAP_PREFIX = "engine_gap_"
 GAP_FIGURES = ("tokens", "mean", "largest", "age")
-"""Figures of each worker in the learner's metrics, which are named GAP_PREFIX + FIGURE + _ + WORKER."""
+"""Figures about each worker's log-probability gap, in learner metrics named GAP_PREFIX + FIGURE + _ + WORKER."""
 
 Figures = dict[str, float]
 
 
 def split_gaps(learner: Figures, step: int) -> tuple[dict[str, Figures], Figures]:
-    """Split the learner's metrics of batch `step`: the figures of each worker, with the policy `step` they refer to,
-    and the other metrics."""
+    """Split the learner's metrics of batch `step` into the gap figures of each worker, with the policy step they refer
+    to, and the other metrics."""
     gaps: dict[str, Figures] = {}
     for name in learner:
         if name.startswith(GAP_PREFIX):
@@ -315,13 +323,14 @@ def describe_gap(gap: Figures, step: int) -> Figures:
 
 
 class EngineGapAlarm(Alarm):
-    """Raised by engines that do not sample from the weights they report."""
+    """Raised by engines whose log-probabilities differ too much from the learner's, so that they may not sample from
+    the weights they report."""
 
     page = "docs/learner.md#learner-and-engine-on-what-is-trained"
     threshold = 4.0
-    """Largest allowed gap, as a multiple of the largest mean gap of any worker in the run's first batch."""
+    """Largest allowed mean gap, as a multiple of the largest mean gap of any worker in the run's first batch."""
     least, most = 1e-4, 0.6
-    """Bounds of the allowed gap, in nats: the weight check's bands of float32 and of 8-bit weights."""
+    """Bounds of the allowed gap in nats: the tolerances of the weight check for float32 and for 8-bit weights."""
     least_tokens = 100
     """Fewest tokens for which a worker's mean gap is judged."""
 

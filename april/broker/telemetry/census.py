@@ -8,32 +8,36 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import ENDED, Group, GroupState
 
 SLICE = 1000
-"""Most groups and samples scanned in one pass of the broker's loop; takes well under a millisecond."""
+"""Most groups and samples scanned in one pass of the broker's loop; a slice takes well under a millisecond."""
 PAUSE_S = 2.0
 """Seconds between the end of one scan and the start of the next."""
 
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """Result of one scan of all open groups. A long scan takes several passes of the loop, during which states
-    change."""
+    """Counts and ages from one scan of all open groups. A long scan takes several passes of the loop, so states may
+    change meanwhile."""
 
     training: dict[str, int] = field(default_factory=dict)
-    """Training samples by state."""
+    """Number of training samples by state."""
     evaluation: dict[str, int] = field(default_factory=dict)
-    """Evaluation samples by state."""
+    """Number of evaluation samples by state."""
     training_age_s: dict[str, float] = field(default_factory=dict)
-    """Seconds since the oldest group with a sample in that state was opened, or since the broker started; by state."""
+    """Age of the oldest training group with a sample in a state, by state: seconds since it was opened or, if later,
+    the broker started."""
     evaluation_age_s: dict[str, float] = field(default_factory=dict)
-    """Age of evaluation samples, measured as in `training_age_s`."""
+    """Age of the oldest evaluation group with a sample in a state, by state: seconds, measured as in
+    `training_age_s`."""
     oldest_waiting_s: float = 0.0
-    """Seconds since the oldest group with a sample that waits for a lease was opened, or since the broker started."""
+    """Age of the oldest group with a sample that waits for a lease: seconds since it was opened or, if later, the
+    broker started."""
     oldest_waiting_steps: int = 0
-    """Age in policy steps of the oldest such group: the next batch minus the step at which it was first leased."""
+    """Age in policy steps of the oldest group with a sample that waits for a lease: step of the next batch minus the
+    step at which the group was first leased."""
     oldest_ready_steps: int = 0
-    """Age in policy steps of the oldest complete group."""
+    """Age in policy steps of the oldest complete group that waits for a batch."""
     longest_lease_s: float = 0.0
-    """Age of the oldest lease, counted from the start of the broker at the earliest."""
+    """Age of the oldest lease in seconds, counted from the start of the broker at the earliest."""
 
 
 class QueueScanner:
@@ -49,7 +53,7 @@ class QueueScanner:
         self._waiting_steps = self._ready_steps = 0
 
     def advance(self, now: float) -> None:
-        """Scan the next slice, or begin a scan when one is due."""
+        """Scan the next slice of groups, or begin a new scan if one is due."""
         if self._groups is None:
             if now < self._next_scan:
                 return
@@ -110,7 +114,7 @@ def ages(since: dict[str, float], now: float) -> dict[str, float]:
 
 
 class SlotMeans:
-    """Mean occupancy of the engines' slots over a step, from measurements at equal intervals."""
+    """Mean occupancy of the engines' slots over a step, from measurements at equal intervals of time."""
 
     def __init__(self) -> None:
         self.looks = self.busy = self.slots = self.waiting = 0
@@ -123,7 +127,7 @@ class SlotMeans:
 
     def means(self) -> dict[str, float]:
         """`busy`: share of slots in use; `slots`: their number; `waiting`: samples that waited for one; `looks`: number
-        of measurements behind these means."""
+        of measurements in these means."""
         looks = max(1, self.looks)
         busy = self.busy / self.slots if self.slots else 0.0
         return {

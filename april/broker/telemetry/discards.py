@@ -1,8 +1,8 @@
 """Discarded groups that are delivered with a batch for the sample logs (the first of each reason since the last batch),
 and the share of prompts that failed for good.
 
-A discarded group waits for the next delivery, and belongs to that step from then on, until no learner can go back to
-the step. What is kept is its description, and where the journal has its tokens.
+A discarded group waits for the next delivery, and belongs to that step from then on, until no learner can restart from
+before the step. Only the group's description and the journal references of its tokens are kept.
 """
 
 from collections import Counter
@@ -19,9 +19,10 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import GroupState
 
 MOST_PER_REASON, MOST_PER_STEP = 2, 16
-"""Most discards kept per reason and per step: groups, or the discarded part of an agent session."""
+"""Most discards kept per reason and per step; a discard is a group, or the discarded part of an agent session."""
 MOST_BYTES = 16 << 20
-"""Most bytes of all steps together. Beyond it no discard is added, so that a replayed step has the same discards."""
+"""Most bytes of the discards of all steps together. A discard beyond the limit is not kept, rather than an older one
+dropped, so that a replayed step has the same discards."""
 
 
 class DiscardedGroup(msgspec.Struct, array_like=True, frozen=True):
@@ -29,12 +30,12 @@ class DiscardedGroup(msgspec.Struct, array_like=True, frozen=True):
 
     head: wire.GroupHead
     prompt: Reference
-    """Position of the prompt in the journal."""
+    """Journal reference of the group's prompt."""
     chunks: list[bytes]
     """Packed chunk references of each sample, as in `Sample.chunks`."""
 
     def positions(self) -> Iterator[int]:
-        """Positions of the journal records it needs."""
+        """Positions of the journal records that hold the group's prompt and tokens."""
         yield self.prompt[0]
         for chunks in self.chunks:
             yield from (ref.record for ref in chunk_refs_in(chunks))
@@ -44,20 +45,20 @@ _decoder = msgspec.msgpack.Decoder(DiscardedGroup)
 
 
 class DiscardedGroups:
-    """The discarded groups kept for the sample logs, by the step they are delivered with."""
+    """The discarded groups kept for the sample logs, by the step with whose batch they are delivered."""
 
     def __init__(self) -> None:
         self._by_step: dict[int, list[bytes]] = {}
-        """Encoded groups, by step."""
+        """Encoded discarded groups, by the step they are delivered with."""
         self._waiting: list[bytes] = []
-        """Encoded groups that wait for the next delivery."""
+        """Encoded discarded groups that wait for the next delivery."""
         self._reasons: Counter[str] = Counter()
-        """Waiting groups by reason."""
+        """Number of waiting groups by discard reason."""
         self._bytes = 0
-        """Bytes of all encoded groups."""
+        """Bytes of all encoded groups, waiting and assigned to steps."""
 
     def has_room(self, reason: str) -> bool:
-        """Whether a group discarded for this reason would be kept."""
+        """Whether another group discarded for this reason may be kept."""
         return self._reasons[reason] < MOST_PER_REASON and len(self._waiting) < MOST_PER_STEP
 
     def add(self, discard: DiscardedGroup) -> None:
@@ -68,13 +69,13 @@ class DiscardedGroups:
             self._bytes += len(packed)
 
     def deliver(self, step: int) -> None:
-        """Assign the waiting groups to a step that is delivered."""
+        """Assign the waiting groups to step `step`, whose batch is being delivered."""
         if self._waiting:
             self._by_step[step] = self._waiting
         self._waiting, self._reasons = [], Counter()
 
     def forget(self, oldest: int) -> None:
-        """Drop the groups of steps before `oldest`."""
+        """Drop the discarded groups of steps before `oldest`."""
         for step in [step for step in self._by_step if step < oldest]:
             self._bytes -= sum(map(len, self._by_step.pop(step)))
 
@@ -86,16 +87,16 @@ class DiscardedGroups:
         return list(map(_decoder.decode, self._waiting))
 
     def positions(self) -> Iterator[int]:
-        """Positions of the journal records that may still be delivered."""
+        """Positions of the journal records that the kept groups need."""
         for packed in (*self._waiting, *chain.from_iterable(self._by_step.values())):
             yield from _decoder.decode(packed).positions()
 
     def freeze(self) -> tuple[dict[int, list[bytes]], list[bytes]]:
-        """State for a snapshot."""
+        """The kept groups, by step and waiting, for a snapshot of the ledger."""
         return self._by_step, self._waiting
 
     def thaw(self, by_step: dict[int, list[bytes]], waiting: list[bytes]) -> None:
-        """Restore the state that `freeze` returned."""
+        """Restore the kept groups from the state that `freeze` returned."""
         self._by_step, self._waiting = by_step, waiting
         self._reasons = Counter(_decoder.decode(packed).head.discarded for packed in waiting)
         self._bytes = sum(map(len, chain(waiting, *by_step.values())))
@@ -105,10 +106,11 @@ DEAD_SAMPLE = "dead_sample"
 
 
 def failed_share(ledger: Ledger) -> dict[str, float]:
-    """Share of prompts that failed for good, which shows a reward function that fails on one kind of label.
+    """Share of prompts that failed for good; it reveals a reward function that fails on one kind of label.
 
-    `training` of the groups that were trained or discarded for a dead sample, `evaluation` of
-    the prompts of the last evaluation; 0 if there were none."""
+    `training`: share of the groups that were trained or discarded for a dead sample. `evaluation`: share of the prompts
+    of the last evaluation. Both are 0 without such groups or prompts.
+    """
     dead, trained = ledger.counts[DEAD_SAMPLE], ledger.counts[GroupState.TRAINED]
     last: dict[str, Any] = ledger.evaluated[max(ledger.evaluated)] if ledger.evaluated else {}
     failed, done = last.get("failed", 0), last.get("prompts", 0)

@@ -9,13 +9,13 @@ from april.config.data import HELD_OUT
 from april.wire.message import Version
 
 PASSED = 1.0
-"""Least reward of a sample that has solved its prompt."""
+"""Least reward of a sample that counts as having solved its prompt."""
 Z95 = 1.959964
-"""Standard deviations around the mean that hold 95 % of a normal distribution."""
+"""Half width of the central 95 % of a normal distribution, in standard deviations."""
 
 
 def summarise(rewards: list[list[float]], samples: int) -> dict[str, Any]:
-    """mean@k and pass@k with 95 % intervals over prompts, which are the independent draws.
+    """Compute mean@k and pass@k with 95 % intervals over prompts, which are the independent draws.
 
     `rewards`: for each prompt with finished samples, their rewards; `samples`: k, the samples requested per prompt.
     Returns {"mean_at_k": {"k", "value", "low", "high"}, "pass_at_k": {"1": {"value", "low", "high", "prompts"}, "2":
@@ -62,17 +62,18 @@ def done_samples(group: Group) -> list[Sample]:
 
 
 def accuracy_of(result: dict[str, Any], name: str) -> float | None:
-    """Accuracy on the set of that name; None if it was not evaluated, or nothing could be scored."""
+    """Accuracy on the evaluation set `name`; None if the set was not evaluated, or none of its samples could be
+    scored."""
     return sets_of(result).get(name, {}).get("accuracy")
 
 
 def sets_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Results of an evaluation by name of the set."""
+    """Results of an evaluation by name of the evaluation set."""
     return result.get("sets") or {HELD_OUT: result}
 
 
 def describe_evaluation(result: dict[str, Any]) -> str:
-    """One sentence for the log, with the number of prompts that could not be scored."""
+    """Describe an evaluation in one sentence for the log, with the number of prompts that could not be scored."""
     sets = sets_of(result)
     scores = [f"{f'{name} ' if len(sets) > 1 else ''}{score(scored)}" for name, scored in sets.items()]
     return f"evaluation at step {result['step']}: accuracy {'; '.join(scores)}"
@@ -85,12 +86,12 @@ def score(scored: dict[str, Any]) -> str:
 
 
 def sizes(samples: int) -> list[int]:
-    """Values of k: the powers of two below `samples`, and `samples` itself."""
+    """Values of k for pass@k: the powers of two below `samples`, and `samples` itself."""
     return sorted({2**power for power in range(samples.bit_length())} & set(range(1, samples + 1)) | {samples})
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """Probability that at least one of k samples, drawn without replacement, has passed.
+    """Pass@k of one prompt: the probability that at least one of k samples, drawn without replacement, has passed.
 
     The unbiased estimator of "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, equation 1.
     """
@@ -98,7 +99,7 @@ def pass_at(k: int, samples: int, passed: int) -> float:
 
 
 def describe(scores: list[float]) -> dict[str, float] | None:
-    """Mean of the prompts' scores with its 95 % interval; None without scores."""
+    """Mean of the prompts' scores with its 95 % interval, as value, low and high; None without scores."""
     if not scores:
         return None
     mean = fmean(scores)

@@ -1,4 +1,5 @@
-"""Response lengths, created and trained: histograms, summaries by creation cohort, and the drift between the two."""
+"""Lengths of created and of trained responses: histograms, summaries by cohort of creation, and the drift between the
+two."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ BINS_PER_OCTAVE = 4
 
 
 def length_histogram(lengths: Lengths) -> dict[str, int]:
-    """Histogram whose key i counts the lengths in [2^(i/4), 2^((i+1)/4)) tokens, without empty responses."""
+    """Histogram of lengths: key i counts the responses with a length in [2^(i/4), 2^((i+1)/4)) tokens; empty responses
+    are left out."""
     bins: Counter[int] = Counter()
     for length, count in lengths.items():
         if length > 0:
@@ -21,12 +23,12 @@ def length_histogram(lengths: Lengths) -> dict[str, int]:
 
 
 def mean_length(lengths: Lengths) -> float:
-    """Mean in tokens; there is a response at least."""
+    """Mean length in tokens of at least one response."""
     return sum(length * count for length, count in lengths.items()) / lengths.total()
 
 
 def describe_lengths(lengths: Lengths) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in tokens; None without responses."""
+    """Mean, percentiles and maximum of response lengths in tokens; None without responses."""
     if not lengths:
         return None
     values = np.array(sorted(lengths))
@@ -41,13 +43,13 @@ def describe_lengths(lengths: Lengths) -> dict[str, float] | None:
 
 
 def describe_with_count(lengths: Lengths) -> dict[str, float] | None:
-    """`describe` with the number of responses."""
+    """`describe_lengths` with the number of responses in addition."""
     described = describe_lengths(lengths)
     return described and described | {"responses": lengths.total()}
 
 
 def summarise_cohorts(cohorts: LengthCohorts) -> dict:
-    """`lengths` of summary.json, over settled cohorts only."""
+    """Entry `lengths` of summary.json: created and trained lengths of settled cohorts, and the ratio of their means."""
     ratio = (
         mean_length(cohorts.trained) / mean_length(cohorts.created)
         if cohorts.trained and any(cohorts.created)
@@ -65,21 +67,23 @@ def summarise_cohorts(cohorts: LengthCohorts) -> dict:
 
 
 BAND_LEVEL = 0.99
-"""Share of random exchanges whose distance lies within the band."""
+"""Quantile of the distances of the permutation test that is the band: random exchanges stay within it with this
+probability."""
 BLOCKS, BLOCK_EXCHANGES = 20, 20
-"""Blocks, and exchanges per block; all exchanges at once would take tens of MiB with large batches."""
+"""Number of blocks of random exchanges, and exchanges per block; all at once would take tens of MiB with large
+batches."""
 COMPARED_QUANTILES = 65
-"""Quantiles of all lengths at which the distributions are compared."""
+"""Number of quantiles of all lengths at which the two length distributions are compared."""
 
 
 @dataclass(frozen=True)
 class LengthDrift:
-    """Distance between the lengths that are trained and those that are created."""
+    """Distance between the length distributions of trained and of created responses."""
 
     distance: float
-    """Kolmogorov–Smirnov distance, 0 to 1."""
+    """Kolmogorov–Smirnov distance of the two distributions, 0 to 1."""
     band: float
-    """Largest distance that chance explains, at `LEVEL`."""
+    """Largest distance that chance explains, at the level `BAND_LEVEL`."""
 
     @property
     def alarm(self) -> bool:
@@ -90,9 +94,9 @@ class LengthDrift:
 
 
 def drift_of(cohorts: LengthCohorts) -> LengthDrift | None:
-    """Drift between the recent windows of the cohorts; None until both windows are full.
+    """Drift between the newest trained and the newest created groups; None until both windows are full.
 
-    The first batches of a run consist of the shortest responses, and have left the windows by then.
+    The first batches of a run consist of the shortest responses, and are no longer in the windows when these are full.
     """
     trained, created = cohorts.lately_trained, cohorts.lately_created
     if min(len(trained), len(created)) < cohorts.recent_groups:
@@ -101,7 +105,10 @@ def drift_of(cohorts: LengthCohorts) -> LengthDrift | None:
 
 
 def measure_drift(trained: list[list[int]], created: list[list[int]], seed: int = 0) -> LengthDrift:
-    """Drift between two sides of equally many groups; a group is the lengths of its responses in tokens."""
+    """Drift between trained and created groups, equally many; each group is a list of its response lengths in tokens.
+
+    Permutation test: in a random exchange, each pair of a trained and a created group swaps sides or not.
+    """
     groups = [*trained, *created]
     sizes = [len(group) for group in groups]
     lengths = np.fromiter(chain.from_iterable(groups), np.int64, sum(sizes))
@@ -110,12 +117,12 @@ def measure_drift(trained: list[list[int]], created: list[list[int]], seed: int 
     bins = np.searchsorted(points, lengths)
     counts = np.bincount(owner * len(points) + bins, minlength=len(groups) * len(points))
     up_to = counts.reshape(2, len(trained), len(points)).cumsum(axis=2).astype(float)
-    """[side, group, point]: responses of the group that are no longer than the point."""
+    """[side, group, point]: number of responses in the group that are no longer than the point."""
     first, second = up_to.sum(axis=1)
 
     def distances(moved: np.ndarray) -> np.ndarray:
-        """Distance after each exchange; `moved`: float [exchanges, points], counts moved from the second side to the
-        first."""
+        """Kolmogorov–Smirnov distance after each exchange. `moved`: float [exchanges, points], cumulative counts moved
+        from created to trained."""
         left, right = first + moved, second - moved
         return np.abs(left / left[:, -1:] - right / right[:, -1:]).max(axis=1)
 

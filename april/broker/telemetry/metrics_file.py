@@ -1,5 +1,5 @@
-"""The file metrics.jsonl, whose lines wait in memory until the journal has what they describe on disk; and the sums
-over its oldest lines, stored in `metrics.past` beside it."""
+"""The file metrics.jsonl, and the sums over its oldest lines in `metrics.past` beside it. A line waits in memory until
+the journal has the events it describes on disk."""
 
 import contextlib
 import logging
@@ -23,25 +23,26 @@ log = logging.getLogger(__name__)
 
 
 SUMMARY_FILE = "metrics.past"
-"""File beside metrics.jsonl with the sums over the lines that no learner can go back to."""
+"""File beside metrics.jsonl with the sums over its first lines: those of steps before which no learner can restart."""
 FIRST_LINES = 10
-"""First steps whose records are replayed to alarms at a start, besides those that are not summed."""
+"""Number of first step records that alarms see again at a start of the broker, besides the records that are not summed
+yet."""
 
 LineCheck = tuple[int, int]
-"""Bytes of a line, and their crc32."""
+"""(length of a line in bytes, crc32 of the line)."""
 
 
 class MetricsSummary(msgspec.Struct):
-    """Sums over the first lines of metrics.jsonl, which no learner can go back to."""
+    """Sums over the first lines of metrics.jsonl: those of steps before which no learner can restart."""
 
     offset: int = 0
-    """Bytes of the summed lines."""
+    """Total length of the summed lines in bytes: offset of the first line that is not summed."""
     last_bytes: int = 0
-    """Bytes of the last summed line."""
+    """Length of the last summed line in bytes."""
     last_checksum: int = 0
-    """crc32 of the last summed line."""
+    """Crc32 of the last summed line."""
     step: int = 0
-    """Last step among the summed lines."""
+    """Policy step of the last summed step record."""
     generating_s: float = 0.0
     rollout_tokens: int = 0
     first_reward: float | None = None
@@ -52,7 +53,7 @@ class MetricsSummary(msgspec.Struct):
     """Policy steps of the evaluations among the summed lines."""
 
     def add(self, record: dict[str, Any], check: LineCheck) -> None:
-        """Add the next line to the sums."""
+        """Add the next line of metrics.jsonl to the sums."""
         self.last_bytes, self.last_checksum = check
         self.offset += self.last_bytes
         if not is_step(record):
@@ -70,7 +71,7 @@ class MetricsSummary(msgspec.Struct):
             self.tokens_by_age[int(age)] = self.tokens_by_age.get(int(age), 0) + tokens
 
     def matches(self, metrics: BinaryIO) -> bool:
-        """Whether metrics.jsonl has the last summed line at its offset."""
+        """Whether metrics.jsonl still has the last summed line at the recorded offset, by length and checksum."""
         metrics.seek(self.offset - self.last_bytes)
         line = metrics.read(self.last_bytes)
         return line.endswith(b"\n") and line_check(line) == (self.last_bytes, self.last_checksum)
@@ -81,14 +82,14 @@ def line_check(line: bytes) -> LineCheck:
 
 
 def write_metrics_summary(metrics: Path, summary: MetricsSummary) -> None:
-    """Store the sums beside metrics.jsonl, whose path is `metrics`."""
+    """Write the sums to the file `SUMMARY_FILE` beside metrics.jsonl, whose path is `metrics`."""
     temporary = metrics.with_name(f"{SUMMARY_FILE}.tmp")
     temporary.write_bytes(msgspec.json.encode(summary))
     temporary.replace(metrics.with_name(SUMMARY_FILE))
 
 
 def read_metrics_summary(metrics: Path, last: int) -> MetricsSummary:
-    """Read the stored sums; empty ones if none are valid, or if they cover steps after `last`."""
+    """Read the stored sums. If there are no valid ones, or they cover steps after `last`, the result is empty."""
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
         summary = msgspec.json.decode(metrics.with_name(SUMMARY_FILE).read_bytes(), type=MetricsSummary)
         with metrics.open("rb") as file:
@@ -98,10 +99,10 @@ def read_metrics_summary(metrics: Path, last: int) -> MetricsSummary:
 
 
 def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dict[str, Any], LineCheck]]:
-    """Read the records of metrics.jsonl from byte `offset` on, each with its check.
+    """Read the records of metrics.jsonl from byte `offset` on, each with length and checksum of its line.
 
-    Truncates the file before a torn last line, and before the first step after `frontier`: the journal does not have
-    those batches as consumed, so they are trained and recorded again.
+    Truncates the file before a torn last line, and before the first step after `frontier`: by the journal later batches
+    are not consumed, so they will be trained and recorded again.
     """
     if not path.exists():
         return
@@ -134,37 +135,38 @@ class MetricsFile:
 
     def __init__(self, path: Path, frontier: int, last: int):
         """`frontier`: last step that the journal knows of; lines of later steps are cut off. `last`: last step that the
-        stored sums may cover."""
+        sums may cover."""
         self.path = path
         self.summary = read_metrics_summary(path, last)
-        """Sums over the steps that are forgotten."""
+        """Sums over the steps whose records were dropped by `forget`."""
         self._frontier = frontier
         self._stored_offset = self.summary.offset
         self._lines: deque[tuple[dict[str, Any], LineCheck]] = deque()
-        """Records of the steps that are not forgotten, and of the evaluations between them."""
+        """(record, length and checksum of its line) of each step that is not summed yet, and of the evaluations in
+        between."""
         self._waiting, self._writable = bytearray(), 0
         self._complained = False
 
     @property
     def waiting(self) -> int:
-        """Bytes of lines that are not written yet."""
+        """Number of bytes in lines that are not written yet."""
         return len(self._waiting)
 
     def first_steps(self) -> Iterator[dict[str, Any]]:
-        """Records of the first steps, as far as `summary` covers them; at most `FIRST_LINES`."""
+        """Records of the first steps, at most `FIRST_LINES`, as far as `summary` covers them."""
         steps = (record for record, _ in read_lines(self.path, self._frontier) if is_step(record))
         return islice(steps, min(FIRST_LINES, self.summary.step))
 
     def later_steps(self) -> Iterator[dict[str, Any]]:
-        """Records of the steps after those that `summary` covers."""
+        """Records of the steps that `summary` does not cover."""
         for record, line in read_lines(self.path, self._frontier, self.summary.offset):
             self._lines.append((without_lanes(record), line))
             if is_step(record):
                 yield record
 
     def complete(self, evaluated: dict[int, dict[str, Any]]) -> None:
-        """Append the evaluations, by policy step, whose lines a broker died before writing; call after
-        `later_steps`."""
+        """Append a line for each evaluation (result by policy step) whose line an earlier broker did not write before
+        it died; call after `later_steps`."""
         known = {record["step"] for record, _ in self._lines if not is_step(record)}
         for step in sorted(evaluated.keys() - known - set(self.summary.evaluated)):
             self.append_evaluation(evaluated[step])
@@ -179,12 +181,12 @@ class MetricsFile:
         self.append(evaluation_line(result))
 
     def release(self, size: int) -> None:
-        """Allow the first `size` waiting bytes to be written, and write them."""
+        """Permit the first `size` waiting bytes to be written, and write them."""
         self._writable = size
         self.write()
 
     def write(self) -> None:
-        """Write the released lines. If the disk refuses, they wait: metrics never stop a run."""
+        """Write the permitted lines. If the disk refuses, they keep waiting: metrics never stop a run."""
         if not self._writable:
             return
         try:
@@ -203,11 +205,11 @@ class MetricsFile:
                 self._stored_offset = self.summary.offset
 
     def forget(self, step: int) -> None:
-        """Drop the records up to that of `step`, and keep only their sums."""
+        """Drop the records up to that of `step`, and add them to the sums."""
         while self.summary.step < step:
             self.summary.add(*self._lines.popleft())
 
 
 def without_lanes(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without its timeline spans, which are most of a line and are not read again."""
+    """Copy of a step's record without its timeline spans, which are most of the line and are not needed again."""
     return {key: value for key, value in record.items() if key != "lanes"}

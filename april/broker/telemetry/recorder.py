@@ -31,25 +31,25 @@ from april.wire.message import MAX_NUMBER
 log = logging.getLogger(__name__)
 
 REPLAY_TOLERANCE = 1e-6
-"""Largest relative difference between the losses of a step and its replay that counts as equal; on a CPU with the same
+"""Largest relative difference at which the losses of a step and of its replay count as equal; on a CPU with the same
 number of ranks they are identical."""
 DRIFT_S = 30.0
-"""Least seconds between two measurements of the length drift."""
+"""Least interval between two measurements of the drift of response lengths, seconds."""
 BYTES_PER_TOKEN = 8
-"""Bytes of a buffered token: an int32 id and a float32 log-probability."""
+"""Bytes that a buffered token takes: an int32 id and a float32 log-probability."""
 PACE_STEPS = 10
-"""Newest steps whose speed gives the estimated time left."""
+"""Number of newest steps whose speed gives the estimated time left."""
 LAST_STEPS = 3
-"""Newest steps whose mean reward the summary shows."""
+"""Number of newest steps whose mean reward summary.json shows."""
 
 
 class SyncMark(NamedTuple):
-    """What a sync of the journal covers."""
+    """State of the metrics at the beginning of a sync: what the sync will have put on disk at its end."""
 
     accepted: dict[tuple[str, str], int]
-    """Copy of `Recorder.accepted`."""
+    """Copy of `Recorder.accepted` at the beginning of the sync."""
     lines: int
-    """Bytes of lines that may be written to metrics.jsonl afterwards."""
+    """Number of bytes in metrics lines that may be written to metrics.jsonl after the sync."""
 
 
 class Recorder:
@@ -67,7 +67,7 @@ class Recorder:
         pace: str = "",
         alarms: Sequence[str] = (),
     ):
-        """`pace`: hardware whose speed paced engines imitate, and the factor of time; empty for real engines."""
+        """`pace`: hardware whose speed simulated engines imitate, and the factor of time; empty for real engines."""
         self.run_dir = run_dir
         self.pace = pace
         self.sinks = Sinks(sinks, run_dir)
@@ -77,16 +77,18 @@ class Recorder:
         self.started_at = started_at
         self.peers = peers
         self.steps: dict[int, dict[str, Any]] = {}
-        """Records of the steps by batch, from 0: those that a learner can go back to, and `LAST_STEPS` before them."""
+        """Step records by batch, from 0: those of batches that a learner may train again, and `LAST_STEPS` before
+        them."""
         self.step_times: deque[float] = deque(maxlen=PACE_STEPS)
-        """Times of the newest steps that were trained since the broker started."""
+        """Times at which the newest steps were trained, since the broker started, Unix seconds."""
         first_kept = ledger.first_kept_step
         self.metrics_file = MetricsFile(run_dir / "metrics.jsonl", ledger.frontier, first_kept - LAST_STEPS)
         older = self.metrics_file.summary
         self.first_reward = older.first_reward
         self.generating_s, self.rollout_tokens = older.generating_s, older.rollout_tokens
         self.gradient = Counter({"tokens": older.gradient_tokens, "empty_steps": older.empty_steps})
-        """Trained `tokens` that had a gradient, and `empty_steps` in which none had one, if the learner reports it."""
+        """`tokens`: trained tokens that had a gradient. `empty_steps`: steps in which no token had one. Both only if
+        the learner reports them."""
         for record in self.metrics_file.first_steps():
             self.alarms.look(record)
         for record in self.metrics_file.later_steps():
@@ -101,27 +103,29 @@ class Recorder:
         self.unacknowledged_before = before.get("tokens", {}).get("emitted_unacked", 0)
         self.refused_before = before.get("tokens", {}).get("refused", 0)
         self.replays = Counter({"same": 0, "different": 0} | before.get("replays", {}))
-        """Steps that were trained again after a restart, by whether their loss equals the logged one."""
+        """Number of steps trained again after a restart, by whether their loss was the `same` as logged or
+        `different`."""
         self.accepted: Counter[tuple[str, str]] = Counter()
-        """Accepted `chunks` and `tokens` since the broker started, by use: `training` or `evaluation`."""
+        """Number of accepted `chunks` and `tokens` since the broker started, by use (`training` or `evaluation`)."""
         self.acknowledged: dict[tuple[str, str], int] = {}
-        """The part of `accepted` that is on disk."""
+        """Value of `accepted` at the last finished sync: the accepted chunks and tokens that are on disk."""
         self.environment: Counter[str] = Counter()
-        """Observations, their tokens, and failed environment answers since the broker started."""
+        """Number of observations, their tokens, and environment answers that failed, since the broker started."""
         self._environment_before: Counter[str] = Counter()
-        """`environment` as of the last step."""
+        """Value of `environment` at the last step."""
         self._spans: list[dict[str, Any]] = []
-        """Timeline spans of workers since the last step: `lanes` of the next record."""
+        """Timeline spans of workers since the last step, for the field `lanes` of the next record."""
         self._step_generating_s = 0.0
         self._step_tokens = 0
         self._aborted_samples = 0
         self.moves: Counter[str] = Counter()
-        """Stragglers since the broker started: `asked` back for another worker, and moves that are `done`."""
+        """Number of stragglers that workers were `asked` to hand back for migration, and of moves that are `done`,
+        since the broker started."""
         self._moves_before = 0
-        """Moves done as of the last step."""
+        """Number of finished moves at the last step."""
         self._slots = SlotMeans()
         self._settled = ledger.cohorts.created.copy()
-        """Response lengths of the cohorts that were settled at the last step."""
+        """Number of created responses by length in tokens, in the cohorts that were settled at the last step."""
         self._drift: LengthDrift | None = None
         self._drift_due = 0.0
 
@@ -136,20 +140,21 @@ class Recorder:
         self._aborted_samples += samples
 
     def add_move(self, phase: str) -> None:
-        """Count a move of a straggler to another worker; `phase`: asked or done."""
+        """Count a migration of a straggler to another worker; `phase`: asked or done."""
         self.moves[phase] += 1
 
     def add_generating_time(self, seconds: float) -> None:
-        """Add time in which at least one training sample was being generated."""
+        """Add a period, in seconds, in which at least one training sample was being generated."""
         self._step_generating_s += seconds
         self.generating_s += seconds
 
     def add_slot_usage(self, busy: int, slots: int, waiting: int) -> None:
-        """Add a measurement: workers' busy slots, all their slots, and training samples that wait for one."""
+        """Add a measurement: number of busy slots of all workers, of all slots, and of training samples that wait for a
+        slot."""
         self._slots.add(busy, slots, waiting)
 
     def add_accepted(self, chunks: Sequence[int], tokens: Sequence[int]) -> None:
-        """Add journaled (chunks, tokens) to the counters; each pair is (training, evaluation)."""
+        """Add chunks and tokens accepted for the journal to the counters; each argument is (training, evaluation)."""
         for use, chunk_count, token_count in zip(("training", "evaluation"), chunks, tokens, strict=True):
             self.accepted["chunks", use] += chunk_count
             self.accepted["tokens", use] += token_count
@@ -157,15 +162,16 @@ class Recorder:
         self.rollout_tokens += tokens[0]
 
     def add_observations(self, observations: int, tokens: int, failed: int) -> None:
-        """Add environments' answers to turns, their tokens, and turns that an environment failed to answer."""
+        """Count observations of environments and their tokens, and turns that an environment failed to answer."""
         self.environment["observations"] += observations
         self.environment["tokens"] += tokens
         self.environment["failed"] += failed
 
     def update_peak(self, ledger: Ledger) -> None:
-        """Update `buffer_peak`, the most tokens of open and ready groups at one time in the whole run.
+        """Update the entry `buffer_peak` of summary.json: the most tokens that open and ready groups have held at one
+        time in the run.
 
-        Delivered groups do not count. The simulator's figure is defined in the same way.
+        Delivered groups do not count; the simulator uses the same definition.
         """
         self.peak_tokens = max(self.peak_tokens, ledger.tokens["open"] + ledger.tokens["ready"])
 
@@ -174,8 +180,8 @@ class Recorder:
     def record_step(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
         """Record batch `step` (from 0), which the learner has trained; `learner`: its metrics. Returns the record.
 
-        A replayed step keeps its first record, and its loss is compared with that. The record's own `step` is the
-        policy step that the training has led to, `step + 1`.
+        A replayed step keeps its first record, and its loss is compared with the recorded one. The record's own `step`
+        is the policy step that the training has led to, `step + 1`.
         """
         if step in self.steps:
             self._compare(step, learner)
@@ -189,16 +195,18 @@ class Recorder:
         return self.steps[step]
 
     def sync_mark(self) -> SyncMark:
-        """What the next sync of the journal will cover."""
+        """What the next sync of the journal will have put on disk."""
         return SyncMark(dict(self.accepted), self.metrics_file.waiting)
 
     def synced(self, mark: SyncMark) -> None:
-        """Count what a finished sync covers as acknowledged, and write the lines of its steps."""
+        """Handle the end of a sync: count the accepted tokens that `mark` covers as acknowledged, and write the metrics
+        lines it covers."""
         self.acknowledged = mark.accepted
         self.metrics_file.release(mark.lines)
 
     def _remember(self, record: dict[str, Any], first_kept: int) -> None:
-        """Keep a record without its timeline spans; of steps that no learner can go back to only sums stay."""
+        """Keep a step's record without its timeline spans; records of steps that no learner can train again are reduced
+        to sums."""
         step = record["step"] - 1
         if (share := (record.get("gradient") or {}).get("tokens")) is not None:
             self.gradient["tokens"] += round(share * record["tokens"])
@@ -216,8 +224,8 @@ class Recorder:
         return next(reversed(self.steps.values()), {})
 
     def _compare(self, step: int, replayed: dict[str, float]) -> None:
-        """Compare a replayed step's loss with the logged one: if they differ, the weights differ from those
-        published."""
+        """Compare the loss of a replayed step with the logged one: if they differ, the weights differ from those
+        published before."""
         logged = self.steps[step]["learner"]
         if "loss" not in logged or "loss" not in replayed:
             return
@@ -280,7 +288,8 @@ class Recorder:
         return record
 
     def _measure_drift(self, ledger: Ledger, now: float) -> LengthDrift | None:
-        """The length drift, measured at most every `DRIFT_S`, since that blocks the broker's loop for a while."""
+        """Measure the drift of response lengths, at most every `DRIFT_S` seconds, since that blocks the broker's loop
+        for a while."""
         if now >= self._drift_due:
             self._drift, self._drift_due = drift_of(ledger.cohorts), now + DRIFT_S
         return self._drift
@@ -307,7 +316,8 @@ class Recorder:
         return result
 
     def account(self, ledger: Ledger) -> dict[str, Any]:
-        """The ledger's token account, with the tokens that were never acknowledged and those that were refused."""
+        """The ledger's token account, together with the tokens that were never acknowledged and those that were
+        refused."""
         return ledger.account() | {
             "emitted_unacked": min(MAX_NUMBER, self.unacknowledged_before + self.peers.unacknowledged_tokens()),
             "refused": self.refused_before + self.peers.refused_tokens(),
@@ -348,7 +358,7 @@ class Recorder:
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
 
     def _ages_until(self, consumed: int) -> Counter[int]:
-        """Tokens by staleness in steps, of the batches below `consumed`."""
+        """Number of tokens by staleness in steps, over all batches before `consumed`."""
         older = Counter(self.metrics_file.summary.tokens_by_age)
         return sum((ages_of(record) for step, record in self.steps.items() if step < consumed), older)
 
@@ -361,7 +371,7 @@ def same_loss(logged: float | None, replayed: float) -> bool:
 
 
 def gradient_shares(learner: dict[str, float]) -> dict[str, float]:
-    """Shares of a batch's tokens and groups that had a gradient, if the learner reports them."""
+    """Shares of a batch's tokens and groups that had a gradient, if the learner reports them; otherwise empty."""
     shares = {}
     for name, metric in (("tokens", "trained_tokens"), ("groups", "gradient_groups")):
         if metric in learner and name in learner:
@@ -375,7 +385,7 @@ def discarded_groups(ledger: Ledger) -> dict[str, int]:
 
 
 def mean_details(samples: list[Sample]) -> dict[str, float]:
-    """Mean of each detail of the rewards, over the samples that have it."""
+    """Mean of each named detail of the rewards, over the samples that have it."""
     by_name: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in (sample.details or {}).items():
@@ -384,19 +394,19 @@ def mean_details(samples: list[Sample]) -> dict[str, float]:
 
 
 def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
-    """Sampled tokens of batch `step` by staleness: `step` minus the policy step that sampled them."""
+    """Number of sampled tokens of batch `step` by staleness: `step` minus the policy step that sampled them."""
     ages: Counter[int] = Counter()
     for group in groups:
-        for line in group.samples_with_forks:
-            if line.state is SampleState.DONE:
-                for _, _, _, _, tokens, observed, _, sampled_at in line.chunk_refs:
+        for sample in group.samples_with_forks:
+            if sample.state is SampleState.DONE:
+                for _, _, _, _, tokens, observed, _, sampled_at in sample.chunk_refs:
                     if not observed:
                         ages[step - sampled_at] += tokens
     return ages
 
 
 def describe_ages(ages: Counter[int]) -> dict[str, Any]:
-    """Mean and maximum staleness in steps, and the tokens at each."""
+    """Mean and maximum staleness in steps, and number of tokens at each staleness."""
     total = sum(ages.values())
     mean = sum(age * tokens for age, tokens in ages.items()) / total if total else 0.0
     return {
@@ -407,7 +417,7 @@ def describe_ages(ages: Counter[int]) -> dict[str, Any]:
 
 
 def ages_of(record: dict[str, Any]) -> Counter[int]:
-    """Tokens by staleness in a step's record."""
+    """Number of tokens by staleness in steps, from a step's record."""
     return Counter({int(age): tokens for age, tokens in record["staleness"]["tokens_by_age"].items()})
 
 
@@ -416,7 +426,8 @@ def per_second(tokens: int, seconds: float) -> float:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Summary that an earlier broker of this run wrote; empty if there is none, or a power loss has damaged it."""
+    """Read summary.json as an earlier broker of the run wrote it; empty if there is none, or if a power loss damaged
+    it."""
     try:
         return orjson.loads(path.read_bytes()) if path.exists() else {}
     except orjson.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""History of training samples: where and when each was generated and scored, delivered to the learner with its batch.
+"""History of training samples: where and when each was generated and scored. The learner gets it with the batch.
 
 The ledger does not need the history. It is derived from the ledger's events, and stored in its snapshots, so that a
 restarted broker delivers the same history as the one before it.
@@ -29,13 +29,13 @@ ENDS = (
     *FINISH_REASONS, "scored", "closed", "void", "abort", "leave", "lost", "expired", "generation_failed",
     "environment_failed", "scoring_failed", "agent_failed", "recall",
 )  # fmt: skip
-"""How a span ended: with the end of a response or turn, with a score, by its agent, with its group; else the cause of
-`LeaseEnded`."""
+"""Ways in which a span ends: by the end of a response or turn (a finish reason), by a score, by its agent (closed),
+with its group (void), or by a cause of `LeaseEnded`."""
 SPAN = struct.Struct("<BBIddII")
-"""A packed span, 30 bytes: index in `KINDS`, index in `ENDS` (0: not ended), index of the holder, began and ended in
-Unix seconds, first and last response length."""
+"""Layout of a packed span, 30 bytes: index in `KINDS`; index in `ENDS` (0: not ended); index of the holder; begin and
+end, Unix seconds; response length at begin and at end, tokens."""
 UNREADABLE = "unreadable"
-"""Discard reason of a group whose records the journal has lost."""
+"""Discard reason of a group whose journal records cannot be read any more."""
 
 
 @dataclass(slots=True)
@@ -44,10 +44,10 @@ class GroupHistory:
 
     opened_at: float
     spans: list[bytes]
-    """Packed spans of each sample, by index."""
+    """Packed spans of each sample, by index of the sample in the group."""
     delivered_at: float = 0.0
     fork_spans: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Packed spans of each fork, by index and fork number."""
+    """Packed spans of each fork, by (sample index, fork number)."""
 
     def spans_of(self, sample: Sample) -> bytes:
         if sample.main_sample is None:
@@ -61,7 +61,8 @@ class GroupHistory:
             self.fork_spans[sample.index, sample.fork_number] = spans
 
     def end(self, sample: Sample, now: float, length: int, how: str, kinds: Sequence[int] = range(len(KINDS))) -> None:
-        """End the newest span of each of these kinds, if it is open; `length`: response tokens at its end."""
+        """End the newest span of each of these kinds, if it has not ended; `length`: response length in tokens at its
+        end."""
         spans = self.spans_of(sample)
         for kind in kinds:
             at = next((at for at in range(len(spans) - SPAN.size, -1, -SPAN.size) if spans[at] == kind), None)
@@ -81,7 +82,7 @@ class SampleHistory:
         ledger.on_discard = self._discarded
         self._groups: dict[int, GroupHistory] = {}
         self._holders: list[str] = []
-        """Uids of workers, scorers and agents processes."""
+        """Uids of workers, scorers and agents processes; spans refer to them by index."""
         self._holder_indices: dict[str, int] = {}
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             events.GroupOpened: self._opened,
@@ -101,7 +102,7 @@ class SampleHistory:
             handler(event, self.ledger.now)
 
     def freeze(self) -> bytes:
-        """State for a snapshot."""
+        """Encode all histories for a snapshot of the ledger."""
         groups = {
             group: (
                 history.opened_at,
@@ -129,13 +130,13 @@ class SampleHistory:
         return self._groups.get(group.id) or empty_history(group)
 
     def spans(self, sample: Sample) -> Iterator[wire.SampleSpan]:
-        """Spans of a sample up to now, in the order in which they began."""
+        """Spans of a sample so far, in the order in which they began."""
         packed = self.of_group(sample.group).spans_of(sample)
         for kind, how, holder, began, ended, start, end in SPAN.iter_unpack(packed):
             yield wire.SampleSpan(KINDS[kind], name_of(self._holders[holder]), began, ended, start, end, ENDS[how])
 
     def sample_head(self, sample: Sample, reward: float) -> wire.SampleHead:
-        """Description of a sample, or of a fork, that goes to the learner with its tokens."""
+        """Build the description of a sample or a fork that the learner gets with its tokens."""
         session = sample.session_sample
         return wire.SampleHead(
             sample.index,
@@ -159,7 +160,7 @@ class SampleHistory:
     # --- events ---------------------------------------------------------------------------------------------
 
     def _training_history(self, group: Group) -> GroupHistory | None:
-        """History of a group to add to; None for evaluation, which has none."""
+        """The group's history, to which an event is added; None for an evaluation group, which has no history."""
         if group.evaluation:
             return None
         history = self._groups.get(group.id)
@@ -207,8 +208,8 @@ class SampleHistory:
         self.discards.forget(event.oldest)
 
     def _discarded(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
-        """Keep discarded samples, or their tokens from `kept` on, for the sample logs if the run wants them; forget the
-        history of a group that has ended."""
+        """Keep discarded samples, or their tokens from offset `kept` on, for the sample logs if the run wants them;
+        drop the history of a group that has ended."""
         group, now = samples[0].group, self.ledger.now
         logged = [sample for sample in samples if sample.own_sampled_tokens or group.prompt_tokens]
         if self.ledger.rules.keeps_discards and logged and reason != UNREADABLE and self.discards.has_room(reason):
@@ -231,14 +232,14 @@ class SampleHistory:
         )
 
     def _begin(self, sample: Sample, kind: int, holder: str, now: float, length: int) -> None:
-        """Begin a span; an open one of the same kind ends as void."""
+        """Begin a span of a sample; a span of the same kind that has not ended ends as void."""
         if history := self._training_history(sample.group):
             history.end(sample, now, length, "void", [kind])
             span = SPAN.pack(kind, 0, self._holder_index(holder), now, now, length, length)
             history.set_spans(sample, history.spans_of(sample) + span)
 
     def _end(self, sample: Sample, kind: int, now: float, length: int, how: str) -> None:
-        """End the newest span of that kind, if it is open."""
+        """End the newest span of this kind, if it has not ended."""
         if history := self._training_history(sample.group):
             history.end(sample, now, length, how, [kind])
 
@@ -248,7 +249,7 @@ def empty_history(group: Group) -> GroupHistory:
 
 
 def kind_of_span(lease: Lease, sample: Sample) -> int:
-    """Kind of the span that a lease on a sample is recorded as."""
+    """Kind of span under which the history records a lease on a sample."""
     if lease.agent:
         return ACT
     return SCORE if sample.state is SampleState.SCORING else GENERATE

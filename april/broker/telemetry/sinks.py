@@ -1,4 +1,4 @@
-"""Metrics sinks: receivers of a run's metrics besides its folder, such as a service that draws curves; the base
+"""Metrics sinks: receivers of a run's metrics outside its folder, such as a service that plots curves. The base
 classes, and the sinks that ship with April."""
 
 import logging
@@ -24,7 +24,7 @@ class Sink:
     """
 
     package = ""
-    """Python package it needs; the extra of April that installs it has the same name."""
+    """Python package that the sink needs; April's optional dependency of the same name installs it."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
@@ -44,21 +44,23 @@ class Sink:
         """Receive the record of a trained step, as in metrics.jsonl."""
 
     def evaluation(self, result: dict[str, Any], now: float) -> None:
-        """Receive a complete evaluation: `step`, `accuracy`, `mean_at_k`, `pass_at_k`, .... `now`: Unix seconds."""
+        """Receive a complete evaluation: `step`, `accuracy`, `mean_at_k`, `pass_at_k`, .... `now`: Unix time in
+        seconds."""
 
     def close(self) -> None:
-        """Close the sink at the end of the broker."""
+        """Close the sink when the broker ends."""
 
 
 class Sinks:
     """The sinks of a run. One that raises an exception is dropped, since no metric is worth a run."""
 
     def __init__(self, names: Sequence[str], run_dir: Path):
-        """Raises ConfigError for a sink that is not found, or that lacks something."""
+        """Create the sinks by name. Raises ConfigError for a sink that is not found, or that lacks something it
+        needs."""
         check_sinks(names)
         self._sinks: dict[str, Sink] = {name: SINKS.find(name)(run_dir) for name in names}
         self.failed: list[str] = []
-        """Names of the sinks that were dropped."""
+        """Names of the sinks that were dropped because they raised an exception."""
 
     def step(self, record: dict[str, Any]) -> None:
         self._call("step", record)
@@ -89,13 +91,14 @@ def check_sinks(names: Sequence[str]) -> None:
 
 
 NOT_METRICS = ("step", "time", "lanes", "lengths", "alarms")
-"""Keys of a step's record that are no metrics of a sink: its step and time, and what is no scalar."""
+"""Keys of a step's record that a sink does not get as metrics: its step and time, and values that are not scalars."""
 NAMED_BY_STEP = "version_share_"
-"""Prefix of learner metrics that are left out: each step would add names. Staleness by age shows the same."""
+"""Prefix of learner metrics that are left out, since each step would add new names; the staleness metrics show the
+same."""
 
 
 def step_metrics(record: dict[str, Any]) -> dict[str, float]:
-    """Metrics of a step's record in metrics.jsonl, and 1 for each alarm that it raises."""
+    """Scalar metrics of a step's record in metrics.jsonl, with a metric of value 1 for each alarm that it raises."""
     figures = scalars({name: value for name, value in record.items() if name not in NOT_METRICS})
     return figures | {f"alarms/{alarm['name']}": 1.0 for alarm in record.get("alarms", ())}
 
@@ -104,13 +107,15 @@ SCORES = ("accuracy", "mean_at_k", "pass_at_k")
 
 
 def evaluation_metrics(result: dict[str, Any]) -> dict[str, float]:
-    """Scores of an evaluation: those of its first set, and with several sets those of each as sets/NAME."""
+    """Scores of an evaluation as scalar metrics: those of its first set and, with several sets, those of each as
+    sets/NAME."""
     sets = {name: {score: found[score] for score in SCORES} for name, found in result.get("sets", {}).items()}
     return scalars({"evaluation": {score: result[score] for score in SCORES} | {"sets": sets}})
 
 
 def scalars(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Every number in nested mappings except those named by step; nested keys are joined by slashes."""
+    """All numbers in nested mappings, except those named by step (`NAMED_BY_STEP`), by their keys joined with
+    slashes."""
     found: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, dict):
@@ -124,14 +129,14 @@ def scalars(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 PROJECT = "april-rl"
-"""Default project, or experiment, of runs at a service."""
+"""Default name of the project, or experiment, that runs belong to at a service."""
 MOST_WAITING = 1000
-"""Most entries that wait for the service; the sink fails beyond that."""
+"""Most entries that wait for the service; with more, the sink fails."""
 CLOSE_S = 30.0
-"""Longest wait for the service at the end of a run."""
+"""Longest wait, at the end of a run, until the service has received all entries."""
 
 Entry = tuple[int, float, dict[str, float]]
-"""Step, Unix seconds, and metrics by name."""
+"""(step, Unix time in seconds, metrics by name)."""
 
 
 class BackgroundSink(Sink):
@@ -261,7 +266,7 @@ class WeightsAndBiases(BackgroundSink):
 
 MLFLOW_URI = "MLFLOW_TRACKING_URI"
 MLFLOW_BATCH = 1000
-"""Most metrics that an MLflow server takes in one request."""
+"""Most metrics that an MLflow server accepts in one request."""
 
 
 class MLflow(BackgroundSink):

@@ -1,4 +1,4 @@
-"""The bottleneck of a run at one moment: what every worker's slots do, which groups delay the next batch and where
+"""The bottleneck of a run at one moment: how every worker's slots are used, which groups delay the next batch and where
 their stragglers are, and which leases have missed renewals."""
 
 import heapq
@@ -10,13 +10,13 @@ from april.broker.ledger.samples import ENDED, Group, GroupState, Lease, Sample,
 from april.broker.peers import Peer
 
 MOST_GROUPS = 64
-"""Most groups described, those closest to complete first."""
+"""Most groups described; the groups closest to complete come first."""
 MOST_SAMPLES = 8
-"""Most samples described of a group, the longest first."""
+"""Most samples described of a group; the longest come first."""
 MOST_SILENT = 32
-"""Most silent leases described, those next to expire first."""
+"""Most silent leases described; those that expire next come first."""
 RENEWALS_MISSED = 0.5
-"""Share of `broker.lease_s` without a renewal, after which a lease counts as silent."""
+"""Share of `broker.lease_s` without a renewal after which a lease counts as silent."""
 USES = ("training", "evaluation")
 HOLDER_FIGURES = ("groups", "samples", "scoring", "tool", "tokens", "for_s")
 
@@ -53,7 +53,7 @@ class Bottleneck:
         }
 
     def _unfinished_groups(self) -> list[Group]:
-        """Open training groups with samples that have not ended."""
+        """Open training groups with samples that still have to be generated or scored."""
         return [
             group
             for group in self.ledger.groups.values()
@@ -83,7 +83,7 @@ class Bottleneck:
         }
 
     def _holders(self, groups: list[Group]) -> list[dict[str, Any]]:
-        """What each holder has of the unfinished samples in these groups.
+        """Describe, for each lease holder, its part of the unfinished samples in the given groups.
 
         An entry counts `groups`, `samples`, and those in `scoring` or at a `tool`. `tokens`: length of the longest
         sample; `for_s`: age of the oldest lease.
@@ -107,7 +107,7 @@ class Bottleneck:
         return sorted(held.values(), key=lambda entry: (-entry["groups"], -entry["tokens"]))
 
     def _age_s(self, lease: Lease) -> float | None:
-        """Seconds since a lease was granted; None for leases without an end."""
+        """Seconds since a lease was granted; None for leases without a latest end."""
         began = lease.ends_at - self.context.config.broker.max_run_s
         return max(0.0, round(self.now - began, 1)) if began < float("inf") else None
 
@@ -138,10 +138,11 @@ class Bottleneck:
 
 
 def slot_usage(context: BrokerContext, peer: Peer) -> dict[str, Any]:
-    """What a worker's slots do, by its last heartbeat and its current leases.
+    """How a worker's slots are used, by its last heartbeat and its current leases.
 
     Samples that are `generating`, wait for `weights` or are at a `tool` have a slot; those in `admission` wait for one.
-    `idle`: free slots; `why`: the reason. A worker that has not reported is taken to generate in every slot.
+    `idle`: number of free slots; `why`: why they are free. A worker that has not reported is taken to generate in every
+    slot.
     """
     slots = max(0, peer.capacity - context.config.worker.prefetch)
     remaining = leased = context.ledger.load[peer.uid, False] + context.ledger.load[peer.uid, True]
@@ -171,8 +172,8 @@ def slot_usage(context: BrokerContext, peer: Peer) -> dict[str, Any]:
 def idle_reason(context: BrokerContext, peer: Peer) -> str:
     """Why a worker has idle slots.
 
-    drain; weights: it has to load the weights that leases need; barrier: the learner has to train them first;
-    otherwise no sample may be leased to it.
+    drain: the broker is drained; weights: the worker has to load the weights that waiting samples need; barrier: the
+    learner has not trained those weights yet; any other value: no sample may be leased to the worker.
     """
     ledger, floor = context.ledger, context.schedule.floor(context.ledger)
     if context.run.over or ledger.draining:

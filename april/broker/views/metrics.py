@@ -22,7 +22,7 @@ from april.broker.views.status import HealthSnapshot, judge_health
 from april.util import clock
 
 Series = dict[tuple[str, ...], float]
-"""Values of a metric by its label values."""
+"""Values of one metric, by the values of its labels."""
 
 USES = ("training", "evaluation")
 SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -138,13 +138,14 @@ METRICS = {
     ),
     "april_drained": MetricSpec("gauge", "0 in operation, 1 while draining, 2 when nothing is leased any more"),
 }
-"""Metrics by name; the exporter adds the histogram april_journal_sync_seconds and april_last_pass_age_seconds."""
+"""Metrics by name. The exporter adds two more: the histogram april_journal_sync_seconds and
+april_last_pass_age_seconds."""
 
 
 @dataclass(frozen=True)
 class Histogram:
     counts: tuple[int, ...]
-    """Observations in each bucket of SYNC_BUCKETS_S, and above the last."""
+    """Number of observations in each bucket of SYNC_BUCKETS_S, and last of those above all buckets."""
     sum_s: float
     """Sum of all observations in seconds."""
 
@@ -165,11 +166,11 @@ class SyncTimes:
 
 
 class MetricsReader:
-    """Reads a broker's metrics; results are never changed afterwards, so other threads may read them."""
+    """Reads a broker's metrics. Results are never changed afterwards, so that other threads may read them."""
 
     def __init__(self):
         self._acknowledged: dict[str, int] = {}
-        """Acknowledged tokens by worker uid at the last read."""
+        """Number of acknowledged tokens by worker uid at the last read."""
         self._read_at = 0.0
 
     def read(self, context: BrokerContext, outbox_messages: int, now: float) -> dict[str, Series]:
@@ -271,12 +272,12 @@ class MetricsReader:
 
 
 def single(value: float) -> Series:
-    """Series of a metric without labels."""
+    """The single value of a metric without labels, as a series."""
     return {(): value}
 
 
 def by_name(**values: float) -> Series:
-    """Series of a metric with one label."""
+    """Values of a metric with one label, by the label's value, as a series."""
     return {(name,): value for name, value in values.items()}
 
 
@@ -284,7 +285,7 @@ def by_name(**values: float) -> Series:
 
 
 SNAPSHOT_S = 1.0
-"""Seconds between two metrics snapshots."""
+"""Interval between two metrics snapshots, seconds."""
 CLIENT_TIMEOUT_S = 10.0
 """Seconds after which a client that does not send its request or read the answer is disconnected."""
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
@@ -300,7 +301,7 @@ class MetricsSnapshot:
 
 
 class Exporter:
-    """HTTP server of /metrics and /health, owned by the broker's loop; its threads only read `snapshot` and
+    """HTTP server of /metrics and /health, owned by the broker's loop; the server's threads only read `snapshot` and
     `passed_at`.
 
     exporter = Exporter("127.0.0.1", 0, stuck_after_s=30.0)     # OSError: the address cannot be used
@@ -319,7 +320,7 @@ class Exporter:
         threading.Thread(target=self._server.serve_forever, name="http", daemon=True).start()
 
     def passed(self, now: float, read_snapshot: Callable[[], MetricsSnapshot]) -> None:
-        """Note a pass of the broker's loop, and read a snapshot if one is due."""
+        """Record the time of a pass of the broker's loop, and take a metrics snapshot if one is due."""
         self.passed_at = now
         if now >= self._next_snapshot:
             self.snapshot = read_snapshot()
@@ -337,7 +338,7 @@ class Exporter:
         return max(0.0, clock.now() - self.passed_at)
 
     def health(self) -> tuple[int, dict]:
-        """Answer of /health: HTTP status and JSON body."""
+        """Answer to a request of /health: HTTP status and JSON body."""
         snapshot = self.snapshot
         if snapshot is None:
             return 503, {"status": "starting", "reason": "the broker has not come round for the first time"}
@@ -345,7 +346,7 @@ class Exporter:
         return (200 if healthy else 503), body
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families; prometheus_client's interface of a collector."""
+        """Yield the metric families: the interface of a collector of prometheus_client."""
         yield GaugeMetricFamily(
             "april_last_pass_age_seconds", "Since the broker's loop came round last", value=self.pass_age_s
         )
@@ -400,6 +401,6 @@ def request_handler(exporter: Exporter, registry: CollectorRegistry) -> type[Bas
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments) -> None:
-            """Log no line per request."""
+            """Override that logs nothing, so that requests do not fill the log."""
 
     return Handler

@@ -86,13 +86,13 @@ def status(context: BrokerContext, now: float) -> dict[str, Any]:
 
 
 def learner_silent_s(context: BrokerContext, now: float) -> float | None:
-    """Seconds since the learner's last message; it sends one every second. None without a learner."""
+    """Seconds since the learner's last message (the learner sends one every second); None without a learner."""
     peer = context.peers.learner()
     return round(now - peer.last_seen, 1) if peer else None
 
 
 def loop_state(peer: Peer | None, now: float) -> dict[str, Any] | None:
-    """Position of a peer's main loop, and how long it has been there; None if the peer does not say."""
+    """Position of a peer's main loop and the seconds it has been there; None if the peer does not report it."""
     if peer is None or not peer.loop_position:
         return None
     _, position, for_s, usual_s = peer.loop(now)
@@ -100,15 +100,15 @@ def loop_state(peer: Peer | None, now: float) -> dict[str, Any] | None:
 
 
 def drain_state(ledger: Ledger) -> str:
-    """draining: leases have still to come back; drained: none is left; empty: no drain. Leases of agent sessions do not
-    count, as they stay."""
+    """State of a drain. draining: some leases have not been handed back yet; drained: none is left; empty: no drain.
+    Leases of agent sessions do not count, as they stay."""
     if not ledger.draining:
         return ""
     return "draining" if any(not lease.agent for lease in ledger.leases.values()) else "drained"
 
 
 def phase(context: BrokerContext) -> str:
-    """What the run does at the moment, in a few words."""
+    """Describe in a few words what the run does at the moment."""
     ledger = context.ledger
     floor = context.schedule.floor(ledger)
     if context.run.over:
@@ -186,7 +186,8 @@ def health_snapshot(context: BrokerContext, now: float) -> HealthSnapshot:
 
 
 def judge_health(health: HealthSnapshot, pass_age_s: float, stuck_after_s: float) -> tuple[bool, dict[str, Any]]:
-    """(healthy, body of /health); `pass_age_s`: seconds since the last pass of the broker's loop."""
+    """Judge the broker's health: (healthy, body of /health). `pass_age_s`: seconds since the last pass of the broker's
+    loop."""
     if pass_age_s > stuck_after_s:
         reason = f"the broker's loop has not come round for {pass_age_s:.0f} s; its disk may hang, or it may be stopped"
     elif health.read_only:
@@ -199,7 +200,7 @@ def judge_health(health: HealthSnapshot, pass_age_s: float, stuck_after_s: float
 
 
 def pause_reason(health: HealthSnapshot) -> str:
-    """Why nothing is generated or scored at the moment; empty if there is no pause."""
+    """Reason for which nothing is generated or scored at the moment; empty if generation goes on."""
     if health.phase in ("draining", "drained", "finished"):
         return PAUSE_REASONS[health.phase]
     if health.learner_silent_s is None:

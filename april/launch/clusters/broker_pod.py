@@ -88,8 +88,8 @@ class BrokerContainer:
 
 
 def is_wanted(run: str) -> bool:
-    """Whether another pod will replace this one. False if Kubernetes does not answer, so that the run stops in
-    order."""
+    """Whether the StatefulSet still wants this pod, so that another one will replace it. False if Kubernetes does not
+    answer: the run then stops in order."""
     until = clock.now() + ASK_S
     while True:
         try:
@@ -107,7 +107,7 @@ def is_wanted(run: str) -> bool:
 
 
 def scale_to_zero(run: str, failed: bool) -> str:
-    """Scale the run's pods to zero, the broker's own last; returns what went wrong, empty if nothing did."""
+    """Scale the run's pods to zero, the broker's own last; returns an error text, empty on success."""
     wanted: list[tuple[str, dict]] = [(f"apps/v1/deployments/{run}-{role}/scale", ZERO_REPLICAS) for role in HOLDERS]
     if failed:
         wanted.append((f"batch/v1/jobs/{run}-learner", {"spec": {"suspend": True}}))
@@ -117,7 +117,8 @@ def scale_to_zero(run: str, failed: bool) -> str:
 
 
 def patch(path: str, change: dict) -> str:
-    """Patch an object; returns what went wrong, empty if nothing did. A missing object is fine: it has no pods."""
+    """Patch a Kubernetes object; returns an error text, empty on success. A missing object is no error: it has no
+    pods."""
     try:
         ask("PATCH", path, change).close()
     except urllib.error.HTTPError as error:
@@ -128,7 +129,7 @@ def patch(path: str, change: dict) -> str:
 
 
 def ask(method: str, path: str, change: dict | None = None) -> http.client.HTTPResponse:
-    """Request to the Kubernetes API about an object GROUP/VERSION/KIND/NAME. Raises OSError, or its subclass
+    """Send a request to the Kubernetes API about an object GROUP/VERSION/KIND/NAME. Raises OSError, or its subclass
     HTTPError."""
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     group, version, kind, name = path.split("/", 3)
@@ -160,7 +161,7 @@ class ProbeHandler(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def answering_probes(port: int) -> Iterator[None]:
-    """Answer the pod's health probes at `port`."""
+    """Context manager that answers the pod's health probes at `port`."""
     with http.server.ThreadingHTTPServer(("0.0.0.0", port), ProbeHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield

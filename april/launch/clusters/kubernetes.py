@@ -146,12 +146,13 @@ class Helm(Kubernetes):
 
 
 class Placeholder(str):
-    """Stands for a template expression. As a whole scalar it can become any value, inside a text only a word or a
-    number."""
+    """Text that stands for an expression of a Helm template in an object's YAML. As a whole scalar the expression may
+    give any value, inside a text only a word or a number."""
 
 
 class TemplateValues(manifests.Values):
-    """Values of a chart's template: each one is a placeholder for a template expression."""
+    """Values from which the objects of a Helm chart's template are built: each is a placeholder for a template
+    expression."""
 
     def __init__(self) -> None:
         self.expressions: list[str] = []
@@ -202,7 +203,8 @@ manifests.ManifestDumper.add_representer(Placeholder, represent)
 
 
 def template() -> str:
-    """The chart's template: all objects of a run, each with its condition."""
+    """YAML template of the Helm chart: all Kubernetes objects of a run, each with the condition under which it is
+    created."""
     values = TemplateValues()
     texts = []
     for condition_value, manifest in manifests.all_of(values):

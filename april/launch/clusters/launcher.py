@@ -159,8 +159,8 @@ class Launcher:
         raise NotImplementedError
 
     def logs(self, part: str) -> str:
-        """Last lines of the log of one part, or of all parts if `part` is empty. Raises ConfigError if there is
-        none."""
+        """Last lines of the log of one part, or of all parts if `part` is empty. Raises ConfigError if there is no
+        log."""
         logs = sorted(self.logs_folder.glob(f"{part or '*'}.log"))
         if not logs:
             raise ConfigError(f"run {self.layout.name} has no log of {part or 'any part'} yet; `status` says what runs")
@@ -190,7 +190,8 @@ def last_lines(path: Path, count: int = 20) -> str:
 
 
 def ask(command: Sequence[str], text: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Output of a command of the cluster. Raises ConfigError with the command's own message if it fails."""
+    """Run a command of the cluster and return its output. Raises ConfigError with the command's own message if it
+    fails."""
     try:
         result = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environment

@@ -75,7 +75,7 @@ class Values:
         return {**self("labels"), **base}
 
     def amounts(self, part: str, base: Object) -> Any:
-        """`base` with the accelerators of a part's pod, if it has some."""
+        """`base` (resources by name) with the accelerators of the part's pod added, if it has any."""
         count = self(f"{part}.accelerators")
         return base | ({self("accelerator"): count} if count else {})
 
@@ -86,8 +86,8 @@ class Values:
 
 
 def all_of(values: Values) -> Iterator[tuple[str, Object]]:
-    """(condition, object) of every object: the path of a value that must be set, or must not after `UNLESS`; "":
-    always."""
+    """(condition, object) of every Kubernetes object of a run. The condition is the path of a value that must be set,
+    or, after `UNLESS`, must not be set; "": always."""
     yield "", k8s_object(values, "v1", "ConfigMap", "config", data=values("files"))
     yield "", k8s_object(values, "v1", "ConfigMap", "environment", data=values("environment"))
     yield "", service(values, "broker", {"broker": values("port"), "http": HTTP_PORT})
@@ -284,7 +284,7 @@ def monitoring(values: Values) -> Iterator[Object]:
 
 
 class ManifestDumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and no YAML aliases."""
+    """YAML dumper that writes texts of several lines as blocks, and no YAML aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -60,7 +60,8 @@ class Ray(Launcher):
         return shlex.quote(str(self.folder.parent))
 
     def _submit(self) -> str:
-        """Ray's own tool finds the cluster by its own variable."""
+        """Shell script that submits the Ray job; `ray job submit` finds the cluster by Ray's own environment
+        variable."""
         program = ["ray", "job", "submit", "--no-wait", "--", sys.executable, "-m", PROGRAM, str(self.folder / PLAN)]
         lines = [f"# the Ray job of April's run {self.layout.name}", "set -eu", *self.layout.preparations()]
         return "\n".join([*lines, shlex.join(program)]) + "\n"
@@ -99,7 +100,7 @@ class Ray(Launcher):
 
 
 class BlockDumper(yaml.SafeDumper):
-    """Writes scripts as blocks of lines."""
+    """YAML dumper that writes shell scripts as blocks of lines."""
 
 
 def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -110,6 +111,6 @@ BlockDumper.add_representer(str, _as_block)
 
 
 def needs(cores: int, memory_gb: int, accelerators: int) -> dict[str, int]:
-    """Resource bundle of a placement group."""
+    """Resources of one part as a bundle of a Ray placement group."""
     bundle = {"CPU": cores, "memory": memory_gb * 2**30}
     return bundle | ({"GPU": accelerators} if accelerators else {})

@@ -19,13 +19,13 @@ RUNS, ENDED, SILENT = "runs", "has ended", "unknown: the machine does not answer
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a part runs."""
+    """Host, accelerators and process of a part that is started through a shell."""
 
     host: str
     accelerators: range
-    """Indices of its accelerators on the host, which no other part there uses."""
+    """Indices of the part's accelerators on the host, which no other part on the host uses."""
     process_id: int = 0
-    """Process id."""
+    """Process id of the part; 0 before it is started."""
 
 
 class Shells(Launcher):
@@ -44,7 +44,7 @@ class Shells(Launcher):
 
     @property
     def first_address(self) -> str:
-        """Address of the first machine as seen by the others."""
+        """Address of the first machine, as the other machines reach it."""
         raise NotImplementedError
 
     def placements(self) -> dict[str, Placement]:

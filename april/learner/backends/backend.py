@@ -27,23 +27,24 @@ from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
 
 Loss = Callable[[int, Tensor, Tensor], Tensor]
-"""Function (index of a micro-batch, log-probabilities [K], entropies [K]) -> loss of the micro-batch, a scalar."""
+"""Function (index of a micro-batch, log-probabilities [K], entropies [K] of its K target tokens) -> scalar loss of the
+micro-batch."""
 
 
 class Backend(ABC):
     """A policy distributed over ranks. The ranks of `Backend.ranks` hold different parts of a batch."""
 
     policy: nn.Module
-    """The model that `backward` trains."""
+    """This rank's part of the model that `backward` trains."""
     lm: nn.Module
     """A Hugging Face model of the same configuration and parameter names; parameters may be on the meta device."""
     part: CheckpointPart
     """The policy and its optimizer, as stored in a checkpoint."""
     ranks: Ranks
-    """Data-parallel ranks, among which a batch is divided."""
+    """Collectives of the data-parallel ranks, among which a batch is divided."""
     cost: Cost
     compute_dtype: str
-    """Dtype of activations: "float32" or "bfloat16"."""
+    """Dtype of activations in forward and backward passes: "float32" or "bfloat16"."""
     adapter: dict[str, Any]
     """Description of the trained adapter, from `lora.describe`."""
 
@@ -54,8 +55,8 @@ class Backend(ABC):
     def scores(
         self, model: nn.Module, micros: Sequence[MicroBatch], temperature: float | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(log-probability, entropy) of each target of each micro-batch, float32 [K] each, without gradients.
-        Collective.
+        """(log-probabilities, entropies) of the K target tokens of each micro-batch, float32 [K] each, without
+        gradients. Collective.
 
         `model` is the policy or the reference, scored at its own temperature unless another is given. Here and in
         `backward`, ranks with the same index in `ranks` pass the same micro-batches and get the same results.
@@ -83,7 +84,8 @@ class Backend(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The weights to publish, sharded, with their names in `lm`; computed lazily. Collective."""
+        """Iterate over the weights to publish: (name in the Hugging Face model `lm`, sharded tensor), computed lazily.
+        Collective."""
 
     @abstractmethod
     def free_gathered(self) -> None:
@@ -92,8 +94,8 @@ class Backend(ABC):
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All weights on the CPU of rank 0 by Hugging Face name; {} on other ranks. Collective.
 
-        They are converted to `dtype` before they are sent (None: as they are). A head tied to the embedding is left
-        out. An adapter is merged.
+        Tensors are converted to `dtype` before they are sent (None: not converted). A head tied to the embedding is
+        left out. An adapter is merged.
         """
         return gather_state(self.lm, self.tensors(), dtype)
 

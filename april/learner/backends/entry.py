@@ -22,23 +22,26 @@ class BackendEntry:
     """Capabilities and constructor of a back end."""
 
     can_offload: ClassVar[bool] = False
-    """Whether its device state is only parameters, buffers and optimizer state, so that it can be offloaded to the host
-    while engines use the device."""
+    """Whether the back end's device state is only parameters, buffers and optimizer state, so that it can be offloaded
+    to the host while inference engines use the device."""
     splits_layers: ClassVar[bool] = False
-    """Whether it supports `learner.tensor_parallel`, `learner.expert_parallel` and `learner.pipeline_parallel`."""
+    """Whether the back end supports `learner.tensor_parallel`, `learner.expert_parallel` and
+    `learner.pipeline_parallel`."""
 
     native_files: ClassVar[Sequence[str]] = ()
-    """File names that identify a native checkpoint of the back end, any one of them; empty: it has no native format."""
+    """File names that identify a native checkpoint of the back end (any one suffices); empty: the back end has no
+    native format."""
 
     @classmethod
     def build(cls, config: Config, device: "torch.device") -> "Backend":
         """Build the back end with the weights of `config.model.path`, over the ranks of the default process group.
-        Collective. Raises ConfigError, and ModelError for a model that it cannot train."""
+        Collective. Raises ConfigError, and ModelError for a model that the back end cannot train."""
         raise NotImplementedError(f"{cls.__name__} has no build(config, device)")
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Refuse a configuration that it does not support, before anything is started. Raises ConfigError."""
+        """Raises ConfigError for a configuration that the back end does not support; called before anything is
+        started."""
         ranks, whole = config.learner.ranks, f"learner.ranks = {config.learner.ranks}"
         for key in ("pipeline_parallel", "tensor_parallel", "expert_parallel"):
             each = getattr(config.learner, key)
@@ -56,8 +59,8 @@ class BackendEntry:
 
     @classmethod
     def installed_version(cls) -> str:
-        """Package that implements it and the installed version; empty without an extra package. Raises ConfigError if
-        the package is not installed."""
+        """Name and installed version of the package that implements the back end; empty if no extra package is needed.
+        Raises ConfigError if the package is not installed."""
         return ""
 
     @classmethod

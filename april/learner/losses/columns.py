@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ±20, so that exp() stays finite and a masked branch never yields 0 * inf in backward."""
+"""Bound of log-ratios: they are clamped to ±20 nats, so that exp() stays finite and a masked token never yields 0 * inf
+in the backward pass."""
 
 
 def log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
@@ -29,21 +30,21 @@ def probability_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """The mapping from K tokens to their S sequences."""
+    """Mapping from the K tokens of a micro-batch to its S sequences."""
 
     index: Tensor
     """int64 [K]: number of each token's sequence, 0 to S - 1, in non-decreasing order."""
     lengths: Tensor
-    """float32 [S]: response tokens of each sequence, at least 1."""
+    """Number of response tokens of each sequence, at least 1; float32 [S]."""
 
     def sum(self, column: Tensor) -> Tensor:
-        """Sum of `column` over the sequence of each token; [K] -> [K]."""
+        """For each token the sum of `column` over the token's sequence; [K] -> [K]."""
         return self.totals(column)[self.index]
 
     def mean(self, column: Tensor) -> Tensor:
-        """Mean of `column` over the sequence of each token; [K] -> [K]."""
+        """For each token the mean of `column` over the token's sequence; [K] -> [K]."""
         return (self.totals(column) / self.lengths)[self.index]
 
     def totals(self, column: Tensor) -> Tensor:
-        """Sum of `column` over each sequence; [K] -> [S]."""
+        """For each sequence the sum of `column` over the sequence; [K] -> [S]."""
         return self.lengths.new_zeros(self.lengths.shape).index_add(0, self.index, column)

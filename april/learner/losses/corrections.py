@@ -34,13 +34,13 @@ class StaleTokens:
     batch (K may then be 0)."""
 
     logprobs: Tensor
-    """float32 [K]: log pi, under the current policy."""
+    """Log-probabilities log pi under the current policy, float32 [K]."""
     proximal_logprobs: Tensor
-    """float32 [K]: log-probabilities under the proximal policy."""
+    """Log-probabilities under the proximal policy, around which the loss clips; float32 [K]."""
     behaviour_logprobs: Tensor
-    """float32 [K]: log mu, as recorded at sampling."""
+    """Log-probabilities log mu under the behaviour policy, as recorded at sampling; float32 [K]."""
     advantages: Tensor
-    """float32 [K]."""
+    """Advantage of each token, float32 [K]."""
     ages: Tensor
     """int64 [K]: policy steps between the version that sampled a token and the current weights."""
     spans: Spans
@@ -49,12 +49,12 @@ class StaleTokens:
 
     @cached_property
     def proximal_log_ratio(self) -> Tensor:
-        """float32 [K]: log(proximal / mu)."""
+        """Log-ratio log(proximal / mu) of each token, float32 [K]."""
         return log_ratio(self.proximal_logprobs, self.behaviour_logprobs)
 
     @cached_property
     def current_log_ratio(self) -> Tensor:
-        """float32 [K]: log(pi / mu)."""
+        """Log-ratio log(pi / mu) of each token, float32 [K]."""
         return log_ratio(self.logprobs, self.behaviour_logprobs)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from april.learner.losses.ranks import Ranks
 
 VARIANCE = 1e-8
-"""Added to the variance of the advantages when they are whitened, as in TRL and verl."""
+"""Constant added to the variance of the advantages before the square root in whitening, as in TRL and verl."""
 
 
 def gae(rewards: Tensor, values: Tensor, spans: Spans, section: CriticSection) -> Tensor:

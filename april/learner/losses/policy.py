@@ -25,9 +25,9 @@ class Clip:
     """Clip bounds of the ratio pi / proximal."""
 
     low: float
-    """Ratios are clipped below 1 - low; low = 1 means no lower bound."""
+    """Lower clip width: ratios below 1 - low are clipped; low = 1 means no lower bound."""
     high: float
-    """Ratios are clipped above 1 + high."""
+    """Upper clip width: ratios above 1 + high are clipped."""
     dual: float | None = None
     """Dual clip c > 1: the loss of a token with A < 0 is at most c |A| (PPO and BAPO only); None: no dual clip."""
 
@@ -117,7 +117,8 @@ def balanced_clip(tokens: StaleTokens, clip: Clip, section: AlgorithmSection) ->
     ratio = probability_ratio(tokens.logprobs, tokens.proximal_logprobs).double()
 
     def below_target(lower: float, upper: float) -> bool:
-        """Whether positive advantages contribute less than their target under these bounds."""
+        """Whether under these clip bounds the positive advantages contribute less than the share `bapo_target` of the
+        negative ones."""
         positive = (ratio.clamp(max=upper) * tokens.advantages).clamp(min=0).sum()
         negative = (ratio.clamp(min=lower) * -tokens.advantages).clamp(min=0).sum()
         return tokens.ranks.total(positive - section.bapo_target * negative).item() < 0

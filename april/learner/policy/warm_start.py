@@ -30,8 +30,8 @@ from april.data.arithmetic import ALPHABET, CLEAN, Noise, demonstration, draw_ta
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = {token: i for i, token in enumerate((PAD, EOS, *ALPHABET))}
 CONTENTS_ONLY = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Chat template without role tokens: the prompt has the form of one more eight-character step of the scratch work that
-follows it."""
+"""Chat template that concatenates message contents without role tokens: the prompt then has the form of the
+eight-character steps of which the response consists."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -121,8 +121,8 @@ def orthogonalised(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
 PAD_ID, EOS_ID = VOCABULARY[PAD], VOCABULARY[EOS]
 EASY_TIMES = (2, 3, 4)
 HABITS = Noise(p_short=0.44, p_err=0.015, p_stop=0.012, p_skip=0.009)
-"""Noise chosen for a reward of about 0.5 at temperature 1; the policy reproduces three of four shortcuts in its
-demonstrations."""
+"""Error probabilities of the noisy demonstrations, chosen so that RL starts at a reward of about 0.5 at temperature 1.
+The trained policy makes three quarters of the shortcuts that the demonstrations contain."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,11 @@ class Recipe:
     hidden_size: int = 128
     layers: int = 3
     easy_steps: int = 60
-    """Optimizer steps on tasks with K = 2, 3 and 4 (`ArithmeticTask.times`)."""
+    """Optimizer steps on easy tasks, whose multiplier K (`ArithmeticTask.times`) is 2, 3 or 4."""
     clean_steps: int = 400
-    """Optimizer steps on tasks of every K."""
+    """Optimizer steps on tasks of every multiplier K, with error-free demonstrations."""
     noisy_steps: int = 140
-    """Optimizer steps on tasks of every K, with `noise`."""
+    """Optimizer steps on tasks of every multiplier K, with errors in the demonstrations (`noise`)."""
     noise: Noise = HABITS
     muon_lr: float = 0.02
     """Peak learning rate of the matrices inside the layers (Muon)."""
@@ -149,9 +149,9 @@ class Recipe:
     average_decay: float = 0.98
     """Decay of the moving average of the weights over the noisy steps; the average is the policy."""
     batch_tokens: int = 1024
-    """Padded tokens per batch."""
+    """Tokens per batch, padding included."""
     revision: int = 2
-    """Number of code changes that changed the result of a recipe."""
+    """Revision of the warm-start code, increased whenever the same recipe gives another policy."""
 
     @property
     def steps(self) -> int:
@@ -266,7 +266,7 @@ def padded(examples: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]
 # --- policy folder ----------------------------------------------------------------------------------------------------
 
 RECORD = "warm_start.json"
-"""File of a finished policy folder: recipe, seed, seconds."""
+"""Name of the JSON file in a finished policy folder with the recipe, the seed and the training time in seconds."""
 
 
 def make_policy(
@@ -320,7 +320,7 @@ def refuse_foreign(out_dir: Path) -> None:
 
 @contextmanager
 def one_thread():
-    """Within this context torch uses one CPU thread, for reproducible sums."""
+    """Context manager under which torch uses one CPU thread, for reproducible floating-point sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

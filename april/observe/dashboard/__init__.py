@@ -1,4 +1,4 @@
-"""`april dashboard`: runs in a browser, while they go on and afterwards.
+"""`april dashboard`: shows runs in a browser, during and after training.
 
 It reads run folders, asks live brokers as a monitor, and writes nothing. `folder.py` finds and follows the runs,
 `steps.py` and `index.py` hold their steps and samples in memory as columns, `query.py` filters samples,

@@ -76,7 +76,8 @@ class HttpGuard:
         await (answer or self.app)(scope, receive, send_with_headers)
 
     def _reject(self, scope: Scope) -> PlainTextResponse | RedirectResponse | None:
-        """The response to a request without access, or a redirect that stores the token in a cookie; None: allowed."""
+        """Response to a request that is not passed on: an error without access, or a redirect that stores the token in
+        a cookie. None if the request is allowed."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if not self.token:
             if host_of(headers.get("host", "")) in LOOPBACK:
@@ -108,13 +109,13 @@ def host_of(header: str) -> str:
 # --- timeline ---------------------------------------------------------------------------------------------------------
 
 RESOLUTION = 1500
-"""Spans and marks closer together than the window's length divided by this are merged."""
+"""Timeline resolution: spans and marks closer together than the window's length divided by this number are merged."""
 MARK_WIDTH = 40
-"""Width of a step's label, in units of the window's length divided by RESOLUTION."""
+"""Smallest distance between two steps' labels, in units of the window's length divided by RESOLUTION."""
 MAX_LINES = 200
-"""Lines of metrics.jsonl that are read for one picture; of more, an even selection."""
+"""Most lines of metrics.jsonl that are read for one picture; from more lines an evenly spaced selection is read."""
 STEPS_AT_FIRST = 8
-"""Steps in the default window."""
+"""Number of steps in the timeline's default window: the last ones of the run."""
 
 
 def timeline_window(steps: Steps, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
@@ -160,10 +161,10 @@ def timeline_window(steps: Steps, begin_s: float | None, end_s: float | None) ->
 
 STATIC = Path(__file__).parent / "static"
 POLL_S = 0.5
-"""Interval at which an event stream looks for changes."""
+"""Interval at which a stream of server-sent events checks for changes, seconds."""
 MAX_EXCERPTS = 200
 ENDS = ("from", "to")
-"""Query parameters of a time window, in Unix seconds."""
+"""Names of the query parameters for begin and end of a time window, whose values are Unix seconds."""
 
 
 def make_app(runs: Runs, token: str = "") -> Starlette:
@@ -309,7 +310,7 @@ class RunApi:
         return shared_prompts(self._index(params.get("a", "")), self._index(params.get("b", "")), offset)
 
     async def search(self, request: Request) -> Response:
-        """Stream one JSON line per hit as it is found."""
+        """Search the samples' text; streams one JSON line per hit as soon as it is found."""
 
         def start_search() -> Iterator[dict[str, Any]]:
             index = self._index(request.path_params["run"])

@@ -20,7 +20,7 @@ from april.wire.sockets.broker import AccessDenied, BrokerRefused, BrokerUnreach
 # --- live status ------------------------------------------------------------------------------------------------------
 
 MAX_AGE_S = 1.0
-"""Age up to which the last answer is reused."""
+"""Age up to which the broker's last status is reused, seconds."""
 
 
 class LiveStatus:
@@ -52,17 +52,17 @@ class LiveStatus:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 LIVE = "live"
-"""Name of a run that is known only by its broker's address."""
+"""Dashboard name of a run that is known only by its broker's address."""
 PAUSE_S = 0.5
-"""Pause between two scans of the files."""
+"""Pause between two scans of the runs' files, seconds."""
 READ_BUDGET_S = 0.2
-"""Reading time for one run before the next run's turn."""
+"""Time spent reading one run's files before the next run's files are read, seconds."""
 POLL_S = 0.02
-"""Interval at which `find` checks whether the reader thread has read the first samples."""
+"""Interval at which `find` checks whether the reader thread has read the first samples, seconds."""
 IDLE_S = 60.0
-"""A run that was not requested for so long is no longer followed."""
+"""Time without a request after which a run's files are no longer followed, seconds."""
 MAX_INDEXES = 2
-"""Runs whose sample index is kept in memory; the least recently requested are evicted."""
+"""Most runs whose sample index is kept in memory; the least recently requested is evicted first."""
 
 
 class WatchedRun:
@@ -74,7 +74,7 @@ class WatchedRun:
         self.steps = Steps(path) if path else None
         self.index: SampleIndex | None = None
         self.problem = ""
-        """Why its files cannot be read at the moment; "" while they can."""
+        """Reason why the run's files cannot be read at the moment; "" if they can be read."""
         self.asked_at = time.monotonic()
         self.all_read = False
 
@@ -93,7 +93,7 @@ class WatchedRun:
         return started_in / model if (started_in / model).is_dir() else model
 
     def read_new(self, budget_s: float) -> bool:
-        """Read new data of its files for about `budget_s`; returns whether everything was read."""
+        """Read new data in the run's files for about `budget_s` seconds; returns whether everything was read."""
         if self.steps is None:
             return True
         try:
@@ -114,7 +114,7 @@ class WatchedRun:
         return is_complete
 
     def progress(self) -> dict[str, Any]:
-        """The figures that change while the run goes on."""
+        """Summary of the run's progress for the browser: the figures that change during the run."""
         index = self.index
         return {
             "steps": len(self.steps) if self.steps else 0,
@@ -131,7 +131,8 @@ class WatchedRun:
 
 
 class Runs:
-    """`Runs("runs/NAME")`, `Runs("runs")` or `Runs("tcp://HOST:PORT")`. Raises ConfigError for anything else."""
+    """The runs of a dashboard: `Runs("runs/NAME")` one run folder, `Runs("runs")` all runs of a folder,
+    `Runs("tcp://HOST:PORT")` a live broker's run. Raises ConfigError for anything else."""
 
     def __init__(self, source: str, keys: Path | None = None):
         self._keys, self._lock = keys, threading.Lock()
@@ -188,7 +189,7 @@ class Runs:
             run.index = None
 
     def describe(self) -> list[dict[str, Any]]:
-        """One entry per run for the list of runs."""
+        """The list of runs for the browser, one entry per run."""
         return [self._describe(name) for name in self.names()]
 
     def _describe(self, name: str) -> dict[str, Any]:

@@ -34,23 +34,23 @@ COLUMNS = {
 versions; `oldest` and `newest`: their policy steps; `staleness`: of the oldest token, in steps; `prompt`: digest of the
 prompt's text."""
 TEXT_COLUMNS = ("finish_reason", "discarded", "worker")
-"""Optional columns with few distinct texts, stored as numbers."""
+"""Optional text columns with few distinct values, stored as indices into a list of the texts."""
 FLAT_COLUMNS = ("group", "index", "reward", "advantage", "trained", "prompt")
-"""Columns of a file that are read as they are."""
+"""Parquet columns that are read unchanged."""
 NESTED_FIELDS = {"segments": ("start", "end", "step"), "stays": ("what", "where")}
-"""Fields that are read of each column of lists."""
+"""Fields that are read from each Parquet column of lists."""
 TIME_COLUMNS = ("opened_at", "delivered_at")
 """Columns of Unix seconds, of which the index keeps only the difference, as `life_s`."""
 UNINDEXED_COLUMNS = ("attempts", "discarded_from", "parent", "shared")
-"""Columns that are not indexed."""
+"""Parquet columns that the index leaves out."""
 MAX_EXTRA_COLUMNS = 6
-"""Further numeric columns that are indexed; more are skipped."""
+"""Most numeric columns that are indexed besides the fixed ones; more are skipped."""
 MAX_TEXTS = 1000
-"""Distinct texts of a text column; further ones count as ""."""
+"""Most distinct texts of a text column; further texts are stored as ""."""
 GROWTH = 1.25
-"""Factor by which a full column grows."""
+"""Factor by which the capacity of a full column grows."""
 GONE = -1
-"""Step of a row whose file no longer exists."""
+"""Value in the column `step` of a row whose file no longer exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class SampleIndex:
         self.count = 0
         self.columns: dict[str, np.ndarray] = {name: new_column(0, np.dtype(kind)) for name, kind in COLUMNS.items()}
         self.texts_by_column: dict[str, list[str]] = {}
-        """The texts of each text column; the column stores their positions in this list."""
+        """For each text column the list of its distinct texts; the column stores indices into this list."""
         self.unreadable: dict[int, str] = {}
-        """Steps whose file cannot be read, and why."""
+        """Reason why a step's file cannot be read, by step."""
         self.lock = threading.Lock()
         self._read: dict[int, tuple[FileVersion, int, int]] = {}
         """By step: the version of its file that was read, its first row and the end of its rows."""

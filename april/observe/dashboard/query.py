@@ -13,12 +13,12 @@ from april.observe.dashboard.index import GONE, SampleIndex
 from april.observe.dashboard.sample_reader import open_file
 
 PAGE = 50
-"""Rows of one answer."""
+"""Most rows in one page of results."""
 BLOCK = 1 << 16
-"""Rows that are sorted at once."""
+"""Number of rows that are sorted at once, which bounds memory."""
 MAX_HITS = 200
 SEARCH_S = 20.0
-"""Time after which, or hits after which, a search pauses and says where to continue."""
+"""Time after which a text search stops and reports the step at which to continue, seconds."""
 RANGES = ("min", "max")
 
 
@@ -27,17 +27,17 @@ class Query:
     """The query of a URL such as `?reward.min=0.5&is.finish_reason=length&sort=-tokens&text=apple`."""
 
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """(lowest, highest) by column, both included."""
+    """Numeric filters: (lowest, highest) value by column, both included."""
     words: dict[str, str] = field(default_factory=dict)
-    """Required text by text column."""
+    """Text filters: the required text by text column."""
     prompt: int | None = None
-    """Digest of the prompt."""
+    """Digest of the prompt to which samples are restricted; None: all prompts."""
     sort: str = "-step"
-    """A column; with a minus in descending order."""
+    """Column by which rows are sorted; with a leading minus in descending order."""
     offset: int = 0
     text: str = ""
     before: int | None = None
-    """Search the text only in steps before this one."""
+    """Step before which the text is searched, to continue a search; None: all steps."""
 
     @classmethod
     def from_params(cls, params: Mapping[str, str]) -> "Query":
@@ -129,7 +129,7 @@ def first_rows(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int
 
 
 def select_front(rows: np.ndarray, keys: list[tuple[np.ndarray, bool]], count: int) -> np.ndarray:
-    """As `first_rows` on all rows at once, by partial selection: only the front is sorted."""
+    """As `first_rows`, but on all rows at once, by partial selection: only the first `count` rows are sorted."""
     chosen, rest, missing = [], rows, count
     for column, descending in keys:
         if len(rest) <= missing:

@@ -53,9 +53,9 @@ def load_tokenizer(folder: Path):
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 EXCERPT_CHARACTERS = 160
-"""Characters of a text in a table of samples."""
+"""Most characters of a text in a table of samples."""
 TOKEN_COLUMNS = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_logprobs", "entropies", "chunks")
-"""Columns with one value per token or chunk."""
+"""Parquet columns with one value per token or chunk of a sample."""
 
 
 def step_file(run_dir: Path, step: int) -> Path:

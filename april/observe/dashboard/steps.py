@@ -20,14 +20,15 @@ from april.observe.dashboard.sample_reader import excerpts
 from april.observe.report.run_folder import read_summary, records_from
 
 SKIPPED_KEYS = ("lanes", "alarms", "tokens_by_age", "trained_histogram", "created_histogram")
-"""Keys of a record that are not drawn as curves."""
+"""Keys of a step's record in metrics.jsonl that are not drawn as curves."""
 MAX_COLUMNS = 256
 VERSION_SHARE = "version_share_"
 """Prefix of keys that name a policy version, skipped because they would add a column per step."""
 
 
 class Steps:
-    """`columns` hold one value per step, in file order, NaN where a record has none.
+    """Metrics of a run's steps as columns: `columns` hold one value per step, in file order, NaN where a record has
+    none.
 
     steps = Steps(run_dir)
     steps.follow()          # read new lines; may be called from any thread
@@ -60,16 +61,16 @@ class Steps:
             return True
 
     def _restart(self) -> None:
-        """Start over, because the file was replaced by a shorter one."""
+        """Discard all columns and read from the beginning, because the file was replaced by a shorter one."""
         with self._lock:
             self._clear()
 
     def _clear(self) -> None:
         self.columns: dict[str, array[float]] = {"step": array("d")}
         self.alarms: dict[int, list[dict[str, str]]] = {}
-        """Alarms by step, where some were raised."""
+        """Alarms by step, for steps in which alarms were raised."""
         self._rows: dict[int, int] = {}
-        """Row of each step in the columns."""
+        """Index of each step's row in the columns, by step."""
         self._line_offsets: array[int] = array("q")
         """Byte offset in the file of each row's line."""
         self._offset = self._lines = 0
@@ -122,7 +123,7 @@ class Steps:
 
 
 def figures(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Each number of a record with its dotted name, such as `learner.loss`."""
+    """Yield each number in a nested record with its dotted name, such as `learner.loss`."""
     for key, value in tree.items():
         if key in SKIPPED_KEYS or key.startswith(VERSION_SHARE):
             continue
@@ -161,9 +162,9 @@ MAX_PROMPTS = 50
 
 
 def shared_prompts(index_a: SampleIndex, index_b: SampleIndex, offset: int = 0) -> dict[str, Any]:
-    """Prompts of which both runs have samples, those whose mean rewards differ most first: `total`, and of a page of
-    them `prompt`, its text's end, and for each run how many samples there are and their mean reward; `reading`: whether
-    some may be lacking, as their files were still being read."""
+    """Prompts that both runs have samples of, largest difference of mean reward first. `total`: number of such prompts;
+    `prompts`: one page, each with digest, end of the text, and each run's number of samples and mean reward; `reading`:
+    whether prompts may be missing because files are still being read."""
     reading = any(index.steps_read < index.steps_kept for index in (index_a, index_b))
     prompts_a, counts_a, rewards_a, first_rows = rewards_by_prompt(index_a)
     prompts_b, counts_b, rewards_b, _ = rewards_by_prompt(index_b)

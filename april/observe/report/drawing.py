@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 INK, MUTED, GRID = "#1c2129", "#59636f", "#e2e6eb"
 BLUE, ORANGE, GREEN, RED, VIOLET = "#2f6fdf", "#c8590d", "#1a7f4c", "#c62f3c", "#7a4fca"
 WAITING = {"wait-others": "#c9d0d8", "wait-learner": "#d9c8f2", "wait-weights": "#f5d6bd", "wait-else": "#f2c4c8"}
-"""Colors of idle time, by what the worker waits for."""
+"""Colors of a worker's idle time, by what the worker waits for: other workers, the learner, new weights, anything
+else."""
 AGES = ["#c5daf6", "#93b9ef", "#5f95e5", "#3672ca", "#2050a1", "#133473", "#0a2150"]
 """Colors of token ages 0 to 5 in policy steps, and of everything older."""
 
@@ -88,7 +89,7 @@ def new_figure(height_in: float, panels: int = 1) -> "tuple[Figure, list[Axes]]"
 def draw_boxes(
     axes: "Axes", boxes: list[tuple[float, float, float]], color: str, half_height: float, label: str
 ) -> None:
-    """Draw boxes (left, right, row) as one path."""
+    """Draw rectangles (left, right, row), each from `left` to `right` on the x axis, as one path."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 

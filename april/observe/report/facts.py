@@ -6,12 +6,13 @@ from april.observe.report.run_folder import RunFolder, dig
 from april.util.text import counted
 
 WORST_ENGINES = 3
-"""Workers that `engine_gaps` names, those with the largest gap first."""
+"""Most workers named in `engine_gaps`, those with the largest gap first."""
 
 
 @dataclass(frozen=True)
 class TokenTotals:
-    """The token ledger of a run: `generated` tokens by state. It is closed if they equal the sum over all states."""
+    """The token ledger of a run: `generated` tokens by state. The ledger is closed if `generated` equals the sum over
+    all states."""
 
     generated: int
     trained: int
@@ -23,7 +24,7 @@ class TokenTotals:
     refused: int
     evaluation: int
     broker_closed: bool
-    """Whether the broker found its ledger closed when it wrote the summary."""
+    """Whether the broker found its token ledger closed (generated = sum over all states) when it wrote the summary."""
 
     @property
     def by_state(self) -> list[tuple[str, int]]:
@@ -38,7 +39,7 @@ class TokenTotals:
 
     @property
     def outside_ledger(self) -> list[tuple[str, int]]:
-        """(name, tokens) that are not part of the ledger's equation."""
+        """(name, tokens) of the tokens that are not part of the ledger's equation."""
         return [
             ("emitted, never acknowledged", self.emitted_unacked),
             ("refused as fenced", self.refused),
@@ -63,7 +64,7 @@ class TokenTotals:
 
 
 def token_totals(run: RunFolder) -> TokenTotals | None:
-    """The ledger in the summary, or else in the last step; None while there is neither."""
+    """The token ledger in the run's summary, or else in the last step's record; None without either."""
     tokens = run.summary.get("tokens") or (dig(run.steps[-1], "tokens_ledger") if run.steps else None)
     if not tokens:
         return None
@@ -76,7 +77,7 @@ def token_totals(run: RunFolder) -> TokenTotals | None:
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """(name, value) of everything known about the run except its ledger, in reading order."""
+    """(name, value) of the run's main facts and figures as texts, except the token ledger, in reading order."""
     rows = [
         ("failed because", run.summary.get("failure") or ""),
         ("steps", steps(run)),
@@ -140,7 +141,8 @@ def first_to_last_of(points: list[dict]) -> str:
 
 
 def paced(run: RunFolder) -> str:
-    """The hardware that paced engines imitate, and the share of their steps that were too slow for it."""
+    """Text about paced (simulated) engines: the hardware whose speed they imitate, and the share of engine steps that
+    were slower than that hardware."""
     hardware, reports = run.summary.get("pace"), run.pace
     if not hardware:
         return ""
@@ -154,7 +156,7 @@ def rollout_tokens_per_s(run: RunFolder) -> float | None:
 
 
 def gradient(run: RunFolder) -> str:
-    """Mean share of trained tokens with a gradient, and the steps without any."""
+    """Text: mean share of the trained tokens that have a gradient, and the number of steps without any such token."""
     shares = [share for step in run.steps if (share := dig(step, "gradient", "tokens")) is not None]
     if not shares:
         return ""
@@ -183,14 +185,15 @@ def engine_gaps(run: RunFolder) -> str:
 
 
 def failed(run: RunFolder) -> str:
-    """Shares of the prompts that could not be generated or scored."""
+    """Text: shares of the prompts that could not be generated or scored."""
     shares = run.summary.get("failed_share") or {}
     parts = [f"{share:.1%} of {name}" for name, share in shares.items() if share]
     return f"{' and '.join(parts)} prompts; see `april dead-letters {run.path}`" if parts else ""
 
 
 def alarms(run: RunFolder) -> str:
-    """Each alarm that was raised: its number of steps, and its last sentence and page."""
+    """Text: for each alarm that was raised the number of steps with this alarm, its latest sentence, and the
+    documentation page."""
     raised: dict[str, list[tuple[int, str]]] = {}
     for step in run.steps:
         for alarm in step.get("alarms") or []:
@@ -245,13 +248,13 @@ def buffer_peak(run: RunFolder) -> str:
 
 
 def restarts(run: RunFolder) -> str:
-    """Restarts of broker and learner."""
+    """Text: number of restarts of broker and learner."""
     starts = run.summary.get("starts") or {}
     return ", ".join(f"{name} {count - 1}" for name, count in starts.items() if count > 1)
 
 
 def resumes(run: RunFolder) -> str:
-    """The steps at which the run was resumed, with the keys that were changed."""
+    """Text: the steps at which the run was resumed, each with the configuration keys that were changed."""
     parts = []
     for resume in run.resumes:
         changed = f" with {', '.join(resume['changed'])}" if resume.get("changed") else ""
@@ -268,7 +271,7 @@ def count(value: int | None) -> str:
 
 
 def short_count(value: float) -> str:
-    """A short form: 16780 -> 16.8k."""
+    """A number as short text: 16780 -> 16.8k."""
     for size, unit in [(1e9, "G"), (1e6, "M"), (1e3, "k")]:
         if value >= size:
             return f"{value / size:.1f}{unit}"

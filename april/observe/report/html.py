@@ -96,7 +96,7 @@ SECTIONS: list[tuple[str, str, Callable[[RunFolder], str | None]]] = [
     ),
 ]
 OPTIONAL_PICTURES = (learner_pictures.details_picture, timeline.last_steps_workers_picture)
-"""Pictures that are left out, not noted as missing, where a run has no data for them."""
+"""Pictures that the report omits without a note if the run has no data for them."""
 
 STATE_MEANINGS = {
     "trained": "in batches that the learner has consumed",
@@ -196,7 +196,7 @@ def headline(run: RunFolder) -> str:
 
 
 def cards(run: RunFolder) -> str:
-    """The headline figures."""
+    """HTML of the run's headline figures, one card per figure."""
     speed, ledger = rollout_tokens_per_s(run), token_totals(run)
     age, oldest = dig(run.summary, "staleness", "mean"), dig(run.summary, "staleness", "max")
     figures = [
@@ -226,7 +226,7 @@ def section(run: RunFolder, title: str, explanation: str, picture: Callable[[Run
 
 
 def remarks(run: RunFolder, picture: Callable[[RunFolder], str | None]) -> Iterator[str]:
-    """Sentences after a picture's explanation that are specific to this run."""
+    """Sentences specific to this run that follow the general explanation of a picture."""
     if picture is pictures.reward_picture:
         if len(run.evaluation_sets) > 1:
             yield "Accuracies on different held-out prompts are not joined."

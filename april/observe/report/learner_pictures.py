@@ -44,7 +44,7 @@ PHASES = (
 
 @themed
 def details_picture(run: RunFolder) -> str | None:
-    """Reward details over the steps; of many, those that vary most."""
+    """Picture of the reward's components over the steps; of many components those that vary most."""
     names = sorted({name for step in run.steps for name in step.get("reward_details") or {}})
     series = {name: step_values(run, "reward_details", name) for name in names}
     series = {name: figures for name, figures in series.items() if np.isfinite(figures).any()}
@@ -61,7 +61,7 @@ def details_picture(run: RunFolder) -> str | None:
 
 @themed
 def learner_picture(run: RunFolder) -> str | None:
-    """One panel per recorded figure of the learner."""
+    """Picture of the learner's metrics over the steps, one panel per metric."""
     drawn = [(label, color, step_values(run, "learner", name)) for name, label, color in FIGURES]
     drawn = [(label, color, series) for label, color, series in drawn if np.isfinite(series).any()]
     if not drawn:

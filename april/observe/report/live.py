@@ -101,13 +101,13 @@ def step_line(metrics: dict, status: dict) -> str:
 
 
 def drift_warning(metrics: dict) -> str:
-    """A warning if the trained response lengths are biased beyond chance; otherwise ""."""
+    """A warning if the lengths of the trained responses are biased by more than chance explains; otherwise ""."""
     drift = dig(metrics, "lengths", "drift") or {}
     return f"LENGTHS BIASED {drift['distance']:.3f} > {drift['band']:.3f}" if drift.get("alarm") else ""
 
 
 def failures(status: dict) -> list[str]:
-    """For each cause of failures since the broker started: `scoring: 212 failed, TypeError`."""
+    """One line for each cause of failures since the broker started, such as `scoring: 212 failed, TypeError`."""
     lines = []
     for cause, failed in (status.get("failures") or {}).items():
         name = ERROR_NAME.search(failed["last"])
@@ -118,13 +118,13 @@ def failures(status: dict) -> list[str]:
 
 
 def gradient(metrics: dict) -> str:
-    """The share of the step's tokens with a gradient; "" where the learner has not reported it."""
+    """Text: share of the step's tokens that have a gradient; "" where the learner has not reported the share."""
     share = dig(metrics, "gradient", "tokens")
     return "" if share is None else f"gradient {share:.0%}"
 
 
 def effective(metrics: dict) -> str:
-    """The effective sample size of the responses as a share of their number; "" where all are on-policy."""
+    """Text: effective sample size of the responses as a share of their number; "" where all are on-policy."""
     share = dig(metrics, "learner", "sequence_ess")
     return f"effective {share:.0%}" if share is not None and share < 1 else ""
 
@@ -166,7 +166,8 @@ def overview(status: dict, last_step: dict, rewards: list[float]) -> Table:
 
 
 def holders_table(status: dict) -> Table:
-    """One line per worker (version, busy slots, speed), scorer and agents process."""
+    """Table with one row per process that holds samples: workers (version, busy slots, speed), scorers and agent
+    processes."""
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "left", "left", "right", "right", "right"):
         table.add_column(justify=justify, no_wrap=True)
@@ -190,7 +191,7 @@ def holders_table(status: dict) -> Table:
 
 
 def gap_text(gap: dict | None) -> str:
-    """The mean gap between the learner's and the worker's log-probabilities of the worker's tokens."""
+    """Text: mean absolute gap between the learner's and the worker's log-probabilities of the worker's tokens, nats."""
     if not gap or gap.get("mean") is None:
         return ""
     return f"gap {gap['mean']:.1e}" + (f" at age {gap['age']:.0f}" if gap["age"] else "")

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 # --- curves over the steps --------------------------------------------------------------------------------------------
 
 MANY_STEPS = 60
-"""Steps above which a series is drawn faintly, with its moving mean."""
+"""Number of steps above which a series is drawn as a faint line with its moving mean."""
 MAX_DRAWN = 200
-"""Most bars, or intervals of a band, in a picture."""
+"""Most bars of a picture, or most intervals of a band from lowest to highest."""
 LETTER_IN, MARK_IN = 0.072, 0.5
 """Width of a letter of the legend, and of the marker before a label, in inches."""
 

@@ -40,8 +40,8 @@ class RunFolder:
 
     @property
     def worker_events(self) -> list[dict]:
-        """Generation and weight-update spans and the joins, aborts and losses of workers, from all records (their
-        `lanes`)."""
+        """Timeline events of the workers from all records (key `lanes`): spans of generation and weight update; joins,
+        aborts and losses."""
         events = [event for record in self.records for event in record.get("lanes") or []]
         return [event for event in events if event.get("worker") and event.get("start") is not None]
 
@@ -76,7 +76,8 @@ class RunFolder:
 
     @property
     def pace(self) -> list[dict]:
-        """Reports of the paced engines: steps and late steps."""
+        """Reports of the paced (simulated) engines, one per engine: steps, and late steps that took longer than on the
+        imitated hardware."""
         return [orjson.loads(path.read_bytes()) for path in sorted(self.path.glob("paced/*.json"))]
 
     @property
@@ -122,7 +123,7 @@ def read_run(run_dir: str | Path) -> RunFolder:
 
 
 def evaluation_size(point: dict) -> tuple:
-    """(prompts with failed ones, samples per prompt) of an evaluation."""
+    """(number of prompts including failed ones, samples per prompt) of an evaluation."""
     prompts = (point.get("prompts") or 0) + (point.get("failed") or 0)
     return prompts, dig(point, "mean_at_k", "k")
 

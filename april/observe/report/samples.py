@@ -17,14 +17,14 @@ Sample = dict[str, Any]
 """A row of `samples/step_*.parquet`, with the columns of `april.learner.samples.schema`."""
 
 MAX_CHARACTERS = 1200
-"""Characters of a text that the report shows."""
+"""Most characters of a sample's text that the report shows."""
 MAX_REPORT_STEPS = 3
-"""Steps of which the report shows samples: first, middle and newest."""
+"""Number of steps of which the report shows samples: first, middle and newest."""
 SHORT_COLUMNS = ("step", "group", "index", "prompt", "response", "reward", "advantage", "trained", "finish_reason")
 
 
 def sample_files(run_dir: Path) -> dict[int, Path]:
-    """Files of kept samples by step, counted as in metrics.jsonl."""
+    """Parquet files of stored samples by step, with steps numbered as in metrics.jsonl."""
     found = sorted((run_dir / "samples").glob("step_*.parquet"))
     return {int(path.stem.removeprefix("step_")): path for path in found}
 

@@ -1,4 +1,5 @@
-"""What each worker did or waited for: its track over time, the report's pictures of tracks, and a sentence about now.
+"""Timeline of each worker's activities and waits, the report's pictures of these timelines, and a sentence about what a
+live run waits for.
 
 Pauses between resumes of a run are cut out of its pictures.
 """
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 # --- tracks of workers ------------------------------------------------------------------------------------------------
 
 Span = tuple[float, float]
-"""(start, end) in seconds."""
+"""Time span (start, end) in seconds."""
 
 
 @dataclass
@@ -47,7 +48,7 @@ class WorkerTrack:
     spans: dict[str, list[Span]] = field(default_factory=dict)
     """Spans by kind: "generate", "weights", and the waits that `add_idle_spans` adds."""
     instants: dict[str, list[float]] = field(default_factory=dict)
-    """Times by kind: "abort", "joined", "lost"."""
+    """Times of momentary events by kind: "abort", "joined", "lost"."""
 
 
 def worker_tracks(events: list[dict], begin_s: float, end_s: float, resolution: float) -> list[WorkerTrack]:
@@ -71,7 +72,8 @@ def worker_tracks(events: list[dict], begin_s: float, end_s: float, resolution: 
 
 
 def busy_share(spans: list[Span], edges_s: np.ndarray) -> np.ndarray:
-    """The share of each interval between `edges_s`, float64 [n + 1], that `spans` (disjoint, in order) cover: [n]."""
+    """Share, [n], of each of the n intervals between `edges_s`, float64 [n + 1], that is covered by `spans` (disjoint,
+    in order)."""
     knots_s = [edges_s[0], *(at_s for span in spans for at_s in span), edges_s[-1]]
     busy_s = np.cumsum([0, 0, *(part for k in range(len(spans)) for part in (spans[k][1] - spans[k][0], 0))])
     return np.diff(np.interp(edges_s, knots_s, busy_s)) / np.diff(edges_s)
@@ -115,7 +117,7 @@ def subtract(spans: list[Span], others: list[Span]) -> list[Span]:
 
 
 def thin_out(times: list[float], gap_s: float) -> list[float]:
-    """The times in order, without those less than `gap_s` after a kept one."""
+    """The times in order, without those less than `gap_s` seconds after the last one that was kept."""
     kept: list[float] = []
     for time in sorted(times):
         if not kept or time - kept[-1] >= gap_s:
@@ -124,7 +126,7 @@ def thin_out(times: list[float], gap_s: float) -> list[float]:
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts worker-2 before worker-10."""
+    """Sort key that compares numbers in a name as numbers: worker-2 before worker-10."""
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -133,9 +135,9 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 MAX_DRAWN_WORKERS = 24
 ZOOM_STEPS = 10
 SPAN_RESOLUTION = 1000
-"""Spans and marks closer together than this fraction of the drawn time are merged."""
+"""Timeline resolution: spans and marks closer together than the drawn time divided by this number are merged."""
 SHARE_INTERVALS = 120
-"""Intervals of a long run, drawn by the share of time that each activity took."""
+"""Number of intervals into which a long run's timeline is divided; each is drawn as shares of time by activity."""
 PAUSE_S = 1.0
 """Seconds to which a pause between two starts of the run is shortened."""
 SHORTEST_WAIT_S = 1e-3
@@ -147,7 +149,7 @@ BARS = [
     ("wait-weights", "waits: weights are sent", WAITING["wait-weights"], 0.2),
     ("wait-else", "waits: broker, scores", WAITING["wait-else"], 0.2),
 ]
-"""(kind, label, color, half height of the bar) of each activity."""
+"""(kind of span, label in the legend, color, half height of the bar in rows) of each activity."""
 LEGEND_ROW_IN = 0.19
 WAITS = [kind for kind, *_ in BARS if kind.startswith("wait")]
 
@@ -159,11 +161,11 @@ class Timeline:
     events: list[dict]
     """Worker events, with `start` and `end` on this clock."""
     steps: list[tuple[int, float]]
-    """(step, time at which it was recorded)."""
+    """(step, time at which the step was recorded, in seconds on this clock) of each step."""
     learner: list[Span]
     """Spans in which the learner trained."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
-    """(time, length) of each pause that was cut out."""
+    """(time on this clock, original length) of each pause between resumes that was shortened, in seconds."""
 
     @property
     def end_s(self) -> float:
@@ -246,13 +248,13 @@ def activity_shares(run: RunFolder) -> str:
 
 @themed
 def workers_picture(run: RunFolder) -> str | None:
-    """All workers over the whole run."""
+    """Picture of all workers' timelines over the whole run."""
     return draw_workers(run, lambda timeline: (0.0, timeline.end_s), whole=True)
 
 
 @themed
 def last_steps_workers_picture(run: RunFolder) -> str | None:
-    """All workers over the last ZOOM_STEPS steps; None where the run is hardly longer."""
+    """Picture of all workers' timelines over the last ZOOM_STEPS steps; None where the run is hardly longer."""
 
     def window(timeline: Timeline) -> Span | None:
         steps = timeline.steps
@@ -308,7 +310,7 @@ def draw_spans(axes: "Axes", tracks: list[WorkerTrack]) -> None:
 
 
 def draw_shares(axes: "Axes", tracks: list[WorkerTrack], edges_s: np.ndarray) -> None:
-    """Draw each row as stacked shares of time by activity, one stack per interval between `edges_s`."""
+    """Draw each worker's row as stacked shares of time by activity, one stack per interval between `edges_s`."""
     labelled = set()
     for row, track in enumerate(tracks):
         level = np.full(len(edges_s) - 1, row + 0.38)
@@ -360,7 +362,7 @@ PHASE_SENTENCES = {
     "waiting for agents": "Agents have the word; no sample is being generated",
     "finished": "The run is over; workers and learner are leaving",
 }
-"""Phases in which no group holds up the run, and their sentences."""
+"""For each phase of a run in which no group is the bottleneck: the sentence that describes what the run waits for."""
 
 
 def waiting_for(status: dict[str, Any]) -> str:

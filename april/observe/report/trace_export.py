@@ -20,9 +20,9 @@ SAMPLE_COLUMNS = (
     "step", "group", "index", "reward", "finish_reason", "stays", "chunks", "opened_at", "delivered_at", "discarded_at",
     "discarded", "branch",
 )  # fmt: skip
-"""Columns of kept samples that a trace needs."""
+"""Parquet columns of stored samples that a trace needs."""
 RESOLUTION = 1e5
-"""Spans of a worker closer together than the run's length divided by this are merged."""
+"""Trace resolution: spans of a worker closer together than the run's length divided by this number are merged."""
 SEQUENCE = 1
 """Perfetto's trusted sequence id: all packets have one writer."""
 

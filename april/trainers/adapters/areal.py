@@ -34,7 +34,7 @@ from april.util.errors import refuse
 # --- options ----------------------------------------------------------------------------------------------------------
 
 SPMD = "AREAL_SPMD_MODE"
-"""Environment variable of AReaL's mode in which every rank runs the whole trainer."""
+"""Environment variable that enables AReaL's SPMD mode, in which every rank runs the whole trainer."""
 
 
 def check(config: Config, theirs: Any, rows: Any = None) -> None:
@@ -69,7 +69,8 @@ def check(config: Config, theirs: Any, rows: Any = None) -> None:
 
 
 class UnusedWorkflow(RolloutWorkflow):
-    """A workflow that AReaL's trainer requires and never calls."""
+    """Placeholder for the rollout workflow that AReaL's trainer requires as an argument; never called, since April
+    generates."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> None:
         raise RuntimeError("April's workers generate; leave workflow out")
@@ -89,7 +90,7 @@ class CountingLoader:
         return iter(self.loader)
 
     def draw(self) -> tuple[int, list[dict[str, Any]]]:
-        """The next rows, and the number of the first one, counted from 0 over all epochs."""
+        """The next batch of rows, and the number of its first row, counted from 0 over all epochs."""
         if self._batches is None:
             self._batches = cycle_dataloader(self.loader)
         first, rows = self.drawn, next(self._batches)
@@ -113,7 +114,7 @@ class ArealEngine(InferenceEngine):
     """AReaL's inference engine interface, implemented by a run."""
 
     staleness_manager = None
-    """None: the run's schedule bounds staleness."""
+    """AReaL's limiter of staleness, None here: the run's schedule bounds staleness instead."""
 
     def __init__(
         self,
@@ -122,14 +123,14 @@ class ArealEngine(InferenceEngine):
         saved: Callable[[], tuple[int, Path]],
         prompt: Callable[[dict[str, Any]], Prompt] = prompt_of,
     ):
-        """`folder_of`: folder to which AReaL's actor writes the weights of a version; `saved`: policy step and folder
-        of its checkpoint, 0 without one; `prompt`: makes a prompt of a row."""
+        """`folder_of`: version -> folder to which AReaL's actor writes its weights; `saved`: returns policy step (0
+        without one) and folder of AReaL's newest checkpoint; `prompt`: row -> prompt."""
         self.run, self._folder_of, self._saved, self._prompt = run, folder_of, saved, prompt
         self.batch: RolloutBatch | None = None
-        """The batch in training."""
+        """The batch on which AReaL is training; None if there is none."""
         self._durable = run.step
         self._has_weights = False
-        """Whether weights were published to the run."""
+        """Whether any weights have been published to the run yet."""
         self._server: ThreadingHTTPServer | None = None
 
     @property
@@ -271,8 +272,8 @@ class ArealTrainer(PPOTrainer):
         run: str = rollouts.LOCAL,
         overrides: Mapping[str, Any] | None = None,
     ):
-        """`config`: AReaL's; `train_dataset`: prompts with `data.source` = "submitted", otherwise omitted; `run`,
-        `overrides`: as in `april.connect`."""
+        """`config`: AReaL's configuration; `train_dataset`: the prompts if `data.source` = "submitted", otherwise
+        omitted; `run`, `overrides`: as in `april.connect`."""
         opened = rollouts.connect(run_config, recovery_point(config.recover)[0], run, overrides)
         try:
             check(opened.config, config, train_dataset)
@@ -294,7 +295,7 @@ class ArealTrainer(PPOTrainer):
         return CountingLoader(super()._create_dataloader(*arguments, **keys))
 
     def _init_rollout(self, config: Any, is_eval: bool = False, lora_path: str | None = None) -> ArealEngine | None:
-        """The engine for training; None for evaluation, which April does itself (`evaluation.every`)."""
+        """The inference engine for training; None for evaluation, which April does itself (`evaluation.every`)."""
         return None if is_eval else self._engine
 
     def train(self) -> None:

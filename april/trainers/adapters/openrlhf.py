@@ -48,7 +48,7 @@ OPTIONS: dict[str, tuple[type, Any]] = {
     "eval.dataset": (str, None),
     "train.agent_func_path": (str, None),
 }
-"""(type, default) of OpenRLHF's options by name."""
+"""(type, default) of each OpenRLHF option that the adapter checks, by option name."""
 FLAGS = (
     "algo.dynamic_filtering_enable",
     "ckpt.load_enable",
@@ -59,7 +59,8 @@ FLAGS = (
 
 
 def their_options(words: list[str]) -> dict[str, Any]:
-    """Values of OPTIONS and FLAGS on OpenRLHF's command line; other options are ignored."""
+    """Parse OpenRLHF's command line; returns the values of the options in OPTIONS and FLAGS by name, and ignores other
+    options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, (kind, default) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, default=default)
@@ -111,9 +112,9 @@ def check(config: Config, theirs: dict[str, Any]) -> None:
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
 GATHER_TIMEOUT_S = 120.0
-"""Longest wait for all prompts of a step, which OpenRLHF sends at once."""
+"""Longest wait for all prompts of a step, which OpenRLHF sends concurrently, in seconds."""
 SPARE_CALLS = 64
-"""Concurrent calls of the Ray actor besides those for a step's prompts."""
+"""Calls that the Ray actor can serve concurrently in addition to one per prompt of a step."""
 LATEST_FILE = "latest"
 STEP_PREFIX = "global_step"
 
@@ -135,11 +136,11 @@ class OpenRlhfEngine:
         """`checkpoints`: folder of the actor model's checkpoints."""
         self.run, self.checkpoints = connect(), Path(checkpoints)
         self.batch: RolloutBatch | None = None
-        """The batch in training."""
+        """The batch on which OpenRLHF is training; None if there is none."""
         self._pending: list[PendingPrompt] = []
         self._received: dict[str, Tensor] = {}
         self._has_weights = False
-        """Whether weights were published to the run."""
+        """Whether any weights have been published to the run yet."""
 
     async def start(self) -> None:
         await self.run.__aenter__()
@@ -157,8 +158,9 @@ class OpenRlhfEngine:
         num_samples: int = 1,
         images: Any = None,
     ) -> list[dict[str, Any]]:
-        """One group, once all prompts of the step have arrived. With `data.source` = "submitted" it belongs to this
-        prompt; otherwise to a prompt that April has drawn, whose text and label are returned.
+        """The responses of one group of the next batch, once all prompts of the step have arrived. With `data.source` =
+        "submitted" the group belongs to this prompt; otherwise to a prompt that April has drawn, whose text and label
+        are returned.
 
         Raises RuntimeError if the run is over before OpenRLHF is, or fewer prompts arrive than a batch has groups.
         """
@@ -240,7 +242,7 @@ class OpenRlhfEngine:
         backend: str = "nccl",
         use_ray: bool = False,
     ) -> None:
-        """Join the weight broadcast as the only engine, with one rank."""
+        """Join the process group of OpenRLHF's weight broadcast as its only inference engine, with one rank."""
         if use_ray:
             from ray.util import collective
 
@@ -259,7 +261,8 @@ class OpenRlhfEngine:
     async def update_weight(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], empty_cache: bool = False
     ) -> None:
-        """Receive one tensor from rank 0; `empty_cache` marks the last one of the weights."""
+        """Receive one weight tensor from rank 0; `empty_cache` marks the last tensor, after which the weights are
+        published."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
         await asyncio.to_thread(self._receive, tensor)
         self._received[name] = tensor.cpu()
@@ -271,7 +274,7 @@ class OpenRlhfEngine:
         """Does nothing: April's workers reset their cache with every version."""
 
     async def _publish(self, weights: dict[str, Tensor]) -> None:
-        """Publish weights that contain the last batch; after the last step the run ends."""
+        """Publish the weights trained on the last batch to April's workers; after the last step the run ends."""
         run = self.run
         if self.batch:
             await run.consumed(self.batch, {"reward": self.batch.rewards.mean().item()})

@@ -1,4 +1,4 @@
-"""Helpers of several adapters: groups of equal size, weights from a folder, checkpoints synced to disk."""
+"""Helpers shared by several adapters: groups of equal size, weights from a folder, checkpoints synced to disk."""
 
 import itertools
 from collections.abc import Iterator

@@ -26,24 +26,25 @@ from april.trainers.rollouts import Prompt, PromptsWanted, RolloutBatch, Rollout
 from april.util.errors import refuse
 
 WEIGHTS_PREFIX = "weight_v"
-"""Prefix of the folder of a weight version."""
+"""Prefix of the folder names to which slime's actor writes its weight versions."""
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 SPREAD_FILTERS = "nonzero_std"
-"""Suffix of slime's filter names that drop groups with equal rewards."""
+"""Suffix of the names of slime's dynamic-sampling filters that drop groups whose rewards are all equal."""
 
 
 class SlimeRollouts:
-    """A run behind slime's rollout manager."""
+    """Adapter through which slime's rollout manager takes batches from a run."""
 
     def __init__(self, args: Namespace, run: Rollouts):
         self.args, self.run = args, run
         self.batch: RolloutBatch | None = None
-        """The batch in training."""
+        """The batch on which slime is training; None if there is none."""
         self._tokenizer = Tokenizer(run.config.model.path)
         self._durable = run.step
 
     def generate(self, rollout_id: int, source: Any) -> RolloutFnTrainOutput:
-        """The groups of step `rollout_id`. Partial samples of other groups are kept, and resumed first."""
+        """The groups of slime's step `rollout_id`. Unfinished samples of other groups stay with the broker and are
+        resumed first."""
         if rollout_id != self.run.step:
             raise RuntimeError(
                 f"slime is at {rollout_id} and the run at {self.run.step}; go on from the same checkpoint"
@@ -69,12 +70,13 @@ class SlimeRollouts:
         return RolloutFnTrainOutput(samples=groups, metrics={"rollout/april/staleness": staleness(self.batch)})
 
     def _submit_prompts(self, source: Any, count: int) -> None:
-        """Submit groups of slime's data source, by its numbers; those submitted before are skipped."""
+        """Submit the next `count` groups of slime's data source, numbered as there; groups submitted before a restart
+        are skipped."""
         groups = source.get_samples(count)
         self.run.submit([prompt_of(group) for group in groups], first=groups[0][0].group_index)
 
     def _samples(self, group: list[TrainSample], origin: dict[str, Any]) -> list[Sample]:
-        """slime's own samples, filled with the sampled responses."""
+        """slime's own `Sample` objects of a group, filled with the sampled responses."""
         return [
             self._fill_sample(Sample.from_dict(deepcopy(origin["sample"]) | {"index": index}), sample)
             for index, sample in zip(origin["indices"], group, strict=True)
@@ -130,7 +132,8 @@ current: list[SlimeRollouts] = []
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The function that slime calls. Evaluation runs on slime's own servers, which load the same weights."""
+    """slime's rollout function: returns the groups of the next batch. Evaluation runs on slime's own servers, which
+    load the same weights."""
     if evaluation:
         from slime.rollout.sglang_rollout import generate_rollout as evaluate
 
@@ -198,6 +201,6 @@ def saved_step(save: str | None) -> int:
 
 
 def staleness(batch: RolloutBatch) -> float:
-    """Mean staleness of the sampled tokens, in policy steps."""
+    """Mean staleness of the batch's sampled tokens, in policy steps."""
     sampled = batch.versions[batch.response_mask]
     return batch.step - sampled.float().mean().item() if len(sampled) else 0.0

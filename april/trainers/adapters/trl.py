@@ -55,21 +55,21 @@ class TrlRollouts:
         """`resumed_from`: TRL's checkpoint from which the trainer resumes."""
         self.run, self.arguments, self.resumed_from = run, arguments, resumed_from
         self.batch: RolloutBatch | None = None
-        """The batch in training."""
+        """The batch on which TRL is training; None if there is none."""
         self._batches: Iterator[RolloutBatch] = run.batches()
 
     @property
     def dataset(self) -> Dataset:
-        """Empty rows that only count TRL's steps; the prompts are the run's."""
+        """Dataset of empty rows that only determine TRL's number of steps; the prompts come from the run."""
         schedule = self.run.config.schedule
         return Dataset.from_dict({"prompt": [""] * schedule.rollout_batch_size * schedule.max_steps})
 
     def reward(self, **columns: Any) -> list[float]:
-        """TRL's reward function: the rewards of April's verifier."""
+        """Reward function for TRL: returns the rewards that April's verifier has already computed."""
         return columns[REWARD_COLUMN]
 
     def generate(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """TRL's `rollout_func`: this rank's share of the next batch. Collective.
+        """Implementation of TRL's `rollout_func`: returns this rank's share of the next batch. Collective.
 
         Of the `prompts`, which are TRL's own, only their number counts. Raises RuntimeError if the run is over before
         TRL is, and if TRL evaluates, which April does itself.
@@ -107,7 +107,7 @@ class TrlRollouts:
         return trainer.train(resume_from_checkpoint=self.resumed_from)
 
     def finish(self) -> None:
-        """After the last batch, let the run end and evaluate the last weights."""
+        """If all steps are trained, let the run end, which first evaluates the last weights."""
         if self.run.step >= self.run.config.schedule.max_steps:
             next(self._batches, None)
 
@@ -120,7 +120,7 @@ class TrlRollouts:
 
 
 class WeightsToApril:
-    """Stands in for TRL's generation server."""
+    """Replaces TRL's client of its generation server: sends the weights to April's workers instead."""
 
     def __init__(self, run: Rollouts, trainer: GRPOTrainer):
         self.run, self.trainer = run, trainer
@@ -248,7 +248,7 @@ def sums_over_rows(trainer: GRPOTrainer) -> bool:
 
 
 def is_shared(value: Any) -> bool:
-    """Whether a value belongs to all rows together."""
+    """Whether a value of the batch applies to all rows together (None or a scalar)."""
     return value is None or value.ndim == 0
 
 

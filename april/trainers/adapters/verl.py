@@ -40,14 +40,14 @@ BACKEND = "april"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 STEP_FOLDER = "global_step_"
 EMPTY_FIELDS = ("turn_scores", "tool_rewards", "extras")
-"""Fields that verl expects of every trajectory and April leaves empty."""
+"""Non-tensor fields that verl expects of every trajectory and that April leaves empty."""
 
 
 class AgentLoopManager:
     """Replaces verl's agent loop manager: starts no agent loops, and takes batches of the run."""
 
     current: "AgentLoopManager | None" = None
-    """The manager of this process, through which `CheckpointManager` publishes weights."""
+    """The instance of this process, through which `CheckpointManager` publishes weights; None before it is created."""
 
     def __init__(self, config: Any, run: Rollouts | None = None):
         """`config`: verl's whole configuration; `run`: an existing connection, by default that of
@@ -68,14 +68,15 @@ class AgentLoopManager:
             run.__exit__(ConfigError, error, None)
             raise
         self.batch: RolloutBatch | None = None
-        """The batch in training."""
+        """The batch on which verl is training; None if there is none."""
         self._durable = run.step
         AgentLoopManager.current = self
 
     @classmethod
     @auto_await
     async def create(cls, config: Any, *_: Any, **__: Any) -> "AgentLoopManager":
-        """As verl's own; servers, teacher and reward loop are ignored."""
+        """Create the manager, with the signature of verl's own `create`; servers, teacher and reward loop are
+        ignored."""
         return cls(config)
 
     @auto_await

@@ -13,4 +13,4 @@ FRAMEWORKS = Registry(
     },
     base="april.trainers.convert.framework:Framework",
 )
-"""Frameworks by the name on the command line."""
+"""Supported frameworks, by their name on the command line of `april convert`."""

@@ -1,4 +1,5 @@
-"""The words of a shell script: its tokens, without quotes and with variables replaced, or why a word is unknown."""
+"""Tokenisation and word expansion of a shell script: quotes removed, variables replaced, and for each word that cannot
+be determined the reason."""
 
 import ast
 import operator
@@ -20,7 +21,8 @@ CLOSING = {"$(": ")", "(": ")", "${": "}", '"': '"'}
 
 @dataclass(frozen=True)
 class Token:
-    """A word as it is written, an operator such as `&&`, or an array assignment with the words in its brackets."""
+    """Token of a shell script: a word as it is written, an operator such as `&&`, or an array assignment with the words
+    in its brackets."""
 
     text: str
     line: int
@@ -56,7 +58,7 @@ def tokenize(text: str) -> Iterator[Token]:
 
 
 def read_word(text: str, position: int) -> tuple[str, int]:
-    """(word at `position`, position after it); the word is never empty while text is left."""
+    """(word at `position`, position after the word); the word is never empty before the end of the text."""
     start = position
     while position < len(text) and text[position] not in " \t\r\n;&|()<>":
         position = end_of_part(text, position)
@@ -86,7 +88,7 @@ def skip_here_documents(text: str, position: int, delimiters: list[str]) -> int:
 
 
 def end_of_part(text: str, position: int) -> int:
-    """The end of the part at `position`: an escape, a quoted text, a substitution, or one character."""
+    """End position of the part of a word at `position`: an escape, a quoted text, a substitution, or one character."""
     if text[position] == "\\":
         return position + 2
     if text[position] in "'`":
@@ -122,15 +124,15 @@ ARITHMETIC: dict[type, Callable[[int, int], int]] = {
 
 
 class Word(NamedTuple):
-    """An expanded word."""
+    """A word of the script after the shell's expansion."""
 
     text: str
     unreadable: str = ""
-    """Why `text` is not what the shell would produce; "" if it is."""
+    """Reason why `text` may differ from what the shell would produce; "" if `text` is exact."""
 
 
 Value = Word | list[Word]
-"""The value of a variable or of an array."""
+"""Value of a shell variable (one word) or of an array (a list of words)."""
 
 
 class Fields:

@@ -8,14 +8,14 @@ from april.trainers.convert.translation import Options, Rule, Translation
 from april.util.errors import ConfigError
 
 UNLIMITED_STEPS = 10**9
-"""`schedule.max_steps` of a run that ends with its data."""
+"""Value of `schedule.max_steps` for a run that ends when its prompts are used up."""
 ANY_PROMPT_TOKENS = 1 << 20
-"""`data.max_prompt_tokens` where only the model's context bounds a prompt."""
+"""Value of `data.max_prompt_tokens` where a framework bounds a prompt only by the model's context."""
 ALL_PROMPTS = 10**6
-"""`evaluation.prompts` where a framework evaluates on a whole file."""
+"""Value of `evaluation.prompts` where a framework evaluates on all prompts of a file."""
 
 SINKS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
-"""Values of `operations.sinks` that other frameworks name alike."""
+"""Values of `operations.sinks` (metric loggers) that have the same names in other frameworks."""
 
 SHARDING = "of how its trainer is spread over devices; April's is FSDP over learner.ranks"
 MEMORY = "of memory; April packs into learner.microbatch_tokens, and shards all state"
@@ -34,7 +34,7 @@ class Framework:
     source: ClassVar[str]
     """Repository and commit on which the table is based."""
     table: ClassVar[Mapping[str, Rule]]
-    """Rule of each option; a trailing `*` matches all options with that prefix."""
+    """Translation rule of each option, by option name; a trailing `*` matches all options with that prefix."""
     defaults: ClassVar[Mapping[str, Any]]
     """The framework's defaults of options that are always translated, because April's defaults differ or may change."""
 
@@ -66,7 +66,8 @@ class Framework:
 def set_minibatches(
     translation: Translation, name: str, responses: int | None, groups: int | None, n: int | None
 ) -> None:
-    """Translate `name`, with `responses` per optimizer step and a batch of `groups` groups of `n` responses each."""
+    """Set the number of optimizer steps per batch from the option `name`, given `responses` per optimizer step and a
+    batch of `groups` groups of `n` responses each."""
     if not responses or not groups or not n or responses == groups * n:
         return
     if groups * n % responses or responses % n:
@@ -78,7 +79,8 @@ def set_minibatches(
 
 
 def has_several_steps(translation: Translation) -> bool:
-    """Whether a batch has more than one optimizer step; call it after those keys are set."""
+    """Whether a batch has more than one optimizer step; valid once `learner.minibatches` and `learner.epochs` are
+    set."""
     return any(translation.keys.get(f"learner.{key}", (1, ""))[0] > 1 for key in ("minibatches", "epochs"))
 
 
@@ -104,7 +106,8 @@ def set_adapter(translation: Translation, rank: str, alpha: str, targets: str, u
 
 
 def set_devices(translation: Translation, trainers: int | None, generators: int | None, names: tuple[str, ...]) -> None:
-    """Set the numbers of training devices and engines; None where both share devices, which April does not."""
+    """Set the numbers of training devices and inference engines. None: the script shares devices between both, which is
+    not translated."""
     if trainers is None or generators is None:
         translation.undecided["learner.ranks, worker.count"] = (
             f"{', '.join(names)} let training and generation take turns on the same devices; April gives each its own: "
@@ -116,7 +119,7 @@ def set_devices(translation: Translation, trainers: int | None, generators: int 
 
 
 def set_reference_kl(translation: Translation, used: bool, coefficient: str, estimator: str) -> None:
-    """Translate the KL to the starting policy."""
+    """Translate the KL term against the starting policy, of the given coefficient and estimator options."""
     weight = translation.number(coefficient) if used else 0
     translation.set_key("algorithm.kl_coef", float(weight or 0), coefficient)
     if weight:

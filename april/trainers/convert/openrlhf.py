@@ -47,12 +47,12 @@ ESTIMATORS = {
     "reinforce_baseline": "reinforce_pp_baseline",
     "gae": "gae",
 }
-"""Advantage by `--algo.advantage.estimator`."""
+"""April's `algorithm.advantage` for each value of OpenRLHF's `--algo.advantage.estimator`."""
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
-"""(level, mode) by `is_correction_type`."""
+"""(level of the ratio: token or sequence; mode: clip or mask) for each value of OpenRLHF's `is_correction_type`."""
 UNBOUNDED = 1e9
-"""A bound above any ratio that April or OpenRLHF computes."""
+"""Upper bound that no importance ratio reaches: stands for no bound."""
 
 TABLE: dict[str, Rule] = {
     "actor.model_name_or_path": MapTo("model.path"),

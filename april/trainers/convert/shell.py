@@ -13,7 +13,7 @@ from typing import NamedTuple
 from april.trainers.convert.expansion import Token, Value, Word, expand, expand_to_word, tokenize
 
 UNKNOWN_ELEMENTS = "[@]"
-"""Suffix in the text of a word that stands for unknown elements of an array."""
+"""Suffix of a word's text that marks the word as standing for unknown elements of an array."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 SETTERS = ("export", "declare", "local", "readonly", "typeset")
 COMPARISONS = {
@@ -30,11 +30,11 @@ COMPARISONS = {
 
 
 class SimpleCommand(NamedTuple):
-    """One command, or only assignments."""
+    """A simple command with its assignments, or assignments alone."""
 
     words: list[Token]
     connector: str
-    """The operator before it: `&&`, `||`, or ""."""
+    """Operator that connects the command to the previous one: `&&`, `||`, or ""."""
 
 
 class Conditional(NamedTuple):
@@ -46,14 +46,14 @@ class Conditional(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop or a function, whose number of executions is unknown."""
+    """A loop or a function definition: statements that run an unknown number of times."""
 
     line: int
     body: "list[Statement]"
 
 
 class CommandGroup(NamedTuple):
-    """Commands in braces or parentheses."""
+    """Statements grouped in braces or parentheses."""
 
     body: "list[Statement]"
     connector: str
@@ -71,7 +71,7 @@ class Invocation(NamedTuple):
 
 
 class ShellParser:
-    """Parses tokens to statements."""
+    """Parser from tokens to statements: commands, conditions, loops and groups."""
 
     def __init__(self, text: str) -> None:
         self.tokens = list(tokenize(text))
@@ -154,7 +154,7 @@ class ShellParser:
 
 @dataclass
 class Script:
-    """The state of a script that is read: its variables and the commands that it calls."""
+    """State while a script is read: the values of its variables and the commands that it calls."""
 
     variables: dict[str, Value]
     invocations: list[Invocation] = field(default_factory=list)

@@ -44,10 +44,10 @@ ESTIMATORS = {
     "reinforce_plus_plus": ("reinforce_pp", "ppo"),
     "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", "ppo"),
 }
-"""(advantage, loss) by `--advantage-estimator`."""
+"""April's (`algorithm.advantage`, `algorithm.loss`) for each value of slime's `--advantage-estimator`."""
 OWN_CODE = Unsupported("it names code of slime's interfaces; write it as a part of April's, docs/extending.md")
 VERIFIERS = {"deepscaler": "deepscaler", "dapo": "dapo", "math": "math", "f1": "f1", "remote_rm": "remote"}
-"""Verifier by `--rm-type`."""
+"""Name of April's verifier for each value of slime's `--rm-type`."""
 
 TABLE: dict[str, Rule] = {
     "${MODEL_ARGS[@]}": Ignored("the architecture, which April reads from the model's folder"),
@@ -182,7 +182,7 @@ MEGATRON = (
     "update-weight*", "release-train", "distributed-*", "use-fault-tolerance", "rollout-health-check-*",
     "rollout-data-transport", "keep-old-actor", "megatron-*", "qwen-gdn-backend", "train-env-vars",
 )  # fmt: skip
-"""Options of how slime is distributed over devices."""
+"""Options that only affect how slime is distributed over devices, and are ignored."""
 NUMERICS = (
     "accumulate-allreduce-grads-in-fp32", "attention-softmax-in-fp32", "attention-backend", "bf16", "fp8-*",
     "transformer-impl", "no-gradient-accumulation-fusion", "no-masked-softmax-fusion", "no-rope-fusion",
@@ -333,7 +333,8 @@ def loss(translation: Translation) -> None:
 
 
 def stale_tokens(translation: Translation) -> None:
-    """Corrections of stale tokens; by default slime clips around recomputed log-probabilities and corrects nothing."""
+    """Translate the off-policy corrections of stale tokens; by default slime clips around recomputed log-probabilities
+    and corrects nothing."""
     behaviour = translation.value("use-rollout-logprobs")
     translation.set_key("algorithm.proximal", "behaviour" if behaviour else "recomputed", "use-rollout-logprobs")
     translation.set_key("algorithm.behaviour_coef", 0.0)

@@ -20,11 +20,11 @@ NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass
 class Options:
-    """Options by the framework's names."""
+    """Values of a script's options, by the framework's option names."""
 
     values: dict[str, Any] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Reasons why options cannot be read, by name, or by the text in place of a name."""
+    """Reason why an option cannot be read, by option name, or by the script's text where the name itself is unknown."""
     kind: str = ""
     """The configuration class that the script uses, where the framework has several."""
 
@@ -39,7 +39,8 @@ def script_options(text: str, environment: Mapping[str, str], program: str, hydr
 
 
 def with_unused_arrays(options: Options, script: Script, words: Sequence[Word]) -> Options:
-    """The options, with a note on arrays of flags that the script sets and never passes to the program."""
+    """Record in `options` as unreadable each array of flags that the script sets and never passes to the program;
+    returns `options`."""
     arguments = {word.text for word in words}
     for name, value in script.variables.items():
         array_flags = [word.text for word in value if word.text.startswith("--")] if isinstance(value, list) else []
@@ -144,7 +145,8 @@ def scalar(text: str) -> Any:
 
 @dataclass(frozen=True)
 class MapTo:
-    """The option maps to one key of April's; `convert` raises NotTranslatable for values without a counterpart."""
+    """Rule of an option that maps to one configuration key of April; `convert` raises NotTranslatable for values
+    without a counterpart."""
 
     key: str
     convert: Callable[[Any], Any] = lambda value: value
@@ -152,14 +154,15 @@ class MapTo:
 
 @dataclass(frozen=True)
 class Ignored:
-    """The option only affects how the other program runs, not what is learned; `why` says how."""
+    """Rule of an option that only affects how the other program runs, not what is learned; `why` says how."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """April has no counterpart of the option, which changes what is learned unless its value is one of `off`."""
+    """Rule of an option without a counterpart in April, which changes what is learned unless its value is one of
+    `off`."""
 
     why: str
     off: tuple[Any, ...] = (None, False, 0)
@@ -167,7 +170,7 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class Joint:
-    """The option is translated together with others, by `Framework.translate_joint`."""
+    """Rule of an option that is translated together with others, by `Framework.translate_joint`."""
 
 
 JOINT = Joint()
@@ -175,7 +178,7 @@ Rule = MapTo | Ignored | Unsupported | Joint
 
 
 class NotTranslatable(ValueError):
-    """The value has no counterpart in April; the text says why."""
+    """Raised for an option's value that has no counterpart in April; the text gives the reason."""
 
 
 @dataclass
@@ -186,13 +189,13 @@ class Translation:
     table: Mapping[str, Rule]
     defaults: Mapping[str, Any]
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """By April's key: its value, and the options from which it follows."""
+    """(value, names of the options from which it follows) of each configuration key of April."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Reasons by option that does not change what is learned."""
+    """By option that does not change what is learned: the reason."""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """Reasons by option that cannot be translated, so that the run differs."""
+    """By option that cannot be translated, so that April's run would differ: the reason."""
     undecided: dict[str, str] = field(default_factory=dict)
-    """Reasons by option that was not understood, or by key that the user has to choose."""
+    """By option that was not understood, or by key that the user has to set: the reason."""
 
     def __post_init__(self) -> None:
         for name, why in self.options.unreadable.items():
@@ -210,7 +213,8 @@ class Translation:
         return self.options.values.get(name, None if name in self.options.unreadable else self.defaults.get(name))
 
     def number(self, name: str) -> Any:
-        """As `value`; None, and recorded as undecided, if it is not a number."""
+        """The option's value, as from `value`, if it is a number; otherwise None, and the option is recorded as
+        undecided."""
         value = self.value(name)
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             return value
@@ -223,14 +227,14 @@ class Translation:
             self.keys[key] = (value, ", ".join(map(self.label, names)))
 
     def override(self, key: str, value: Any) -> None:
-        """Set a key by the user's choice, which settles undecided entries about it."""
+        """Set a key by the user's choice, which removes undecided entries about that key."""
         self.keys[key] = (value, "chosen")
         self.undecided = {
             keys: why for keys, why in self.undecided.items() if not set(keys.split(", ")) <= self.keys.keys()
         }
 
     def label(self, name: str) -> str:
-        """The option's name, marked if its default was used."""
+        """The option's name for messages, marked if the framework's default was used."""
         return name if self.given(name) else f"default of {name}"
 
     def apply_rules(self) -> None:
@@ -253,7 +257,7 @@ class Translation:
                     self.undecided[name] = f"{value!r} is not of the kind that was expected"
 
     def rule(self, name: str) -> Rule | None:
-        """The option's rule, or that of the longest matching prefix with a `*`; None without one."""
+        """The option's rule, or the rule of the longest matching prefix with a `*`; None if no rule matches."""
         if name in self.table:
             return self.table[name]
         prefixes = [known for known in self.table if known.endswith("*") and name.startswith(known[:-1])]
@@ -273,7 +277,7 @@ class Translation:
 
 
 def by_name(**meanings: Any) -> Callable[[Any], Any]:
-    """A conversion of names to values; other names raise NotTranslatable."""
+    """Returns a conversion function from the given names to values; other names raise NotTranslatable."""
 
     def convert(value: Any) -> Any:
         name = str(value).replace("-", "_").replace("++", "_plus_plus")
@@ -285,7 +289,8 @@ def by_name(**meanings: Any) -> Callable[[Any], Any]:
 
 
 def only(value: Any, why: str) -> Callable[[Any], None]:
-    """A conversion that accepts only `value`, April's own behaviour, for which no key is set."""
+    """Returns a conversion function that accepts only `value`, which is April's own behaviour and sets no key; other
+    values raise NotTranslatable with `why`."""
 
     def convert(given: Any) -> None:
         if given != value:
@@ -295,7 +300,7 @@ def only(value: Any, why: str) -> Callable[[Any], None]:
 
 
 def single_path(value: Any) -> Any:
-    """A path, or the only one of a list. Raises NotTranslatable for several."""
+    """The path, or the single element of a list of paths. Raises NotTranslatable for several paths."""
     if isinstance(value, list):
         if len(value) != 1:
             raise NotTranslatable("several files are data.sources in April, each with a weight; write them there")
@@ -304,5 +309,5 @@ def single_path(value: Any) -> Any:
 
 
 def known_names(sinks: tuple[str, ...]) -> Callable[[Any], list[str]]:
-    """A conversion of one or several names to those in `sinks`."""
+    """Returns a conversion function that keeps, of one or several names, those in `sinks`."""
     return lambda names: [name for name in sinks if name in (names if isinstance(names, list) else [names])]

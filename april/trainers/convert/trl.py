@@ -144,22 +144,22 @@ MEANS = {
     "cispo": "token_mean",
     "vespo": "token_mean",
 }
-"""`algorithm.normalisation` by `loss_type`."""
+"""April's `algorithm.normalisation` for each value of TRL's `loss_type`."""
 LEVELS = {"token": "ppo", "sequence": "gspo", "sequence_token": "gspo_token"}
-"""`algorithm.loss` by `importance_sampling_level`."""
+"""April's `algorithm.loss` for each value of TRL's `importance_sampling_level`."""
 CORRECTIONS = {
     "token_truncate": ("truncated", "truncation"),
     "sequence_truncate": ("truncated_sequence", "sequence_truncation"),
     "token_mask": ("icepop", "icepop_high"),
 }
-"""(correction, key of its bound) by `vllm_importance_sampling_mode`."""
+"""April's (correction, key of the correction's bound) for each value of TRL's `vllm_importance_sampling_mode`."""
 VESPO = {
     "vespo_k_pos": "vespo_k_positive",
     "vespo_lambda_pos": "vespo_lambda_positive",
     "vespo_k_neg": "vespo_k_negative",
     "vespo_lambda_neg": "vespo_lambda_negative",
 }
-"""Keys in [algorithm] of the parameters of `loss_type` = "vespo"."""
+"""April's key in [algorithm] for each parameter of TRL's `loss_type` = "vespo"."""
 ENGINE = "of how TRL runs its engine"
 
 TABLE: dict[str, Rule] = {
@@ -322,7 +322,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "AsyncGRPOConfig": {"max_completion_length": 2048, "max_staleness": 4, "lr_scheduler_type": "constant"},
     "RLOOConfig": {"num_generations": 2, "beta": 0.05, "loss_type": "grpo"},
 }
-"""Defaults of the other configuration classes that differ from GRPOConfig's."""
+"""For each configuration class other than GRPOConfig: the defaults that differ from GRPOConfig's."""
 
 
 class TRL(Framework):
@@ -399,7 +399,7 @@ def batch(translation: Translation) -> None:
 
 
 def data(translation: Translation) -> None:
-    """Data and reward; the script's code that maps rows is not run."""
+    """Translate the options of data and reward; the script's own code that maps dataset rows is not run."""
     translation.set_key("data.prompt_key", "prompt")
     translation.undecided["data.path, data.label_key"] = (
         "TRL's rows are what its script makes of a dataset; save them to a file, name it, and the column of its "

@@ -49,7 +49,7 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "gae": "gae",
 }
-"""Advantage by `algorithm.adv_estimator`."""
+"""April's `algorithm.advantage` for each value of verl's `algorithm.adv_estimator`."""
 CRITIC = {
     "algorithm.gamma": ("critic.gamma", 1.0),
     "algorithm.lam": ("critic.lam", 1.0),
@@ -57,7 +57,7 @@ CRITIC = {
     "critic.cliprange_value": ("critic.value_clip", 0.5),
     "trainer.critic_warmup": ("critic.warmup_batches", 0),
 }
-"""(April's key, verl's default) by verl's option."""
+"""(April's key, verl's default) for each of verl's options of the critic."""
 LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"}
 DPPO = "dppo_tv"
 MEANS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "constant"}
@@ -385,7 +385,8 @@ def stale_tokens(translation: Translation) -> None:
 
 
 def server(translation: Translation) -> None:
-    """Set the engine's options by the names that each engine has for them."""
+    """Translate verl's options of the inference server to `engine.server`, under the names that the chosen engine (vLLM
+    or SGLang) uses."""
     engine, _ = translation.keys.get("worker.engine", ("", ""))
     ranks, memory = {
         "vllm": ("tensor_parallel_size", "gpu_memory_utilization"),

@@ -11,24 +11,25 @@ from april.learner.objective import row_advantages
 from april.trainers.rollouts.prompts import decode_extra
 
 NO_VERSION = -1
-"""Version of tokens that no policy has sampled."""
+"""Value of `RolloutBatch.versions` at tokens that no policy has sampled."""
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
     """Complete groups as tensors: B samples of at most T tokens with their prompt, padded on the right.
 
-    Per-token values stand in the token's own column, not in that of the token before it.
+    Per-token values are in the column of the token itself, not of the token that predicts it.
     """
 
     step: int
     """Number of the batch, from 0; training on it turns weights `step` into weights `step + 1`."""
     groups: list[list[TrainSample]]
-    """The same samples one by one, with reward, segments, finish reason, and the support of truncated distributions."""
+    """The batch's samples as objects, group by group, with reward, version segments, finish reason, and supports under
+    truncated sampling."""
     input_ids: Tensor
     """Token ids, int64 [B, T]; 0 in the padding."""
     attention_mask: Tensor
-    """1 at tokens of prompt and response, int64 [B, T]."""
+    """1 at tokens of prompt and response, 0 in the padding; int64 [B, T]."""
     response_mask: Tensor
     """True at tokens that the policy sampled, bool [B, T]; False at prompts, observations and padding."""
     logprobs: Tensor

@@ -1,5 +1,5 @@
-"""Run broker and workers as a child process, `april run --without-learner`, which ends with the trainer even if that is
-killed."""
+"""Run broker and workers as a child process, `april run --without-learner`, which ends with the trainer even if the
+trainer is killed."""
 
 import contextlib
 import os
@@ -18,11 +18,11 @@ from april.wire.sockets.base import ADDRESS_FILE
 
 POLL_S = 0.05
 STOP_TIMEOUT_S = 60.0
-"""Time after which a child that was told to stop is killed."""
+"""Time after which a child process that was asked to stop is killed, seconds."""
 
 
 class LocalRunFailed(RuntimeError):
-    """Broker or workers have failed; the text holds the output of `april run`."""
+    """Raised when broker or workers of a local run have failed; the text holds the output of `april run`."""
 
 
 class LocalRun:
@@ -61,13 +61,13 @@ class LocalRun:
         return self.address_file.read_text()
 
     def _modified_ns(self) -> int | None:
-        """Modification time of the address file; None without one."""
+        """Modification time of the broker's address file, nanoseconds; None without the file."""
         with contextlib.suppress(FileNotFoundError):
             return self.address_file.stat().st_mtime_ns
         return None
 
     def check(self) -> None:
-        """Raise ConfigError or LocalRunFailed if the child has failed."""
+        """Raises ConfigError or LocalRunFailed if the child process has failed."""
         status = self.process.poll()
         if status in (None, 0):
             return
@@ -83,7 +83,7 @@ class LocalRun:
         self._output_file.unlink()
 
     def stop(self) -> None:
-        """Stop the run; unfinished samples are handed back and kept in the journal."""
+        """Stop the run; workers return unfinished samples to the broker, which keeps them in the journal."""
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(STOP_TIMEOUT_S)

@@ -13,18 +13,18 @@ from april.data.tokenizer import Tokenizer
 from april.wire.limits import FROM_PEER
 
 MAX_BODY_BYTES = FROM_PEER.body_bytes // 2
-"""Bytes of labels and extras in one message, which leaves room for the rest of its body."""
+"""Most bytes of labels and extras in one message, which leaves room for the rest of the message body."""
 MAX_MESSAGE_TOKENS = FROM_PEER.frame_bytes // 4
-"""Prompt tokens in one message."""
+"""Most prompt tokens in one message."""
 HEAD_BYTES = 160
-"""Bytes of a prompt in a message besides label and extra."""
+"""Estimated bytes of a prompt's header in a message, without label and extra."""
 
 
 PromptText: TypeAlias = str | list[dict] | Sequence[int]
 
 
 class PromptsWanted(RuntimeError):
-    """A batch needs more groups than the submitted prompts can complete; submit more."""
+    """Raised when a batch needs more groups than the submitted prompts can complete; the trainer must submit more."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Prompt:
     """A prompt for `Rollouts.submit`; it becomes one group."""
 
     prompt: PromptText
-    """Text, chat messages, or token ids."""
+    """The prompt as text, as chat messages, or as token ids."""
     label: str = ""
     """Reference answer for the verifier."""
     reward: str = ""
-    """Registry name of its verifier; "" for the run's."""
+    """Registry name of the prompt's verifier; "" for the run's verifier."""
     extra: Any = None
     """Any value that MessagePack can encode; it comes back with the group, even after a crash."""
 
 
 EncodedPrompt: TypeAlias = tuple[wire.Submission, np.ndarray]
-"""Header of a prompt, and its token ids, int32 [T]."""
+"""A prompt in the broker's form: (header with label and extra, token ids int32 [T])."""
 
 
 def encoder(config: Config) -> Callable[[Prompt], EncodedPrompt]:

@@ -44,11 +44,11 @@ from april.wire.sockets.base import address_at
 from april.wire.training import Discard, Submission
 
 LOCAL = "local"
-"""`run` of `connect` for a run whose broker and workers are started here."""
+"""Value of the argument `run` of `connect` that starts broker and workers on this machine."""
 
 
 class TrainerSource(BatchSource, Protocol):
-    """A source of batches that also takes prompts."""
+    """A batch source to which an external trainer can also submit prompts."""
 
     def submit(self, first: int, prompts: list[Submission], ids: np.ndarray) -> int:
         """Submit prompts numbered from `first` on, with their token ids concatenated, int32; returns the number of
@@ -56,7 +56,7 @@ class TrainerSource(BatchSource, Protocol):
 
 
 class MonitoredSource(BrokerSource):
-    """A broker source that checks the local run while it waits."""
+    """A broker source that checks, while it waits, that the local run's processes have not failed."""
 
     local: LocalRun | None = None
 
@@ -84,13 +84,13 @@ class Rollouts:
         self.step = checkpoint
         """Policy step of the trainer's weights: the number of batches they were trained on."""
         self.finished = False
-        """Whether all batches have been handed out."""
+        """Whether all batches of the run have been handed out to the trainer."""
         self._source, self._group = source, group
         incarnation, frontier = source.start(checkpoint) if source else (0, 0)
         if group is not None:
             incarnation, frontier = broadcast_integers((incarnation, frontier), group)
         self.frontier = frontier
-        """Batches below it were handed out before a restart, and come again unchanged."""
+        """Step below which batches were handed out before a restart; these batches are delivered again unchanged."""
         self._prefetcher = BatchPrefetcher(source, group, self._to_tensors)
         self._sender = WeightSender(publisher, incarnation, frontier)
         self._published = -1
@@ -215,7 +215,8 @@ class Rollouts:
         self._published = self.step
 
     def version(self, step: int, score: Score | None = None) -> None:
-        """As `updating`, if the servers hold weights `step` already and have generated nothing since."""
+        """Tell the workers that their servers hold weights `step`; equivalent to an empty `updating` block, for servers
+        that have loaded these weights and generated nothing since."""
         if step != self.step:
             raise ValueError(f"version {step} was said of weights that hold {self.step} batches; say run.step")
         with self.updating(score):
@@ -241,7 +242,7 @@ class Rollouts:
 
 
 class ConnectedRollouts(Rollouts):
-    """Rollouts with their own broker connection, which ends with the block, as does a local run."""
+    """Rollouts that own their broker connection and local run: both end with the `with` block."""
 
     def __init__(
         self,
@@ -309,7 +310,7 @@ def connect(
 
 
 def toml_text(value: Any) -> str:
-    """The value as on the command line, in TOML."""
+    """A configuration value as TOML text, as it is written on the command line."""
     return value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
 
 

@@ -16,7 +16,7 @@ from april.weights.verification import Canary, canary_tokens
 
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 WRAPPERS = ("module", "_orig_mod")
-"""Attributes in which DistributedDataParallel and torch.compile keep the model."""
+"""Attributes in which DistributedDataParallel and torch.compile keep the wrapped model."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -68,7 +68,8 @@ Score: TypeAlias = Callable[[np.ndarray], Sequence[float]]
 
 
 def canary_from_score(score: Score, config: Config) -> Canary:
-    """The canary with log-probabilities from the trainer's own function. Raises ValueError."""
+    """The canary (a fixed text that verifies loaded weights) with log-probabilities from the trainer's own function.
+    Raises ValueError."""
     if config.vocabulary is None:
         raise ValueError("model.path has no vocab_size in its config.json, by which the canary's tokens are chosen")
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens

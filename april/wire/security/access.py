@@ -30,7 +30,7 @@ LINES_A_MINUTE = 60
 class Audit:
     """Logs refusals at a limited rate, so that no peer can fill the disk.
 
-    Two threads may share one; the limit is then exceeded by a line at most.
+    Two threads may share an instance; the limit is then exceeded by one line at most.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Audit:
 
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-"""Where libzmq asks whether a key is admitted (ZAP, ZeroMQ RFC 27)."""
+"""Address at which libzmq asks whether a key is admitted (ZAP, ZeroMQ RFC 27)."""
 DOMAIN = b"april"
 
 FAILURES = {
@@ -73,9 +73,9 @@ class AccessControl:
         self.keys = keys
         self.allow_list = allow_list
         self.failures: Counter[str] = Counter()
-        """Failed handshakes by cause: unknown key, wrong broker key, no keys, protocol, broken off."""
+        """Number of failed handshakes by cause: unknown key, wrong broker key, no keys, protocol, broken off."""
         self._reported_changes = 0
-        """Changes of the allow-list that `watch` has reported; the handshake thread may have read them earlier."""
+        """Number of allow-list changes that `watch` has reported; the handshake thread may have read newer ones."""
         self._audit = Audit()
         self._guarded: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
         self._zap = context.socket(zmq.REP)
@@ -83,7 +83,8 @@ class AccessControl:
         threading.Thread(target=self._serve_zap, name="zap", daemon=True).start()
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Admit only listed keys to `socket`, which must not be bound yet. Without a ZAP answer nobody is admitted."""
+        """Admit only listed keys to `socket`, which must not be bound yet. Nobody is admitted unless the ZAP thread
+        answers."""
         socket.curve_server = True
         socket.curve_publickey = self.keys.public.encode()
         socket.curve_secretkey = self.keys.secret.encode()
@@ -93,11 +94,11 @@ class AccessControl:
         self._guarded.append((socket, monitor))
 
     def peer_of(self, frame: zmq.Frame) -> KeyOwner:
-        """The sender of a message, from any of its frames."""
+        """The sender of a message, identified by the key of its connection; any frame of the message will do."""
         return self.allow_list.find(str(frame.get("User-Id")))
 
     def watch(self) -> bool:
-        """Count failed handshakes; returns whether the allow-list has changed since the last call."""
+        """Count the handshakes that have failed; returns whether the allow-list has changed since the last call."""
         for _, monitor in self._guarded:
             while monitor.poll(0):
                 event = recv_monitor_message(monitor)

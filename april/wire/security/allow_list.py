@@ -1,4 +1,4 @@
-"""The allow-list: a file with a line `key role name` per peer, read again whenever it changes.
+"""The allow-list: a file with one entry `key role name` per peer, read again whenever it changes.
 
 # comment
 Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID worker w7
@@ -21,14 +21,15 @@ class KeyOwner:
 
     key: str
     role: str
-    """worker | scorer | agents | learner | monitor; "" for a key that is not on the list (any more)."""
+    """Role of the peer: worker | scorer | agents | learner | monitor; "" for a key that is not, or no longer, on the
+    list."""
     name: str
 
 
 class AllowList:
-    """The peers on the list, by key. Used by the handshake thread and by the owner's thread.
+    """The admitted peers, by key. Used by the handshake thread and by the owner's thread.
 
-    `refresh` reads a changed file again. A file that cannot be read or has an invalid line is logged and ignored.
+    `refresh` reads a changed file again. A file that cannot be read or has an invalid entry is logged and ignored.
     """
 
     def __init__(self, path: Path):
@@ -40,11 +41,11 @@ class AllowList:
         self._changes = 0
 
     def find(self, key: str) -> KeyOwner:
-        """The owner of a key in Z85; its role is "" if the key is not on the list."""
+        """The owner of a key (in Z85 encoding); the role is "" if the key is not on the list."""
         return self._peers.get(key) or KeyOwner(key, "", "")
 
     def refresh(self) -> int:
-        """Read the file again if it has changed; returns how many times the list has changed so far."""
+        """Read the file again if it has changed; returns the number of changes so far."""
         with self._lock:
             file_state = self._stat()
             if file_state != self._file_state:
@@ -70,7 +71,7 @@ class AllowList:
 
 
 def read(path: Path) -> dict[str, KeyOwner]:
-    """The peers in an allow-list, by key. Raises ConfigError, which names the invalid line."""
+    """Read the peers in an allow-list file, by key. Raises ConfigError, which names the invalid entry."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:

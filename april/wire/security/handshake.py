@@ -13,8 +13,8 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 PATIENCE_S, PATIENCE_ATTEMPTS = 3.0, 3
-"""A server that breaks off this many handshakes over this long, and has never admitted the peer, has other keys. A
-server that dies breaks off only once."""
+"""A server that breaks off this many handshakes within this many seconds, and has never admitted the peer, is taken to
+have other keys. A server that dies breaks off only once."""
 
 UNLISTED = "its key is not on the allow-list; add it with `april keygen FOLDER --role ROLE --name NAME`"
 OTHER_KEYS = "the other side has other keys than 'security.keys' says; give the key file made in its folder"
@@ -32,7 +32,7 @@ class Handshake:
     """
 
     def __init__(self, socket: zmq.Socket[bytes], keys: Keys | None, server: str = ""):
-        """`server`: the CURVE public key of the other side."""
+        """`server`: CURVE public key of the server that the socket connects to."""
         if keys:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
@@ -45,7 +45,7 @@ class Handshake:
         """Times of failed handshakes (Unix time, seconds)."""
 
     def problem(self) -> str:
-        """Why the socket cannot connect, as a sentence; "" while it still may."""
+        """Reason for which the socket cannot connect, as a sentence; "" while it still may."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -1,4 +1,4 @@
-"""`april keygen`: makes a folder with the broker's keys, its peers' keys and the allow-list."""
+"""Implements `april keygen`: makes a folder with the broker's keys, its peers' keys and the allow-list."""
 
 import os
 import re

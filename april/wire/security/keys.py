@@ -1,7 +1,7 @@
 """CURVE key files: the identity of a process, and the broker that it trusts.
 
 A key file is TOML with role, name, public and secret key, and the broker's public key; keys are in Z85. A folder made
-by `april keygen` has one per part, named after its role.
+by `april keygen` has one key file per role, named after the role.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import overload
 from april.util.errors import refuse
 
 ALLOW_LIST = "allow-list"
-"""Name of the allow-list in a key folder."""
+"""Name of the allow-list file in a key folder."""
 ROLES = ("worker", "scorer", "agents", "learner", "monitor")
 KEY_CHARACTERS = 40
 
@@ -23,16 +23,16 @@ class Keys:
     """The content of a key file."""
 
     role: str
-    """broker | worker | scorer | agents | learner | monitor"""
+    """Role of the process: broker | worker | scorer | agents | learner | monitor."""
     name: str
     public: str
     secret: str = field(repr=False)
     broker: str
-    """The broker's public key."""
+    """CURVE public key of the broker, in Z85."""
 
 
 def find_key_file(keys: Path, role: str) -> Path:
-    """The key file of a role. `keys`: a folder with the file ROLE.key, or that file itself."""
+    """Find the key file of a role. `keys`: a folder with the file ROLE.key, or that file itself."""
     return keys / f"{role}.key" if keys.is_dir() else keys
 
 
@@ -41,7 +41,7 @@ def load_keys(keys: Path, role: str) -> Keys: ...
 @overload
 def load_keys(keys: Path | None, role: str) -> Keys | None: ...
 def load_keys(keys: Path | None, role: str) -> Keys | None:
-    """The keys of this process; None if `security.keys` is not set. Raises ConfigError."""
+    """Load the key file of this process; None if `security.keys` is not set. Raises ConfigError."""
     if keys is None:
         return None
     path = find_key_file(keys, role)
@@ -63,9 +63,9 @@ def load_keys(keys: Path | None, role: str) -> Keys | None:
 
 
 def is_open_to_others(file: os.stat_result) -> bool:
-    """Whether others than its owner can read a key file.
+    """Whether users other than its owner can read a key file.
 
-    The process's group may read a file of root, as a Secret in a pod without root needs it.
+    The process's group may read a file that root owns, as is the case for a Secret in a pod without root.
     """
     group_may_read = file.st_uid == 0 != os.geteuid()
     return bool(file.st_mode & (0o037 if group_may_read else 0o077))

@@ -50,13 +50,13 @@ def send(socket: zmq.Socket[bytes], frames: Iterable[bytes | memoryview], wait: 
 
 
 ADDRESS_FILE = "address"
-"""File of the run folder."""
+"""File of the run folder with the broker's address."""
 POLL_S = 0.05
 
 
 def address_at(connect: str, patience_s: float) -> str:
-    """The broker's address. `connect`: an address such as tcp://HOST:PORT, or a run folder. Raises TimeoutError if no
-    broker has written its address within `patience_s`."""
+    """Resolve the broker's address. `connect`: an address such as tcp://HOST:PORT, or a run folder. Raises TimeoutError
+    if no broker has written its address there within `patience_s`."""
     if "://" in connect:
         return connect
     file = Path(connect) / ADDRESS_FILE
@@ -70,18 +70,19 @@ def address_at(connect: str, patience_s: float) -> str:
 
 SIOCGIFADDR = 0x8915
 INTERFACE_NAME_BYTES = 16
-"""Bytes of an interface name in the kernel's request."""
+"""Length in bytes of an interface name in the kernel's interface request."""
 
 
 def own_address(host: str, port: int) -> str:
-    """The local address that connections to `host` use. Sends nothing. Raises OSError."""
+    """This machine's address on the route to `host`, found without sending anything. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
 def interface_towards(host: str, port: int) -> str:
-    """Name of the interface with that address; "" if it cannot be found (other systems than Linux). Raises OSError."""
+    """Name of the network interface with this address; "" if it cannot be found (systems other than Linux). Raises
+    OSError."""
     if sys.platform != "linux":
         return ""
     address = own_address(host, port)

@@ -24,19 +24,19 @@ from april.wire.sockets.control import Control
 log = logging.getLogger(__name__)
 
 REPORT_BYTES = 8 << 20
-"""Received bytes are reported after this many at the latest, well before the broker's credit is used up."""
+"""Received bytes after which they are reported to the broker at the latest, well before its credit is used up."""
 SILENT_S = 5.0
-"""Without any message from the broker for this long, a peer takes it to be away."""
+"""Seconds without any message from the broker after which a peer considers the broker to be away."""
 BEAT_OVER_DATA_S = 5.0
 """Interval of heartbeats over the data connection, which show whether the broker still knows that connection."""
 HELLO_AGAIN_S = 5.0
-"""A `Hello` without an answer is repeated after this long: a broker that died may have taken it with it."""
+"""Seconds without an answer after which a `Hello` is repeated: a broker that died may have lost the first one."""
 NAME_CHARACTERS = 90
 """Longest part of the name in a uid, so that the uid fits the wire type `Name`."""
 
 
 class BrokerUnreachable(RuntimeError):
-    """No broker answers at the address."""
+    """No broker has answered at the address in time."""
 
 
 class BrokerRefused(RuntimeError):
@@ -44,7 +44,7 @@ class BrokerRefused(RuntimeError):
 
 
 class AccessDenied(BrokerUnreachable):
-    """The broker does not admit this peer; trying again changes nothing."""
+    """The broker does not admit this peer's key; retrying changes nothing."""
 
 
 class BrokerConnection:
@@ -63,8 +63,8 @@ class BrokerConnection:
     def __init__(
         self, address: str, role: str, name: str, uid: str, patience_s: float = 600.0, keys: Keys | None = None
     ):
-        """`address`: the broker's, or the run folder where it writes it. `keys`: this peer's CURVE keys, if the
-        broker requires keys. Raises BrokerUnreachable if no address is written within `patience_s`."""
+        """`address`: address of the broker, or the run folder where the broker writes it. `keys`: this peer's CURVE
+        keys, if the broker requires keys. Raises BrokerUnreachable if no address is written within `patience_s`."""
         try:
             self.address = address_at(address, patience_s)
         except TimeoutError as error:
@@ -72,7 +72,7 @@ class BrokerConnection:
         self.role, self.name, self.uid = role, name, uid
         self.patience_s = patience_s
         self.received_bytes = self._reported_bytes = 0
-        """Bytes of arrays received in this session, and how many of them were reported over the data connection."""
+        """Bytes of arrays received in this session, and the part of them that was reported over the data connection."""
         self._sequence = 0
         self._next_beat = 0.0
         self._context = zmq.Context()
@@ -100,11 +100,12 @@ class BrokerConnection:
 
     @property
     def session(self) -> int:
-        """Number of the session; 0 without one."""
+        """Id of the session; 0 without one."""
         return self._control.session
 
     def hello(self, lease_ids: list[int], acknowledged_tokens: int = 0, timeout_s: float | None = None) -> wire.Welcome:
-        """Open a session, or a new one. Raises BrokerUnreachable after `timeout_s` (default: the patience).
+        """Open a session, which replaces an earlier one. Raises BrokerUnreachable after `timeout_s` (default: the
+        patience).
 
         `lease_ids`: leases that this peer still works on. `acknowledged_tokens`: tokens of this process acknowledged so
         far.
@@ -130,7 +131,7 @@ class BrokerConnection:
         self._control.begin(welcome.session, welcome.renew_s)
 
     def forget(self) -> None:
-        """End the session on this side; the next hello opens another."""
+        """Forget the session on the peer's side; the next hello opens another one."""
         self._control.session = 0
 
     def hold(self, lease_ids: Iterable[int], emitted_tokens: int = 0) -> None:
@@ -138,7 +139,7 @@ class BrokerConnection:
         self._control.lease_ids, self._control.emitted_tokens = list(lease_ids), emitted_tokens
 
     def occupy(self, slots: wire.Slots) -> None:
-        """Set what heartbeats report about a worker's slots."""
+        """Set the use of a worker's slots that heartbeats report."""
         self._control.slots = slots
 
     def goodbye(self) -> None:
@@ -164,7 +165,7 @@ class BrokerConnection:
             raise BrokerUnreachable(f"the broker at {self.address} takes no messages; is it running?") from None
 
     def is_disowned(self, received: wire.Received) -> bool:
-        """Whether an answer says that the broker does not know this session any more: say hello again."""
+        """Whether an answer says that the broker no longer knows the session, so that the peer must say hello again."""
         refused = isinstance(received.message, wire.Refused) and "unknown session" in received.message.reason
         return refused and received.session == self.session
 
@@ -213,7 +214,8 @@ class BrokerConnection:
     def request_parts(
         self, message: wire.Message, is_complete: Callable[[list[wire.Received]], bool], timeout_s: float | None = None
     ) -> list[wire.Received]:
-        """As `request`, for an answer in several messages; ends when `is_complete` of those received is true."""
+        """Send a request as `request` does, for an answer in several messages; it ends when `is_complete` is true of
+        those received."""
         deadline = clock.now() + (math.inf if timeout_s is None else timeout_s)
         sequence = self.send(message)
         answers: list[wire.Received] = []
@@ -241,7 +243,7 @@ class BrokerConnection:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the broker seems to be away, so that messages would only fill the send queue."""
+        """Whether the broker seems to be away, so that further messages would only fill the send queue."""
         return clock.now() - self._control.heard_at > SILENT_S
 
     def wake_by(self, descriptor: int) -> None:
@@ -249,7 +251,7 @@ class BrokerConnection:
         self._poller.register(descriptor, zmq.POLLIN)
 
     def check_alive(self) -> None:
-        """Raise BrokerUnreachable if the broker has been silent for the patience, AccessDenied if it refuses this peer.
+        """Raise BrokerUnreachable if the broker has been silent for `patience_s`, AccessDenied if it refuses this peer.
 
         A live broker answers every heartbeat.
         """
@@ -273,10 +275,10 @@ class BrokerConnection:
 
 
 def new_uid(name: str) -> str:
-    """A uid of a peer's process: its name and a random part."""
+    """A new unique id of a peer's process: the peer's name and a random part."""
     return f"{name[:NAME_CHARACTERS]}/{uuid.uuid4().hex}"
 
 
 def name_of(uid: str) -> str:
-    """The name in a uid; the whole uid if it has another form."""
+    """The peer's name in a process uid; the whole uid if it has another form."""
     return uid.rpartition("/")[0] or uid

@@ -20,7 +20,7 @@ from april.wire.sockets import base
 
 HEARTBEAT_S = 1.0
 JOIN_S = 5.0
-"""Longest wait for the thread to end; it never blocks for long."""
+"""Longest wait for the control thread to end; the thread never blocks for long."""
 
 
 class Control(threading.Thread):
@@ -37,13 +37,13 @@ class Control(threading.Thread):
         self.arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Eventfd that is readable when messages have arrived."""
         self.heard_at = clock.now()
-        """When the broker was last heard, on either connection (Unix time, seconds)."""
+        """Time of the last message from the broker on either connection, Unix time in seconds."""
         self.session = 0
-        """Number of the session; 0: send no heartbeats."""
+        """Id of the session; 0: send no heartbeats."""
         self.lease_ids: Sequence[int] = ()
         self.emitted_tokens = self.received_bytes = 0
         self.slots: wire.Slots | None = None
-        """See `wire.Heartbeat.slots`."""
+        """Use of a worker's slots for heartbeats: see `wire.Heartbeat.slots`."""
         self._renew_s = 0.0
         self._next_beat = self._next_renewal = 0.0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -64,7 +64,8 @@ class Control(threading.Thread):
         os.eventfd_write(self._wake, 1)
 
     def take(self) -> Iterator[wire.Received]:
-        """The messages that have arrived. Raises the error of one that does not decode, and any error of the thread."""
+        """Take the messages that have arrived. Raises the error of a message that does not decode, and any error of the
+        thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.arrived)
         while self._inbox:
@@ -74,7 +75,7 @@ class Control(threading.Thread):
             yield received
 
     def end(self) -> None:
-        """Send queued messages and end the thread; the socket is the caller's again."""
+        """Send queued messages and end the thread; the caller may use the socket again."""
         self._ended = True
         os.eventfd_write(self._wake, 1)
         self.join(JOIN_S)

@@ -70,7 +70,7 @@ class Chunk:
     id: int
     """Id of the request."""
     tokens: np.ndarray
-    """int32 [T]"""
+    """int32 [T]: ids of the new tokens."""
     logprobs: np.ndarray
     """float32 [T]: log-softmax(logits / temperature) of each token, over its support if there is one.
     Greedy: temperature 1."""
@@ -82,7 +82,7 @@ class Chunk:
 
 
 class Engine(Protocol):
-    """What a worker calls; all methods are called from one thread."""
+    """The interface that a worker drives; all methods are called from one thread."""
 
     @property
     def version(self) -> Version | None:
@@ -141,7 +141,8 @@ class Engine(Protocol):
     def score(self, tokens: np.ndarray) -> np.ndarray:
         """Log-probabilities, float32 [T - 1], of `tokens[1:]` given the tokens before each, at temperature 1.
 
-        `tokens`: int32 [T]. Running requests are not affected. Raises EngineError, always unless the entry `scores`.
+        `tokens`: int32 [T]. Running requests are not affected. Raises EngineError, always
+        if the registry entry's `scores` is False.
         """
 
     @property
@@ -184,7 +185,7 @@ class TimeSharingEngine(Engine, Protocol):
         """
 
     def resume(self) -> None:
-        """Acquire the memory again; the engine has no weights until some are loaded."""
+        """Acquire the accelerator's memory again; the engine has no weights until some are loaded."""
 
 
 class AdapterEngine(Engine, Protocol):
@@ -231,12 +232,15 @@ class CapacityRule:
         self.slots = slots
         self.requests = slots
         self.waiting = 0
-        """Queued requests of the last observation."""
+        """Number of queued requests that the server last reported."""
 
     def observe(
         self, num_running_reqs: int, num_waiting_reqs: int, token_usage: float, max_running_requests: int
     ) -> None:
-        """`token_usage`: share of the KV cache in use. `max_running_requests`: the server's maximum, 0 if unknown."""
+        """Adapt the number of requests to a server's report.
+
+        `token_usage`: share of the KV cache in use. `max_running_requests`: the server's maximum, 0 if unknown.
+        """
         self.waiting = num_waiting_reqs
         most = min(self.slots, max_running_requests or self.slots)
         if num_waiting_reqs and num_running_reqs < most and token_usage >= FULL_CACHE_SHARE:

@@ -125,7 +125,7 @@ class EngineEntry:
 
     @classmethod
     def describe_channel(cls, config: Config) -> str:
-        """The ranks of a weight channel, in words."""
+        """Description of a weight channel's ranks, for people."""
         return "2 ranks: 0 the learner, 1 the worker"
 
     @classmethod
@@ -240,7 +240,7 @@ def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
 
 
 def check_heads(expected: Mapping[str, tuple[int, ...]], tied: bool, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise EngineError unless names and `shapes` are exactly the `expected` ones.
+    """Raise EngineError unless the names and shapes of tensors are exactly the `expected` ones.
 
     `tied`: the output projection is tied to the embedding, and may be present or not.
     """

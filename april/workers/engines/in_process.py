@@ -1,4 +1,4 @@
-"""Base class for custom engines: it keeps requests, chunks and cancels; a subclass samples the next token.
+"""Base class for custom engines: it manages requests, chunks and cancels; a subclass samples the next token.
 
     class Engine(InProcessEngine):
         def set_weights(self, tensors): ...
@@ -43,7 +43,7 @@ class InProcessEngine(EngineEntry):
     """Data type of the computation; override it if the subclass uses another."""
 
     def __init__(self, config: Config, device: str, name: str):
-        """`device`: "cpu" or "cuda". `name`: the worker's. Raises EngineError."""
+        """`device`: "cpu" or "cuda". `name`: the worker's name. Raises EngineError."""
         if config.vocabulary is None or config.context_tokens is None:
             raise EngineError("its config.json has no vocab_size or no max_position_embeddings")
         self.vocabulary, self.max_context = config.vocabulary, config.context_tokens
@@ -72,7 +72,7 @@ class InProcessEngine(EngineEntry):
         raise NotImplementedError
 
     def set_weights(self, tensors: "Mapping[str, torch.Tensor]") -> None:
-        """Use these weights from the next token on. They are validated; copy them, since they may change afterwards."""
+        """Use these weights from the next token on. They are valid; copy them, since they may change after the call."""
         raise NotImplementedError
 
     # --- the interface ------------------------------------------------------------------------------------------

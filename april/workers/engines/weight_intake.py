@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 MAX_FAILURES = 2
 """Consecutive failed checks after which a worker leaves."""
 MOVEMENT_FACTOR = 4.0
-"""A movement counts as one above this multiple of the noise."""
+"""Multiple of the noise above which a change of the learner's canary log-probabilities counts as movement."""
 MIN_NOISE_NATS = 1e-6
-"""Lower bound of the noise estimate (nats)."""
+"""Lower bound of the noise, the mean difference between engine's and learner's log-probabilities (nats)."""
 MIN_FOLLOWED_SHARE = 0.5
 """Least share of the learner's movement that the engine's scores must show."""
 
@@ -56,11 +56,11 @@ class CanaryScore:
     """The canary's log-probabilities under one version."""
 
     published: np.ndarray
-    """float64 [T - 1]: the learner's."""
+    """float64 [T - 1]: log-probabilities that the learner has published."""
     scored: np.ndarray
-    """float64 [T - 1]: the engine's."""
+    """float64 [T - 1]: log-probabilities that the engine has computed."""
     checksum: int
-    """Checksum of the weights."""
+    """Checksum of the weights that were scored."""
 
     @property
     def noise(self) -> float:
@@ -68,14 +68,14 @@ class CanaryScore:
 
 
 class WeightCheck:
-    """The check of one engine, version after version."""
+    """Checks that an engine holds each new version: compares its log-probabilities of the canary with the learner's."""
 
     def __init__(self) -> None:
         self.failures = 0
-        """Consecutive failures."""
+        """Number of consecutive failed checks."""
         self._last: CanaryScore | None = None
         self._reference: CanaryScore | None = None
-        """Score from which movement is measured: that of the newest version whose movement exceeded the noise."""
+        """Canary score from which movement is measured: that of the newest version that moved beyond the noise."""
 
     def judge(self, staged: StagedWeights, canary: Canary, scored: np.ndarray, dtype: str) -> None:
         """Check `scored`, float32 [T - 1], the engine's log-probabilities of the canary, computed in `dtype`.
@@ -102,13 +102,13 @@ class WeightCheck:
         return self._fail(staged, f"it does not score the canary: {error}")
 
     def _fail(self, staged: StagedWeights, why: str) -> WrongWeights:
-        """Count a failure; the reference score stays."""
+        """Count a failed check and return its error; the reference score stays."""
         self.failures += 1
         return WrongWeights(f"the engine is not seen to hold version {staged.version}: {why}")
 
 
 def tolerance_of(*dtypes: str) -> Tolerance:
-    """Tolerance of the coarsest of the types."""
+    """Tolerance of the coarsest of several data types."""
     return max((TOLERANCES.get(dtype, DEFAULT_TOLERANCE) for dtype in dtypes), key=lambda tolerance: tolerance.mean)
 
 
@@ -127,7 +127,7 @@ def has_moved(since: CanaryScore, score: CanaryScore) -> bool:
 
 
 def standstill(since: CanaryScore, score: CanaryScore) -> str:
-    """Compare the movements since a reference score.
+    """A sentence if the engine's log-probabilities have not followed the learner's since a reference score, else "".
 
     The engine's share is the least-squares slope of its per-token movements over the learner's.
     """
@@ -226,7 +226,7 @@ class WeightLoader:
             raise check.failure(staged, error) from None
 
     def canary_of(self, staged: StagedWeights) -> Canary | None:
-        """The canary published with these weights, if they are to be checked."""
+        """The canary published with the staged weights; None if the weights are not to be checked."""
         if self.weight_check and staged.canary is None:
             log.warning("the learner has published no canary with %s: nothing is proven", staged.version)
         return staged.canary if self.weight_check else None

@@ -1,4 +1,7 @@
-"""Tasks in several turns: what answers the policy between them. `docs/environments.md` shows how to write one."""
+"""Environments for tasks of several turns: functions that answer the policy between its turns.
+
+`docs/environments.md` shows how to write one.
+"""
 
 from april.util.registry import Registry
 from april.workers.environments.base import EnvironmentTurn, Observation

@@ -45,7 +45,7 @@ class EnvironmentRules(msgspec.Struct, frozen=True):
 
 
 class EnvironmentCall(msgspec.Struct, array_like=True, frozen=True):
-    """A turn to answer."""
+    """Request to an environment process: a turn to answer."""
 
     key: int
     text: str
@@ -58,7 +58,7 @@ class EnvironmentCall(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EnvironmentAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """An observation, or the error why there is none."""
+    """Reply of an environment process: an observation, or the error why there is none."""
 
     key: int
     text: str = ""
@@ -139,7 +139,7 @@ def observe(environment: Environment, call: EnvironmentCall) -> EnvironmentAnswe
 
 
 class EnvironmentPool(ProcessPool[EnvironmentCall, EnvironmentAnswer]):
-    """Every submitted call gets exactly one answer, which has an observation or an error."""
+    """Pool of environment processes; every submitted call gets exactly one answer, an observation or an error."""
 
     def __init__(self, processes: int, rules: EnvironmentRules):
         self.rules = rules

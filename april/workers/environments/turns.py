@@ -27,7 +27,7 @@ class TokenizedObservation:
 
     key: int
     tokens: np.ndarray
-    """int32 [T]; empty only with an error."""
+    """int32 [T]: token ids of the observation; empty only with an error."""
     state: bytes = b""
     done: bool = False
     failed: bool = False

@@ -3,10 +3,10 @@
     reward.name = "trl:my_rewards:func"          # TRL: func(prompts, completions, **columns) -> list[float]
     reward.name = "trl_text:my_rewards:func"     # the same, with prompts and completions as texts
     reward.name = "verl:my_rewards:compute_score"       # verl: (data_source, solution_str, ground_truth, extra_info)
-    reward.name = "verifiers:my_rewards:func"    # verifiers: of prompt, completion, answer, state, info, task
-    reward.name = "verifiers:my_environment:MyTask"     # its task: the sum of its methods under @reward
+    reward.name = "verifiers:my_rewards:func"    # verifiers: prompt, completion, answer, state, info, task
+    reward.name = "verifiers:my_environment:MyTask"     # a Task class: the sum of its @reward methods
 
-Columns of the dataset row reach them in the label: `data.label_key = "data_source,reward_model.ground_truth"` makes it
+Columns of the dataset row are in the label: `data.label_key = "data_source,reward_model.ground_truth"` makes it
 a JSON object of several columns. Call conventions as in huggingface/trl at f2cd57710 (GRPOTrainer._calculate_rewards),
 verl-project/verl at 1dda039b9 (verl/experimental/reward_loop), PrimeIntellect-ai/verifiers at da3050651 (Rubric).
 """
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 Function = Callable[..., Any]
 TRAINER_PARAMETERS = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments")
-"""Arguments that TRL passes to functions, and April does not have."""
+"""Parameters of TRL's reward functions for which April has no values."""
 
 
 class Interface(NamedTuple):
-    """Turns another framework's function into a verifier of a response (`single`), and of a group."""
+    """Turns another framework's function into a verifier of one response (`single`) or of a group (`group`)."""
 
     single: Callable[[Function], Function]
     group: Callable[[Function], Function] | None = None
@@ -197,7 +197,7 @@ def columns_in(label: str, needed: Sequence[str], any_name: bool) -> dict[str, A
 
 
 def parameters_of(function: Function) -> tuple[dict[str, bool], bool]:
-    """(whether each named parameter is required; whether the function takes any other keyword)."""
+    """(parameter name -> whether it is required, whether the function takes any other keyword)."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return {p.name: p.default is p.empty for p in named}, any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,4 +1,4 @@
-"""Verifiers of mathematical answers: `math` by equivalence, `deepscaler` and `dapo` by the rules of those papers.
+"""Verifiers of mathematical answers: `math` by equivalence, `deepscaler` and `dapo` by the papers' rules.
 
 The `math-verify` library decides equivalence: fractions, units, sets, intervals, equations, matrices. Its own time
 limits use the process's alarm signal, and its errors count as "not equal". Both are turned off: a verifier process has
@@ -17,13 +17,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 ANSWER_CHARACTERS = 2000
 """Longest answer that is parsed (characters)."""
 TAIL_CHARACTERS = 300
-"""DAPO looks for the answer only in so many characters at the end of a response."""
+"""Number of characters at the end of a response in which DAPO looks for the answer."""
 RESPONSE_MARK = "###Response"
 DOLLAR = re.compile(r"(?<!\\)\$")
-"""A dollar that begins or ends mathematics; `\\$` is a currency."""
+"""Regular expression for a dollar sign that begins or ends a formula; `\\$` is a currency."""
 
 GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])+(?=\d{3}(?!\d))")
-"""A space that groups the digits of a number by thousands, which the library would read as a product."""
+"""Regular expression for a space between thousands in a number, which the library would read as a product."""
 
 Detailed = tuple[float, dict[str, float]]
 
@@ -31,8 +31,8 @@ Detailed = tuple[float, dict[str, float]]
 def math(response: str, label: str, finish_reason: str) -> Detailed:
     """1.0 iff the answer is equivalent to the label.
 
-    The answer is the last box after the reasoning, or else what the library finds there, such as a formula after "the
-    answer is".
+    The answer is the last box after the reasoning; without a box it is what the library finds in that text, such as a
+    formula after "the answer is".
     """
     text = after_thinking(response)
     answer = last_boxed(text)
@@ -120,9 +120,9 @@ UNITS = (
 UNIT_WORDS = re.compile(rf"\b(?:{'|'.join(UNITS)})\b")
 CURRENCY = re.compile(r"\\\$|\\textdollar\b")
 BRACKETS = re.compile(r"\\[()\[\]]")
-"""TeX's brackets around mathematics."""
+"""Regular expression for TeX's delimiters of a formula: a backslash and a bracket."""
 SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{,\}(?=\d)|\\(?:q?quad|thinspace)\b")
-"""TeX's spaces, and its comma without a space."""
+"""Regular expression for TeX's spacing commands, and for `{,}`, a comma without a space."""
 COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
 SIGNS = re.compile(r"\\?%|\^\{?\\circ\}?")
 WRAPPERS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed|overline)\s*\{([^{}]*)\}")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 OVER_LIMIT = "over_limit"
-"""Detail that marks a response which its verifier could not decide within its limits."""
+"""Name of the detail that marks a response which its verifier could not decide within its limits."""
 
 
 class RewardRules(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Undecided(RuntimeError):
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """One response to verify."""
+    """One response to verify, as sent to a verifier process."""
 
     key: int
     verifier: str
@@ -45,7 +45,7 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     finish_reason: str
     prompt: str = ""
     tokens: int = 0
-    """Response tokens."""
+    """Length of the response (tokens)."""
     state: bytes = b""
     """Final state of the response's environment, MessagePack; empty without an environment."""
     timeouts: int = 0
@@ -68,7 +68,7 @@ class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
     reward: float | None
     error: str | None = None
     details: dict[str, float] = {}
-    """Named parts of the reward."""
+    """Named numbers that a verifier returns beside the reward, such as its parts."""
 
 
 class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -79,7 +79,7 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 BatchVerifier = Callable[[list[Item], RewardRules], list[Score]]
-"""Scores several items at once, with access to the run's rules."""
+"""A verifier that scores several items in one call, with access to the run's rules."""
 
 
 def takes_items(verifier: BatchVerifier) -> BatchVerifier:

@@ -9,7 +9,7 @@
 `submit_group` scores several responses in one call; its result is a `GroupScore`, or a `Score` with an error.
 
 A response that exceeds the time limit goes to another process, which scores it by `reward.over_limit` without calling
-the verifier. If it exceeds the limit again, the search for the format is skipped too; the third time is an error.
+the verifier. If the response exceeds the limit again, the format check is skipped too; a third time is an error.
 """
 
 import logging

@@ -137,7 +137,7 @@ class ItemReader:
         return batch
 
     def _has(self, verifier: str) -> bool:
-        """Whether the next item is here and can join a batch of this verifier; does not wait."""
+        """Whether the next item has arrived and can join a batch of this verifier; does not wait."""
         while not self._items and select.select([self._descriptor], [], [], 0)[0]:
             if not self._read():
                 return False
@@ -179,7 +179,7 @@ def verify(items: list[Item], rules: RewardRules, timeouts: int = 0) -> list[Sco
 
 
 def print_traceback_once(name: str, error: Exception) -> None:
-    """Print the traceback of the first error of each verifier and class; further ones are only counted."""
+    """Print the traceback of the first error of each class in each verifier; further ones are only counted."""
     if (kind := (name, type(error))) not in PRINTED_ERRORS:
         PRINTED_ERRORS.add(kind)
         print(f"verifier {name!r} has failed; further errors of this kind are only counted:", file=sys.stderr)

@@ -79,7 +79,7 @@ class ControlGroup:
 
 
 def group_folder(parent: Path) -> Path:
-    """A unique group folder: differs between threads, and from that of an earlier process with the same id."""
+    """A new control group's path, unique among threads and earlier processes with the same id."""
     return parent / f"april-{os.getpid()}-{os.urandom(4).hex()}"
 
 
@@ -120,13 +120,13 @@ def control_groups() -> Iterator[Path]:
 # --- memory and disk usage --------------------------------------------------------------------------------------------
 
 WATCH_S = 0.05
-"""Shortest interval between two measurements (s)."""
+"""Shortest interval between two measurements of a program's memory and files (s)."""
 BLOCK_BYTES, MIB = 512, 1 << 20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class UsageWatch:
-    """Measures the process tree below `pid`, its control group, and the folder it may write to."""
+    """Measures the memory of the process tree below `pid` and the size of `folder`, to which the program may write."""
 
     def __init__(self, pid: int, folder: str, group: ControlGroup, memory_mb: int, files_mb: int):
         self.pid, self.folder, self.group = pid, folder, group
@@ -206,7 +206,7 @@ NAMESPACES = ["unshare", "--net", "--pid", "--ipc", "--fork", "--kill-child"]
 OWN_PROC = ["--mount-proc"]
 AS_ROOT_OF_ITS_OWN = ["--user", "--map-root-user"]
 KEEP_INIT = ["sh", "-c", '"$@"; exit $?', "sh"]
-"""Keeps the namespace's first process as root; it is the one that dies with `unshare`."""
+"""Command prefix: the namespace's first process, which dies with `unshare`, stays root and starts the program."""
 DIE_WITH_PARENT = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 """Command prefix that ends the program with this process. A command instead of a `preexec_fn`, since Python code in a
 forked child may deadlock on a lock that another thread held at the fork."""
@@ -228,9 +228,9 @@ class SandboxLimits(msgspec.Struct, frozen=True):
     cpu_s: int = 5
     memory_mb: int = 1024
     file_mb: int = 16
-    """Size of each file."""
+    """Largest size of each file (MiB)."""
     files_mb: int = 64
-    """Size of all files together."""
+    """Largest size of all files together (MiB)."""
     open_files: int = 64
     processes: int = 32
     output_bytes: int = 1 << 20
@@ -242,7 +242,7 @@ class SandboxResult:
     """Exit status; 128 + signal number for a program ended by a signal."""
     output: bytes
     errors: bytes
-    """The last TAIL_BYTES of stderr."""
+    """The last TAIL_BYTES bytes that the program wrote to stderr."""
     exceeded: str
     """Exceeded limit: "wall clock", "processor time", "memory", "processes" or "output"; empty if there is none."""
 

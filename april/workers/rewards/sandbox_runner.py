@@ -34,7 +34,7 @@ FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 """Number of file rights in each version of Landlock; later versions have 16."""
 FIRST_WITH_TCP, TCP = 4, 0b11
 FIRST_WITH_SCOPES, SCOPES = 6, 0b11
-"""Scopes: abstract sockets and signals of processes outside."""
+"""First version of Landlock with scopes, and bits of the scopes: abstract sockets, signals to processes outside."""
 SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/lib", "/lib32", "/lib64",
           "/usr/bin", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/proc")  # fmt: skip
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -48,13 +48,13 @@ FORBIDDEN = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "keyctl": (250, 219),
     "add_key": (248, 217), "request_key": (249, 218), "open_by_handle_at": (304, 265), "kexec_load": (246, 104),
 }  # fmt: skip
-"""System calls that a program under test does not need: (number on x86_64, number on aarch64)."""
+"""System calls that a program under test must not make: name -> (number on x86_64, number on aarch64)."""
 ARCHITECTURES = {"x86_64": (0xC000003E, 0, 56), "aarch64": (0xC00000B7, 1, 220)}
-"""(audit number, index in FORBIDDEN's tuples, number of clone)"""
+"""Architecture -> (its audit number, its index in FORBIDDEN's tuples, its system call number of clone)."""
 CLONE3, NEW_NAMESPACES, X32 = 435, 0x7E020080, 0x40000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in the struct that a filter sees (bytes)."""
+"""Byte offsets of system call number, architecture and first argument in the struct that a seccomp filter reads."""
 KILL, REFUSE, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 PR_GET_SECCOMP, PR_SET_SECCOMP, FILTER = 21, 22, 2
 

@@ -12,7 +12,7 @@ from april.data.rows import final_number, last_number, leading_number
 END_OF_THINKING = "</think>"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""An escaped character, or a brace."""
+"""Regular expression for an escaped character or a brace."""
 
 
 def after_thinking(response: str) -> str:
@@ -48,7 +48,7 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 FONT = re.compile(r"\\(?:text\w*|math[a-z]+|operatorname|boldsymbol|bold|[mhf]box|left|right|rm|bf|it)(?![a-zA-Z])")
 LETTER = r"\W*?([A-Z])\b(?!')(?!(?<=I)\s+[a-z])"
-"""A letter that stands by itself, and is not the "I" of "I'm" or "I think"."""
+"""Regular expression for a letter that stands by itself, and is not the "I" of "I'm" or "I think"."""
 CHOICE_PHRASES = (
     re.compile(rf"\b(?i:answer)(?i:\s+is)?{LETTER}"),
     re.compile(rf"\b(?i:choice|option|selection|pick)(?:(?i:\s+is)|\W*?:){LETTER}"),
@@ -148,7 +148,7 @@ def equal_numbers(answer: str | None, wanted: str) -> bool:
 EXAMPLES = (
     (final_answer, "#{}"), (exact, "{}"), (f1, "\\boxed{{{}}}"), (choice, "\\boxed{{{}}}"), (gsm8k, "#### {}"),
 )  # fmt: skip
-"""A correct response to a label, by verifier."""
+"""(verifier, template of a correct response, with {} for the label)."""
 
 for verifier, example in EXAMPLES:
     vars(verifier)["example"] = example.format

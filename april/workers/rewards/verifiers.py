@@ -27,7 +27,7 @@ VerifierResult = float | tuple[float, dict[str, float]]
 Verifier = Callable[..., VerifierResult]
 
 PARAMETERS = ("response", "label", "finish_reason", "prompt", "tokens", "state")
-"""Parameters that a verifier may have. One with other names gets the first three by position."""
+"""Parameters that a verifier may have. A verifier with other names gets the first three by position."""
 GROUP_PARAMETERS = ("responses", "label", "finish_reasons", "prompt", "tokens", "states")
 """Parameters that a group verifier may have."""
 POSITIONAL = 3
@@ -151,7 +151,7 @@ def reads_state(name: str) -> bool:
 
 @cache
 def in_batches(name: str) -> bool:
-    """Whether a verifier process passes it many items at a time; False for custom verifiers, which are not imported."""
+    """Whether the verifier scores many items in one call; False for custom verifiers, which are not imported here."""
     return name in VERIFIERS.shipped and getattr(VERIFIERS.find(name), "in_batches", False)
 
 

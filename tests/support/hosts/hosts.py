@@ -17,7 +17,7 @@ from tests.support.run_processes import wait_until
 
 PREFIX = "april-hosts"
 OWNER = os.getpid()
-"""other processes have hosts of their own at the same time"""
+"""Process id in the names of the hosts, since other processes may have hosts of their own at the same time."""
 SUBNET = "10.77.0"
 SWITCH = f"{PREFIX}-{OWNER}-switch"
 SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
@@ -70,38 +70,40 @@ def run(*command: str) -> str:
 
 
 def name_of(index: int) -> str:
-    """Network of one host."""
+    """Name of a host and of its network namespace."""
     return f"{PREFIX}-{OWNER}-{index}"
 
 
 @dataclass(frozen=True)
 class Link:
-    """Link of each host to all others; without one, `Hosts` is as fast as the machine."""
+    """Quality of the network link between each host and all others; without a `Link`, the network is as fast as the
+    machine."""
 
     delay_s: float = 0.0
-    """One-way delay."""
+    """One-way delay (seconds)."""
     loss: float = 0.0
-    """Share of the frames that are lost."""
+    """Share of the frames that are lost (0 to 1)."""
     rate: str = ""
-    """Rate in tc's notation; empty: unlimited."""
+    """Bandwidth in tc's notation, such as 10mbit; empty: unlimited."""
 
 
 class Hosts:
-    """`names`, each on one network; the first's address is `address(0)`."""
+    """Simulated hosts `names`, each a network namespace, all on one network; host k has the address `address(k)`."""
 
     def __init__(self, count: int, state: Path, link: Link | None = None, own: Path | None = None):
-        """`own`: a folder that each host has for itself; all else is of one disk."""
+        """`own`: a folder of which each host has a separate copy; all other folders are shared by the hosts."""
         self.own = own
         self.names = [name_of(index) for index in range(count)]
         self.state, self.link = state, link
         self.switch: subprocess.Popen | None = None
-        """Process that forwards the frames of slow links."""
+        """Process that forwards frames between hosts with delay and loss; None without a `link`: a kernel bridge
+        forwards them."""
 
     def address(self, index: int) -> str:
         return f"{SUBNET}.{10 + index}"
 
     def command(self, index: int, *command: str) -> list[str]:
-        """One that runs on that host, under its name and with its own list of hosts."""
+        """Command line that runs `command` on a host, with the host's name and an /etc/hosts of all hosts."""
         setup = f"hostname {self.names[index]}; mount --bind {self.state}/hosts /etc/hosts; "
         if self.own:
             self.disk(index).mkdir(exist_ok=True)
@@ -112,7 +114,7 @@ class Hosts:
         return [*inside, "bash", "-c", setup, "--", *command]
 
     def disk(self, index: int) -> Path:
-        """Path of a file in the host's own folder."""
+        """Folder that holds the host's separate copy of `own`."""
         return self.state / f"disk-{index}"
 
     def make(self) -> None:
@@ -151,7 +153,7 @@ class Hosts:
                 run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *limit)
 
     def cut(self, index: int) -> None:
-        """Nothing goes to or comes from that host any more, and nobody is told."""
+        """Cut the host off the network silently: frames to and from it are dropped, connections are not closed."""
         if self.switch:
             self._tell_switch("cut", index)
         else:
@@ -181,7 +183,7 @@ class Hosts:
 
 
 def is_free(owner: int) -> bool:
-    """Whether hosts of that process are nobody else's."""
+    """Whether hosts made by process `owner` may be removed: it is this process, or has ended."""
     return owner == OWNER or not Path(f"/proc/{owner}").exists()
 
 
@@ -197,7 +199,8 @@ def hosts(count: int, state: Path, link: Link | None = None, own: Path | None = 
 
 @contextmanager
 def slurm(made: Hosts, cores: int = 8):
-    """The environment by which Slurm's commands, run on the first host, find a cluster of all of them."""
+    """Context manager with a Slurm cluster over all hosts; gives the environment in which Slurm's commands, run on the
+    first host, find it."""
     state = made.state
     nodes = [
         f"NodeName={name} NodeAddr={made.address(index)} CPUs={cores} Boards=1 SocketsPerBoard=1 "

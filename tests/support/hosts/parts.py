@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Parts:
-    """Of one run. `processes`: by name, also those that have ended.
+    """The parts of one run on several hosts. `processes`: each part's process by name, ended ones included.
 
     with parts(hosts, config_file, run_dir, {"security.keys": keys}) as run:
         run.broker(0)
@@ -37,7 +37,7 @@ class Parts:
         self._start("broker", host, "broker", f"--broker.bind={self.address}")
 
     def learner(self, hosts: list[int]) -> None:
-        """Over these hosts; its ranks are spread evenly."""
+        """Start the learner over these hosts; its ranks are spread evenly."""
         for node in range(len(hosts)):
             self.learner_node(node, hosts)
 
@@ -62,7 +62,8 @@ class Parts:
             )
 
     def wait(self, timeout_s: float = PATIENCE_S) -> dict[str, float]:
-        """When each part ended, by name (Unix seconds); all must have come to the run's end."""
+        """Wait until every part has ended with status 0; returns the time at which each ended, by name (Unix
+        seconds)."""
         ends: dict[str, float] = {}
         deadline = time.monotonic() + timeout_s
         while len(ends) < len(self.processes):
@@ -75,7 +76,7 @@ class Parts:
         return ends
 
     def steps(self) -> list[dict]:
-        """Records of the steps that were trained so far; evaluations stand between them, and are left out."""
+        """Records of the trained steps in metrics.jsonl so far, without the lines of evaluations."""
         return read_records(self.run_dir / "metrics.jsonl")
 
     def said(self) -> str:

@@ -1,8 +1,9 @@
-"""A learning switch in user space, for links that are slow or lose, where the kernel cannot make them so.
+"""A learning switch in user space, for links with delay or loss where the kernel cannot simulate them.
 
-`python -m tests.support.hosts.switch DELAY_S LOSS HOST ...` gives each network namespace a TAP device `eth0`, then says
-`ready`. It carries every frame DELAY_S later, or, that share of them, not at all. On its standard input it is told
-`cut HOST` and `mend HOST`; when that ends, so does it.
+`python -m tests.support.hosts.switch DELAY_S LOSS HOST ...` creates a TAP device `eth0` in each host's network
+namespace and prints `ready`. It forwards every frame after DELAY_S seconds, and drops the share LOSS of the frames.
+Lines on standard input, `cut HOST` and `mend HOST`, disconnect and reconnect a host; at the end of the input the switch
+exits.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ from contextlib import suppress
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000
 FRAME_BYTES = 65536
 AT_ONCE = 64
-"""frames read from one device before the others have their turn"""
+"""Most frames read from one device before the next device is served."""
 
 
 def main(delay_s: float, loss: float, hosts: Sequence[str]) -> None:
@@ -30,7 +31,8 @@ def main(delay_s: float, loss: float, hosts: Sequence[str]) -> None:
 
 
 def open_tap(host: str) -> int:
-    """A device `eth0` in that network namespace; what it sends is read here, and what is written here arrives there."""
+    """Create the TAP device `eth0` in a host's network namespace; returns its file descriptor. Reading gives the frames
+    that the host sends, writing delivers frames to it."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as home, open(f"/run/netns/{host}") as there:
         if libc.setns(there.fileno(), 0):
@@ -45,10 +47,10 @@ class Switch:
     def __init__(self, delay_s: float, loss: float, taps: dict[str, int]):
         self.delay_s, self.loss, self.taps = delay_s, loss, taps
         self.behind: dict[bytes, int] = {}
-        """Device by the hardware addresses seen on it."""
+        """TAP device by the hardware addresses from which frames have arrived on it."""
         self.cut: set[int] = set()
         self.under_way: list[tuple[float, int, int, bytes]] = []
-        """(when it is due, its number, device, frame): a heap"""
+        """Heap of delayed frames: (time due, frame number, target device, frame)."""
         self.chance = random.Random(0)
         self.frames = 0
 

@@ -1,4 +1,4 @@
-"""The pipeline and the reference under weights that never change, so that many algorithms are compared on one model."""
+"""Trainer and reference with weights that never change, so that many algorithms can be compared on one model."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class FrozenTrainer(Trainer):
         pass
 
     def gradients(self, batch: TrainingBatch, config: Config) -> tuple[dict, dict]:
-        """Metrics of a step under `config`, and unsharded gradients. Collective."""
+        """Metrics and unsharded gradients of a step under `config`. Collective."""
         self.config, self.objective = config, Objective(config)
         metrics = self.step(batch)
         return metrics, full_gradients(self.policy.lm)

@@ -1,4 +1,4 @@
-"""Inputs of losses, worked out by hand."""
+"""Inputs of losses, computed by hand."""
 
 import math
 

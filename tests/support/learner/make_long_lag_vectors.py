@@ -69,7 +69,7 @@ def bapo(path: Path) -> dict:
 
 
 def opob(path: Path) -> list[dict]:
-    """Groups of responses with the baseline of each."""
+    """Test groups with the OPOB baseline that VCPO's code computes for each."""
     baseline = functions_of(path, "compute_opob_baseline", "get_weighted_mean")["compute_opob_baseline"]
     records = [
         SimpleNamespace(group_uid=uid, reward_scalar=reward, rollout_seq_is=ratio, grad_norm_unscaled=norm)

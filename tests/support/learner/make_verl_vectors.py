@@ -68,7 +68,7 @@ def flat(values: torch.Tensor, mask: torch.Tensor) -> list[float]:
 
 
 def estimated(mask: torch.Tensor) -> dict[str, list[float]]:
-    """Advantages, one per sample."""
+    """Advantages that verl computes, one per sample, by estimator."""
     last = torch.tensor(LENGTHS) - 1
     index = np.array([str(group) for group in GROUPS])
 
@@ -91,7 +91,7 @@ def estimated(mask: torch.Tensor) -> dict[str, list[float]]:
 
 
 def losses(logprobs, behaviour, advantages, mask) -> dict[str, dict]:
-    """Loss value and gradient with respect to each log-probability, by loss and normalisation."""
+    """Loss value and gradient with respect to each log-probability that verl computes, by loss and normalisation."""
     result = {}
     for ours, (theirs, clip) in LOSSES.items():
         for normalisation, aggregation in AGGREGATIONS.items():

@@ -1,4 +1,5 @@
-"""Run under torchrun by the learner's tests: trains each job of a folder's jobs.json, writes results.pt."""
+"""Program that the learner's tests run under torchrun: trains each job of a folder's jobs.json, and writes
+results.pt."""
 
 import shutil
 import sys
@@ -77,7 +78,7 @@ def spoil(folder: Path, job: dict) -> None:
 
 
 def unsharded(policy) -> list[str]:
-    """Parameters of which this rank holds more than its shard."""
+    """Names of parameters that are not sharded, so that each rank holds them whole."""
     return [name for name, parameter in policy.named_parameters() if not isinstance(parameter, DTensor)]
 
 

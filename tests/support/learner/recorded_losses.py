@@ -1,4 +1,4 @@
-"""April's and TRL's losses on the recorded columns of verl's."""
+"""Losses of April and TRL on inputs recorded from verl."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -33,7 +33,7 @@ def spans():
 
 
 def our_loss(algorithm, entropies=None):
-    """(loss, its gradient with respect to each log-probability) of the recorded columns."""
+    """April's loss of the recorded inputs, and its gradient with respect to each log-probability."""
     config = make_config(Path("unused"), Path("unused"), algorithm=algorithm)
     tokens, constant = int(LENGTHS.sum()), algorithm.get("constant_tokens", 0)
     of_all = np.full((2, len(LENGTHS)), [[tokens], [len(LENGTHS)]])

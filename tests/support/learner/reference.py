@@ -1,8 +1,8 @@
 """One learner step in plain PyTorch: one process, no packing, no sharding, no micro-batches, nothing left out.
 
-The pipeline is tested against this page. It shares no code with it. Read it from `step` on: rewards become
+The learner is tested against this module, which shares no code with it. Read it from `step` on: rewards become
 advantages, each response gets its loss token by token, and one AdamW step follows, or one for each minibatch.
-Log-ratios count within ±20, those of a token as well as what they add up to over a response (`log_ratio`, `bounded`).
+Log-ratios are clamped to ±20, those of tokens as well as their sums over a response (`log_ratio`, `bounded`).
 """
 
 import copy
@@ -60,17 +60,17 @@ class Settings:
 class StepResult:
     loss: float
     gradients: dict[str, torch.Tensor]
-    """Gradient norm before clipping."""
+    """Gradients by parameter name, before clipping."""
     grad_norm: float
     summed: float
-    """Sum of the absolute loss terms: the scale of rounding errors."""
+    """Sum of the absolute loss terms, to which rounding errors are relative."""
     means: dict[str, float] = field(default_factory=dict)
     """Metrics over the tokens that have a gradient."""
 
 
 @dataclass
 class Delivered:
-    """Values of all samples of a batch under the weights before its first optimizer step."""
+    """Advantages and log-probabilities of all samples of a batch under the weights before the first optimizer step."""
 
     advantages: list[float]
     logprobs: list[torch.Tensor]
@@ -78,7 +78,8 @@ class Delivered:
 
 @dataclass
 class Scored:
-    """The K sampled tokens of a response under the current weights: [K] each, with gradients."""
+    """Log-probabilities and entropies of a response's K sampled tokens under the current weights: [K] each, with
+    gradients."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor
@@ -96,9 +97,10 @@ class ReferenceLearner:
         )
 
     def step(self, groups, step: int = 0, minibatches=None, epochs: int = 1) -> StepResult:
-        """Train weights `step` into weights `step` + 1; `groups` are lists of samples as in the pipeline.
+        """Train the weights of policy step `step` into those of `step` + 1; `groups` are lists of samples as in the
+        learner.
 
-        minibatches: the places of the groups of each optimizer step. The result is of the last one.
+        `minibatches`: indices of the groups of each optimizer step. Returns the result of the last optimizer step.
         """
         delivered = self.deliver(groups, step)
         for _ in range(epochs):
@@ -120,7 +122,7 @@ class ReferenceLearner:
         return Delivered(advantages, logprobs)
 
     def gradients(self, groups, step: int = 0, delivered: Delivered | None = None, places=None) -> StepResult:
-        """Of the groups at `places`, all of them unless said."""
+        """Loss, gradients and metrics of the groups with the indices `places`; None: of all groups."""
         self.optimizer.zero_grad()
         delivered = delivered or self.deliver(groups, step)
         of_group = [place for place, group in enumerate(groups) for _ in group]
@@ -175,7 +177,8 @@ class ReferenceLearner:
         return [(r - mean) / deviation for r in flat]
 
     def less_optimal_baseline(self, group) -> list[float]:
-        """A = r - b; b weights a response by the square of its ratio pi / mu times its gradient norm."""
+        """Advantages of a group with VCPO's baseline (OPOB): A = r - b, where b averages rewards with the weight (ratio
+        pi / mu * gradient norm)^2 of each response."""
         if not differ([sample.reward for sample in group]):
             return [0.0] * len(group)
         counts = []
@@ -191,7 +194,8 @@ class ReferenceLearner:
     # --- what is decided for the whole batch ------------------------------------------------------------------------
 
     def look_at_the_batch(self, samples, step, advantages, before) -> None:
-        """Largest kept squared log-ratio (M2PO), and clip bounds of the ratio (BAPO)."""
+        """Compute what depends on the whole batch: the largest squared log-ratio that M2PO keeps, and BAPO's clip
+        bounds of the ratio."""
         s, moved, contributions = self.settings, [], []
         for sample, advantage, logprobs in zip(samples, advantages, before, strict=True):
             if torch.as_tensor(advantage).any() and sampled(sample):
@@ -220,7 +224,7 @@ class ReferenceLearner:
     # --- one response -------------------------------------------------------------------------------------------
 
     def token_losses(self, sample, step, advantage, now: Scored, before, reference) -> tuple[torch.Tensor, dict]:
-        """Token losses [K], and token metrics."""
+        """Loss of each of a response's K sampled tokens, [K], and metrics of each token."""
         s, logprobs = self.settings, now.logprobs
         fixed, ages = logprobs.detach(), ages_of(sample, step)
         mu, proximal = self.policies(sample, step, before)
@@ -248,7 +252,7 @@ class ReferenceLearner:
         return losses, figures
 
     def policies(self, sample, step, before) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities under the behaviour policy and under the proximal policy, [K] each."""
+        """Log-probabilities [K] of the sampled tokens under the behaviour policy, and under the proximal policy."""
         mu, ages = torch.tensor(sample.logprobs)[sampled(sample)], ages_of(sample, step)
         choices = {"behaviour": mu, "recomputed": before, "interpolated": self.one_version_before(before, mu, ages)}
         return mu, choices[self.settings.proximal]
@@ -258,7 +262,7 @@ class ReferenceLearner:
         return torch.stack(prior)
 
     def correction(self, proximal, before, mu, ages, advantage) -> tuple[torch.Tensor, torch.Tensor]:
-        """Correction weights, and where they are capped."""
+        """Correction weights [K] of the sampled tokens, and the tokens at which a weight is capped."""
         s, weight, capped = self.settings, torch.ones_like(mu), torch.zeros_like(mu)
         proximal_gap, whole_gap = log_ratio(proximal, mu), log_ratio(before, mu)
         ratio, product = proximal_gap.exp(), bounded(proximal_gap.sum()).exp()
@@ -340,7 +344,8 @@ class ReferenceLearner:
         return Scored(chosen[places], (distribution.exp() * surprise).sum(-1)[places])
 
     def drawable(self, sample, vocabulary: int) -> torch.Tensor:
-        """bool [R, V]: the support of each response token; all ids if the distribution was not cut."""
+        """bool [R, V]: for each response token, the ids that it could be sampled from (its support); all ids if
+        sampling was not truncated."""
         response = len(sample.tokens) - sample.prompt_tokens
         drawable, at = torch.ones(response, vocabulary, dtype=torch.bool), 0
         for place, count in enumerate(sample.support.counts.tolist() if sample.support else []):

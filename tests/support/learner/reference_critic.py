@@ -1,6 +1,7 @@
-"""PPO with a critic in plain PyTorch, beside the one-page reference: GAE, arXiv 1506.02438, and PPO, arXiv 1707.06347.
+"""PPO with a critic in plain PyTorch, an extension of `reference.py`: GAE (arXiv 1506.02438) and PPO (arXiv
+1707.06347).
 
-The pipeline is tested against this page. It shares no code with it.
+The learner is tested against this module, which shares no code with it.
 """
 
 import copy
@@ -26,7 +27,7 @@ class CriticReference(ReferenceLearner):
         )
 
     def step(self, groups, step: int = 0, minibatches=None, epochs: int = 1):
-        """One step of the reference, with an optimizer step of the critic for each of the policy."""
+        """One step of the reference, in which each optimizer step of the policy is accompanied by one of the critic."""
         delivered = self.deliver(groups, step)
         for _ in range(epochs):
             for places in minibatches or [range(len(groups))]:
@@ -58,7 +59,7 @@ class CriticReference(ReferenceLearner):
         return Delivered(advantages, logprobs)
 
     def value_gradients(self, groups, places) -> float:
-        """Accumulate the gradients of the critic's loss, which is returned."""
+        """Accumulate the gradients of the critic's loss; returns the loss."""
         self.critic_optimizer.zero_grad()
         of_group = [place for place, group in enumerate(groups) for _ in group]
         chosen = [i for i, place in enumerate(of_group) if place in places]

@@ -1,4 +1,4 @@
-"""Jobs for ranks of the learner, run under torchrun."""
+"""Runs jobs of the learner's tests on several ranks under torchrun."""
 
 import os
 import sys

@@ -76,7 +76,7 @@ def make_sample(rng, prompt_tokens: int, response_tokens: int, reward: float) ->
 
 
 def near_policy(batch: TrainingBatch, policy: Path, rng, temperature: float = 0.7) -> TrainingBatch:
-    """The same batch with behaviour log-probabilities slightly off, so that some ratios are clipped."""
+    """The same batch with behaviour log-probabilities slightly off the policy's, so that some ratios are clipped."""
     scorer = ReferenceLearner(policy, settings(make_config(policy, Path("unused"), temperature)))
 
     def rescored(sample):
@@ -90,7 +90,8 @@ def near_policy(batch: TrainingBatch, policy: Path, rng, temperature: float = 0.
 
 
 def uneven_batch(step: int, policy: Path) -> TrainingBatch:
-    """Groups of 4, 3 and 2 samples, one without spread; responses from 1 to 90 tokens, prompts from 1 to 9."""
+    """A batch with groups of 4, 3 and 2 samples, one group without reward spread; responses of 1 to 90 tokens, prompts
+    of 1 to 9."""
     rng = np.random.default_rng(step)
     shapes = [
         [(3, 1, 1.0), (3, 12, 0.0), (3, 30, 0.5), (3, 7, 0.0)],
@@ -109,7 +110,8 @@ def flat_batch(step: int) -> TrainingBatch:
 
 
 def stale_batch(policy: Path) -> TrainingBatch:
-    """The uneven batch as batch 6, its responses sampled by versions 1 to 6, up to three of them in a response."""
+    """`uneven_batch` as the batch of step 6, with responses sampled by versions 1 to 6, up to three versions in a
+    response."""
     rng = np.random.default_rng(7)
 
     def aged(sample):
@@ -122,8 +124,8 @@ def stale_batch(policy: Path) -> TrainingBatch:
 
 
 def batch_in_turns(policy: Path) -> TrainingBatch:
-    """The stale batch with observations of an environment: at least one token in seven of each longer response, and
-    the last token of every other response; their behaviour log-probabilities are meaningless."""
+    """`stale_batch` with observations of an environment: at least one token in seven of each longer response, and the
+    last token of every other response. The behaviour log-probabilities of observations are meaningless."""
     rng = np.random.default_rng(11)
 
     def interrupted(place, sample):
@@ -144,7 +146,7 @@ def batch_in_turns(policy: Path) -> TrainingBatch:
 
 
 def cut_batch(policy: Path) -> TrainingBatch:
-    """The batch with observations, as if each token of the policy had been drawn from a support of 1 to 12 ids."""
+    """`batch_in_turns` as if sampling had been truncated: each sampled token has a support of 1 to 12 ids."""
     rng, turns = np.random.default_rng(13), batch_in_turns(policy)
 
     def cut(sample):
@@ -158,8 +160,8 @@ def cut_batch(policy: Path) -> TrainingBatch:
 
 
 def far_batch(policy: Path) -> TrainingBatch:
-    """The stale batch with a behaviour policy far away: of every four responses one has token ratios of e^2, one of
-    e^-2, and one a ratio of e^30 at its first token."""
+    """`stale_batch` with a distant behaviour policy: of every four responses, one has token ratios of e^2, one of e^-2,
+    and one a ratio of e^30 at its first token."""
     by = ((0.0, slice(0)), (-2.0, slice(None)), (2.0, slice(None)), (-30.0, slice(1)))
 
     def moved(place, sample):
@@ -172,7 +174,7 @@ def far_batch(policy: Path) -> TrainingBatch:
 
 
 class Diary:
-    """Batch source and publisher that record all calls in order; batch k is always the same."""
+    """Batch source and weight publisher for a learner that records all calls in order; batch k is always the same."""
 
     def __init__(self, policy, last_step, incarnation=0, frontier=0):
         self.policy, self.last_step, self.incarnation, self.frontier = policy, last_step, incarnation, frontier
@@ -224,7 +226,7 @@ def settings(config: Config) -> Settings:
 
 
 def full_moments(part) -> list[dict[str, torch.Tensor]]:
-    """Unsharded optimizer state of each parameter of a trainer, or of one of its parts. Collective."""
+    """Unsharded optimizer state of each trained parameter of `part` (a trainer, or its critic's part). Collective."""
     return [
         {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
         for state in part.optimizer.state.values()
@@ -253,7 +255,7 @@ def set_adapter(trainer) -> None:
 
 
 def at_a_worker(published) -> dict[str, torch.Tensor]:
-    """The weights that a worker makes from a published version."""
+    """The full weights that a worker reconstructs from published weights or a published adapter."""
     if not isinstance(published, AdapterWeights):
         return dict(published)
     snapshot = pack(Version(0, 0), published.tensors, adapter=published.adapter)
@@ -270,7 +272,7 @@ def set_head(trainer) -> None:
 
 
 def on_disk(config: Config, disk: int) -> Config:
-    """The same run with its folder on the disk of the given number."""
+    """The same run, with its run folder in a subfolder that stands for the disk of the given number."""
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": config.run.dir / f"disk_{disk}"})})
 
 
@@ -281,16 +283,17 @@ def flip_a_bit(path: Path) -> None:
 
 
 def job(config: Config, batches: list[TrainingBatch], **actions) -> dict:
-    """Train on `batches` in order; actions: `save_after` (steps), `restore` (bool), `live` (of a `Diary` instead;
-    reports of checkpoints and the export come `late_s` later), `compare` (configurations, each on the first batch under
-    the same weights), `random_adapter` (bool: instead of one that adds nothing), `set_head` (bool: of the critic),
-    `disks` (by rank: the disk of its own that it is on, as `on_disk` says), `without` (files, or folders, of the run's
-    that are lost before), `flip_in` (files that a bit is flipped in before)."""
+    """Job for `rank_jobs`: train on `batches` in order. Actions: `save_after` (steps); `restore` (bool); `live`
+    (arguments of a `Diary` to train from instead; reports of checkpoints and the export come `late_s` later); `compare`
+    (configurations, each applied to the first batch under the same weights); `random_adapter` (bool: start from random
+    adapter values instead of zero effect); `set_head` (bool: set the critic's head); `disks` (by rank: number of its
+    own disk, see `on_disk`); `without` (files or folders of the run that are deleted before); `flip_in` (files in which
+    a bit is flipped before)."""
     return {"config": config.model_dump(mode="json"), "batches": [encode(b).hex() for b in batches], **actions}
 
 
 class Judge(Diary):
-    """A source that decides on the best step from the checkpoints reported to it."""
+    """A `Diary` that decides on the best step from the checkpoints reported to it."""
 
     def __init__(self, *arguments, best, **options):
         super().__init__(*arguments, **options)
@@ -306,14 +309,15 @@ class Judge(Diary):
 
 
 def best_step(last):
-    """(best so far, undecided) by the last checkpoint: 2, until 4 turns out to be better at the end."""
+    """(best step so far or -1, undecided steps) after checkpoint `last`: step 2 is the best until, from step 6 on, step
+    4 turns out to be better."""
     if last >= 6:
         return 4, []
     return (2 if last >= 2 else -1), [step for step in (4,) if step <= last]
 
 
 def run_of(config):
-    """The folder of a run with checkpoints."""
+    """Create the run folder of a configuration, with its config.toml; returns the folder."""
     short = config.sampling.model_copy(update={"max_response_tokens": 100})
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "config.toml").write_text(config.model_copy(update={"sampling": short}).to_toml())

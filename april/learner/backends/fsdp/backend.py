@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class FSDPBackend(Backend):
-    """FSDP2 over all ranks, for every model and adapter."""
+    """Back end that shards the model over all ranks with FSDP2; supports every model and adapter."""
 
     def __init__(self, config: Config, device: torch.device):
         self.config, self.device = config, device
@@ -36,7 +36,8 @@ class FSDPBackend(Backend):
         self.policy = load_sharded(policy, path, device, self.bf16)
         self.lm, self.ranks, self.base = policy.lm, Ranks(), BaseWeights(path)
         self.files = lora.names_in_folder(self.lm, dict(self.policy.trained)) if config.lora.is_set else None
-        """Names in model files of the trained tensors, by their names in `lm`; None if workers get all weights."""
+        """Name in Hugging Face files of each trained tensor, by its name in the model `lm`; None if workers receive all
+        weights instead of an adapter."""
         if config.lora.is_set and self.files is None:
             log.warning("%s: its files have weights of adapted layers in another form; workers get all weights", path)
         self.part = CheckpointPart(

@@ -26,15 +26,17 @@ from april.learner.packing import MicroBatch
 from april.learner.performance import Seconds, untimed
 
 OF_OWN_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
-"""Parameters replicated over the tensor-parallel ranks, each of which computes the gradient of its own heads only."""
+"""Names of parameters that are replicated over the tensor-parallel ranks while each rank computes the gradient of its
+own attention heads only, so that gradients must be summed."""
 
 
 class MegatronPart(CheckpointPart):
-    """The policy in a checkpoint, as Hugging Face tensors, so that any back end can resume from it. A rank stores the
-    tensors of its stage."""
+    """The policy as stored in a checkpoint: Hugging Face tensors, so that any back end can resume from them. A rank
+    stores the tensors of its pipeline stage."""
 
     def tensors_of(self, mapped: MappedTensor) -> dict[str, Sequence[Tensor]]:
-        """A mapped tensor's Megatron parameters and their moments, by kind."""
+        """The Megatron parameters of a mapped tensor ("model") and their AdamW moments, by kind of tensor in the
+        checkpoint."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in mapped.parameters]
         return {"model": mapped.parameters} | {
             moment: [state[moment] for state in states] for moment in MOMENTS if all(states)
@@ -80,15 +82,15 @@ class MegatronBackend(Backend):
             id(parameter): mapped for mapped in self.policy.mapped_tensors for parameter in mapped.parameters
         }
         self.experts: list[nn.Parameter] = []
-        """Parameters of experts."""
+        """Parameters of this rank's experts."""
         self.divided: list[nn.Parameter] = []
-        """Other parameters sharded over the tensor-parallel ranks."""
+        """Parameters other than experts that are sharded over the tensor-parallel ranks."""
         self.whole: list[nn.Parameter] = []
-        """Parameters replicated over the tensor-parallel ranks."""
+        """Parameters of which each tensor-parallel rank holds a full replica."""
         self.partial_gradients: list[nn.Parameter] = []
         """Replicated parameters whose gradient must be summed over the tensor-parallel ranks."""
         self.tied: list[nn.Parameter] = []
-        """Parameters that both the first and the last stage have: an embedding tied to the head."""
+        """Parameters held by both the first and the last pipeline stage: an embedding tied to the head."""
         self.counted_elsewhere: set[nn.Parameter] = set()
         """Tied parameters of this stage that count in the gradient norm of another stage."""
         for name, parameter in self.policy.trained:
@@ -109,7 +111,8 @@ class MegatronBackend(Backend):
                 if layout.stage != holding_stages[0]:
                     self.counted_elsewhere.add(parameter)
         self.ends = Ranks(parallel_state.get_embedding_group()) if self.tied else None
-        """The first and the last stage, if they have tied parameters."""
+        """Process group of the first and the last pipeline stage, which sums gradients of tied parameters; None without
+        tied parameters."""
 
     def scores(
         self, model: nn.Module, micros: Sequence[MicroBatch], temperature: float | None = None
@@ -127,7 +130,7 @@ class MegatronBackend(Backend):
         return self.load().requires_grad_(False).eval()
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Weights of this rank's stage that it publishes, on the ranks that hold the stage's first replica."""
+        """Weights that this rank's pipeline stage publishes; empty on ranks outside the stage's first replica."""
         tensors = self.policy.mapped_tensors if self.layout.holds_leader_part else ()
         return (
             (mapped.name, mapped.to_hugging_face(mapped.parameters))
@@ -156,7 +159,7 @@ class MegatronBackend(Backend):
         return hugging_face_state(self.lm, state) if rank == 0 else {}
 
     def free_gathered(self) -> None:
-        """Does nothing: a forward pass holds nothing afterwards."""
+        """Does nothing: this back end holds no gathered weights after a forward pass."""
 
     def clip(self, max_norm: float) -> float:
         experts, divided, whole = map(gradients, (self.experts, self.divided, self.whole))

@@ -39,13 +39,13 @@ from april.learner.model import empty_policy
 FORMAT, VERSION = "torch_dist", 1
 METADATA_FILE = ".metadata"
 FORMS: list[dict[str, bool]] = [{}, {"non_homogeneous_layers": True}, {"singleton_local_shards": True}]
-"""Metadata for each way in which Megatron stores layers: all layers in one tensor; one tensor per layer; and also
-separate gate and up projections."""
+"""Metadata arguments of `sharded_state_dict` for each layout in which Megatron stores layers: all layers stacked in one
+tensor; one tensor per layer; one tensor per layer with gate and up projections separate."""
 OPTIMIZER = "optimizer."
-"""Substring of the names of optimizer state: moments and the optimizer's own weights."""
+"""Substring that identifies names of optimizer state: moments and the optimizer's master weights."""
 NORM = "pre_mlp_layernorm.weight"
 NORMS = "mlp.linear_fc1.layer_norm_weight", NORM
-"""Names of the norm before experts, with Transformer Engine's layers and with Megatron's local layers."""
+"""Names of the norm before the experts: with Transformer Engine's layers, and with Megatron's local layers."""
 
 
 def write(folder: Path, out_dir: Path) -> None:
@@ -159,7 +159,7 @@ def check_tensors(
 
 
 def tensors_of(state: dict[str, Any]) -> list[ShardedTensor]:
-    """All sharded tensors of a state dict, with those that its factories create."""
+    """All sharded tensors of a state dict, including those created by its `ShardedTensorFactory` entries."""
     made = dict(state)
     apply_factories(made)
     return [value for value in nested_values(made) if isinstance(value, ShardedTensor)]
@@ -205,7 +205,7 @@ class MetadataUnpickler(pickle.Unpickler):
         "torch.distributed.checkpoint.planner",
         "torch.distributed.checkpoint.filesystem",
     )
-    """Modules whose dataclasses and enums are allowed, all plain data."""
+    """Names of the modules whose dataclasses and enums may be unpickled; these classes are plain data."""
     others = (
         (torch.__name__, "Size"),
         ("torch.serialization", "_get_layout"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "megatron-core"
 LATEST = "latest_checkpointed_iteration.txt"
-"""File of a folder that contains checkpoint folders."""
+"""Name of the file that marks a folder as a parent of checkpoint folders, instead of a checkpoint."""
 
 
 class MegatronEntry(BackendEntry):

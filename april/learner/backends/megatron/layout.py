@@ -15,15 +15,16 @@ Ranks along SHARES are neighbours; ranks of one stage are consecutive."""
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Parallelism of this rank's stage."""
+    """Assignment of this rank to a pipeline stage, a replica and a share of each layer, with the meshes of the ranks in
+    its stage."""
 
     layers: DeviceMesh
     """Mesh (REPLICAS, SHARES) of the ranks of this rank's stage, for all parameters but those of experts."""
     experts: DeviceMesh
-    """Mesh (REPLICAS, SHARES) of the same ranks, for the parameters of experts."""
+    """Mesh (REPLICAS, SHARES) of the ranks of this rank's stage, for the parameters of experts."""
     expert_parallel: int
-    """Ranks among which a layer's experts are divided, each expert whole; 1: tensor-parallel ranks split every
-    expert."""
+    """Number of ranks among which a layer's experts are divided, each rank holding complete experts; 1: every expert is
+    split over the tensor-parallel ranks."""
     stage: int
     """Pipeline stage of this rank, from 0."""
     stages: int
@@ -49,16 +50,17 @@ class ParallelLayout:
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last stage."""
+        """Whether this rank's pipeline stage is the last one."""
         return self.stage == self.stages - 1
 
     def leader(self, stage: int) -> int:
-        """Lowest rank of a stage."""
+        """Lowest global rank of a pipeline stage."""
         return stage * dist.get_world_size() // self.stages
 
     @property
     def holds_leader_part(self) -> bool:
-        """Whether this rank is in the same replica as the leader of its stage, for layers or for experts."""
+        """Whether this rank belongs to the same replica as its stage's leader (lowest rank), in the mesh of layers or
+        of experts."""
         leader, groups = self.leader(self.stage), (each.get_group(SHARES) for each in (self.layers, self.experts))
         return any(leader in dist.get_process_group_ranks(group) for group in groups)
 

@@ -100,7 +100,8 @@ def score_tokens(
 def score_rows(
     hidden: Tensor, weight: Tensor, first: int, targets: Tensor, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """`score_tokens` of one chunk of rows."""
+    """Log-probability and entropy of each target, as `score_tokens`, for one chunk of rows whose logits exist all at
+    once."""
     logits = CopyToRanks.apply(hidden.float(), group) @ weight.float().T / temperature
     largest = logits.detach().amax(1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
@@ -117,12 +118,12 @@ def score_rows(
 # --- model ------------------------------------------------------------------------------------------------------------
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "qwen3_moe")
-"""Model types (`config.json`) whose layers Megatron computes identically."""
+"""Values of `model_type` in Hugging Face's `config.json` whose layers Megatron computes identically."""
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's parameters of packed sequences, with the lengths that April's attention needs."""
+    """Megatron's description of packed sequences, with the sequence lengths in tokens that April's attention needs."""
 
     seq_lens: list[int] = field(default_factory=list)
 
@@ -216,7 +217,7 @@ class MegatronPolicy(nn.Module):
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters, by Megatron's names."""
+        """(Megatron name, parameter) of each trained parameter on this rank."""
         return list(self.model.named_parameters())
 
     def empty_activations(self, micro: MicroBatch) -> Tensor:
@@ -239,7 +240,8 @@ class MegatronPolicy(nn.Module):
         return self.computing(micro.ids, micro.positions, None, packed_seq_params=packed)
 
     def score(self, hidden: Tensor, micro: MicroBatch, temperature: float | None) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy) of each target, float32 [K] each, from the output of the last layer."""
+        """(log-probabilities, entropies) of the K target tokens, float32 [K] each, from the output of the last
+        layer."""
         if self.divides_tokens:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.group)
         rows = hidden[:, 0][micro.target_rows]

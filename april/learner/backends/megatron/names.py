@@ -1,9 +1,10 @@
 """Mapping of Hugging Face tensors and configuration to Megatron's, and the tensors' distribution over the ranks.
 
-Megatron has queries, keys and values of a layer in one matrix, group by group: the queries of a group, its key, its
-value. It has gate and up projection in one matrix, gate first on each rank. Tensor-parallel ranks hold rows of these
-and of embedding and head, and columns of the projections that follow. Other tensors are replicated, except experts. A
-stage holds its layers; a head tied to the embedding is on the last stage and on the first.
+Megatron stores queries, keys and values of a layer in one matrix, group by group: the queries of a group, its key, its
+value. Gate and up projection share another matrix, gate first on each rank. Tensor-parallel ranks hold rows of both
+matrices and of embedding and head, and columns of the attention output and down projections. Other tensors are
+replicated, except experts. A stage holds its layers; a head tied to the embedding is on the last stage and on the
+first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,8 @@ STACKED = {
     "mlp.experts.gate_up_proj": ("linear_fc1", ("gate_proj", "up_proj")),
     "mlp.experts.down_proj": ("linear_fc2", ("down_proj",)),
 }
-"""Stacked tensors of experts: name of the linear layer in Megatron's experts, and the projections stacked in it."""
+"""By suffix of a stacked expert tensor in the Hugging Face model: name of the linear layer in Megatron's experts, and
+the projections stacked in the tensor."""
 
 
 def mapped_tensors(model: nn.Module, lm: nn.Module, layout: ParallelLayout) -> Iterator[MappedTensor]:

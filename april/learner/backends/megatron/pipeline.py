@@ -24,14 +24,14 @@ from april.util.pulse import MAIN
 
 Scores = tuple[Tensor, Tensor]
 BEFORE, NEXT = -1, 1
-"""Neighbours of a stage: the previous one and the next one."""
+"""Offsets from a pipeline stage to its neighbours: the previous stage and the next stage."""
 
 
 class Stage(Protocol):
-    """Consecutive layers of a model on one rank."""
+    """Interface of a pipeline stage: consecutive layers of a model on one rank."""
 
     def empty_activations(self, micro: MicroBatch) -> Tensor:
-        """Uninitialised tensor of the shape and dtype of a stage's input and output for a micro-batch."""
+        """Uninitialised tensor with the shape and dtype of the activations passed between stages for a micro-batch."""
 
     def hidden(self, micro: MicroBatch, inputs: Tensor | None) -> Tensor:
         """Output of the stage, from the previous stage's output `inputs`; None on the first stage."""
@@ -52,8 +52,8 @@ class PipelineRanks:
         return self.stage == self.count - 1
 
     def exchange(self, neighbour: int, sent: Tensor | None, buffer: Tensor | None) -> Tensor | None:
-        """Send `sent` to a neighbour (BEFORE or NEXT) and receive into `buffer`, which is returned; both at once, since
-        the neighbours may wait for each other. None without such a neighbour."""
+        """Send `sent` to a neighbour (BEFORE or NEXT) and receive into `buffer`, which is returned; concurrently, since
+        in sequence two neighbours could deadlock. None without such a neighbour."""
         stage = self.stage + neighbour
         if not 0 <= stage < self.count:
             return None
@@ -65,13 +65,14 @@ class PipelineRanks:
         return buffer
 
     def broadcast_from_last(self, values: Tensor) -> Tensor:
-        """Broadcast `values` of the last stage into those of the others. Collective."""
+        """Broadcast the tensor `values` from the last stage into `values` on the other stages. Collective."""
         dist.broadcast(values, self.ranks[-1], group=self.group)
         return values
 
 
 def scores(ranks: PipelineRanks, stage: Stage, micros: Sequence[MicroBatch], temperature: float | None) -> list[Scores]:
-    """Log-probabilities and entropies of each micro-batch, on every rank. Collective."""
+    """(log-probabilities, entropies) of the K targets of each micro-batch, float32 [K] each, on every rank.
+    Collective."""
     found = []
     with torch.no_grad():
         for micro in micros:
@@ -126,7 +127,8 @@ def backward(ranks: PipelineRanks, stage: Stage, micros: Sequence[MicroBatch], l
 
 
 def broadcast_scores(ranks: PipelineRanks, found: list[Scores], micros: Sequence[MicroBatch]) -> list[Scores]:
-    """Scores of the last stage, `found`, on every rank. Collective."""
+    """Broadcast `found`, the last stage's (log-probabilities, entropies) of each micro-batch, to every rank.
+    Collective."""
     if ranks.count == 1 or not micros:
         return found
     lengths = [len(micro.targets) for micro in micros]

@@ -1,4 +1,4 @@
-"""Means of the conformance checks: drivers of an engine, tiny reference models, and the decorator `check`."""
+"""Helpers of the conformance checks: drivers of an engine, tiny reference models, and the decorator `check`."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from april.workers.engines.entry import EngineEntry
 
 VOCABULARY = 61
 PATIENCE_S = 120.0
-"""An engine counts as stuck if it has live requests and generates nothing for so long (s)."""
+"""Time without a new token after which an engine with live requests counts as stuck (s)."""
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 
 
@@ -49,7 +49,7 @@ def prompt(length: int = 5, seed: int = 0) -> np.ndarray:
 
 
 def requests_of_many_shapes(count: int = 20, **options) -> list[Request]:
-    """Prompts of 1 to 40 tokens, budgets of 1 to 60."""
+    """Requests with prompts of 1 to 40 tokens and budgets of 1 to 60 new tokens."""
     rng = np.random.default_rng(7)
     return [
         Request(i, prompt(int(rng.integers(1, 41)), seed=i), int(rng.integers(1, 61)), seed=i, **options)
@@ -62,7 +62,7 @@ def drive(
 ) -> dict[int, Stream]:
     """Submit requests, then step until nothing is live, `steps` are done, or `tokens` more have been generated.
 
-    It also waits for a first chunk of each request in `begun`. The result includes chunks of requests that ended
+    Also waits for a first chunk of each request in `begun`. The result includes chunks of requests that ended
     earlier, while weights were loaded. Asserts that no request fails.
     """
     heard_at, generated = clock.now(), engine.generated_tokens
@@ -112,8 +112,8 @@ def assert_agree(counts: np.ndarray, probabilities: np.ndarray) -> None:
 def assert_frequencies(engine, model, options: dict, seeds: int) -> None:
     """Assert that the first tokens of one prompt under many seeds have the distribution that `options` ask for.
 
-    That is top-k, then top-p: the fewest likeliest tokens whose mass reaches it. Behaviour log-probabilities are those
-    of the whole distribution.
+    The options cut by top-k, then by top-p to the fewest likeliest tokens whose mass reaches top-p. Behaviour
+    log-probabilities are those of the uncut distribution.
     """
     logits = model.logits(prompt().tolist())[-1].double().numpy() / options.get("temperature", 1.0)
     full = np.exp(logits - logits.max())
@@ -148,7 +148,7 @@ LLAMA3_ROPE = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A saved model folder, and the Hugging Face model in it as the reference.
+    """A tiny model: the folder that an engine under test reads, and its Hugging Face model as the reference.
 
     Its random weights give peaked distributions, so that a wrong mask, position or norm shows in the logits.
     """
@@ -220,7 +220,7 @@ def without_progress_bars() -> Iterator[None]:
 
 
 class TinyModels:
-    """models(architecture, seed) -> TinyModel, each made once; seeds differ only in the weights."""
+    """Makes tiny models: models(architecture, seed) -> TinyModel, cached. Seeds differ only in the weights."""
 
     def __init__(self, folder: Path):
         torch.set_num_threads(1)
@@ -250,12 +250,12 @@ class MakeEngine(Protocol):
 
 @dataclass(frozen=True)
 class Bench:
-    """What a check gets: the engine's entry, and functions that make engines and models."""
+    """Argument of every check: the engine's registry entry, and functions that make engines and models."""
 
     entry: type[EngineEntry]
     make_engine: MakeEngine
     models: Callable[..., TinyModel]
-    """models(architecture="qwen3", seed=0)"""
+    """Function that returns a tiny reference model: models(architecture="qwen3", seed=0)."""
 
     def assert_true_logprobs(self, request: Request, stream: Stream, model: TinyModel | None = None) -> None:
         """Compare log-probabilities with a plain forward pass, unless the entry's `true_distribution` is False."""
@@ -283,7 +283,7 @@ class Check:
         return entry.true_distribution or not self.of_true_distribution
 
     def run(self, bench: Bench) -> None:
-        """Raises AssertionError, or whatever the engine raises."""
+        """Run the check. Raises AssertionError if the engine fails it, or whatever the engine raises."""
         self.function(bench, **self.arguments)
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of texts that an engine scores, by which wrong weights are found, and of tokens that it samples."""
+"""Checks of the log-probabilities of texts that an engine scores, which reveal wrong weights, and of sampled tokens."""
 
 from collections.abc import Callable, Mapping
 
@@ -31,7 +31,7 @@ Weights = dict[str, torch.Tensor]
 STEP_CHANGE = 1e-3
 """Change of each weight in one training step, as with AdamW at that learning rate."""
 CORRUPTED_TENSOR = "model.layers.1.mlp.up_proj.weight"
-"""The tensor that is wrong, in faults of a single tensor."""
+"""Name of the tensor that is wrong in faults of a single tensor."""
 
 
 def a_step_further(weights: Weights, seed: int = 0) -> Weights:
@@ -68,7 +68,7 @@ def rounded_to_8_bits(old: Weights, new: Weights) -> Weights:
 
 
 def one_ranks_shard_of_the_version_before(old: Weights, new: Weights) -> Weights:
-    """The shard of the first of two ranks, the first half of the rows under FSDP2, is of the version before."""
+    """Fault: the shards of the first of two ranks (under FSDP2 half of the rows) are of the version before."""
     return {name: torch.cat([old[name][: -(-len(t) // 2)], t[-(-len(t) // 2) :]]) for name, t in new.items()}
 
 
@@ -83,7 +83,7 @@ FAULTS: Mapping[str, Callable[[Weights, Weights], Weights]] = {
         one_ranks_shard_of_the_version_before,
     )
 }
-"""fault(weights of the version before, published weights) -> weights that the engine gets, by the fault's name."""
+"""Faults by name: fault(weights of the previous version, published weights) -> weights that the engine gets."""
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def behaviour_logprobs_are_those_of_a_plain_forward_pass(bench: Bench, temperatu
 
 @check(of_true_distribution=True, interrupts=True)
 def every_logprob_is_that_of_the_version_its_token_names(bench: Bench):
-    """Weights change twice while most requests run; some have three segments.
+    """Weights change twice while most requests run, so some responses have tokens of three versions.
 
     Responses are long, because a server on the same cores runs ahead of the engine that reads it.
     """
@@ -228,7 +228,7 @@ def frequencies_agree_with_the_distribution_asked_for(bench: Bench):
 
 @check(of_true_distribution=True, cases={str(options): {"options": options} for options in CUT_OPTIONS})
 def frequencies_agree_with_the_cut_distribution_asked_for(bench: Bench, options: dict):
-    """An engine without `truncates_sampling` refuses such a request."""
+    """An engine whose entry has no `truncates_sampling` passes if it refuses requests with top-k or top-p."""
     engine = bench.make_engine(slots=64)
     if bench.entry.truncates_sampling:
         assert_frequencies(engine, bench.models(), options, seeds=1000)

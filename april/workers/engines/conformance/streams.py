@@ -1,4 +1,5 @@
-"""Every token leaves the engine once, in order, however its request ends; an impossible request is refused at once."""
+"""Checks that every token leaves the engine once and in order, however its request ends, and that a request which can
+never run is refused at once."""
 
 from dataclasses import replace
 from functools import partial
@@ -187,7 +188,7 @@ INVALID_REQUESTS = {
 
 @check(cases={case: {"request": request, "named": named} for case, (request, named) in INVALID_REQUESTS.items()})
 def a_request_that_can_never_run_is_refused_with_a_sentence(bench: Bench, request: Request, named: str):
-    """An engine can use `april.workers.engines.entry.check_request` for all of these."""
+    """An engine can use `april.workers.engines.entry.check_request` to refuse all requests of this check."""
     engine = bench.make_engine(max_context=64)
     sentence = refusal(lambda: engine.submit(request))
     assert named in sentence, sentence

@@ -1,4 +1,4 @@
-"""Weights are swapped whole between two tokens, and only if they are valid."""
+"""Checks that weights are replaced as a whole between two tokens, and only if they are valid."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,7 +71,7 @@ BAD = {
 
 @check(cases=BAD)
 def bad_weights_are_refused_and_the_old_ones_stay(bench: Bench, spoil: Callable[[Weights], None], named: list[str]):
-    """An engine can use `april.workers.engines.entry.check_tensors` for all of these."""
+    """An engine can use `april.workers.engines.entry.check_tensors` to refuse all weights of this check."""
     request = Request(1, prompt(), 30, temperature=0.0)
     whole = drive(bench.make_engine(), [request])[1]
     engine = bench.make_engine()

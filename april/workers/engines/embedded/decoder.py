@@ -22,7 +22,7 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported RoPE types: those whose frequencies do not depend on the sequence length."""
 ATTENTION_BLOCK = 128
-"""Queries of a row that attend at once after a cached prefix."""
+"""Number of a row's queries that attend as one block after a cached prefix."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def rotary_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """Root mean square norm: x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def __init__(self, weight: Tensor, eps: float):
         self.weight, self.eps, self.size = weight, eps, weight.shape[-1]
@@ -150,14 +150,14 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One block; linear weights are [out, in], biases None where the model has none."""
+    """One transformer block; linear weights are [out, in], biases None where the model has none."""
 
     attention_norm: RMSNorm
     qkv: Tensor
-    """Rows of all query heads, then key heads, then value heads."""
+    """Fused projection weight: rows of all query heads, then key heads, then value heads."""
     qkv_bias: Tensor | None
     qk_norm: RMSNorm | None
-    """Norm over the last dimension of [heads + kv_heads, head_dim]."""
+    """Norm of queries and keys, over the last dimension of [heads + kv_heads, head_dim]; None without one."""
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: RMSNorm
@@ -222,7 +222,7 @@ class Decoder:
         )
 
     def _without_queries(self, layer: Layer) -> Layer:
-        """The block with only its key and value projections."""
+        """The layer with only its key and value projections, for a prefill whose queries are not needed."""
         shape = self.shape
         first = shape.heads * shape.head_dim
         return replace(
@@ -252,10 +252,10 @@ class Decoder:
     def prefill(
         self, tokens: Tensor, start: int = 0, prefix: Callable[[int], Tensor] | None = None
     ) -> Iterator[Tensor]:
-        """Yield keys and values, [n, length, 2 * kv_heads, head_dim], of each layer for right-padded int64 [n, length].
+        """Yield keys and values, [n, length, 2 * kv_heads, head_dim], of each layer for right-padded `tokens`.
 
-        Attention is causal, so the padding does not affect the tokens before it. `prefix(layer)`: keys and values of
-        the `start` tokens before these in each row; None without any.
+        `tokens`: int64 [n, length]; attention is causal, so padding does not affect earlier tokens. `prefix(layer)`:
+        keys and values of the `start` tokens before `tokens` in each row; None without any.
         """
         shape, length = self.shape, tokens.shape[1]
         x = F.embedding(tokens.reshape(-1), self.embedding)

@@ -74,7 +74,7 @@ class TorchEngine:
         """Chunks of the old version, taken when weights changed; returned by the next step."""
         self._failures: list[tuple[int, str]] = []
         self._batch: DecodeBatch | None = None
-        """None after the set of running slots, or the state of one of them, has changed."""
+        """Arrays of the running slots; None, to be rebuilt, once the set of slots or one's state has changed."""
 
     @property
     def live(self) -> int:
@@ -195,7 +195,7 @@ class TorchEngine:
         self._batch = None
 
     def _waves(self) -> list[Wave]:
-        """Waves of slots to prefill. With `keep_cache` no cached prefix is shared: it may be of older weights."""
+        """Waves of slots to prefill. With `keep_cache` no cached prefix is shared: it may come from older weights."""
         unfilled = set(self._awaiting_prefill)
         filled = [slot for slot in self._slot_of.values() if slot not in unfilled and not self.keep_cache]
         return shared_prefixes(self._table, self._awaiting_prefill, filled)

@@ -29,9 +29,9 @@ class LengthGroup:
         self.slots: list[int] = []
         self.start = self.stop = 0
         self.keys_values = self._allocate(0)
-        """[layers, 2, rows, kv_heads, capacity, head_dim]"""
+        """Keys and values: [layers, 2, rows, kv_heads, capacity, head_dim]."""
         self._length = 0
-        """Attention length: that of the longest row, rounded up."""
+        """Attention length of the group (tokens): the length of its longest row, rounded up."""
         self._changed = True
         """Whether rows were added, removed or moved since the last step."""
 
@@ -71,7 +71,7 @@ class LengthGroup:
         self._changed = True
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
-        """Prepare index and mask shared by all layers.
+        """Prepare the index and the mask of a decode step, which all layers share.
 
         `positions`: int64 [rows], positions of the tokens about to be stored. `longest`: the largest of them.
         """
@@ -83,7 +83,7 @@ class LengthGroup:
         self._bias.view(-1).index_fill_(0, (self._bias_row_starts + positions.unsqueeze(1)).view(-1), 0.0)
 
     def _lay_out(self, positions: Tensor) -> None:
-        """Compute what stays the same as long as the rows and the attention length do."""
+        """Compute index bases, mask and views, which steps reuse until the rows or the attention length change."""
         layers, _, held, heads, capacity, head_dim = self.keys_values.shape
         rows, length = len(self.slots), self._length
         row, head = torch.arange(rows, device=self.device).unsqueeze(1), torch.arange(heads, device=self.device)
@@ -122,13 +122,13 @@ class CacheRows(NamedTuple):
     """Cache rows of a list of slots, by group."""
 
     slot_count: int
-    """Number of slots."""
+    """Number of slots in the list."""
     parts: list[tuple[LengthGroup, slice | Tensor, slice | Tensor]]
     """(group, rows in it, indices of these rows' slots in the list) for each group that has some of the slots."""
 
 
 class KVCache:
-    """The whole cache; maps each slot to a group and a row in it."""
+    """The KV cache of all slots; maps each slot to a length group and a row in that group."""
 
     def __init__(self, shape: DecoderShape, slots: int, max_context: int, device: torch.device):
         capacities = [SMALLEST_CAPACITY]
@@ -198,7 +198,7 @@ class KVCache:
         return [group for group in self.groups if group.slots]
 
     def rows(self, slots: np.ndarray) -> CacheRows:
-        """Cache rows of these slots."""
+        """The cache rows of the given slots, by length group."""
         parts = []
         for index in np.unique(self._group_of[slots]):
             inside, group = np.flatnonzero(self._group_of[slots] == index), self.groups[index]

@@ -41,13 +41,16 @@ class SamplingPlan:
     cut_rows: Tensor | None
     """int64 [m]: indices of the rows with top-k or top-p."""
     top_k: Tensor | None
-    """int64 [m, 1]: of `cut_rows`."""
+    """int64 [m, 1]: top-k of each row in `cut_rows`."""
     top_p: Tensor | None
-    """float64 [m, 1]: of `cut_rows`."""
+    """float64 [m, 1]: top-p of each row in `cut_rows`."""
 
     @staticmethod
     def of(temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, vocabulary: int, device: torch.device):
-        """Plan from float64, int64 and float64 [n]; temperature 0 is greedy, top_k 0 and top_p 1 keep every token."""
+        """A plan from each row's parameters, float64, int64 and float64 [n].
+
+        Temperature 0 is greedy; top_k 0 and top_p 1 keep every token.
+        """
 
         def tensor(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(device)

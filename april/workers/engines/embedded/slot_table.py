@@ -1,4 +1,4 @@
-"""The engine's bookkeeping in arrays: all slots, the running ones between two changes, and prefixes that they share."""
+"""State of the embedded engine in arrays: all slots, the batch of running slots, and the prefixes that slots share."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ class SlotTable:
         self.max_length = np.zeros(slots, np.int64)
         """Context length at which the token budget is used up."""
         self.handed_over = np.zeros(slots, np.int64)
-        """Context tokens that the caller has, prompt included."""
+        """Context tokens of each slot that the engine's caller already has, prompt included."""
         self.stream = np.zeros(slots, np.uint64)
         self.temperature = np.zeros(slots)
         self.top_k = np.zeros(slots, np.int64)
@@ -90,11 +90,11 @@ class DecodeBatch:
         self._stop_ids = table.stop_ids[slots]
         self._sampled = table.tokens[slots, self.lengths - 1].astype(np.int64)
         self.last = torch.from_numpy(self._sampled).to(device)
-        """int64 [n]: the token to decode next, at `positions`."""
+        """int64 [n]: the token of each row to decode next, at `positions`."""
         self.positions = torch.from_numpy(self.lengths - 1).to(device)
 
     def append(self, table: SlotTable, tokens: Tensor, logprobs: np.ndarray) -> None:
-        """Append one sampled token per row: int64 [n], float32 [n]."""
+        """Append to each row one sampled token, int64 [n], and its log-probability, float32 [n]."""
         self.last, self._sampled = tokens, tokens.cpu().numpy()
         table.tokens[self.slots, self.lengths] = self._sampled
         table.logprobs[self.slots, self.lengths] = logprobs
@@ -134,7 +134,7 @@ def shared_prefixes(table: SlotTable, unfilled: Sequence[int], filled: Sequence[
 
 
 def longest_shared_prefix(table: SlotTable, slot: int, others: np.ndarray) -> tuple[int, int]:
-    """(slot of `others` with the longest common prefix, its tokens); (the slot itself, 0) if none is worth sharing.
+    """(slot of `others` with the longest common prefix, prefix tokens), or (`slot`, 0) if no prefix is worth sharing.
 
     A prefix is worth sharing from MIN_SHARED_TOKENS on, or if it is the whole context.
     """

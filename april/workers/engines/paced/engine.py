@@ -43,9 +43,9 @@ class Pace:
     """Real seconds per second of the cost model."""
     steps: int = 0
     late_steps: int = 0
-    """Steps that took longer than the cost model says."""
+    """Number of steps that took longer than the cost model says."""
     late_s: float = 0.0
-    """Total lateness of those steps (s)."""
+    """Total lateness of the late steps (s)."""
 
 
 class PacedEngine(TorchEngine):
@@ -54,9 +54,9 @@ class PacedEngine(TorchEngine):
         super().__init__(model_path, **options)
         self.pacing, self.pace, self._status_file = pacing, Pace(pacing.cost.source, factor), status_file
         self._contexts = self._context_tokens = self._kv = 0
-        """Of the current step: contexts and context tokens prefilled, and KV tokens attended over."""
+        """Counts of the current step: contexts and context tokens prefilled, and KV tokens attended over."""
         self._due = 0.0
-        """Time at which the last step ended by the cost model."""
+        """Time at which the last step had to end according to the cost model (Unix seconds)."""
         self._next_status_at = 0.0
         self._was_busy = False
 

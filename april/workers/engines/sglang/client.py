@@ -36,7 +36,7 @@ class SGLangClient:
     """Client of one server. Every method must run in the event loop that drives the engine."""
 
     def __init__(self, url: str, api_key: str = "", name: str = "SGLang"):
-        """`name`: of the server, for error texts."""
+        """`name`: name of the server in error texts."""
         self.url, self._server = url.rstrip("/"), f"the {name} server"
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None

@@ -49,11 +49,11 @@ VerifyWeights = Callable[[], Awaitable[None]]
 PROBE_INTERVAL_S = 0.5
 """Interval between two probes of the server (s)."""
 WORKER_STALL_S = 5.0
-"""If the worker has not probed for so long (s), the server's silence meanwhile does not count against it."""
+"""If the worker has not probed for so long (s), silence of the server meanwhile does not count as a hang."""
 PROBE_TIMEOUT_S = 5.0
 """Time the server has to answer a probe (s)."""
 VERIFY_EVERY = 20
-"""The server's checksums are compared with those of the sent weights at its first update, and then every so many."""
+"""Weight updates between two comparisons of the server's checksums with those of the sent weights."""
 
 
 class SGLangEngine(ServerRequests):
@@ -160,7 +160,7 @@ class SGLangEngine(ServerRequests):
         return self._loop.run_until_complete(self.abort_requests(request_ids))
 
     async def abort_requests(self, request_ids: Iterable[int]) -> list[Chunk]:
-        """`cancel_all` as a coroutine."""
+        """`Engine.cancel_all` as a coroutine: end requests and return their remaining chunks."""
         ids = set(request_ids)
         streamed_requests = [self._streaming[key] for key in ids if key in self._streaming]
         if streamed_requests:
@@ -181,7 +181,7 @@ class SGLangEngine(ServerRequests):
     async def update_weights(
         self, version: Version, tensors: "Mapping[str, torch.Tensor]", verify: VerifyWeights | None = None
     ) -> None:
-        """`load_weights` as a coroutine: meanwhile new requests wait, and steps and cancels continue.
+        """`Engine.load_weights` as a coroutine: meanwhile new requests wait, and steps and cancels continue.
 
         `verify`: weight check. If it raises EngineError, the version is discarded before any of its tokens is returned.
         """
@@ -249,12 +249,12 @@ class SGLangEngine(ServerRequests):
             raise EngineError(str(error)) from None
 
     async def request_score(self, tokens: np.ndarray) -> np.ndarray:
-        """`score` as a coroutine, under the weights that the server holds at the moment. Also raises ServerGone."""
+        """`Engine.score` as a coroutine, under the weights that the server holds now. Also raises ServerGone."""
         return read_scores(await self.client.call("/generate", score_body(tokens), self.update_s), tokens)
 
     @property
     def dtype(self) -> str:
-        """Data type that the server reports; the quantised one if it quantises."""
+        """Data type that the server reports for its computation; the quantised type if its weights are quantised."""
         return self.info.get("quantization") or server_dtype(self.info.get("dtype", "auto"), self._declared_dtype)
 
     def discard_weights(self) -> None:
@@ -268,7 +268,7 @@ class SGLangEngine(ServerRequests):
         self._loop.run_until_complete(self.resume_async())
 
     async def release_async(self) -> None:
-        """`release` as a coroutine. A server that is down or fails to release is killed, which frees the memory too."""
+        """`release` as a coroutine. A server that is down or fails to release memory is killed, which frees it too."""
         self.version, self.released = None, True
         if self.ready:
             await self._call_memory_api(weights.release_memory(self.client), "release its accelerator")
@@ -276,7 +276,7 @@ class SGLangEngine(ServerRequests):
             self._server.kill()
 
     async def resume_async(self) -> None:
-        """`resume` as a coroutine. A server that fails to resume is restarted."""
+        """`TimeSharingEngine.resume` as a coroutine. A server that fails to resume is restarted."""
         self.released = False
         if self.ready:
             await self._call_memory_api(weights.resume_memory(self.client), "acquire its accelerator again")
@@ -297,7 +297,7 @@ class SGLangEngine(ServerRequests):
         return {"weight_version": str(version), "flush_cache": self.pause != "in_place"}
 
     def _expected_checksums(self, tensors: "Mapping[str, torch.Tensor]") -> dict[str, str]:
-        """Checksums that the server must report of these weights; empty if unknown, or if they are not due."""
+        """Checksums that the server must report for these weights; empty if unknown, or if no comparison is due."""
         return checksums_in_server(tensors) if self._checksums_comparable and self._updates % VERIFY_EVERY == 0 else {}
 
     def make_client(self) -> SGLangClient:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 PLACING_OPTIONS = ("base_gpu_id", "gpu_id_step")
-"""Server options that place it on accelerators; `april run` sets them itself."""
+"""Options that place a server on accelerators; `april run` sets them itself."""
 
 
 class ServerEntry(EngineEntry):

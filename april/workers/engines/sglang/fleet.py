@@ -1,4 +1,4 @@
-"""Several SGLang servers as one engine: a request goes to the least loaded one; a dead one loses only its own.
+"""Several SGLang servers as one engine: a request goes to the least loaded one, and a dead one loses only its requests.
 
 Each server has its own engine and its own weight channel. A request is dispatched only to a server with the newest
 weights that any has held, so that a sample leased under a version never runs under an older one; if none has them,
@@ -30,7 +30,7 @@ class SGLangFleet:
     def __init__(self, engines: Sequence[SGLangEngine], loop: asyncio.AbstractEventLoop, step_signal: StepSignal):
         self.engines = list(engines)
         self._alive = list(engines)
-        """The engines without those that have failed for good."""
+        """Engines of all servers that have not failed for good."""
         self._loop, self._step_signal = loop, step_signal
         self._newest_step = 0
         self._waiting: dict[int, Request] = {}
@@ -40,7 +40,7 @@ class SGLangFleet:
 
     @property
     def version(self) -> Version | None:
-        """The newest version that any server has held; None if none holds it at the moment."""
+        """The newest policy version that any server has held; None if no server holds that version at the moment."""
         held = [engine.version for engine in self._current() if engine.version is not None]
         return max(held, key=lambda version: (version.step, version.incarnation), default=None)
 
@@ -71,7 +71,7 @@ class SGLangFleet:
 
     @property
     def capacity(self) -> int:
-        """Sum over the servers; one that lags behind counts with its live requests, since it gets no new ones."""
+        """Sum of the servers' capacities; a server with older weights counts its live requests: it gets no new ones."""
         current = self._current()
         return sum(engine.capacity if engine in current else engine.live for engine in self._alive)
 

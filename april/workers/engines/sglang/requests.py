@@ -27,12 +27,12 @@ from april.workers.engines.sglang.run import StepSignal, StreamedRequest
 log = logging.getLogger(__name__)
 
 CANCEL_S = 3.0
-"""Longest wait for aborted requests to end; after it, the tokens that have arrived are taken as all."""
+"""Longest wait for aborted requests to end; after it, no further tokens are taken."""
 ABORT_S = 4.0
 """Longest wait for a server to accept an abort (s); short enough that the samples on a worker's other servers are still
 given back within `broker.abort_deadline_s`."""
 ABORT_AGAIN_S = 0.3
-"""Interval at which an abort is repeated: it does not reach a request that the scheduler has not seen yet (s)."""
+"""Interval at which an abort is repeated (s), since it misses a request that the scheduler has not seen yet."""
 DISOWNED = "the weights that it ran under are not those of their version"
 
 
@@ -225,7 +225,7 @@ DTYPES = {"half": "float16", "float": "float32"}
 
 
 def score_body(tokens: np.ndarray) -> dict[str, Any]:
-    """Body of POST /generate. Log-probabilities from the first token on are never read from the prefix cache."""
+    """Body of the POST /generate that scores `tokens`; the server cannot take scores from its prefix cache."""
     rid = uuid.uuid4().hex
     sampling = {
         "max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,

@@ -31,11 +31,11 @@ class StreamedRequest:
     rid: str = ""
     """SGLang's id of the current attempt. All have one length, because SGLang aborts every id with a given prefix."""
     generated: list[int] = field(default_factory=list)
-    """Tokens of all attempts."""
+    """Tokens generated in all attempts so far."""
     attempt_tokens: int = 0
     """Number of tokens received in the current attempt."""
     version: Version | None = None
-    """Version of the pending tokens."""
+    """Policy version that the pending tokens were sampled under."""
     pending: list[int] = field(default_factory=list)
     """Tokens that were not returned in a chunk yet."""
     logprobs: list[float] = field(default_factory=list)
@@ -115,7 +115,7 @@ class StreamedRequest:
     def end_reached(self, kind: str) -> Finish | None:
         """The finish reason, if the response has ended.
 
-        `kind`: the server's finish type. An abort hides an end reached in the same step, so that one is read from the
+        `kind`: the server's finish type. An abort hides an end reached in the same step; such an end is read from the
         tokens.
         """
         if kind in FINISH_REASONS:

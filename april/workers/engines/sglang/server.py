@@ -188,7 +188,7 @@ class SGLangServer:
 
 
 class AttachedServer:
-    """An external server, not started by April; waited for while it is away."""
+    """An external server, not started by April; the engine waits for it while it does not answer."""
 
     alive = True
 
@@ -221,7 +221,7 @@ class AttachedServer:
 
 
 def prepare_child() -> None:
-    """Runs in the child: give it the worker's niceness, and have the kernel kill it with the worker."""
+    """Give the server process the worker's niceness, and have the kernel kill it with the worker; runs in the child."""
     die_with_parent()
     pass_on_niceness()
 
@@ -289,7 +289,7 @@ def check_model(info: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def check_ranks(info: Mapping[str, Any], expected: int) -> None:
-    """Raise ServerFailed if a server started by April has not the `expected` number of tensor-parallel ranks."""
+    """Raise ServerFailed if a server started by April lacks the `expected` number of tensor-parallel ranks."""
     if info.get("tp_size", expected) != expected:
         raise ServerFailed(
             f"the server runs with {info['tp_size']} tensor-parallel ranks where key 'engine.server' was read as "

@@ -1,4 +1,4 @@
-"""Transfers weights into a paused SGLang server, and takes and returns its accelerator memory.
+"""Transfers weights into a paused SGLang server, and has a server release and resume its accelerator memory.
 
 `DiskSnapshot` writes a folder that the server reads; the server keeps its old weights if reading fails. `LocalTensors`
 shares memory with a server on the same machine. Adapters, broadcasts of the learner, and weights that a process outside
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 SNAPSHOT_PREFIX = "april-weights-"
 STALE_S = 60.0
-"""A snapshot folder without a lock counts as stale if it was not modified for so long (s)."""
+"""Time without a change after which a snapshot folder without a lock counts as stale (s)."""
 CALL_S = 3600.0
-"""Deadline of one call: practically none, since the whole update, release or resumption has one (s)."""
+"""Deadline of one call (s): practically none, since the whole update, release or resumption has a deadline."""
 
 
 class HalfLoaded(RuntimeError):
@@ -150,7 +150,7 @@ class LocalTensors(CheckedPush):
 
 
 async def within_update(client: SGLangClient, load) -> None:
-    """Run `load` between SGLang's begin and end of a weight update, which tensors and broadcasts require.
+    """Run `load` between the calls that begin and end a weight update, as SGLang requires for tensors and broadcasts.
 
     Raises EngineError if the update does not begin, HalfLoaded if anything fails after that.
     """
@@ -176,7 +176,7 @@ async def begin_update(client: SGLangClient) -> None:
 
 
 def shared_handles(tensors: "Mapping[str, torch.Tensor]") -> str:
-    """Pickled shared-memory handles, in base64.
+    """Pickled shared-memory handles of tensors, in base64.
 
     Memory is shared through files, because SGLang cannot receive file descriptors of another process, and a failed
     attempt would end the server.
@@ -282,11 +282,11 @@ async def adopt_external_weights(
 
 MEMORY_SAVER = "enable_memory_saver"
 IDLE_POLL_S = 0.02
-"""Interval at which the end of a server's requests is looked for (s)."""
+"""Interval between two checks whether a server has become idle (s)."""
 
 
 async def release_memory(client: SGLangClient) -> None:
-    """Release the memory once the server is idle; SGLang would end with a failed assertion otherwise.
+    """Have the server release its accelerator memory once it is idle; a busy SGLang would fail an assertion and end.
 
     Raises ServerGone and ServerRefuses.
     """
@@ -296,7 +296,7 @@ async def release_memory(client: SGLangClient) -> None:
 
 
 async def resume_memory(client: SGLangClient) -> None:
-    """Acquire the memory again. Raises ServerGone and ServerRefuses."""
+    """Have the server acquire its accelerator memory again. Raises ServerGone and ServerRefuses."""
     await client.call("/resume_memory_occupation", {}, CALL_S)
 
 

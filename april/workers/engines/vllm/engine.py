@@ -14,7 +14,7 @@ from april.workers.engines.sglang.fleet import SGLangFleet
 from april.workers.engines.sglang.server import HOST, ServerSettings
 
 SUPPORTED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`."""
+"""LoRA ranks that vLLM accepts as `max_lora_rank`."""
 
 
 def supported_rank(rank: int) -> int | None:
@@ -29,12 +29,12 @@ CPU_BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class VLLMSettings(ServerSettings):
-    """As `ServerSettings`; `options`: vLLM's own, with underscores, which override the rest."""
+    """Command and environment of a vLLM server. `options`: vLLM's own, with underscores; they override the rest."""
 
     name: ClassVar[str] = "vLLM"
 
     def program(self) -> list[str]:
-        """-P keeps the program's folder out of sys.path, whose modules would shadow others."""
+        """Interpreter arguments that start `program.py`; -P keeps the modules of its folder from shadowing others."""
         return ["-P", str(PROGRAM)]
 
     def own_options(self, port: int) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class VLLMSettings(ServerSettings):
         return given
 
     def own_environment(self) -> dict[str, str]:
-        """vLLM's processes talk to each other on this machine only, and are spawned, so that each runs the program.
+        """Environment of vLLM's processes: they connect on this machine only, and are spawned, so each runs program.py.
 
         On a CPU, compilation is off: it would delay the first tokens by a minute and more.
         """

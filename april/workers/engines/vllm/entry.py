@@ -27,7 +27,7 @@ class VLLMEntry(ServerEntry):
 
     @classmethod
     def takes_adapters(cls, config: Config) -> bool:
-        """Whether adapters are of linear layers only (a trained embedding would differ) and have a supported rank."""
+        """Whether adapters have a supported rank, and adapt only linear layers (a trained embedding would differ)."""
         return config.lora.base_is_frozen and supported_rank(config.lora.rank) is not None
 
     @classmethod

@@ -36,11 +36,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 LONGEST_BODY_BYTES = 64 << 20
 WATCH_S = 0.2
 ABORT_AGAIN_S = 0.2
-"""Interval at which an abort is repeated: it does not reach a request that the engine has not admitted yet (s)."""
+"""Interval at which an abort is repeated (s), since it misses a request that the engine has not admitted yet."""
 DEFAULT_OPTIONS = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 """Options set by April: log-probabilities after the temperature, and no sampling defaults from the model's folder."""
 EXTENSION = "__mp_main__.WeightsInPlace"
-"""`WeightsInPlace`, by the module name that this program has in the processes it spawns."""
+"""Import path of `WeightsInPlace`, under the module name that this program has in the processes it spawns."""
 
 
 class WeightsInPlace:
@@ -303,7 +303,7 @@ def sampling_params(body: dict) -> SamplingParams:
 
 
 def logprobs(answer: CompletionOutput) -> list[list]:
-    """[log-probability, token id] of each new token."""
+    """The pair [log-probability, token id] of each new token."""
     return [[entry[token].logprob, token] for token, entry in zip(answer.token_ids, answer.logprobs or [], strict=True)]
 
 
