@@ -136,7 +136,7 @@ def test_the_discarded_part_of_a_session_comes_with_its_offset(converse):
     agents.score(again, 0.5)
     kept = talk.service.history.discards
     kept.deliver(0)
-    failed, unread = kept.of(0)
+    failed, unread = kept.of_step(0)
     assert failed.head.discarded == "agent_failed" and failed.head.samples[0].error == "ValueError: no"
     assert (failed.head.samples[0].response_tokens, failed.head.samples[0].discarded_from) == (7, 0)
     assert unread.head.discarded == "unread"

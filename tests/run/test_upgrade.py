@@ -60,7 +60,9 @@ def test_the_next_april_goes_on_with_a_drained_run(start, config_file, drained, 
 
 def test_an_april_with_another_journal_says_which_one_finishes_the_run(config_file, drained, next_april):
     now = JOURNAL.current
-    following = next_april(("formats/versions.py", f'{now}: "0.2"}}', f'{now}: "0.2", {now + 1}: "0.3"}}'))
+    table = '"journal", {{1: "0.1", {}}})'
+    both = table.format(f'{now}: "0.2"'), table.format(f'{now}: "0.2", {now + 1}: "0.3"')
+    following = next_april(("util/versions.py", *both))
     done = subprocess.run([*following, "run", str(config_file), "--resume", *ENDLESS], capture_output=True, text=True)
     assert done.returncode == 2
     assert f"by April 0.2 (format {now}, where this April 0.3 has {now + 1}); finish it with" in done.stderr
