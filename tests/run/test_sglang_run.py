@@ -146,11 +146,11 @@ def test_learner_and_server_take_turns_and_the_server_lets_go_for_each_batch(run
     assert found["steps"] == 4 and found["state"] == "finished" and "restart" not in job.output
     server, worker = run_dir / "logs/worker-0-sglang.log", run_dir / "logs/worker-0.log"
     released, resumed = counted(server, "POST /release_memory_occupation", "POST /resume_memory_occupation")
-    assert counted(worker, "has let go of the accelerator", "has the accelerator again") == [released, resumed]
+    assert counted(worker, "has released the accelerator", "has the accelerator again") == [released, resumed]
     assert 4 <= resumed <= released <= 6 and released - resumed <= 1
     learner = [step["learner"] for step in read_records(run_dir / "metrics.jsonl")]
     assert all({"turn_wait_s", "turn_move_s"} <= step.keys() for step in learner)
-    parked = list(map(int, re.findall(r"(\d+) bytes of state lie", (run_dir / "logs/learner.log").read_text())))
+    parked = list(map(int, re.findall(r"(\d+) bytes of state are on the host", (run_dir / "logs/learner.log").read_text())))
     assert len(parked) == 5 and parked[1] == parked[-1] > 2.9 * parked[0], "weights first, then their moments as well"
 
 
@@ -160,8 +160,8 @@ def test_whoever_is_killed_in_the_learner_s_turn_the_run_comes_to_its_end(run, r
     for part in ("april.learner", "--name worker-0"):
         steps = steps_recorded(run_dir)
         wait_until(lambda: steps_recorded(run_dir) > steps, job, PATIENCE_S)  # noqa: B023
-        gave = counted(worker, "has let go of the accelerator")
-        wait_until(lambda: counted(worker, "has let go of the accelerator") > gave, job, PATIENCE_S)  # noqa: B023
+        gave = counted(worker, "has released the accelerator")
+        wait_until(lambda: counted(worker, "has released the accelerator") > gave, job, PATIENCE_S)  # noqa: B023
         job.kill(part)
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
