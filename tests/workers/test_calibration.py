@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 def test_calibration_measures_a_server_and_reads_its_cache_size(
     sglang_server, tiny_model, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(calibrate, "LONGEST", (16,))
+    monkeypatch.setattr(calibrate, "LONGEST_RESPONSES", (16,))
     monkeypatch.setattr(calibrate, "REPEATS", 1)
     path = tmp_path / "cost.toml"
     words = {"model": tiny_model().folder, "slots": 2, "out": path, "engine.url": sglang_server.url}

@@ -118,7 +118,7 @@ def test_a_stalled_worker_does_not_count_its_own_absence_as_the_server_s_silence
         with monkeypatch.context() as changed:
             changed.setattr(clock, "now", lambda: now)
             changed.setattr(held._client, "call", partial(silence, until=now + PROBE_TIMEOUT_S + away_s))
-            assert asyncio.run(held._complaint()) == complaint
+            assert asyncio.run(held._diagnose()) == complaint
 
 
 def test_of_two_servers_a_killed_one_loses_only_its_own_requests(fleet, tiny_model):
