@@ -150,7 +150,8 @@ def test_learner_and_server_take_turns_and_the_server_lets_go_for_each_batch(run
     assert 4 <= resumed <= released <= 6 and released - resumed <= 1
     learner = [step["learner"] for step in read_records(run_dir / "metrics.jsonl")]
     assert all({"turn_wait_s", "turn_move_s"} <= step.keys() for step in learner)
-    parked = list(map(int, re.findall(r"(\d+) bytes of state are on the host", (run_dir / "logs/learner.log").read_text())))
+    log = (run_dir / "logs/learner.log").read_text()
+    parked = list(map(int, re.findall(r"(\d+) bytes of state are on the host", log)))
     assert len(parked) == 5 and parked[1] == parked[-1] > 2.9 * parked[0], "weights first, then their moments as well"
 
 
