@@ -41,7 +41,7 @@ def test_killed_servers_are_started_again_and_the_run_comes_to_its_end(run, run_
     gate.open()
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
-    assert found["steps"] == 6 and found["state"] == "finished" and "restart" not in job.output
+    assert found["steps"] == 6 and found["state"] == "finished" and not job.restarts
     assert worker_log().count(" ERROR the SGLang server") >= 2
     assert "the SGLang server serves again" in worker_log()
     compared = len(re.findall(r"tensors are those that were sent", worker_log()))
@@ -143,7 +143,7 @@ def test_learner_and_server_take_turns_and_the_server_lets_go_for_each_batch(run
     job = run(*TURNS_ON_ONE, "--algorithm.entropy_coef", "0.01")
     assert job.wait(PATIENCE_S) == 0, job.output
     found = assert_closed(run_dir)
-    assert found["steps"] == 4 and found["state"] == "finished" and "restart" not in job.output
+    assert found["steps"] == 4 and found["state"] == "finished" and not job.restarts
     server, worker = run_dir / "logs/worker-0-sglang.log", run_dir / "logs/worker-0.log"
     released, resumed = counted(server, "POST /release_memory_occupation", "POST /resume_memory_occupation")
     assert counted(worker, "has released the accelerator", "has the accelerator again") == [released, resumed]

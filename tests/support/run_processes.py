@@ -1,6 +1,7 @@
 """Runs April in real processes, which are found and killed by an environment variable that all of them inherit."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -32,6 +33,10 @@ class Job:
     @property
     def output(self):
         return self.log.read_text()
+
+    @property
+    def restarts(self):
+        return restarts(self.output)
 
     def wait(self, timeout_s=PATIENCE_S):
         try:
@@ -71,6 +76,11 @@ class Job:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return found
+
+
+def restarts(output: str) -> list[str]:
+    """What a supervisor has written about the parts that it has started again: "restart 1 of 3"."""
+    return re.findall(r"restart \d+ of \d+", output)
 
 
 def wait_until(condition, job=None, timeout_s=PATIENCE_S):

@@ -68,10 +68,10 @@ async def hangs(path, wanted, call, *arguments, **deadline):
 
 
 FAULTS = {
-    "release hangs": (hangs, PATHS[0], r"did not let go .* within engine\.update_s = 2 s"),
-    "release refused": (refuses, PATHS[0], "did not let go .*: no /release"),
-    "resume refused": (refuses, PATHS[1], "did not take its accelerator again: no /resume"),
-    "resume hangs": (hangs, PATHS[1], "did not take its accelerator again: it has not answered"),
+    "release hangs": (hangs, PATHS[0], r"did not release its accelerator: .* within engine\.update_s = 2 s"),
+    "release refused": (refuses, PATHS[0], "did not release its accelerator: no /release"),
+    "resume refused": (refuses, PATHS[1], "did not acquire its accelerator again: no /resume"),
+    "resume hangs": (hangs, PATHS[1], "did not acquire its accelerator again: it has not answered"),
 }
 
 
