@@ -1,7 +1,6 @@
-"""The broker against Redis Streams, a Ray queue and TransferQueue: durable, on loopback.
+"""The broker under its loads, durable, on loopback, and Redis under the same stream of chunks.
 
-The same work on every side: prompt in, leased, result submitted, read once by a consumer, acknowledged. Sides take
-turns, each time with new processes and an empty disk; a ratio is of two turns that follow each other.
+Sides take turns, each time with new processes and an empty disk; a ratio is of two turns that follow each other.
 """
 
 import contextlib
@@ -16,25 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from broker_peers import (
-    april_side,
-    ray_side,
-    redis_side,
-    redis_stream,
-    restart,
-    soak,
-    stream,
-    transferqueue_side,
-    worker_side,
-)  # fmt: skip
+from broker_peers import april_side, redis_stream, restart, soak, stream, worker_side
 from broker_peers.load import BenchmarkError, Load, Measured
 from broker_peers.stream import Stream, Streamed
 from common import Row, in_turns, parser, report
 
 FULL = Load(producers=16, in_flight=8, window_s=5.0)
-REDIS_LOADS = (Load(4, 1, 5.0), Load(4, 8, 5.0), FULL)
-TRANSFERQUEUE_LOADS = REDIS_LOADS[:2]
-PEER_TURNS, OTHER_TURNS = 5, 3
+TURNS = 3
 STREAMS = (Stream(16, 256), Stream(64, 64), Stream(1000, 100, window_s=20.0, warmup_s=40.0))
 """Workers and the sequences of each."""
 ONE_WORKER = Stream(1, 256)
@@ -48,8 +35,8 @@ class Turns:
     def __init__(self, folder: Path | None, quick: bool, soak_rate: float = soak.RATE):
         self.folder, self.quick, self.soak_rate = folder, quick, soak_rate
 
-    def count(self, wanted: int) -> range:
-        return range(1 if self.quick else wanted)
+    def count(self) -> range:
+        return range(1 if self.quick else TURNS)
 
     def load(self, load: Load | Stream) -> Load | Stream:
         return replace(load, window_s=2.0) if self.quick else load
@@ -84,71 +71,39 @@ def p99(values: np.ndarray) -> float:
     return float(np.percentile(values, 99))
 
 
-def compare(turns: Turns, load: Load | Stream, ours: Callable, theirs: Callable, count: int) -> list[tuple[Any, Any]]:
+def compare(turns: Turns, load: Load | Stream, ours: Callable, theirs: Callable) -> list[tuple[Any, Any]]:
     """Pairs (ours, theirs), taking turns at going first."""
     pairs = []
-    for turn in turns.count(count):
+    for turn in turns.count():
         results = {side: turns.take(side, load) for side in in_turns(turn, ours, theirs)}
         pairs.append((results[ours], results[theirs]))
     return pairs
 
 
-def ratio_rows(name: str, load: Load, pairs: list[tuple[Measured, Measured]], our_name: str, peer: str) -> list[Row]:
-    return [
-        Row(f"{name}_{load}", [ours.records_per_s / theirs.records_per_s for ours, theirs in pairs], "ratio"),
-        Row(f"{our_name}_{load}", [ours.records_per_s for ours, _ in pairs], "records/s"),
-        Row(f"{peer}_{load}", [theirs.records_per_s for _, theirs in pairs], "records/s"),
-        Row(f"{our_name}_server_us_{load}", [ours.server_us for ours, _ in pairs], "us"),
-        Row(f"{peer}_server_us_{load}", [theirs.server_us for _, theirs in pairs], "us"),
-    ]
-
-
 # --- the figures ----------------------------------------------------------------------------------------------
 
 
-def redis_rows(turns: Turns) -> list[Row]:
-    rows = []
-    for load in REDIS_LOADS:
-        pairs = compare(turns, load, april_side.measure, redis_side.measure, PEER_TURNS)
-        rows += ratio_rows("redis_ratio", load, pairs, "april_beside_redis", "redis")
-        if load == FULL:
-            for name, side in (("submit", 0), ("redis_submit", 1)):
-                rows.append(Row(f"{name}_p99_ms_{load}", [p99(pair[side].submit_ms) for pair in pairs], "ms"))
-    return rows
-
-
-def ray_rows(turns: Turns) -> list[Row]:
-    pairs = compare(turns, FULL, april_side.measure, ray_side.measure, OTHER_TURNS)
-    return ratio_rows("ray_ratio", FULL, pairs, "april_beside_ray", "ray")
-
-
-def transferqueue_rows(turns: Turns) -> list[Row]:
-    rows = []
-    for load in TRANSFERQUEUE_LOADS:
-        pairs = compare(turns, load, april_side.measure, transferqueue_side.measure, OTHER_TURNS)
-        rows += ratio_rows("transferqueue_ratio", load, pairs, "april_beside_transferqueue", "transferqueue")[:3]
-    pairs = compare(turns, STREAMS[0], stream.measure, transferqueue_side.measure_stream, OTHER_TURNS)
+def control_rows(turns: Turns) -> list[Row]:
+    runs = [turns.take(april_side.measure_with_pings, FULL) for _ in turns.count()]
     return [
-        *rows,
-        Row("transferqueue_ratio_stream", [ours.chunks_per_s / theirs.chunks_per_s for ours, theirs in pairs], "ratio"),
-        Row("transferqueue_stream", [theirs.chunks_per_s for _, theirs in pairs], "chunks/s"),
+        Row("control_p99_ms", [p99(round_trips_ms) for _, round_trips_ms in runs], "ms"),
+        Row(f"submit_p99_ms_{FULL}", [p99(run.submit_ms) for run, _ in runs], "ms"),
     ]
 
 
-def control_rows(turns: Turns) -> list[Row]:
-    runs = [turns.take(april_side.measure_with_pings, FULL) for _ in turns.count(OTHER_TURNS)]
-    return [Row("control_p99_ms", [p99(round_trips_ms) for _, round_trips_ms in runs], "ms")]
-
-
 def curve_rows(turns: Turns) -> list[Row]:
-    pairs = compare(turns, FULL, april_side.measure_encrypted, april_side.measure, OTHER_TURNS)
-    return ratio_rows("curve_ratio", FULL, pairs, "curve_on", "curve_off")
+    pairs = compare(turns, FULL, april_side.measure_encrypted, april_side.measure)
+    rows = [Row(f"curve_ratio_{FULL}", [on.records_per_s / off.records_per_s for on, off in pairs], "ratio")]
+    for name, runs in zip(("curve_on", "curve_off"), zip(*pairs, strict=True), strict=True):
+        rows.append(Row(f"{name}_{FULL}", [run.records_per_s for run in runs], "records/s"))
+        rows.append(Row(f"{name}_server_us_{FULL}", [run.server_us for run in runs], "us"))
+    return rows
 
 
 def batched_rows(turns: Turns) -> list[Row]:
     rows: list[Row] = []
     wide, *others = STREAMS
-    pairs = compare(turns, wide, stream.measure, redis_stream.measure, OTHER_TURNS)
+    pairs = compare(turns, wide, stream.measure, redis_stream.measure)
     rows += [
         Row("redis_ratio_stream", [ours.chunks_per_s / theirs.chunks_per_s for ours, theirs in pairs], "ratio"),
         Row(f"stream_redis_{wide}", [theirs.chunks_per_s for _, theirs in pairs], "chunks/s"),
@@ -156,9 +111,9 @@ def batched_rows(turns: Turns) -> list[Row]:
         *stream_rows(wide, [ours for ours, _ in pairs]),
     ]
     for load in others[:0] if turns.quick else others:
-        rows += stream_rows(load, [turns.take(stream.measure, load) for _ in turns.count(OTHER_TURNS)])
+        rows += stream_rows(load, [turns.take(stream.measure, load) for _ in turns.count()])
     half = replace(wide, chunks_per_s=float(np.median([ours.chunks_per_s for ours, _ in pairs])) / 2)
-    paced = [turns.take(stream.measure, half, pings=True) for _ in turns.count(OTHER_TURNS)]
+    paced = [turns.take(stream.measure, half, pings=True) for _ in turns.count()]
     rows.append(Row("submit_p99_ms_stream", [p99(run.submit_ms) for run in paced], "ms"))
     rows.append(Row("control_p99_ms_stream", [p99(run.round_trips_ms) for run in paced], "ms"))
     return rows
@@ -178,7 +133,7 @@ def restart_rows(turns: Turns) -> list[Row]:
     size_bytes, samples = (600_000_000, 10_000) if turns.quick else (10_000_000_000, 100_000)
     with turns.folder_of_its_own() as folder:
         config, tokens = restart.make_journal(folder, size_bytes, samples)
-        seconds = [restart.restart_s(config, tokens) for _ in turns.count(OTHER_TURNS)]
+        seconds = [restart.restart_s(config, tokens) for _ in turns.count()]
     return [Row("restart_10gb_s", seconds, "s")]
 
 
@@ -190,17 +145,14 @@ def soak_rows(turns: Turns) -> list[Row]:
 
 def worker_rows(turns: Turns) -> list[Row]:
     microseconds = []
-    for _ in turns.count(OTHER_TURNS):
+    for _ in turns.count():
         with turns.folder_of_its_own() as folder:
             microseconds.append(worker_side.measure(ONE_WORKER, folder))
     return [Row("worker_cpu_us_per_chunk", microseconds, "us")]
 
 
 FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
-    ("redis_ratio_4x1", "redis_ratio_4x8", "redis_ratio_16x8", "submit_p99_ms_16x8"): redis_rows,
-    ("ray_ratio_16x8",): ray_rows,
-    ("transferqueue_ratio_4x1", "transferqueue_ratio_4x8", "transferqueue_ratio_stream"): transferqueue_rows,
-    ("control_p99_ms",): control_rows,
+    ("control_p99_ms", "submit_p99_ms_16x8"): control_rows,
     ("curve_ratio_16x8",): curve_rows,
     ("restart_10gb_s",): restart_rows,
     ("worker_cpu_us_per_chunk",): worker_rows,

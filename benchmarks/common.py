@@ -209,7 +209,7 @@ def machine() -> dict:
         "architecture": platform.machine(),
         "threads": os.environ.get("OMP_NUM_THREADS", "default"),
         "python": platform.python_version(),
-        "packages": {name: installed(name) for name in ("numpy", "torch", "transformers", "pyzmq", "redis", "ray")},
+        "packages": {name: installed(name) for name in ("numpy", "torch", "transformers", "pyzmq", "redis")},
     }
 
 

@@ -1,6 +1,6 @@
-"""Rollout throughput by schedule, in consumed tokens/s: on a real engine, or the published setting on a virtual clock.
+"""Rollout throughput by schedule, in consumed tokens/s: the published setting on a virtual clock.
 
-Simulated rows depend on the scenario and the seed alone, not on the machine. Without a suffix they are those of the
+Rows depend on the scenario and the seed alone, not on the machine. Without a suffix they are those of the
 scenario's first cost model; the others have its name as a suffix.
 """
 
@@ -241,34 +241,16 @@ def simulate_published(options) -> tuple[list[Row], dict]:
 
 def main() -> int:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--simulated", action="store_true", help="the published setting on a virtual clock")
-    arguments.add_argument("--engine", choices=("torch", "sglang"), help="the schedules on this engine")
-    arguments.add_argument("--only", nargs="+", default=[], metavar="NAME", help="on an engine: these schedules")
-    arguments.add_argument("--steps", type=int, help="measured batches of a turn on an engine [default 24, SGLang 12]")
     arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
     arguments.add_argument(
         "--part",
         help="a cost model's rows alone, or those of extreme lengths (extreme), of alarms [default all]",
     )
-    arguments.add_argument("--seeds", type=int, help="of lengths; a row's n [default 3, torch 2, SGLang 1]")
+    arguments.add_argument("--seeds", type=int, default=3, help="of lengths; a row's n [default 3]")
     options = arguments.parse_args()
-    if options.simulated == bool(options.engine):
-        arguments.error("say --simulated, or an --engine")
     if options.part and options.part not in (known := [*COSTS, *OTHER_PARTS]):
         arguments.error(f"--part {options.part} is none of the parts; give one of {', '.join(known)}")
-    if options.engine and options.part:
-        arguments.error("--part is of --simulated; leave it out")
-    if options.simulated and (options.steps or options.only):
-        arguments.error("--steps and --only are of an --engine; leave them out")
-    usual_seeds, usual_steps = (3, 24) if options.simulated else (2, 24) if options.engine == "torch" else (1, 12)
-    options.seeds, options.steps = options.seeds or usual_seeds, options.steps or usual_steps
-    seeds, measured = (range(1), 2) if options.quick else (range(options.seeds), options.steps)
-    if options.simulated:
-        rows, tables = simulate_published(options)
-    else:
-        import rollout_real
-
-        rows, tables = rollout_real.measure(options.engine, seeds, measured, options.only)
+    rows, tables = simulate_published(options)
     report(rows, options.json, tables)
     return 0
 

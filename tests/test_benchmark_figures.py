@@ -1,9 +1,7 @@
 """What benchmarks make of their measurements, on figures whose result can be seen."""
 
-import asyncio
-from dataclasses import fields
 from importlib import import_module
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace as Has
 
@@ -54,7 +52,7 @@ def test_what_of_a_gain_arrives_is_held_against_a_trainer_that_only_generates_fa
     assert gain.share == pytest.approx(0.6 * 20 / 14)
 
 
-# --- rollout.py, rollout_real.py, rollout_turn.py -------------------------------------------------------------
+# --- rollout.py -----------------------------------------------------------------------------------------------
 
 
 def with_lengths(*windows, steps):
@@ -88,27 +86,6 @@ def test_the_best_at_the_same_staleness_is_found_for_each_seed_among_those_that_
     others = ["fresher", "as fresh", "staler"]
     best = module("rollout").best_at_same_staleness(Has(of=of.get), "april", others, "consumed_per_s")
     assert best == pytest.approx([1.10, 0.90])
-
-
-def test_a_schedule_is_foretold_as_well_as_in_the_median_of_its_seeds_and_errors_do_not_cancel(module):
-    errors = {"sync": [0.10, -0.30, 0.04], "april": [-0.20, 0.05, -0.07], "not foretold": [nan, nan, nan]}
-    outcomes = {name: [Has(prediction_error=error) for error in seeds] for name, seeds in errors.items()}
-    assert module("rollout_real").errors_by_schedule(outcomes) == [0.10, 0.07]
-
-
-def turn_of(module, kind, **measured):
-    turn = module("rollout_turn").Turn
-    nothing = {field.name: 0 for field in fields(turn)}
-    return turn(**nothing | measured | {"scenario": Has(slots_wanted=10, schedule=Has(kind=kind))})
-
-
-@pytest.mark.parametrize(("kind", "cause"), [("sync", "barrier"), ("april", "barrier"), ("continuous", "admission")])
-def test_a_slot_is_occupied_or_idle_for_one_cause(module, kind, cause):
-    turn = turn_of(module, kind, leased=8.0, busy=6.0, updating=1.0)
-    assert turn.idle_share == pytest.approx({cause: 0.2, "pipeline": 0.2, "update": 0.1})
-    assert turn.occupancy + sum(turn.idle_share.values()) == pytest.approx(1)
-    between_two_looks = turn_of(module, kind, leased=10.1, busy=10.2, updating=0.0)
-    assert between_two_looks.idle_share == {cause: 0, "pipeline": 0, "update": 0}
 
 
 # --- end_to_end.py, learning.py -------------------------------------------------------------------------------
@@ -151,33 +128,3 @@ def test_the_confidence_interval_is_students(module):
     half_width = module("learning").half_width
     assert half_width([1.0, 3.0]) == pytest.approx(12.71)
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
-
-
-def test_of_a_server_s_answer_what_it_did_not_find_in_its_cache_is_computed_again(module):
-    """A prompt of 8 tokens, a response of 20 that was leased and 5 more; one answer begins, another goes on."""
-    worker = watching(module, Has(_take=lambda run, event: None, _change_weights=None))
-    run = Has(attempt_tokens=0, request=Has(id=7, tokens=np.zeros(28)), generated=[1] * 5)
-    for received, found in ((0, 30), (0, 0), (3, 0)):
-        run.attempt_tokens = received
-        worker.engine._take(run, {"meta_info": {"completion_tokens": 1, "cached_tokens": found}})
-    assert worker.reading.recomputed == 3 + 25
-
-
-def test_a_server_is_updated_from_the_change_of_its_weights_to_its_next_token(module):
-    async def change(load, expected):
-        engine.generated_tokens += 4
-
-    engine = Has(_take=None, _change_weights=change, live=3, generated_tokens=10)
-    worker = watching(module, engine)
-    asyncio.run(engine._change_weights(None, {}))
-    assert worker._updating[1] == 14, "what the old weights still brought is no sign of the new"
-
-
-def watching(module, engine):
-    """A worker that watches this engine of a server."""
-    forced_worker = module("forced_worker")
-    worker = forced_worker.ForcedWorker.__new__(forced_worker.ForcedWorker)
-    worker.engine, worker.active = engine, {7: Has(tokens=[np.zeros(8)])}
-    worker.reading, worker._updating = forced_worker.Reading(0.0), None
-    worker._watch_server(engine)
-    return worker

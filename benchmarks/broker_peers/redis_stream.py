@@ -5,15 +5,19 @@ sample's stream; a tick of a worker is one pipeline. A response's last chunk sto
 group, hands the group to the consumer, who reads the streams and deletes them.
 """
 
+import contextlib
 import random
+import shutil
+import socket
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import redis
 
 from .load import BenchmarkError, Crew, Load, Window
-from .redis_side import serving
 from .stream import GROUP_SIZE, PROMPT_TOKENS, Stream, Streamed
 
 TAKE = """
@@ -66,6 +70,42 @@ def measure(stream: Stream, folder: Path) -> Streamed:
         np.concatenate([times_ms for _, times_ms in results]),
         np.empty(0),
     )
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[tuple[int, int]]:
+    """A server of its own; yields its port and its process."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise BenchmarkError("redis-server is not installed; `apt-get install redis-server` brings it")
+    port = free_port()
+    settings = {
+        "port": port, "bind": "127.0.0.1", "dir": folder, "save": "", "appendonly": "yes", "appendfsync": "always",
+        "auto-aof-rewrite-percentage": 0, "loglevel": "warning",
+    }  # fmt: skip
+    arguments = [str(part) for key, value in settings.items() for part in (f"--{key}", value)]
+    with subprocess.Popen([program, *arguments], stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_for(port, process)
+            yield port, process.pid
+        finally:
+            process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(port: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(redis.ConnectionError):
+            redis.Redis(port=port).ping()
+            return
+        time.sleep(0.02)
+    raise BenchmarkError("redis-server does not start; run it by hand with --appendonly yes to see why")
 
 
 def run_sessions(ready, window: Window, port: int, number: int, stream: Stream) -> tuple[int, np.ndarray]:

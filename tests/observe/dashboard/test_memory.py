@@ -1,4 +1,4 @@
-"""The server's process is small: 200 MB with a million samples (`benchmarks/dashboard.py`)."""
+"""The server's process is small: 200 MB with a million samples (`benchmarks/studies.md`)."""
 
 import subprocess
 import sys
