@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from broker_peers import april_side, redis_stream, restart, soak, stream, worker_side
+from broker_peers import april_side, restart, soak, stream, worker_side
 from broker_peers.load import BenchmarkError, Load, Measured
 from broker_peers.stream import Stream, Streamed
 from common import Row, in_turns, parser, report
@@ -101,6 +101,8 @@ def curve_rows(turns: Turns) -> list[Row]:
 
 
 def batched_rows(turns: Turns) -> list[Row]:
+    from broker_peers import redis_stream
+
     rows: list[Row] = []
     wide, *others = STREAMS
     pairs = compare(turns, wide, stream.measure, redis_stream.measure)
