@@ -12,6 +12,9 @@ from april.trainers.convert.expansion import Word
 from april.trainers.convert.shell import UNKNOWN_ELEMENTS, Invocation, Script
 from april.util.errors import ConfigError
 
+UNLIMITED_STEPS = 10**9
+"""Value of `schedule.max_steps` for a run that ends when its prompts are used up."""
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 HYDRA = re.compile(r"(\+{0,2})([\w./@-]+)=(.*)", re.DOTALL)
@@ -143,8 +146,17 @@ def scalar(text: str) -> Any:
 # --- rules and translation --------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How an option is translated."""
+
+    default: Any = None
+    """The framework's default, which is translated where a script does not give the option, because April's differs or
+    may change; None if it need not be translated."""
+
+
 @dataclass(frozen=True)
-class MapTo:
+class MapTo(Rule):
     """Rule of an option that maps to one configuration key of April; `convert` raises NotTranslatable for values
     without a counterpart."""
 
@@ -153,14 +165,14 @@ class MapTo:
 
 
 @dataclass(frozen=True)
-class Ignored:
+class Ignored(Rule):
     """Rule of an option that only affects how the other program runs, not what is learned; `why` says how."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Unsupported:
+class Unsupported(Rule):
     """Rule of an option without a counterpart in April, which changes what is learned unless its value is one of
     `off`."""
 
@@ -169,12 +181,13 @@ class Unsupported:
 
 
 @dataclass(frozen=True)
-class Joint:
+class Joint(Rule):
     """Rule of an option that is translated together with others, by `Framework.translate_joint`."""
 
 
-JOINT = Joint()
-Rule = MapTo | Ignored | Unsupported | Joint
+def each(rule: Rule, names: str, prefix: str = "") -> dict[str, Rule]:
+    """The rule for each of the `names`, which are separated by blanks and all start with `prefix`."""
+    return {prefix + name: rule for name in names.split()}
 
 
 class NotTranslatable(ValueError):
@@ -275,6 +288,123 @@ class Translation:
         """Record that the option's value cannot be translated."""
         self.unsupported[self.with_value(name)] = why
 
+    # --- options that all frameworks have, under other names ---
+
+    def copy(self, key: str, name: str) -> None:
+        """Set a key to the value of the option `name`."""
+        self.set_key(key, self.value(name), name)
+
+    def set_paths(self, name: str, files: Any) -> None:
+        """Set the path of the dataset, or its sources if the option `name` lists several `files`."""
+        if isinstance(files, list) and len(files) > 1:
+            self.set_key("data.sources", [{"path": file} for file in files], name)
+        else:
+            self.set_key("data.path", single_path(files), name)
+
+    def set_length(self, steps: str, epochs: str) -> None:
+        """Set the length of the run: the option `steps` counts batches and precedes `epochs`, whole passes over the
+        prompts."""
+        count, passes = self.number(steps), self.number(epochs)
+        if count and count > 0:
+            self.set_key("schedule.max_steps", count, steps)
+            return
+        self.set_key("schedule.max_steps", UNLIMITED_STEPS, epochs)
+        if passes is not None and passes != int(passes):
+            self.mark_unsupported(epochs, "April's passes over the prompts are whole ones")
+        elif passes is not None:
+            self.set_key("data.epochs", int(passes), epochs)
+
+    def set_minibatches(self, name: str, responses: int | None, groups: int | None, n: int | None) -> None:
+        """Set the number of optimizer steps per batch from the option `name`, given `responses` per optimizer step and
+        a batch of `groups` groups of `n` responses each."""
+        if not responses or not groups or not n or responses == groups * n:
+            return
+        if groups * n % responses or responses % n:
+            self.mark_unsupported(
+                name, f"April's optimizer steps have as many whole groups each, of the {groups} groups of {n}"
+            )
+        else:
+            self.set_key("learner.minibatches", groups * n // responses, name)
+
+    def has_several_steps(self) -> bool:
+        """Whether a batch has more than one optimizer step; valid once `learner.minibatches` and `learner.epochs` are
+        set."""
+        return any(self.keys.get(f"learner.{key}", (1, ""))[0] > 1 for key in ("minibatches", "epochs"))
+
+    def set_advantage(self, name: str, estimators: Mapping[str, str], scaled: bool) -> str | None:
+        """Translate the estimator of advantages by `estimators`, and return April's name for it; None if there is
+        none. `scaled`: whether GRPO divides by a group's standard deviation."""
+        estimator = estimators.get(self.value(name))
+        if estimator == "grpo" and not scaled:
+            estimator = "dr_grpo"
+        if estimator:
+            self.set_key("algorithm.advantage", estimator, name)
+        else:
+            self.undecided["algorithm.advantage"] = f"April has no {name} = {self.value(name)!r}; choose one"
+        return estimator
+
+    def mark_critic_options(self, estimator: str, *names: str) -> None:
+        """Mark discounts other than 1 as unsupported, for a run without a critic. `estimator`: the option that asks for
+        one."""
+        for name in names:
+            if self.value(name) not in (1, None):
+                self.mark_unsupported(name, f"it is of a critic, which {estimator} = gae asks for")
+
+    def set_normalisation(self, name: str, means: Mapping[str, str]) -> None:
+        """Translate how the loss is averaged over tokens."""
+        if mean := means.get(self.value(name)):
+            self.set_key("algorithm.normalisation", mean, name)
+        else:
+            self.mark_unsupported(name, f"April's normalisations are those of {', '.join(means)}")
+
+    def set_clip(self, low: str, high: str) -> None:
+        """Translate the clip range of the ratio; the upper width defaults to the lower."""
+        width, upper = self.value(low), self.value(high)
+        self.set_key("algorithm.clip_low", width, low)
+        self.set_key("algorithm.clip_high", width if upper is None else upper, high)
+
+    def set_reference_kl(self, used: bool, coefficient: str, estimator: str) -> None:
+        """Translate the KL term against the starting policy, of the given coefficient and estimator options."""
+        weight = self.number(coefficient) if used else 0
+        self.set_key("algorithm.kl_coef", float(weight or 0), coefficient)
+        if weight:
+            kind = str(self.value(estimator)).removesuffix("+")
+            kind = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(kind, kind)
+            if kind in ("k1", "k2", "k3"):
+                self.set_key("algorithm.kl_estimator", kind, estimator)
+            else:
+                self.mark_unsupported(estimator, "April's estimators are k1, k2 and k3")
+
+    def set_betas(self, first: str, second: str) -> None:
+        """Translate AdamW's two decay rates."""
+        self.set_key("learner.betas", [self.value(first), self.value(second)], first, second)
+
+    def set_adapter(self, rank: str, alpha: str, targets: str, used: bool = True) -> None:
+        """Translate LoRA options; without `targets` all linear layers are adapted."""
+        size = self.number(rank) if used else 0
+        if not size:
+            return
+        self.set_key("lora.rank", size, rank)
+        self.set_key("lora.alpha", self.number(alpha), alpha)
+        layers = self.value(targets)
+        target_names = layers if isinstance(layers, list) else [] if layers in (None, "all-linear") else [layers]
+        self.set_key("lora.targets", target_names or None, targets)
+
+    def set_devices(self, trainers: int | None, generators: int | None, names: tuple[str, ...]) -> None:
+        """Set the numbers of training devices and inference engines. None: the script shares devices between both,
+        which is not translated."""
+        if trainers is None or generators is None:
+            self.undecided["learner.ranks, worker.count"] = (
+                f"{', '.join(names)} let training and generation take turns on the same devices; April gives each its "
+                "own: set both keys"
+            )
+            return
+        self.set_key("learner.ranks", trainers, *names)
+        self.set_key("worker.count", generators, *names)
+
+
+# --- conversions of values --------------------------------------------------------------------------------------------
+
 
 def by_name(**meanings: Any) -> Callable[[Any], Any]:
     """Returns a conversion function from the given names to values; other names raise NotTranslatable."""
@@ -286,6 +416,21 @@ def by_name(**meanings: Any) -> Callable[[Any], Any]:
         return meanings[name]
 
     return convert
+
+
+def not_negative(value: Any) -> Any:
+    """The number, or 0 where it is negative, which stands for "off"."""
+    return max(value, 0)
+
+
+def if_positive(value: Any) -> Any:
+    """The number; None where it is not positive, which stands for "off"."""
+    return value if value > 0 else None
+
+
+def chat_or_text(templated: Any) -> str:
+    """The value of `data.prompt_as` for whether prompts are rendered by the chat template."""
+    return "chat" if templated else "text"
 
 
 def only(value: Any, why: str) -> Callable[[Any], None]:

@@ -7,34 +7,34 @@ Options and defaults as in huggingface/trl at f2cd57710, trl/trainer/grpo_config
 import ast
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from april.trainers.convert.framework import (
     ADAM,
     CONSTANT_LR,
+    DROPOUT,
     LOGS,
     MEMORY,
     OWN_FILES,
     OWN_REWARD,
     SHARDING,
     SINKS,
-    UNLIMITED_STEPS,
+    WARMUP,
     Framework,
-    has_several_steps,
-    set_adapter,
-    set_devices,
-    set_minibatches,
 )
 from april.trainers.convert.translation import (
-    JOINT,
     Ignored,
+    Joint,
     MapTo,
     Options,
     Rule,
     Translation,
     Unsupported,
+    each,
     file_options,
+    if_positive,
     known_names,
+    not_negative,
     only,
     script_options,
 )
@@ -160,174 +160,128 @@ VESPO = {
     "vespo_lambda_neg": "vespo_lambda_negative",
 }
 """April's key in [algorithm] for each parameter of TRL's `loss_type` = "vespo"."""
-ENGINE = "of how TRL runs its engine"
 
 TABLE: dict[str, Rule] = {
-    "model": MapTo("model.path"),
-    "model_name_or_path": MapTo("model.path"),
-    "dataset_name": JOINT,
-    "train_dataset": JOINT,
-    "eval_dataset": JOINT,
-    "reward_funcs": JOINT,
+    **each(MapTo("model.path"), "model model_name_or_path"),
     "reward_weights": Unsupported("April's reward is one number; add up what you weigh in a verifier of your own"),
     "reward_model_name_or_path": Unsupported(f"a model gives the rewards; {OWN_REWARD}"),
     "multi_objective_aggregation": Ignored("of several rewards"),
-    "num_generations": MapTo("schedule.n_samples_per_prompt"),
-    "max_completion_length": MapTo("sampling.max_response_tokens"),
+    "num_generations": MapTo("schedule.n_samples_per_prompt", default=8),
+    "max_completion_length": MapTo("sampling.max_response_tokens", default=512),
     "max_prompt_length": MapTo("data.max_prompt_tokens"),
-    "temperature": MapTo("sampling.temperature"),
-    "top_p": MapTo("sampling.top_p"),
-    "top_k": MapTo("sampling.top_k", lambda ids: max(ids, 0)),
+    "temperature": MapTo("sampling.temperature", default=1.0),
+    "top_p": MapTo("sampling.top_p", default=1.0),
+    "top_k": MapTo("sampling.top_k", not_negative, default=0),
     "min_p": MapTo("sampling.min_p"),
     "repetition_penalty": Unsupported("April samples without penalties", off=(1, None)),
     "generation_kwargs": Unsupported("April's keys for sampling are those of [sampling]"),
     "chat_template_kwargs": MapTo("data.template_options"),
-    "shuffle_dataset": MapTo("data.shuffle"),
-    "seed": MapTo("seed"),
-    "per_device_train_batch_size": JOINT,
-    "gradient_accumulation_steps": JOINT,
-    "steps_per_generation": JOINT,
-    "generation_batch_size": JOINT,
+    "shuffle_dataset": MapTo("data.shuffle", default=True),
+    "seed": MapTo("seed", default=42),
+    "per_device_train_batch_size": Joint(default=8),
+    "gradient_accumulation_steps": Joint(default=1),
     "num_iterations": MapTo("learner.epochs"),
-    "max_steps": JOINT,
-    "num_train_epochs": JOINT,
+    "max_steps": Joint(default=-1),
+    "num_train_epochs": Joint(default=3),
     "max_staleness": MapTo("schedule.max_staleness"),
-    "max_inflight_tasks": MapTo("schedule.in_flight", lambda tasks: tasks if tasks > 0 else None),
+    "max_inflight_tasks": MapTo("schedule.in_flight", if_positive),
     "weight_sync_steps": Unsupported("April publishes every step", off=(1,)),
-    "beta": JOINT,
-    "epsilon": JOINT,
-    "epsilon_high": JOINT,
+    "beta": Joint(default=0.0),
+    "epsilon": Joint(default=0.2),
     "delta": MapTo("algorithm.dual_clip"),
-    "importance_sampling_level": JOINT,
-    "loss_type": JOINT,
-    "vespo_*": JOINT,
-    "scale_rewards": JOINT,
+    "importance_sampling_level": Joint(default="token"),
+    "loss_type": Joint(default="dapo"),
+    "vespo_*": Joint(),
+    "scale_rewards": Joint(default="group"),
     "normalize_advantages": Unsupported("April whitens with reinforce_pp and reinforce_pp_baseline alone"),
     "reward_clip_range": Unsupported("April takes rewards as they come"),
     "mask_truncated_completions": Unsupported("April trains what was cut; reward.overlong_buffer_tokens makes it cost"),
     "sync_ref_model": Unsupported("the reference in April is the starting policy"),
     "top_entropy_quantile": Unsupported("April trains all tokens", off=(1,)),
-    "entropy_coef": MapTo("algorithm.entropy_coef"),
+    "entropy_coef": MapTo("algorithm.entropy_coef", default=0.0),
     "use_adaptive_entropy": Unsupported("April's entropy bonus is constant"),
     "off_policy_mask_threshold": Unsupported("April's corrections of stale tokens are in docs/algorithms.md"),
     "use_bias_correction_kl": Unsupported("April's estimators are k1, k2 and k3"),
-    "vllm_importance_sampling_*": JOINT,
-    "learning_rate": MapTo("learner.lr"),
-    "lr_scheduler_type": JOINT,
+    "vllm_importance_sampling_*": Joint(),
+    "learning_rate": MapTo("learner.lr", default=1e-6),
+    "lr_scheduler_type": Joint(default="linear"),
     "warmup_steps": MapTo("learner.warmup_steps"),
-    "warmup_ratio": Unsupported("April's warm-up is a number of steps, learner.warmup_steps"),
-    "weight_decay": MapTo("learner.weight_decay"),
-    "adam_beta1": JOINT,
-    "adam_beta2": JOINT,
-    "max_grad_norm": MapTo("learner.grad_clip"),
+    "warmup_ratio": Unsupported(WARMUP),
+    "weight_decay": MapTo("learner.weight_decay", default=0.0),
+    "adam_beta1": Joint(default=0.9),
+    "adam_beta2": Joint(default=0.999),
+    "max_grad_norm": MapTo("learner.grad_clip", default=1.0),
     "optim": MapTo("learner.lr", lambda name: None if str(name).startswith("adamw") else only("adamw", ADAM)(name)),
-    "gradient_checkpointing": MapTo("learner.activation_checkpointing"),
-    "save_steps": MapTo("learner.checkpoint_every", int),
+    "gradient_checkpointing": MapTo("learner.activation_checkpointing", default=True),
+    "save_steps": MapTo("learner.checkpoint_every", int, default=500),
     "save_total_limit": MapTo("learner.keep_checkpoints"),
-    "eval_strategy": JOINT,
-    "eval_steps": JOINT,
+    "eval_strategy": Joint(default="no"),
+    "eval_steps": Joint(default=500),
     "num_generations_eval": MapTo("evaluation.samples"),
-    "use_vllm": JOINT,
     "vllm_server_base_url": MapTo("engine.url", lambda url: [url]),
-    "vllm_tensor_parallel_size": JOINT,
-    "vllm_gpu_memory_utilization": JOINT,
-    "vllm_*": Ignored(ENGINE),
     "run_name": MapTo("run.name"),
     "report_to": MapTo("operations.sinks", known_names(SINKS)),
-    "output_dir": Ignored(OWN_FILES),
-    "use_peft": JOINT,
-    "peft_config": Unsupported("April's adapters are those of [lora]; set lora.rank"),
-    "lora_r": JOINT,
-    "lora_alpha": JOINT,
-    "lora_target_modules": JOINT,
-    "lora_dropout": JOINT,
+    "lora_r": Joint(default=16),
+    "lora_alpha": Joint(default=32),
+    "lora_dropout": Joint(default=0.05),
     "lora_*": Unsupported("April's adapters have rank, alpha, targets and the embedding alone"),
-    "load_in_4bit": Unsupported("April does not quantise what it trains"),
-    "load_in_8bit": Unsupported("April does not quantise what it trains"),
+    "peft_config": Unsupported("April's adapters are those of [lora]; set lora.rank"),
     "tools": Unsupported("April's tools are those of environments and agents, docs/environments.md"),
-    "environment_factory": Unsupported("April's turns are those of environments, docs/environments.md"),
     "rollout_func": Unsupported("April generates itself; under TRL's trainer it does by docs/trl.md"),
-    "max_tool_calling_iterations": Unsupported("April's turns are those of environments, docs/environments.md"),
-    "quantization_config": Unsupported("April does not quantise what it trains"),
-    "disable_dropout": Ignored("April trains without dropout"),
+    "disable_dropout": Ignored(DROPOUT),
     "cast_lm_head_to_fp32": Ignored("April's head computes in fp32"),
-    "WORLD_SIZE": JOINT,
-}  # fmt: skip
-TABLE |= dict.fromkeys(
-    ("log*", "num_completions_to_print", "trackio_space_id", "project", "hub_*", "push_to_hub"), Ignored(LOGS)
-)
-TABLE |= dict.fromkeys(("save_*", "resume_from_checkpoint", "overwrite_output_dir"), Ignored(OWN_FILES))
-TABLE |= dict.fromkeys(
-    ("bf16", "fp16", "tf32", "dtype", "torch_dtype", "attn_implementation", "use_liger_kernel", "model_init_kwargs"),
-    Ignored("of its arithmetic; April's is learner.compute"),
-)
-TABLE |= dict.fromkeys(
-    ("ds3_gather_for_generation", "deepspeed", "fsdp*", "ddp_*", "per_device_eval_batch_size", "dataloader_*"),
-    Ignored(SHARDING),
-)
-TABLE |= dict.fromkeys(
-    ("gradient_checkpointing_kwargs", "torch_empty_cache_steps", "pad_to_multiple_of"), Ignored(MEMORY)
-)
-TABLE |= dict.fromkeys(
-    ("use_transformers_*", "transformers_*", "cache_implementation", "token_budget", "request_timeout",
-     "queue_maxsize", "heartbeat_stale_after_s", "fork_threshold_tokens"),
-    Ignored(ENGINE),
-)  # fmt: skip
-TABLE |= dict.fromkeys(
-    ("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming", "remove_unused_columns",
-     "args", "processing_class", "trust_remote_code", "callbacks", "model_revision"),
-    Ignored("of how TRL's script loads model and data"),
-)  # fmt: skip
-
-DEFAULTS: dict[str, Any] = {
-    "num_generations": 8,
-    "max_completion_length": 512,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "shuffle_dataset": True,
-    "seed": 42,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "max_steps": -1,
-    "num_train_epochs": 3,
-    "beta": 0.0,
-    "epsilon": 0.2,
-    "importance_sampling_level": "token",
-    "loss_type": "dapo",
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "scale_rewards": "group",
-    "entropy_coef": 0.0,
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "sequence_mask",
-    "vllm_importance_sampling_clip_max": 3.0,
-    "learning_rate": 1e-6,
-    "lr_scheduler_type": "linear",
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "max_grad_norm": 1.0,
-    "gradient_checkpointing": True,
-    "save_steps": 500,
-    "eval_strategy": "no",
-    "eval_steps": 500,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "lora_dropout": 0.05,
+    **each(
+        Joint(),
+        """dataset_name train_dataset eval_dataset reward_funcs steps_per_generation generation_batch_size epsilon_high
+        use_vllm vllm_tensor_parallel_size vllm_gpu_memory_utilization use_peft lora_target_modules WORLD_SIZE""",
+    ),
+    **each(
+        Unsupported("April's turns are those of environments, docs/environments.md"),
+        "environment_factory max_tool_calling_iterations",
+    ),
+    **each(Unsupported("April does not quantise what it trains"), "load_in_4bit load_in_8bit quantization_config"),
+    **each(Ignored(LOGS), "log* num_completions_to_print trackio_space_id project hub_* push_to_hub"),
+    **each(Ignored(OWN_FILES), "output_dir save_* resume_from_checkpoint overwrite_output_dir"),
+    **each(
+        Ignored("of its arithmetic; April's is learner.compute"),
+        "bf16 fp16 tf32 dtype torch_dtype attn_implementation use_liger_kernel model_init_kwargs",
+    ),
+    **each(
+        Ignored(SHARDING),
+        "ds3_gather_for_generation deepspeed fsdp* ddp_* per_device_eval_batch_size dataloader_*",
+    ),
+    **each(Ignored(MEMORY), "gradient_checkpointing_kwargs torch_empty_cache_steps pad_to_multiple_of"),
+    **each(
+        Ignored("of how TRL runs its engine"),
+        """vllm_* use_transformers_* transformers_* cache_implementation token_budget request_timeout queue_maxsize
+        heartbeat_stale_after_s fork_threshold_tokens""",
+    ),
+    **each(
+        Ignored("of how TRL's script loads model and data"),
+        """dataset_config dataset_train_split dataset_test_split dataset_streaming remove_unused_columns args
+        processing_class trust_remote_code callbacks model_revision""",
+    ),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "AsyncGRPOConfig": {"max_completion_length": 2048, "max_staleness": 4, "lr_scheduler_type": "constant"},
     "RLOOConfig": {"num_generations": 2, "beta": 0.05, "loss_type": "grpo"},
 }
 """For each configuration class other than GRPOConfig: the defaults that differ from GRPOConfig's."""
+IS = "vllm_importance_sampling_"
 
 
 class TRL(Framework):
     source = "huggingface/trl at f2cd57710"
-    table, defaults = TABLE, DEFAULTS
+    table = TABLE
+    defaults: ClassVar = {
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
+        f"{IS}correction": True,
+        f"{IS}mode": "sequence_mask",
+        f"{IS}clip_max": 3.0,
+    }
 
     def read(self, path: Path, text: str, environment: Mapping[str, str]) -> Options:
         if path.suffix in (".yaml", ".yml"):
@@ -341,7 +295,7 @@ class TRL(Framework):
         return options
 
     def defaults_of(self, options: Options) -> Mapping[str, Any]:
-        return DEFAULTS | OTHERS.get(options.kind, {})
+        return {**super().defaults_of(options), **OTHERS.get(options.kind, {})}
 
     def translate_joint(self, translation: Translation) -> None:
         kind = translation.options.kind
@@ -350,52 +304,43 @@ class TRL(Framework):
         data(translation)
         loss(translation, leave_one_out=kind == "RLOOConfig")
         stale_tokens(translation)
-        translation.set_key(
-            "learner.betas",
-            [translation.value("adam_beta1"), translation.value("adam_beta2")],
-            "adam_beta1",
-            "adam_beta2",
-        )
+        translation.set_betas("adam_beta1", "adam_beta2")
         if translation.value("lr_scheduler_type") not in ("constant", "constant_with_warmup"):
             translation.mark_unsupported("lr_scheduler_type", CONSTANT_LR)
         if translation.value("eval_strategy") == "steps":
-            translation.set_key("evaluation.every", translation.value("eval_steps"), "eval_steps")
+            translation.copy("evaluation.every", "eval_steps")
         used = bool(translation.value("use_peft"))
-        set_adapter(translation, "lora_r", "lora_alpha", "lora_target_modules", used)
+        translation.set_adapter("lora_r", "lora_alpha", "lora_target_modules", used)
         if used and translation.value("lora_dropout"):
-            translation.mark_unsupported("lora_dropout", "April trains without dropout")
-        server(translation, asynchronous=kind == "AsyncGRPOConfig")
+            translation.mark_unsupported("lora_dropout", DROPOUT)
+        if kind == "AsyncGRPOConfig" or translation.value("use_vllm"):
+            translation.set_key("worker.engine", "vllm", "use_vllm")
+            for option in ("tensor_parallel_size", "gpu_memory_utilization"):
+                translation.copy(f"engine.server.{option}", f"vllm_{option}")
+        else:
+            translation.set_key("worker.engine", "torch", "use_vllm")
 
 
 def batch(translation: Translation) -> None:
     """Translate the batch size, which TRL counts in responses per device and April in groups."""
-    world, each, rounds = map(
+    world, device_batch, rounds = map(
         translation.number, ("WORLD_SIZE", "per_device_train_batch_size", "gradient_accumulation_steps")
     )
     n, whole = translation.number("num_generations"), translation.number("generation_batch_size")
-    step = each * world * rounds if None not in (world, each, rounds) else None
+    step = device_batch * world * rounds if None not in (world, device_batch, rounds) else None
     per_generation = translation.number("steps_per_generation") or rounds
-    if whole is None and None not in (world, each, per_generation):
-        whole = each * world * per_generation
+    if whole is None and None not in (world, device_batch, per_generation):
+        whole = device_batch * world * per_generation
     if whole and n:
         names = ("per_device_train_batch_size", "steps_per_generation", "WORLD_SIZE", "num_generations")
         translation.set_key("schedule.rollout_batch_size", whole // n, *names)
-        set_minibatches(translation, "steps_per_generation", step, whole // n, n)
+        translation.set_minibatches("steps_per_generation", step, whole // n, n)
     else:
         translation.undecided["schedule.rollout_batch_size"] = (
             "it depends on how many processes the script is launched with; say so with --set WORLD_SIZE=N"
         )
-    steps, epochs = translation.number("max_steps"), translation.number("num_train_epochs")
-    counted = bool(steps and steps > 0)
-    translation.set_key(
-        "schedule.max_steps", steps if counted else UNLIMITED_STEPS, "max_steps" if counted else "num_train_epochs"
-    )
-    if not counted and epochs is not None:
-        if epochs == int(epochs):
-            translation.set_key("data.epochs", int(epochs), "num_train_epochs")
-        else:
-            translation.mark_unsupported("num_train_epochs", "April's passes over the prompts are whole ones")
-    set_devices(translation, None, None, ("TRL's processes",))
+    translation.set_length("max_steps", "num_train_epochs")
+    translation.set_devices(None, None, ("TRL's processes",))
 
 
 def data(translation: Translation) -> None:
@@ -416,19 +361,16 @@ def data(translation: Translation) -> None:
 
 
 def loss(translation: Translation, leave_one_out: bool) -> None:
-    kind, level = translation.value("loss_type"), translation.value("importance_sampling_level")
+    kind = translation.value("loss_type")
     if kind in MEANS:
         translation.set_key("algorithm.normalisation", MEANS[kind], "loss_type")
-        translation.set_key(
-            "algorithm.constant_tokens",
-            translation.value("max_completion_length") if kind == "dr_grpo" else None,
-            "loss_type",
-        )
+        tokens = translation.value("max_completion_length") if kind == "dr_grpo" else None
+        translation.set_key("algorithm.constant_tokens", tokens, "loss_type")
     else:
         translation.undecided["algorithm.loss"] = f"April has no loss_type = {kind!r}; choose one"
     if kind == "vespo":
         translation.set_key("algorithm.loss", "cispo", "loss_type")
-        if has_several_steps(translation):
+        if translation.has_several_steps():
             translation.mark_unsupported(
                 "loss_type", "with several steps a batch April's vespo stays that of the batch's start"
             )
@@ -441,59 +383,43 @@ def loss(translation: Translation, leave_one_out: bool) -> None:
         else:
             translation.mark_unsupported("epsilon_high", "TRL's cispo bounds the ratio by it, April's by 1 + clip_high")
     else:
+        level = translation.value("importance_sampling_level")
         translation.set_key("algorithm.loss", LEVELS.get(level), "importance_sampling_level")
-        low, high = translation.value("epsilon"), translation.value("epsilon_high")
-        translation.set_key("algorithm.clip_low", low, "epsilon")
-        translation.set_key("algorithm.clip_high", low if high is None else high, "epsilon_high")
+        translation.set_clip("epsilon", "epsilon_high")
     scale = str(translation.value("scale_rewards")).lower()
     scaled = {"group": "grpo", "true": "grpo", "none": "dr_grpo", "false": "dr_grpo"}
     advantage = "rloo" if leave_one_out else scaled.get(scale)
     translation.set_key("algorithm.advantage", advantage, "scale_rewards")
     if advantage is None:
         translation.undecided["algorithm.advantage"] = f"April has no scale_rewards = {scale!r}; choose one"
-    translation.set_key("algorithm.kl_coef", translation.value("beta"), "beta")
+    translation.copy("algorithm.kl_coef", "beta")
     translation.set_key("algorithm.kl_estimator", "k3")
 
 
 def stale_tokens(translation: Translation) -> None:
     translation.set_key("algorithm.proximal", "recomputed")
     translation.set_key("algorithm.behaviour_coef", 0.0)
-    name, mode = "vllm_importance_sampling_mode", translation.value("vllm_importance_sampling_mode")
-    if not (translation.value("use_vllm") and translation.value("vllm_importance_sampling_correction")):
-        translation.set_key("algorithm.corrections", [], "vllm_importance_sampling_correction")
+    name, lower, upper = f"{IS}mode", f"{IS}clip_min", f"{IS}clip_max"
+    mode, low = translation.value(name), translation.value(lower)
+    if not (translation.value("use_vllm") and translation.value(f"{IS}correction")):
+        translation.set_key("algorithm.corrections", [], f"{IS}correction")
     elif translation.value("loss_type") == "vespo":
         translation.set_key("algorithm.corrections", ["vespo"], "loss_type")
         for option, key in VESPO.items():
-            translation.set_key(f"algorithm.{key}", translation.value(option), option)
-        for bound in ("clip_min", "clip_max"):
-            if translation.value(f"vllm_importance_sampling_{bound}") is not None:
-                translation.mark_unsupported(
-                    f"vllm_importance_sampling_{bound}", "April's vespo takes each token's ratio as it is"
-                )
+            translation.copy(f"algorithm.{key}", option)
+        for bound in (lower, upper):
+            if translation.value(bound) is not None:
+                translation.mark_unsupported(bound, "April's vespo takes each token's ratio as it is")
     elif mode in CORRECTIONS:
         correction, bound = CORRECTIONS[mode]
         translation.set_key("algorithm.corrections", [correction], name)
-        translation.set_key(
-            f"algorithm.{bound}",
-            translation.value("vllm_importance_sampling_clip_max"),
-            "vllm_importance_sampling_clip_max",
-        )
-        low = translation.value("vllm_importance_sampling_clip_min") or 0.0
+        translation.copy(f"algorithm.{bound}", upper)
         if correction == "icepop":
-            translation.set_key("algorithm.icepop_low", low, "vllm_importance_sampling_clip_min")
+            translation.set_key("algorithm.icepop_low", low or 0.0, lower)
         elif low:
-            translation.mark_unsupported("vllm_importance_sampling_clip_min", "April's truncation has no lower bound")
+            translation.mark_unsupported(lower, "April's truncation has no lower bound")
     else:
         translation.set_key("algorithm.corrections", [], name)
         translation.mark_unsupported(
             name, "April truncates a response's weight (`truncated_sequence`), and does not mask it; choose one"
         )
-
-
-def server(translation: Translation, asynchronous: bool) -> None:
-    if asynchronous or translation.value("use_vllm"):
-        translation.set_key("worker.engine", "vllm", "use_vllm")
-        for option in ("tensor_parallel_size", "gpu_memory_utilization"):
-            translation.set_key(f"engine.server.{option}", translation.value(f"vllm_{option}"), f"vllm_{option}")
-    else:
-        translation.set_key("worker.engine", "torch", "use_vllm")

@@ -146,10 +146,9 @@ class Own(Framework):
     table: ClassVar = {
         "policy": MapTo("model.path"),
         "rows": MapTo("data.path"),
-        "dice": Unsupported("April plays no dice"),
+        "dice": Unsupported("April plays no dice", default=0),
         "log": Ignored("logs"),
     }
-    defaults: ClassVar = {"dice": 0}
 
     def read(self, path, text, environment):
         return Options(dict(line.split("=") for line in text.split()))
