@@ -19,6 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from april import wire
+from april.broker.alarms.alarm import ALARMS
 from april.broker.ledger.events import AnyEvent
 from april.broker.views.metrics import METRICS, SYNC_BUCKETS_S, Exporter, Histogram, MetricsSnapshot
 from april.config import Config, SourceSection, known_keys
@@ -41,6 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "configuration": configuration_page(),
         "metrics": metrics_page(),
+        "alarms": alarms_page(),
         "events": events_page(),
         "messages": messages_page(),
     }
@@ -111,7 +113,7 @@ def key_row(key: str, field: Any) -> list[str]:
     meaning, unit = split_unit(name, field.description or "")
     values = ", ".join(filter(None, [parts(key), allowed(field.annotation), bounds(field.metadata)]))
     meaning += f"<br>*Values:* {values}" if values else ""
-    default = "required" if field.is_required() else shown(field.default)
+    default = "required" if field.is_required() else shown(field.get_default(call_default_factory=True))
     return [f"`{name}`", default, unit, meaning]
 
 
@@ -182,6 +184,26 @@ def metrics_of_the_exporter() -> list[tuple[str, str, str]]:
 METRICS_INTRODUCTION = """
     What the broker serves at `/metrics` for Prometheus. This page is made from the code. [Operations](../operations.md)
     says where the server listens, and which metrics are worth an alarm.
+"""
+
+
+# --- alarms -------------------------------------------------------------------------------------------------------
+
+
+def alarms_page() -> str:
+    rows = []
+    for name in ALARMS.shipped:
+        alarm = ALARMS.find(name)
+        steps = str(alarm.steps_in_a_row) if alarm.steps_in_a_row > 1 else ""
+        raised = " ".join(inspect.getdoc(alarm).split()).removeprefix("Raised ").rstrip(".")
+        rows.append([f"`{name}`", f"{raised} ([more]({alarm.page.replace('docs/', '../')}))", steps])
+    return page("Alarms", ALARMS_INTRODUCTION, table(("alarm", "raised", "in a row"), rows))
+
+
+ALARMS_INTRODUCTION = """
+    The alarms that ship, all on by default: `operations.alarms`. Those with a number are raised after so many such
+    steps in a row. This page is made from the code. [Watching](../watching.md#alarms) says where a raised alarm
+    appears.
 """
 
 

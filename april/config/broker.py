@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from april.config.section import AUTO, Section
+from april.util.registry import registry_of
 
 
 class BrokerSection(Section):
@@ -184,21 +185,7 @@ class OperationsSection(Section):
         "or yours as package.module:Class, whose calls take time in the broker's loop.",
     )
     alarms: list[str] = Field(
-        [
-            "nothing_trained",
-            "slow_part",
-            "wrong_weights",
-            "engine_gap",
-            "policy_gap",
-            "effective_samples",
-            "length_bias",
-            "looping",
-            "entropy_collapse",
-            "staleness_bound",
-            "starved_engines",
-            "saturated_engines",
-            "disk_filling",
-        ],
+        default_factory=lambda: list(registry_of("operations.alarms").shipped),
         description="Alarms that say whether the run is in trouble; by default all that ship. Or yours as "
         "package.module:Class, whose calls take time in the broker's loop.",
     )

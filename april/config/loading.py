@@ -92,7 +92,8 @@ def describe_keys() -> str:
     """The list of keys in `--help`: each with its help text, allowed values and default."""
     lines = []
     for key, field in known_keys().items():
-        default = "required" if field.is_required() else f"default {shown_default(field.default)}"
+        value = field.get_default(call_default_factory=True)
+        default = "required" if field.is_required() else f"default {shown_default(value)}"
         choices = "|".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
         choices = "true|false" if field.annotation is bool else choices
         lines.append(f"  --{key:38} {field.description} [{choices}{', ' if choices else ''}{default}]")

@@ -14,10 +14,10 @@ import orjson
 
 from april.agents import PROGRAMS
 from april.agents.listening import AttachKey, server_tls
+from april.broker.alarms.alarm import check_alarms
 from april.broker.filters.filters import GroupFilters
 from april.broker.prompts import PromptBook, open_prompts
 from april.broker.schedules import SCHEDULES
-from april.broker.telemetry.alarm import check_alarms
 from april.broker.telemetry.sinks import check_sinks
 from april.broker.verification import tensors_of
 from april.config import Config, ConfigError, SourceSection

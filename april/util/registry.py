@@ -34,7 +34,7 @@ REGISTRIES = {
     "agent.program": "april.agents:PROGRAMS",
     "schedule.group_filter": "april.broker.filters:FILTERS",
     "operations.sinks": "april.broker.telemetry:SINKS",
-    "operations.alarms": "april.broker.telemetry:ALARMS",
+    "operations.alarms": "april.broker.alarms.alarm:ALARMS",
     "weights.transport": "april.weights:TRANSPORTS",
     "run.target": "april.launch:TARGETS",
     "launch.on": "april.launch.clusters:LAUNCHERS",

@@ -8,7 +8,7 @@ import torch
 
 from april import config as configuration
 from april import wire
-from april.broker.telemetry.alarms import EngineGapAlarm
+from april.broker.alarms.operation import EngineGapAlarm
 from april.weights.receiver import StagedWeights
 from april.weights.verification import Canary
 from april.wire.message import Version

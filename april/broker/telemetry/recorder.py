@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from april.broker.alarms.alarm import Alarms
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.peers import Peers
-from april.broker.telemetry.alarm import Alarms
-from april.broker.telemetry.alarms import split_gaps
 from april.broker.telemetry.census import SlotMeans
 from april.broker.telemetry.discards import failed_share
 from april.broker.telemetry.evaluation import describe_set, versions_of
@@ -368,6 +367,30 @@ def same_loss(logged: float | None, replayed: float) -> bool:
     if logged is None or not math.isfinite(logged):
         return not math.isfinite(replayed)
     return math.isclose(logged, replayed, rel_tol=REPLAY_TOLERANCE)
+
+
+GAP_PREFIX = "engine_gap_"
+GAP_FIGURES = {"tokens", "mean", "largest", "age"}
+"""Figures about each worker's log-probability gap, in learner metrics named GAP_PREFIX + FIGURE + _ + WORKER."""
+
+Figures = dict[str, float]
+
+
+def split_gaps(learner: Figures, step: int) -> tuple[dict[str, Figures], Figures]:
+    """Split the learner's metrics of batch `step` into the gap figures of each worker, with the policy step they refer
+    to, and the other metrics."""
+    gaps: dict[str, Figures] = {}
+    for name, value in learner.items():
+        if name.startswith(GAP_PREFIX):
+            figure, _, worker = name.removeprefix(GAP_PREFIX).partition("_")
+            gaps.setdefault(worker, {})[figure] = value
+    rest = {name: value for name, value in learner.items() if not name.startswith(GAP_PREFIX)}
+    return {worker: describe_gap(gap, step) for worker, gap in gaps.items() if gap.keys() == GAP_FIGURES}, rest
+
+
+def describe_gap(gap: Figures, step: int) -> Figures:
+    tokens, age = int(gap["tokens"]), int(gap["age"])
+    return {"step": step - age, "age": age, "tokens": tokens, "mean": gap["mean"], "largest": gap["largest"]}
 
 
 def gradient_shares(learner: dict[str, float]) -> dict[str, float]:

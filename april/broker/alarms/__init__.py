@@ -1,0 +1,8 @@
+"""Alarms: each is a class in one of the files of this folder, made an alarm by `@shipped(NAME)` of `alarm.py`; its
+docstring is its row in the reference."""
+
+import importlib
+import pkgutil
+
+for module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{module.name}")

@@ -1,0 +1,116 @@
+"""The base class of alarms, their registry, and the alarms of a run.
+
+An alarm says in one sentence that a run is in trouble, and what to do about it. It checks the record of every trained
+step before the record is written to metrics.jsonl. The record holds the sentences of the alarms it raises, and so do
+the live view, `april status`, the report and every sink. Between steps an alarm may also check where the main loops of
+the run's processes are. Such a sentence is shown in the status for as long as it is true, and logged once by the
+broker.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from april.broker.peers import PeerLoop
+from april.util.registry import Registry
+
+log = logging.getLogger(__name__)
+
+SHIPPED: dict[str, str] = {}
+"""Name of each alarm of this folder -> its `package.module:Class`."""
+ALARMS = Registry("operations.alarms", "alarm", SHIPPED, base=f"{__name__}:Alarm")
+
+
+class Alarm:
+    """Base class of alarms, created when the broker starts.
+
+    After a restart the broker replays step records to it: the first of the run, and the newest ones, which are three
+    steps and those from which a learner may restart.
+    """
+
+    page = "docs/watching.md#alarms"
+    """Page of the documentation that explains the alarm, as a path in the repository."""
+    steps_in_a_row = 1
+    """Number of steps in a row for which `look` has to return a sentence until the alarm is raised: more than 1 for
+    figures that chance alone may produce in a single step."""
+
+    def look(self, record: dict[str, Any]) -> str:
+        """Check the record of a trained step; returns what is wrong and what to do, in one sentence, or "" if nothing
+        is."""
+        raise NotImplementedError
+
+    def watch(self, loops: Sequence[PeerLoop]) -> str:
+        """Check the positions of the main loops of workers, scorers and learner, several times a second; returns the
+        same as `look`."""
+        return ""
+
+
+AlarmClass = TypeVar("AlarmClass", bound=type[Alarm])
+
+
+def shipped(name: str) -> Callable[[AlarmClass], AlarmClass]:
+    """Decorator of a class in this folder: it is found as the alarm `name`, on by default, and listed in the reference
+    with its docstring, "Raised when ..."."""
+
+    def register(alarm: AlarmClass) -> AlarmClass:
+        SHIPPED[name] = f"{alarm.__module__}:{alarm.__name__}"
+        return alarm
+
+    return register
+
+
+def figures(record: dict[str, Any], part: str) -> dict[str, Any]:
+    """A part of a step's record, such as `learner`; empty if the record lacks it."""
+    return record.get(part) or {}
+
+
+class Alarms:
+    """The alarms of a run. One that raises an exception is not used any more."""
+
+    def __init__(self, names: Sequence[str]):
+        """Raises ConfigError for a name that is not found."""
+        self._alarms: dict[str, Alarm] = {name: ALARMS.find(name)() for name in names}
+        self._in_a_row: dict[str, int] = {}
+        """Number of newest steps in a row for which an alarm has returned a sentence, by name of the alarm."""
+        self.raised: list[dict[str, str]] = []
+        """Alarms that the last `watch` raised: `name`, `sentence` and `page` of each."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the alarms in use."""
+        return list(self._alarms)
+
+    def look(self, record: dict[str, Any]) -> list[dict[str, str]]:
+        """Check the record of a step with all alarms; returns `name`, `sentence` and `page` of each alarm that it
+        raises."""
+        wrong = self._ask(lambda alarm: alarm.look(record))
+        self._in_a_row = {alarm["name"]: self._in_a_row.get(alarm["name"], 0) + 1 for alarm in wrong}
+        return [alarm for alarm in wrong if self._in_a_row[alarm["name"]] >= self._alarms[alarm["name"]].steps_in_a_row]
+
+    def watch(self, loops: Sequence[PeerLoop]) -> None:
+        """Check the positions of the main loops with all alarms: update `raised`, and log each alarm that is new
+        there."""
+        known, self.raised = {alarm["name"] for alarm in self.raised}, self._ask(lambda alarm: alarm.watch(loops))
+        for alarm in self.raised:
+            if alarm["name"] not in known:
+                log.warning("ALARM %s: %s", alarm["name"], alarm["sentence"])
+
+    def _ask(self, check: Callable[[Alarm], str]) -> list[dict[str, str]]:
+        """`name`, `sentence` and `page` of each alarm for which `check` returns a sentence."""
+        wrong = []
+        for name, alarm in list(self._alarms.items()):
+            try:
+                sentence = check(alarm)
+            except Exception:
+                log.exception("the alarm %s has failed, and is left out from here on; mend it", name)
+                del self._alarms[name]
+                continue
+            if sentence:
+                wrong.append({"name": name, "sentence": sentence, "page": alarm.page})
+        return wrong
+
+
+def check_alarms(names: Sequence[str]) -> None:
+    """Raise ConfigError unless every alarm is found."""
+    for name in names:
+        ALARMS.find(name)
