@@ -66,16 +66,15 @@ def pytest_collect_directory(path, parent):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Tests that need a server or program are part of the full suite and run in one process per server; they are
-    deselected if it is not installed. A test gets one group only, since xdist makes a third one of two."""
-    missing = [mark for mark, program in SERVERS.items() if not (config.rootpath / program).exists()]
-    deselected = [item for item in items if any(item.get_closest_marker(mark) for mark in missing)]
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if item not in deselected]
+    skipped if it is not installed. A test gets one group only, since xdist makes a third one of two."""
+    missing = {mark for mark, program in SERVERS.items() if not (config.rootpath / program).exists()}
     for item in items:
         needed = [mark for mark in SERVERS if item.get_closest_marker(mark)]
         if needed:
             item.add_marker(pytest.mark.full)
             item.add_marker(pytest.mark.xdist_group(needed[0]))
+        for mark in missing.intersection(needed):
+            item.add_marker(pytest.mark.skip(reason=f"needs {SERVERS[mark]} (launch/install-{mark}.sh)"))
 
 
 @pytest.fixture(scope="session")

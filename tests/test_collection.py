@@ -1,5 +1,6 @@
-"""Tests have their fixtures in whatever order they are named."""
+"""Tests have their fixtures in whatever order they are named, and none is left out unseen."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,3 +14,24 @@ def test_a_file_between_two_of_a_folder_below_it_does_not_take_the_second_its_fi
     said = subprocess.run(plan, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
     assert "test_keys_are_never_replaced (fixtures used: capsys, keys" in said
     assert "not found" not in said
+
+
+def test_a_test_may_be_skipped_for_want_of_a_gpu_alone(tmp_path):
+    skipped = "import pytest\n@pytest.mark.skip(reason={!r})\ndef test_one(): ...\n"
+    for name, reason in (("gpu", "needs a GPU"), ("verl", "needs .venv-verl")):
+        (tmp_path / f"test_{name}.py").write_text(skipped.format(reason))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "tests.refused_skips",
+        "-c",
+        os.devnull,
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "2 skipped" in done.stdout
+    assert done.stdout.count("needs a GPU") == 1 and "not because: needs .venv-verl" in done.stdout

@@ -11,7 +11,6 @@ SERVERS = {
     "slurm": "/usr/sbin/slurmctld",
     "ray": ".venv-ray/installed",
     "helm": ".venv-helm/helm",
-    "kubectl": ".venv-helm/kubectl",
     "prometheus": ".venv-prometheus/usr/bin/prometheus",
     "sinks": ".venv-sinks/installed",
     "store": ".venv-store/installed",

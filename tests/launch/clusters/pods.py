@@ -20,7 +20,6 @@ from pathlib import Path
 from tests.launch.clusters.kube_api import kubeconfig
 from tests.support.certificates import make_certificate
 from tests.support.hosts.hosts import Hosts, end, hosts, run
-from tests.support.marks import SERVERS
 from tests.support.run_processes import PATIENCE_S
 
 IMAGE = {
@@ -42,7 +41,7 @@ while [ "$1" != -- ]; do mkdir -p "$root$2"; mount --bind "$1" "$root$2"; shift 
 shift
 exec chroot "$root" "$@"
 """
-KUBECTL = Path(__file__).parents[3] / SERVERS["kubectl"]
+KUBECTL = Path(__file__).parents[3] / ".venv-helm/kubectl"
 HOSTS = 8
 """the first has the API, the others a pod each"""
 PORT = 6443

@@ -105,7 +105,7 @@ def test_every_workload_and_its_pods_have_the_configured_labels(launcher):
     assert len(json.loads(board["data"]["april.json"])["panels"]) > 20
 
 
-@pytest.mark.kubectl
+@pytest.mark.helm
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
 def test_a_launched_run_trains_in_pods_survives_killed_and_evicted_ones_and_leaves_none_when_stopped(
