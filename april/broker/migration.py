@@ -261,7 +261,7 @@ def _stragglers(ledger: Ledger, length_of: LengthOf) -> Iterator[Straggler]:
     To bound the time, only twice as many groups as the batch lacks are considered: those with the fewest pending
     samples."""
     lacking = ledger.rules.batch_groups - len(ledger.ready)
-    if lacking <= 0 or not ledger.round_open:
+    if lacking <= 0 or not ledger.rounds.open:
         return
     by_group, max_tokens = dict[int, list[Straggler]](), ledger.rules.max_response_tokens
     for group in heapq.nsmallest(2 * lacking, ledger.open_groups(), key=attrgetter("pending_samples")):

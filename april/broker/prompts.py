@@ -180,11 +180,11 @@ class SubmittedPrompts(PromptBook):
 
     def bind(self, ledger: LedgerState, read: ReadBack) -> None:
         self._ledger = ledger
-        self._read = lru_cache(maxsize=SUBMITTED_CACHED)(lambda number: read(ledger.submitted[number]))
+        self._read = lru_cache(maxsize=SUBMITTED_CACHED)(lambda number: read(ledger.prompts.submitted[number]))
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
         _, number = cursor
-        if self._ledger is None or number not in self._ledger.submitted:
+        if self._ledger is None or number not in self._ledger.prompts.submitted:
             return None
         _, [(_, tokens)] = self._read(number)
         return 0, number, bytes(tokens)
@@ -202,7 +202,7 @@ class SubmittedPrompts(PromptBook):
         return event
 
     def counts(self) -> dict[str, int]:
-        return super().counts() | {"rows": self._ledger.prompts_submitted if self._ledger else 0}
+        return super().counts() | {"rows": self._ledger.prompts.submitted_count if self._ledger else 0}
 
     def decode_submission(
         self, message: wire.Submit, arrays: list[wire.PackedArray]

@@ -105,10 +105,10 @@ def proofs_of_loss(run_dir: Path, journal: Journal, ledger: Ledger, stored: Coll
     found, step, checkpoints = [], last_step(run_dir / "metrics.jsonl"), {*checkpoints_of(run_dir), *stored}
     if (missing := journal.known_synced - journal.end) > 0:
         found.append(f"it ends at {journal.end} and was on disk up to {journal.known_synced}, {missing} bytes further")
-    if step > ledger.frontier:
-        found.append(f"metrics.jsonl has step {step}, and it {ledger.frontier} trained ones")
-    if checkpoints and max(checkpoints) > ledger.next_step:
-        found.append(f"there is a checkpoint of step {max(checkpoints)}, and it has {ledger.next_step} batches")
+    if step > ledger.steps.frontier:
+        found.append(f"metrics.jsonl has step {step}, and it {ledger.steps.frontier} trained ones")
+    if checkpoints and max(checkpoints) > ledger.steps.next:
+        found.append(f"there is a checkpoint of step {max(checkpoints)}, and it has {ledger.steps.next} batches")
     return found
 
 
@@ -152,13 +152,13 @@ def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list
     finally:
         journal.close()
         note.close()
-    for _ in read_lines(run_dir / "metrics.jsonl", ledger.frontier):
+    for _ in read_lines(run_dir / "metrics.jsonl", ledger.steps.frontier):
         pass  # it cuts off what follows
     for step, path in checkpoints_of(run_dir).items():
-        if step > ledger.next_step:
+        if step > ledger.steps.next:
             path.rename(path.with_suffix(".beyond"))
     for step in in_store:
-        if stored and step > ledger.next_step:
+        if stored and step > ledger.steps.next:
             stored.set_aside(step, "beyond")
     return lost
 

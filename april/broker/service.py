@@ -6,7 +6,6 @@ The caller syncs the journal before it sends what `handle` and `tick` have queue
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,12 @@ from april.broker.handlers.learner import Evaluations, LearnerHandler, NodeHandl
 from april.broker.handlers.lease_holders import LeaseHolderHandler, ScorerHandler
 from april.broker.handlers.monitors import MonitorHandler
 from april.broker.handlers.workers import WorkerHandler
-from april.broker.journal.files import Damaged, Reference
+from april.broker.journal.files import Damaged
 from april.broker.journal.journal import Journal
 from april.broker.ledger import events
+from april.broker.ledger.dead_letters import DEAD_ROUNDS
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState
-from april.broker.ledger.state import DEAD_ROUNDS
 from april.broker.payloads import Payloads
 from april.broker.peers import HOLDERS, Peer, Peers
 from april.broker.plan import ledger_rules, make_schedule
@@ -45,8 +44,6 @@ FILTERED_ROUNDS = 20
 """Number of rounds' worth of groups that may be filtered out in a row before the run fails."""
 SWEEP_S = 0.25
 """Seconds between checks for silent peers and expired leases."""
-CLOCK_S = 0.05
-"""Resolution of the times in the journal, seconds."""
 SUMMARY_S = 0.25
 """Least seconds between two writes of `summary.json`, which follow trained steps."""
 BUSY_HAND_OUT_S = 0.05
@@ -88,9 +85,9 @@ class Service:
         self.journal = journal
         self.peers = Peers()
         self.payloads = Payloads(journal, prompts, config.reward.name, config.sampling.is_cut)
-        self.ledger = Ledger(ledger_rules(config), write=self._write, group_scored=self.payloads.is_group_scored)
+        self.ledger = Ledger(ledger_rules(config), write=journal.append, group_scored=self.payloads.is_group_scored)
         self.history = SampleHistory(self.ledger)
-        self._now = now
+        self.ledger.clock = now
         self.prompts.bind(self.ledger, journal.read)
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
@@ -98,7 +95,7 @@ class Service:
         self._last_warning = ""
         """Last warning about a file that is not essential to the run, kept so that it is not repeated."""
         self._recover()
-        self.peers.start_ids(self.ledger.starts)
+        self.peers.start_ids(self.ledger.serials.starts)
         self.recorder = Recorder(
             config.run_dir, config.run.name, config.schedule.max_steps, now, self.ledger, self.peers,
             config.operations.sinks, config.engine.paced, config.operations.alarms,
@@ -136,13 +133,7 @@ class Service:
             self.ledger.commit(header)
         else:
             check_header(self.ledger.header, header)
-        self.ledger.commit(events.BrokerStarted(self.ledger.starts + 1))
-
-    def _write(self, event: events.Event, arrays: Sequence[events.EventArray]) -> Reference:
-        if self._now - self.ledger.now >= CLOCK_S and not isinstance(event, events.TimePassed | events.RunStarted):
-            self.ledger.commit(events.TimePassed(self._now))
-        self.history.record(event)
-        return self.journal.append(event, arrays)
+        self.ledger.commit(events.BrokerStarted(self.ledger.serials.starts + 1))
 
     def begin(self, now: float) -> None:
         """Start the timers once peers can reach the broker: current leases expire after `readopt_s` unless their
@@ -159,7 +150,7 @@ class Service:
 
         `key_owner`: owner of the connection's key. None without CURVE; then the role that the peer states applies.
         """
-        self._now = now
+        self.ledger.clock = now
         try:
             if key_owner and not key_owner.role:
                 raise KeyRefused("this key is not on the allow-list")
@@ -255,13 +246,13 @@ class Service:
         welcome = wire.Welcome(
             session=peer.id,
             run=self.config.run.name,
-            broker_start=self.ledger.starts,
-            round=self.ledger.round,
-            watermark=self.ledger.watermark,
+            broker_start=self.ledger.serials.starts,
+            round=self.ledger.rounds.number,
+            watermark=self.ledger.rounds.watermark,
             lost_lease_ids=lost,
             renew_s=self.config.broker.renew_s,
-            weights_address=self.ledger.weights_address,
-            weights_key=self.ledger.weights_key,
+            weights_address=self.ledger.learner.weights_address,
+            weights_key=self.ledger.learner.weights_key,
         )
         self.peers.send(peer, welcome, sequence=received.sequence)
         if hello.role in HOLDERS:
@@ -319,7 +310,7 @@ class Service:
 
         `caught_up`: no message waits to be handled, so a peer that seems silent is silent.
         """
-        self._now = now
+        self.ledger.clock = now
         if self.run.read_only:
             return
         try:
@@ -348,7 +339,7 @@ class Service:
     def _tick(self, now: float, caught_up: bool) -> None:
         unreadable = [group for number in self.verifier.take() if (group := self.ledger.groups.get(number))]
         self._discard_unreadable(unreadable, None, now)
-        if self.ledger.generating:
+        if self.ledger.leases.generating:
             self.recorder.add_generating_time(now - self._last_tick)
         self._last_tick = now
         if self.run.summary_is_old and now >= self._next_summary:
@@ -391,14 +382,14 @@ class Service:
                 self.peers.close(peer)
         slots = sum(max(0, peer.capacity - self.config.worker.prefetch) for peer in self.peers.workers())
         waiting = sum(map(self.ledger.open_samples.count, TO_GENERATE))
-        self.recorder.add_slot_usage(self.ledger.generating, slots, waiting)
+        self.recorder.add_slot_usage(self.ledger.leases.generating, slots, waiting)
         for lease in self.ledger.expire(now):
             self._cancel(lease.worker, lease.id)
         self.recorder.alarms.watch([peer.loop(now) for peer in self.peers.by_id.values() if peer.loop_position])
 
     def _cancel_revoked(self) -> None:
         """Tell the holders of revoked leases to drop their samples, whose groups have been discarded."""
-        revoked, self.ledger.revoked = self.ledger.revoked, []
+        revoked, self.ledger.leases.revoked = self.ledger.leases.revoked, []
         for holder, lease_id in revoked:
             self._cancel(holder, lease_id)
 
@@ -407,7 +398,7 @@ class Service:
             self.holder_handlers[peer.role].cancel(peer, lease_id)
 
     def _advance(self, now: float) -> None:
-        step = self.ledger.consumed
+        step = self.ledger.steps.consumed
         self.evaluations.open_due()
         try:
             self.ledger.filter_ready(self.filters.reason_against)
@@ -419,10 +410,10 @@ class Service:
         while self.schedule.advance(self.ledger):
             self.workers.abort(now)
         self.evaluations.record_complete()
-        if self.ledger.dead_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:
-            count, last = self.ledger.dead_in_a_row, self.ledger.last_error
+        if self.ledger.dead_letters.groups_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:
+            count, last = self.ledger.dead_letters.groups_in_a_row, self.ledger.dead_letters.last_error
             return self.stop(f"{count} groups in a row lost samples for good, the last to: {last}", "failed", now)
-        all_trained = self.schedule.finished(self.ledger) and step == self.ledger.next_step
+        all_trained = self.schedule.finished(self.ledger) and step == self.ledger.steps.next
         if all_trained and not self.ledger.evaluations:
             why = "all steps are done" if step >= self.config.schedule.max_steps else "the prompts are exhausted"
             self.stop(why, "finished", now)

@@ -47,7 +47,6 @@ def rebuild_ledger(
         history.thaw(thaw(image, ledger))
     image = None
     for event, reference in events_from(position):
-        history.record(event)
         ledger.apply(event, reference)
     return position
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from april.broker.ledger.admission import Verdict
+from april.broker.ledger.dead_letters import DEAD_ROUNDS
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import Lease, Sample
-from april.broker.ledger.state import DEAD_ROUNDS
 from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
@@ -127,7 +127,7 @@ class Pipeline:
     def run(self) -> Measures:
         with no_collections():
             self.start()
-            while self.ledger.consumed < self.last_step:
+            while self.ledger.steps.consumed < self.last_step:
                 self.next_instant()
         self.measures.finish()
         return self.measures
@@ -150,7 +150,7 @@ class Pipeline:
         all waiting messages."""
         at_s = self.next_s
         if at_s == INFINITY:
-            raise SimulationStuck(self.ledger.next_step, self.state.now_s)
+            raise SimulationStuck(self.ledger.steps.next, self.state.now_s)
         if at_s > self.state.now_s:
             self.measures.add_elapsed(at_s - self.state.now_s)
             self.state.now_s = at_s
@@ -198,7 +198,7 @@ class Pipeline:
             self._report(run, "length" if run.acknowledged + run.generated == longest else "stop")
         for run in returned:
             self._report(run)
-            self.ledger.end_lease(run.lease_id, "recall" if self.ledger.round_open else "abort")
+            self.ledger.end_lease(run.lease_id, "recall" if self.ledger.rounds.open else "abort")
         if ended or returned:
             engine.load -= len(ended) + len(returned)
             self._offer_slots(index)
@@ -229,7 +229,7 @@ class Pipeline:
         engine = self.engines[index]
         if index in self.state.down:
             self.state.down.remove(index)
-            engine.version = Version(0, self.ledger.consumed)
+            engine.version = Version(0, self.ledger.steps.consumed)
             engine.load_weights(engine.version, self.state.now_s, 0.0)
             self._mark_changed(index)
             self._offer_slots(index)
@@ -263,8 +263,8 @@ class Pipeline:
 
     def _train(self) -> None:
         """Start training the next batch if one is delivered and the learner is free."""
-        step = self.ledger.consumed
-        if self.training or step == self.ledger.next_step:
+        step = self.ledger.steps.consumed
+        if self.training or step == self.ledger.steps.next:
             return
         self.training = True
         self.on_batch(self, self._batch_tokens(step))
@@ -284,7 +284,7 @@ class Pipeline:
         return sum(group.tokens for group in self.ledger.deliveries[step])
 
     def _finish_step(self) -> None:
-        step = self.ledger.consumed
+        step = self.ledger.steps.consumed
         self.training = False
         self.ledger.consume(step)
         self.measures.record_step(step, self.ledger.deliveries[step])
@@ -301,10 +301,10 @@ class Pipeline:
 
     def _run_broker(self) -> None:
         """The broker's work after it has handled messages: rounds, batches, revoked samples, migrations, grants."""
-        next_step = self.ledger.next_step
+        next_step = self.ledger.steps.next
         while self.schedule.advance(self.ledger):
             self._abort()
-        dead = self.ledger.dead_in_a_row
+        dead = self.ledger.dead_letters.groups_in_a_row
         if dead and dead >= DEAD_ROUNDS * self.scenario.schedule.groups_per_round:
             refuse(
                 "engines.failure_every_s",
@@ -312,7 +312,7 @@ class Pipeline:
                 f"makes engines fail so often that {dead} groups in a row lost samples for good, and a run would end",
                 "raise it",
             )
-        for step in range(next_step, self.ledger.next_step):
+        for step in range(next_step, self.ledger.steps.next):
             self.measures.record_delivery(self._batch_tokens(step))
         self._drop_revoked()
         self._train()
@@ -325,7 +325,7 @@ class Pipeline:
 
     def _drop_revoked(self) -> None:
         """Stop the samples whose lease was revoked because their group has ended."""
-        revoked, self.ledger.revoked = self.ledger.revoked, []
+        revoked, self.ledger.leases.revoked = self.ledger.leases.revoked, []
         for name, lease_id in revoked:
             index = self.index_of[name]
             run = self.engines[index].drop(lease_id)
@@ -358,7 +358,7 @@ class Pipeline:
         whose prefix an engine has in its cache goes to that engine."""
         no_sample_up_to = -1
         without_sample: list[tuple[float, int, int]] = []
-        newest = self.ledger.consumed
+        newest = self.ledger.steps.consumed
         while self._by_load and no_sample_up_to < newest:
             entry = heapq.heappop(self._by_load)
             _, index, load = entry

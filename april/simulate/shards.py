@@ -74,7 +74,7 @@ class ShardedSimulation:
         while self._upcoming:
             at_s, index = heapq.heappop(self._upcoming)
             pipeline = self.pipelines[index]
-            while at_s == pipeline.next_s and pipeline.ledger.consumed < pipeline.last_step:
+            while at_s == pipeline.next_s and pipeline.ledger.steps.consumed < pipeline.last_step:
                 pipeline.next_instant()
                 at_s = pipeline.next_s
                 if self._upcoming and self._upcoming[0] < (at_s, index):
@@ -88,7 +88,7 @@ class ShardedSimulation:
 
     def _receive_part(self, pipeline: Pipeline, tokens: int) -> None:
         """Receive a broker's part of the next batch; the learner starts with the last part."""
-        now_s, step = pipeline.state.now_s, pipeline.ledger.consumed
+        now_s, step = pipeline.state.now_s, pipeline.ledger.steps.consumed
         self._first_s = self._first_s if self._tokens else now_s
         self._tokens.append(tokens)
         if len(self._tokens) < len(self.pipelines):

@@ -23,7 +23,8 @@ MAX_FIELD = (1 << 32) - 1
 FINISH_REASONS = ("", "stop", "length")
 """Finish reasons, indexed by `ReportRow.finish`; "" while the response goes on."""
 ROW = struct.Struct("<QdIIIIIIBBBBI")
-"""Layout of a row: the fields of `ReportRow` in order, little-endian, 48 bytes."""
+"""Layout of a row: the fields of `ReportRow` in order, little-endian, 48 bytes. The broker's two loops over all rows
+unpack it themselves, which takes half the time of making a `ReportRow`."""
 SIZE_FIELD, ENDS_LEASE_BYTE = 6, 43
 """Index of the field `size` in a row, and offset of the byte `ends_lease` in an encoded row."""
 TABLE = np.dtype(

@@ -66,7 +66,7 @@ def _write_and_die(tell, config: Config, size_bytes: int) -> None:
         while max(service.snapshots.store.positions(), default=0) < service.journal.file_start:
             service.snapshots.follow(service.journal.file_start, service.journal.release_files, clock.now())
             time.sleep(POLL_S)
-        tell(service.ledger.tokens["open"])
+        tell(service.ledger.account.tokens["open"])
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -76,7 +76,7 @@ class World:
     def join(self, worker=(), agents=()):
         self.worker, self.learner = FakeWorker(self.talk), FakeLearner(self.talk, "learner")
         self.learner.hello()
-        if not self.talk.ledger.learner_uid:
+        if not self.talk.ledger.learner.uid:
             self.learner.say(wire.StartLearner(0, "tcp://weights"))
         self.worker.join(self.step, 1000, worker)
         self.agents = FakeAgents(self.talk, "a0", f"agents-{self.processes}")
@@ -323,7 +323,7 @@ class World:
             self.join(list(self.leases), sessions)
 
     def learn(self):
-        step = self.talk.ledger.consumed
+        step = self.talk.ledger.steps.consumed
         if found := self.learner.fetch(step):
             batch, arrays = found
             rest = iter(arrays)
@@ -349,9 +349,9 @@ class World:
 
     def check(self):
         ledger = self.talk.ledger
-        assert ledger.closed
+        assert ledger.account.closed
         expected = Counter(fate for fate, *_ in self.fates.values() if fate != "trained")
-        assert Counter({name: n for name, n in ledger.discarded.items() if n}) == expected
+        assert Counter({name: n for name, n in ledger.account.discarded.items() if n}) == expected
 
 
 def lineage(asked):

@@ -129,18 +129,18 @@ class Holder(Remembered):
 
 class Worker(Holder, FakeWorker):
     def say_room(self, capacity):
-        self.hold(self.conversation.ledger.consumed, capacity)
+        self.hold(self.conversation.ledger.steps.consumed, capacity)
         self.say(wire.ActivitySpan("generate", 0.0, 1.0))
 
     def work(self):
-        if self.version.step != self.conversation.ledger.consumed:
+        if self.version.step != self.conversation.ledger.steps.consumed:
             self.say_room(6)
         super().work()
 
     def go_on(self, grant, length, chance):
         if grant.scoring:
             self.judge(grant, chance)
-        elif grant.lease_id <= self.conversation.ledger.watermark and not grant.evaluation:
+        elif grant.lease_id <= self.conversation.ledger.rounds.watermark and not grant.evaluation:
             self.closings.append(wire.GiveBack(grant.lease_id, length, "abort"))
         elif chance.random() < 0.5 and grant.max_new_tokens > length + 3:
             self.rows.append(self.new_tokens(grant, length, 2))
@@ -190,9 +190,9 @@ class Agents(Remembered, FakeAgents):
 class Learner(Remembered, FakeLearner):
     def train(self):
         ledger = self.conversation.ledger
-        step, brought = ledger.consumed, ledger.prompts_submitted
+        step, brought = ledger.steps.consumed, ledger.prompts.submitted_count
         self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
-        if ledger.rules.submitted and brought - ledger.cursor[1] < 16:
+        if ledger.rules.submitted and brought - ledger.prompts.next[1] < 16:
             self.say(wire.Submit(brought, [wire.Submission(1, "0", "", b"extra")] * 16), [np.full(16, 5, np.int32)])
         self.say(wire.Fetch(step))
         for batch in self.take(wire.Batch):

@@ -69,11 +69,11 @@ def fuzz(config, messages, seed=0, report=lambda done: None):
             fire(arena, *attacker.attack())
         assert digest(arena.ledger) == before, "the ledger has changed"
         arena.progress()
-        assert arena.ledger.closed and not arena.service.run.over, arena.service.run.over
+        assert arena.ledger.account.closed and not arena.service.run.over, arena.service.run.over
         assert len(peers.refusals) <= MOST_CAUSES, peers.refusals
         assert len(peers.by_id) <= MAX_SESSIONS and len(peers.tallies) <= limits.MAX_TALLIES
         report(done + BATCH)
-    assert arena.ledger.consumed > messages // 10_000, "the run has to go on meanwhile"
+    assert arena.ledger.steps.consumed > messages // 10_000, "the run has to go on meanwhile"
     arena.journal.close()
     return peers.refusals
 

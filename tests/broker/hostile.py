@@ -205,13 +205,13 @@ class Attacker:
         return holder.name.encode() + b"/data", frames, None, "refused"
 
     def absurd_learner(self):
-        learner, beyond = self.arena.learner, self.arena.ledger.next_step + self.chance.choice([1, 2, 2**31, 2**50])
+        learner, beyond = self.arena.learner, self.arena.ledger.steps.next + self.chance.choice([1, 2, 2**31, 2**50])
         message = self.chance.choice(
             [
                 wire.Fetch(beyond),
                 wire.Submit(beyond, [wire.Submission(beyond, "", "no_verifier")]),
                 wire.Consumed(beyond, {"loss": float("nan")}),
-                wire.Consumed(self.arena.ledger.consumed, {f"m{number}": 0.0 for number in range(1000)}),
+                wire.Consumed(self.arena.ledger.steps.consumed, {f"m{number}": 0.0 for number in range(1000)}),
                 wire.Durable(beyond, 0),
                 wire.StartLearner(beyond, "tcp://elsewhere"),
             ]

@@ -6,7 +6,6 @@ import pytest
 
 from april import wire
 from april.broker.ledger.samples import SampleState
-from april.broker.views.status import status
 from april.wire.message import Version
 from april.wire.rows import CHUNK, OBSERVATION
 from tests.support.broker_conversation import AGENTS, FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays
@@ -44,7 +43,7 @@ def test_a_turn_is_generated_by_a_worker_and_forwarded_to_its_agent_once_on_disk
     worker.chunk(grant, 3, 2)
     worker.chunk(grant, 5, 2, "stop")
     assert worker.answers("done") == [grant.lease_id]
-    assert sample_of(talk, told).state is SampleState.ACTING and talk.ledger.generating == 0
+    assert sample_of(talk, told).state is SampleState.ACTING and talk.ledger.leases.generating == 0
     agents.listen()
     rows = [row for row, _ in agents.heard[told.lease_id]]
     assert [(row.start, row.tokens, row.kind, row.finish_reason) for row in rows] == [
@@ -65,7 +64,7 @@ def test_a_scored_session_goes_to_the_learner_without_the_turn_its_agent_never_g
     sample = sample_of(talk, told)
     assert (sample.state, sample.length, sample.reward) == (SampleState.DONE, 7, 0.5)
     assert list(sample.segments) == [(3, 7, Version(0, 0))]
-    assert talk.ledger.discarded["unread"] == 3 and talk.ledger.closed
+    assert talk.ledger.account.discarded["unread"] == 3 and talk.ledger.account.closed
     assert worker.take(wire.Cancel)[0].message.lease_ids == [grant.lease_id]
     assert len(talk.service.payloads.response_ids(sample).data) == 4 * 7
 
@@ -107,14 +106,18 @@ def test_a_lost_session_that_may_not_be_replayed_is_a_counted_discard(converse):
     grant = next(grant for grant in worker.grants() if grant.group == told.group)
     worker.chunk(grant, 3, 4)
     agents.say(wire.Goodbye())
-    assert not talk.ledger.discarded, "nobody has to run it again yet"
+    assert not talk.ledger.account.discarded, "nobody has to run it again yet"
     other = FakeAgents(talk, "a1")
     other.join(capacity=1000)
     groups = {one.group for one in other.listen()}
     assert silent.group in groups and told.group not in groups
     ledger = talk.ledger
-    assert ledger.discarded == {"not_replayed": 4} and ledger.counts["not_replayed"] == 1 and ledger.closed
-    assert not ledger.dead_letters.letters and not ledger.dead_in_a_row
+    assert (
+        ledger.account.discarded == {"not_replayed": 4}
+        and ledger.account.counts["not_replayed"] == 1
+        and ledger.account.closed
+    )
+    assert not ledger.dead_letters.letters and not ledger.dead_letters.groups_in_a_row
     assert [lease for received in worker.take(wire.Cancel) for lease in received.message.lease_ids] == [grant.lease_id]
 
 
@@ -174,7 +177,7 @@ def test_a_failed_agent_starts_its_session_anew(talk, worker, agents, told):
     assert agents.answers("done") == [told.lease_id]
     sample = sample_of(talk, told)
     assert (sample.length, sample.attempts, sample.last_error) == (0, 1, "ValueError: no")
-    assert talk.ledger.discarded["agent_failed"] == 4 and talk.ledger.closed
+    assert talk.ledger.account.discarded["agent_failed"] == 4 and talk.ledger.account.closed
 
 
 def test_an_agent_that_never_asked_has_failed(talk, agents, told):
@@ -268,7 +271,7 @@ def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk
     heads = [head for group in batch.groups for head in group.samples]
     assert len(heads) == talk.config.schedule.rollout_batch_size * talk.config.schedule.n_samples_per_prompt
     assert all(head.segments == [(3, 7, Version(0, 0))] for head in heads)
-    assert all(group.prompt_tokens == 0 for group in batch.groups) and talk.ledger.closed
+    assert all(group.prompt_tokens == 0 for group in batch.groups) and talk.ledger.account.closed
 
 
 def test_after_the_last_batch_agents_keep_only_evaluation_sessions(converse):
@@ -291,7 +294,7 @@ def test_after_the_last_batch_agents_keep_only_evaluation_sessions(converse):
     trained = {(group.group, head.index) for group in batch[0].groups for head in group.samples}
     assert kept == {one.lease_id for place, one in told.items() if not one.evaluation and place not in trained} != set()
     held = [lease.sample for lease in talk.ledger.leases.values() if lease.agent]
-    assert held and all(sample.group.evaluation for sample in held) and talk.ledger.closed
+    assert held and all(sample.group.evaluation for sample in held) and talk.ledger.account.closed
     assert all(sample_of(talk, one).attempts == 0 for one in told.values())
     agents.listen()
     assert set(agents.sessions) == {one.lease_id for one in told.values()}, "none of them is given out again"
@@ -301,7 +304,7 @@ def test_a_drained_run_has_no_running_turn_and_its_sessions_stay(talk, worker, a
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
     talk.ledger.start_drain()
-    assert status(talk.service.context, talk.now)["drain"] == "draining"
+    assert talk.status()["drain"] == "draining"
     worker.give_back(grant, 3, "abort")
-    assert status(talk.service.context, talk.now)["drain"] == "drained"
+    assert talk.status()["drain"] == "drained"
     assert sample_of(talk, told).agent_lease == told.lease_id

@@ -93,7 +93,7 @@ class World:
             count = min(self.chance.randint(1, 5), BUDGET - sample.length)
             ends = self.chance.random() < 0.5 or sample.length + count == BUDGET
             before = sample.length
-            version = Version(self.ledger.incarnation, self.steps[worker])
+            version = Version(self.ledger.learner.incarnation, self.steps[worker])
             verdict = self.ledger.add_chunk(lease.id, before, count, version, "stop" if ends else "")
             assert verdict is Verdict.OK
             self.acknowledged[sample.group.evaluation] += count
@@ -149,26 +149,26 @@ class World:
 
     def evaluate(self):
         if self.chance.random() < 0.1 and not self.ledger.evaluations:
-            self.ledger.open_group(0, 0, floor=self.ledger.consumed, evaluation=True, size=2)
+            self.ledger.open_group(0, 0, floor=self.ledger.steps.consumed, evaluation=True, size=2)
         for step, groups in list(self.ledger.evaluations.items()):
             if all(group.state != "open" for group in groups):
                 self.ledger.record_evaluation(step, {})
 
     def learn(self):
-        if self.ledger.consumed < self.ledger.next_step:
-            batch = self.ledger.deliveries[self.ledger.consumed]
+        if self.ledger.steps.consumed < self.ledger.steps.next:
+            batch = self.ledger.deliveries[self.ledger.steps.consumed]
             assert all(s.reward is not None for g in batch for s in g.samples if s.state is SampleState.DONE)
-            self.ledger.consume(self.ledger.consumed)
+            self.ledger.consume(self.ledger.steps.consumed)
         for worker in self.steps:
             if self.chance.random() < 0.5:
-                self.steps[worker] = self.ledger.consumed
+                self.steps[worker] = self.ledger.steps.consumed
 
     # --- what holds ---
 
     def check(self):
         ledger = self.ledger
-        assert ledger.closed and ledger.tokens["generated"] == self.acknowledged[False]
-        assert ledger.bound.holds(ledger.next_step)
+        assert ledger.account.closed and ledger.account.tokens["generated"] == self.acknowledged[False]
+        assert ledger.bound.holds(ledger.steps.next)
         for lease in ledger.leases.values():
             sample = lease.sample
             assert (sample.agent_lease if lease.agent else sample.lease_id) == lease.id
@@ -187,7 +187,7 @@ class World:
                 assert fork.shared_tokens <= fork.length and all(
                     start >= fork.shared_tokens for start, *_ in fork.segments
                 )
-        assert ledger.generating == sum(
+        assert ledger.leases.generating == sum(
             lease.generating and not lease.sample.group.evaluation for lease in ledger.leases.values()
         )
 
@@ -216,7 +216,7 @@ def test_the_ledger_closes_and_a_journal_or_a_snapshot_rebuilds_it(kind, seed):
     thaw(freeze(world.ledger), thawed)
     assert freeze(thawed) == freeze(world.ledger)
     assert sorted(map(repr, taken(thawed))) == sorted(map(repr, taken(world.ledger))), "the same sessions lack an agent"
-    assert world.ledger.consumed > 1, "a world in which nothing is trained shows nothing"
+    assert world.ledger.steps.consumed > 1, "a world in which nothing is trained shows nothing"
     assert any(isinstance(event, SessionLost) for event in world.log)
 
 

@@ -30,7 +30,7 @@ def test_groups_are_opened_on_demand_up_to_the_staleness_bound():
 def test_generation_goes_on_while_the_learner_trains():
     run = Run(in_flight=4)
     run.finish(*run.fill())
-    assert run.ledger.next_step == 1 and run.ledger.consumed == 0
+    assert run.ledger.steps.next == 1 and run.ledger.steps.consumed == 0
     assert groups_of(run.fill(step=0)) == [2, 2, 3, 3]
 
 
@@ -40,10 +40,10 @@ def test_a_batch_is_made_when_the_learner_has_none_and_takes_the_oldest_groups()
     run.finish(*first[:4])
     run.finish(*first[4:6])
     run.consume()
-    assert run.ledger.next_step == 1, "batch 1 waits: group 3 would be overdue without it"
+    assert run.ledger.steps.next == 1, "batch 1 waits: group 3 would be overdue without it"
     newer = run.fill(step=1)
     run.finish(*newer)
-    assert run.ledger.next_step == 1 and len(run.ledger.ready) > N
+    assert run.ledger.steps.next == 1 and len(run.ledger.ready) > N
     run.finish(*first[6:])
     assert [group.id for group in run.ledger.deliveries[1]] == [2, 3]
 
@@ -75,7 +75,7 @@ def test_the_last_batch_ends_the_round_and_open_work_is_handed_back():
     run = Run(max_steps=1, in_flight=8)
     leases = run.fill()
     assert run.finish(*leases[:4]) is True
-    assert run.schedule.finished(run.ledger) and not run.ledger.round_open
+    assert run.schedule.finished(run.ledger) and not run.ledger.rounds.open
     assert run.ledger.is_aborted(leases[4].id)
     assert run.lease() is None
 
@@ -96,7 +96,7 @@ def test_no_group_is_opened_once_the_remaining_batches_are_complete():
     run = Run(max_steps=2, in_flight=4)
     run.finish(*run.fill())
     run.finish(*run.fill(step=0))
-    assert run.ledger.counts[GroupState.READY] == N and run.lease(step=0) is None
+    assert run.ledger.account.counts[GroupState.READY] == N and run.lease(step=0) is None
 
 
 @pytest.mark.parametrize(("last_batch", "sizes"), [("train", [2, 1]), ("drop", [2])])
@@ -116,11 +116,11 @@ def test_a_learner_from_an_older_checkpoint_gets_its_batches_again_before_a_new_
         run.consume()
     run.ledger.start_learner(0)
     run.finish(*run.fill(step=2))
-    assert (run.ledger.consumed, run.ledger.next_step) == (0, 2)
+    assert (run.ledger.steps.consumed, run.ledger.steps.next) == (0, 2)
     run.consume()
-    assert run.ledger.next_step == 2
+    assert run.ledger.steps.next == 2
     run.consume()
-    assert run.ledger.next_step == 3
+    assert run.ledger.steps.next == 3
 
 
 @pytest.mark.parametrize(("longest", "batches"), [(3, 1), (4, 5 / 3), (1000, 2)])

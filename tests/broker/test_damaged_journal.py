@@ -24,7 +24,7 @@ def damage_tokens(talk, sample):
 def lost(talk, *groups):
     """Check that the groups are discarded and counted, and that generated tokens equal the sum of their states."""
     assert all(group.state is GroupState.DISCARDED for group in groups)
-    assert talk.ledger.counts["unreadable"] == len(groups) and talk.ledger.closed
+    assert talk.ledger.account.counts["unreadable"] == len(groups) and talk.ledger.account.closed
     assert not talk.service.run.read_only and not talk.service.run.over
 
 
@@ -57,7 +57,7 @@ def test_an_unreadable_group_is_left_out_of_its_batch(talk, worker, learner, of)
     assert bad.id not in [head.group for head in batch.groups] and batch.total == len(batch.groups) == 3
     lost(talk, bad)
     again.consume(0)
-    assert talk.ledger.frontier == 1 and talk.ledger.closed and not talk.service.run.read_only
+    assert talk.ledger.steps.frontier == 1 and talk.ledger.account.closed and not talk.service.run.read_only
 
 
 def test_a_batch_without_readable_groups_ends_the_run_with_a_clear_error(talk, worker, learner):
@@ -68,7 +68,7 @@ def test_a_batch_without_readable_groups_ends_the_run_with_a_clear_error(talk, w
     for _ in range(4):
         talk.tick()
     assert "nothing of batch 0 can be read back" in talk.service.run.over and talk.service.run.state == "failed"
-    assert talk.ledger.closed and not talk.service.run.read_only
+    assert talk.ledger.account.closed and not talk.service.run.read_only
 
 
 def test_files_that_a_start_skipped_are_verified_later_and_damage_is_found_before_it_is_needed(talk, worker, learner):
@@ -102,7 +102,7 @@ def test_an_unreadable_trained_group_matters_only_if_a_learner_goes_back_to_it(t
     group = talk.ledger.deliveries[0][1]
     damage_tokens(talk, group.samples[0])
     talk.service._discard_unreadable([group], None, talk.now)
-    assert group.state is GroupState.TRAINED and not talk.ledger.counts["unreadable"]
+    assert group.state is GroupState.TRAINED and not talk.ledger.account.counts["unreadable"]
     again = FakeLearner(talk, "again")
     again.join(step=0)
     batch, _ = again.fetch(0)

@@ -52,7 +52,7 @@ def test_a_dead_sample_leaves_a_letter_with_its_last_error(ledger):
     (letter,) = ledger.dead_letters.letters
     assert (letter.group, letter.index, letter.epoch, letter.row) == (group, 0, 0, 0)
     assert (letter.attempts, letter.error, letter.at, letter.outcome) == (2, "engine fell over", 7.0, "discarded")
-    assert ledger.discarded.keys() == {"dead_sample"}
+    assert ledger.account.discarded.keys() == {"dead_sample"}
 
 
 def test_a_requeued_prompt_goes_ahead_of_fresh_ones_once(ledger):
@@ -64,7 +64,7 @@ def test_a_requeued_prompt_goes_ahead_of_fresh_ones_once(ledger):
     assert ledger.requeue(group + 1) is Verdict.INVALID
     schedule.advance(ledger)
     again = ledger.groups[max(ledger.groups)]
-    assert (again.epoch, again.row) == (0, 0) and ledger.cursor == (0, 2)
+    assert (again.epoch, again.row) == (0, 0) and ledger.prompts.next == (0, 2)
     assert ledger.dead_letters.letters[0].outcome == "redrawn" and not ledger.dead_letters.requeued
     assert ledger.requeue(group) is Verdict.DUPLICATE
 

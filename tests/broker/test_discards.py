@@ -30,7 +30,7 @@ def to_first_batch(talk, worker):
     """Work until the first batch. All samples of groups 0, 1 and 2 get the same reward; a sample of group 3 dies. Each
     response has two chunks, sampled half a second apart."""
     waiting, places = finish_evaluation(worker), {}
-    while talk.ledger.next_step == 0:
+    while talk.ledger.steps.next == 0:
         waiting += training(worker.grants())
         places |= {group.id: group.ordinal for group in talk.ledger.groups.values()}
         grant = waiting.pop(0)
@@ -99,14 +99,14 @@ def test_unreadable_samples_of_a_discard_are_left_out(talk, worker, learner):
     batch = again.fetch(0, samples=True)
     unread, *read = [head for head in batch[0].groups if head.discarded]
     assert unread.samples == [] and len(read) == len(others) and all(head.samples for head in read)
-    assert talk.ledger.counts["unreadable"] == 0 and not talk.service.run.read_only
+    assert talk.ledger.account.counts["unreadable"] == 0 and not talk.service.run.read_only
 
 
 @pytest.mark.full
 def test_no_discards_are_kept_beyond_the_limits_or_without_sample_logs(talk, worker, learner, converse, monkeypatch):
     monkeypatch.setattr(discards, "MOST_BYTES", 1)
     to_first_batch(talk, worker)
-    assert talk.service.history.discards.of_step(0) == [] and talk.ledger.counts["zero_spread"] == 3
+    assert talk.service.history.discards.of_step(0) == [] and talk.ledger.account.counts["zero_spread"] == 3
     monkeypatch.undo()
     other = converse(*OPTIONS, "--samples.every", "0", "--run.name", "other")
     worker = FakeWorker(other)

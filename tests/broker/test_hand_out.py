@@ -8,7 +8,6 @@ import pytest
 from april import wire
 from april.broker.handlers import workers as worker_desk
 from april.broker.ledger.samples import TO_GENERATE
-from april.broker.views.status import status
 from april.observe.report.run_folder import read_records
 from april.wire.message import Version
 from tests.support.broker_conversation import FakeLearner, FakeWorker
@@ -53,15 +52,15 @@ def test_evaluation_is_no_part_of_what_is_in_flight(talk, worker):
     for grant in worker.grants():
         if grant.evaluation:
             worker.complete(grant)
-    assert talk.ledger.generating == 6
+    assert talk.ledger.leases.generating == 6
 
 
 def test_evaluation_tokens_are_no_generated_ones(talk, worker):
     for grant in worker.grants():
         if grant.evaluation:
             worker.complete(grant, count=4)
-    account = talk.ledger.account()
-    assert (account["evaluation"], account["generated"]) == (20, 0) and talk.ledger.closed
+    account = talk.ledger.account.summary()
+    assert (account["evaluation"], account["generated"]) == (20, 0) and talk.ledger.account.closed
 
 
 def test_a_lost_sample_is_granted_before_other_partials_with_its_tokens(talk, worker):
@@ -92,7 +91,7 @@ def test_a_worker_with_old_weights_does_not_keep_others_waiting(converse):
     behind, learner = FakeWorker(talk, "behind"), FakeLearner(talk)
     behind.join(capacity=50)
     learner.join()
-    work_until(behind, lambda: talk.ledger.next_step == 1)
+    work_until(behind, lambda: talk.ledger.steps.next == 1)
     assert learner.fetch(0)
     learner.consume(0)
     for lease_id in list(talk.ledger.leases):
@@ -111,7 +110,7 @@ def round_of_new_weights(talk):
     for one in (first, last, learner):
         one.join()
     for _ in range(100):
-        if talk.ledger.next_step:
+        if talk.ledger.steps.next:
             break
         for worker in (first, last):
             for grant in worker.grants():
@@ -125,7 +124,7 @@ def round_of_new_weights(talk):
     learner.consume(0)
     talk.tick()
     unfinished = [s for group in talk.ledger.open_groups() for s in group.samples if s.state in TO_GENERATE]
-    assert talk.ledger.round_open and not talk.ledger.generating and len(unfinished) > 4
+    assert talk.ledger.rounds.open and not talk.ledger.leases.generating and len(unfinished) > 4
     return first, last, len(unfinished)
 
 
@@ -161,7 +160,7 @@ def test_the_next_round_has_a_share_of_its_own_however_little_was_left_of_the_la
     for one in (first, last, learner):
         one.join()
     held = []
-    while not talk.ledger.next_step:
+    while not talk.ledger.steps.next:
         held = [(worker, grant) for worker in (first, last) for grant in worker.grants()]
         for worker, grant in held:
             worker.complete(grant)
@@ -177,7 +176,7 @@ def test_the_next_round_has_a_share_of_its_own_however_little_was_left_of_the_la
     talk.tick(0.1)
     waiting = sum(map(talk.ledger.open_samples.count, TO_GENERATE))
     got = len(samples(first.grants()))
-    assert talk.ledger.round == 2 and got == -(-(waiting + got) // 2) > 1
+    assert talk.ledger.rounds.number == 2 and got == -(-(waiting + got) // 2) > 1
 
 
 @pytest.fixture
@@ -211,17 +210,17 @@ def test_a_partial_goes_back_to_the_worker_that_has_its_prefix_in_cache(two):
     talk.tick()
     assert samples(left.grants()) == [(s.group.id, s.index) for s in partials] and len(partials) == 3
     assert len(samples(right.grants())) == 3
-    assert talk.ledger.resumed == {"cached": 15}
+    assert talk.ledger.account.resumed == {"cached": 15}
 
 
 def test_a_partial_does_not_wait_for_a_worker_without_room_or_one_that_has_gone(two):
     talk, right, left = two
     left.hold(0, capacity=1)
     assert len(samples(left.grants())) == 1 and len(samples(right.grants())) == 5
-    assert talk.ledger.resumed == {"cached": 5, "moved": 10}
+    assert talk.ledger.account.resumed == {"cached": 5, "moved": 10}
     left.say(wire.Goodbye())
     assert len(samples(right.grants())) == 1
-    assert talk.ledger.resumed == {"cached": 5, "moved": 15}
+    assert talk.ledger.account.resumed == {"cached": 5, "moved": 15}
 
 
 def test_new_weights_and_failures_leave_no_prefix_in_a_cache(two):
@@ -234,20 +233,20 @@ def test_new_weights_and_failures_leave_no_prefix_in_a_cache(two):
 
 
 def test_generation_goes_on_while_the_learner_has_a_batch_until_the_bound_is_reached(talk, worker, learner):
-    work_until(worker, lambda: talk.ledger.next_step == 1)
-    assert status(talk.service.context, talk.now)["phase"] == "generating, training"
+    work_until(worker, lambda: talk.ledger.steps.next == 1)
+    assert talk.status()["phase"] == "generating, training"
     for _ in range(50):
         for grant in worker.grants():
             worker.complete(grant)
-    assert not talk.ledger.generating and talk.ledger.next_step == 1
+    assert not talk.ledger.leases.generating and talk.ledger.steps.next == 1
     assert len(talk.ledger.ready) == 4, "batch 1 is the last that may train what version 0 has generated"
-    assert status(talk.service.context, talk.now)["phase"] == "training"
+    assert talk.status()["phase"] == "training"
 
 
 def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
     staleness = []
     for step in range(3):
-        work_until(worker, lambda step=step: talk.ledger.next_step > step)
+        work_until(worker, lambda step=step: talk.ledger.steps.next > step)
         assert learner.fetch(step)
         learner.consume(step)
         worker.hold(step + 1)
@@ -256,7 +255,7 @@ def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
     for lease_id in list(talk.ledger.leases):
         worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
     work_until(worker, lambda: talk.service.run.over)
-    assert talk.service.run.state == "finished" and max(staleness) <= 1 and talk.ledger.closed
+    assert talk.service.run.state == "finished" and max(staleness) <= 1 and talk.ledger.account.closed
     assert [entry["step"] for entry in talk.ledger.evaluated.values()] == [0, 3]
 
 
@@ -264,18 +263,18 @@ def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
     "other", [["--schedule.kind", "april"], ["--schedule.kind", "sync", "--over-sampling-batch-size", "4"]]
 )
 def test_a_run_may_go_on_under_another_schedule(talk, worker, learner, converse, other):
-    work_until(worker, lambda: talk.ledger.next_step == 1)
+    work_until(worker, lambda: talk.ledger.steps.next == 1)
     talk.journal.close()
     again = converse(*other, "--schedule.max_staleness", "1")
-    assert again.ledger.account() == talk.ledger.account()
+    assert again.ledger.account.summary() == talk.ledger.account.summary()
     worker, learner = FakeWorker(again), FakeLearner(again)
     worker.join()
     learner.join()
     for step in range(3):
-        work_until(worker, lambda step=step: again.ledger.next_step > step)
+        work_until(worker, lambda step=step: again.ledger.steps.next > step)
         assert learner.fetch(step)
         learner.consume(step)
         for lease_id in list(again.ledger.leases):
             worker.report(closings=[wire.GiveBack(lease_id, again.ledger.leases[lease_id].sample.length, "abort")])
         worker.hold(step + 1)
-    assert again.ledger.closed and not again.ledger.discarded
+    assert again.ledger.account.closed and not again.ledger.account.discarded

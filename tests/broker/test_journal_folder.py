@@ -16,7 +16,7 @@ def test_a_journal_on_another_disk_is_linked_from_the_run_s_folder(config_file, 
 
     def start(*options):
         with closing(Server(load(config_file, options))) as server:
-            return server.service.ledger.starts, server.config
+            return server.service.ledger.serials.starts, server.config
 
     starts, config = start(*options)
     folder = disk / config.run.name

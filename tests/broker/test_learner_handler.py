@@ -65,11 +65,11 @@ def test_a_learner_from_an_older_checkpoint_gets_the_same_deliveries_again(talk,
     again = FakeLearner(talk)
     started = again.join(step=0)
     assert (started.incarnation, started.frontier) == (1, 2)
-    assert talk.ledger.tokens["trained"] == 0 and talk.ledger.closed
+    assert talk.ledger.account.tokens["trained"] == 0 and talk.ledger.account.closed
     for step, batch in enumerate(batches):
         assert again.fetch(step) == batch
         again.consume(step)
-    assert talk.ledger.tokens["delivered"] == 0 and talk.ledger.closed
+    assert talk.ledger.account.tokens["delivered"] == 0 and talk.ledger.account.closed
 
 
 def test_a_checkpoint_ahead_of_the_last_report_counts_as_that_report(talk, worker, learner):
@@ -77,7 +77,7 @@ def test_a_checkpoint_ahead_of_the_last_report_counts_as_that_report(talk, worke
     learner.fetch(0)
     again = FakeLearner(talk)
     assert again.join(step=1).frontier == 1
-    assert talk.ledger.tokens["delivered"] == 0 and talk.ledger.tokens["trained"] > 0
+    assert talk.ledger.account.tokens["delivered"] == 0 and talk.ledger.account.tokens["trained"] > 0
     (line,) = read_records(talk.config.run_dir / "metrics.jsonl")
     assert line["step"] == 1
 
@@ -130,7 +130,7 @@ def test_a_learner_that_outlives_the_broker_goes_on_without_a_new_incarnation(ta
     assert learner.fetch(0) == batch
     learner.consume(0)
     learner.consume(0)
-    assert (talk.ledger.incarnation, talk.ledger.consumed) == (0, 1)
+    assert (talk.ledger.learner.incarnation, talk.ledger.steps.consumed) == (0, 1)
 
 
 def test_a_start_that_is_repeated_after_a_restart_opens_no_second_incarnation(talk, learner):
@@ -148,7 +148,7 @@ def test_a_learner_that_was_replaced_is_refused_when_it_comes_back(talk, worker,
     for pending in (wire.Fetch(0), wire.Consumed(0, {}), wire.Durable(0, 0)):
         learner.say(pending)
         assert "checkpoint" in learner.take(wire.Refused)[-1].message.reason
-    assert talk.ledger.consumed == 0
+    assert talk.ledger.steps.consumed == 0
     successor.hello()
     successor.consume(0)
     successor.durable(1)
@@ -197,16 +197,16 @@ def test_the_next_batch_may_be_asked_for_while_another_is_trained(talk, worker, 
 def test_a_batch_without_a_finite_loss_is_discarded_and_delivered_again_after_a_restart(talk, worker, learner):
     make_batch(worker)
     batch = learner.fetch(0)
-    tokens = talk.ledger.tokens["delivered"]
+    tokens = talk.ledger.account.tokens["delivered"]
     learner.consume(0, "nonfinite")
-    account = talk.ledger.account()
+    account = talk.ledger.account.summary()
     assert (account["discarded"]["nonfinite"], account["delivered"], account["trained"]) == (tokens, 0, 0)
-    assert talk.ledger.closed and talk.ledger.consumed == 1
+    assert talk.ledger.account.closed and talk.ledger.steps.consumed == 1
     talk.restart_broker()
-    assert talk.ledger.account() == account
+    assert talk.ledger.account.summary() == account
     again = FakeLearner(talk)
     again.join(step=0)
-    assert talk.ledger.tokens["delivered"] == tokens and not talk.ledger.discarded["nonfinite"]
-    assert talk.ledger.closed and again.fetch(0) == batch
+    assert talk.ledger.account.tokens["delivered"] == tokens and not talk.ledger.account.discarded["nonfinite"]
+    assert talk.ledger.account.closed and again.fetch(0) == batch
     again.consume(0, "nonfinite")
-    assert talk.ledger.account() == account and talk.ledger.closed
+    assert talk.ledger.account.summary() == account and talk.ledger.account.closed

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from april.broker.ledger.rules import RECENT_BATCHES, LengthCohorts
+from april.broker.ledger.batches import RECENT_BATCHES, LengthCohorts
 from april.broker.telemetry.lengths import drift_of, measure_drift, summarise_cohorts
 from april.observe.report.live import step_line
 from april.simulate.pipeline import Pipeline

@@ -79,7 +79,7 @@ def test_a_straggler_goes_on_at_the_idle_worker_after_its_last_tokens(talk, busy
     idle.score(moved)
     sample = talk.ledger.groups[grant.group].samples[grant.index]
     assert (sample.length, sample.attempts, sample.reward) == (10, 0, 1.0)
-    assert talk.service.recorder.moves == {"asked": 1, "done": 1} and talk.ledger.closed
+    assert talk.service.recorder.moves == {"asked": 1, "done": 1} and talk.ledger.account.closed
 
 
 def test_nothing_moves_with_migration_off(converse):
@@ -92,7 +92,7 @@ def test_a_sample_that_ends_before_it_is_handed_back_does_not_move(talk, busy, i
     busy.chunk(grant, 6, 1, "stop")
     busy.score(grant)
     assert talk.ledger.groups[grant.group].samples[grant.index].reward == 1.0
-    assert idle.grants() == [] and not talk.service.workers.migration.moves and talk.ledger.closed
+    assert idle.grants() == [] and not talk.service.workers.migration.moves and talk.ledger.account.closed
 
 
 def test_a_worker_that_dies_during_a_move_costs_only_unacknowledged_tokens(talk, busy, idle):
@@ -103,7 +103,7 @@ def test_a_worker_that_dies_during_a_move_costs_only_unacknowledged_tokens(talk,
     assert found.keys() == {sample_of(grant) for grant in busy.unfinished}, "all that it held goes on elsewhere"
     assert len(found[sample_of(grant)].arrays[1]) == 6
     sample = talk.ledger.groups[grant.group].samples[grant.index]
-    assert sample.attempts == 1 and not talk.service.workers.migration.moves and talk.ledger.closed
+    assert sample.attempts == 1 and not talk.service.workers.migration.moves and talk.ledger.account.closed
 
 
 def test_if_the_target_is_gone_the_sample_is_handed_out_like_any_other(talk, busy, idle):
@@ -112,7 +112,7 @@ def test_if_the_target_is_gone_the_sample_is_handed_out_like_any_other(talk, bus
     busy.give_back(grant, 6, "recall")
     [again] = busy.grants()
     assert sample_of(again) == sample_of(grant) and len(again.arrays[1]) == 6
-    assert talk.service.recorder.moves == {"asked": 1} and talk.ledger.closed
+    assert talk.service.recorder.moves == {"asked": 1} and talk.ledger.account.closed
 
 
 def test_a_broker_killed_during_a_move_takes_the_sample_back_and_hands_it_out(talk, busy, idle):
@@ -125,7 +125,7 @@ def test_a_broker_killed_during_a_move_takes_the_sample_back_and_hands_it_out(ta
     [again] = [grant for worker in (busy, idle) for grant in training(worker.grants())]
     assert sample_of(again) == sample_of(grant) and len(again.arrays[1]) == 6
     sample = talk.ledger.groups[grant.group].samples[grant.index]
-    assert sample.attempts == 0 and talk.ledger.closed
+    assert sample.attempts == 0 and talk.ledger.account.closed
 
 
 def test_a_sample_that_is_not_handed_back_in_time_does_not_move(talk, busy, idle):

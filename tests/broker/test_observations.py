@@ -37,14 +37,14 @@ def sample_of(talk, grant):
 
 def test_an_observation_is_stored_but_counted_as_no_sampled_token(talk, worker):
     grant = finish_evaluation(worker)[0]
-    before = talk.ledger.tokens["generated"]
+    before = talk.ledger.account.tokens["generated"]
     worker.chunk(grant, 0, 3)
     observe(worker, grant, 3, 2, state=b"one")
     worker.chunk(grant, 5, 4)
     sample = sample_of(talk, grant)
     assert (sample.length, sample.sampled_tokens, sample.observations) == (9, 7, [(3, 5)])
     assert sample.segments == [(0, 3, Version(0, 0)), (5, 9, Version(0, 0))]
-    assert talk.ledger.tokens["generated"] == before + 7 and talk.ledger.closed
+    assert talk.ledger.account.tokens["generated"] == before + 7 and talk.ledger.account.closed
     assert worker.answers("acks")[-1] == (grant.lease_id, 9)
     assert talk.service.recorder.environment == {"observations": 1, "tokens": 2, "failed": 0}
 
@@ -86,7 +86,7 @@ def test_an_observation_without_a_turn_or_beyond_the_budget_is_invalid(
             worker.chunk(grant, *chunk)
     observe(worker, grant, start, count, finish_reason=finish_reason)
     assert "invalid" in worker.answers("rejects")[-1][1]
-    assert grant.lease_id not in talk.ledger.leases and talk.ledger.closed
+    assert grant.lease_id not in talk.ledger.leases and talk.ledger.account.closed
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_learner_gets_observations_outside_the_segments(talk, worker):
     learner = FakeLearner(talk)
     learner.join()
     grants = finish_evaluation(worker)
-    while talk.ledger.next_step == 0:
+    while talk.ledger.steps.next == 0:
         grant = grants.pop(0)
         worker.chunk(grant, 0, 3)
         observe(worker, grant, 3, 2)
@@ -208,4 +208,4 @@ def test_an_observation_that_ends_a_response_hands_it_over_to_a_scorer_with_its_
     (given,) = scorer.grants()
     assert (given.group, given.index, given.scoring, given.state) == (grant.group, grant.index, True, b"end")
     scorer.report(closings=[wire.Scored(given.lease_id, [1.0], [{}])])
-    assert sample_of(talk, grant).reward == 1.0 and talk.ledger.closed
+    assert sample_of(talk, grant).reward == 1.0 and talk.ledger.account.closed

@@ -40,4 +40,4 @@ def test_counters_equal_the_count_before_every_event_and_after_a_restart(seed):
         again = Ledger(ledger.rules)
         thaw(freeze(ledger), again)
         check(again)
-    assert ledger.consumed == 8
+    assert ledger.steps.consumed == 8

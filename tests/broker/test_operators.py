@@ -159,9 +159,9 @@ def test_a_dead_sample_is_listed_with_its_error_and_left_in_the_run_folder(talk,
 
 def test_a_run_that_failed_by_dead_samples_can_be_resumed(talk, operator, worker):
     kill_one(worker)
-    assert talk.ledger.dead_in_a_row == 1
+    assert talk.ledger.dead_letters.groups_in_a_row == 1
     talk.restart_broker()
-    assert talk.ledger.dead_in_a_row == 0 and talk.ledger.dead_letters.total == 1
+    assert talk.ledger.dead_letters.groups_in_a_row == 0 and talk.ledger.dead_letters.total == 1
 
 
 def test_a_requeued_group_is_drawn_again_once_also_after_a_restart(talk, operator, worker):

@@ -65,7 +65,7 @@ def go_on(talk, from_step):
     worker.join(step=from_step)
     for step in range(from_step, 3):
         train(talk, worker, learner, step)
-    assert lines(talk) == [1, 2, 3] and talk.ledger.closed
+    assert lines(talk) == [1, 2, 3] and talk.ledger.account.closed
 
 
 def test_lost_acknowledged_bytes_are_refused_until_the_loss_is_accepted(trained):
@@ -140,7 +140,7 @@ def test_bytes_of_an_unfinished_sync_are_cut_off(trained):
     check_resume(trained.config)
     trained.peers = {}
     trained.start()
-    assert trained.ledger.frontier == 3 and lines(trained) == [1, 2, 3]
+    assert trained.ledger.steps.frontier == 3 and lines(trained) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("note", [b"", b"\x00\x01", b"\xff" * 12, b"\x00" * 12])
@@ -156,7 +156,7 @@ def test_a_line_of_metrics_is_written_after_the_sync_of_its_step(talk, worker, l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(talk, "deliver", lambda: None)
         learner.say(wire.Consumed(0, {"loss": 0.5}, ""))
-        assert talk.ledger.frontier == 1 and not lines(talk)
+        assert talk.ledger.steps.frontier == 1 and not lines(talk)
     talk.deliver()
     assert lines(talk) == [1]
 

@@ -39,7 +39,7 @@ def test_a_refused_row_does_not_affect_the_others(talk, worker, leases):
     assert {lease_id: reason.split(":")[0] for lease_id, reason in answers.rejects} == {
         wrong.lease_id: "bad row", 12345: "the lease is not current", ended.lease_id: "chunk refused",
     }  # fmt: skip
-    assert recorded(talk) == [2] and talk.ledger.closed
+    assert recorded(talk) == [2] and talk.ledger.account.closed
     assert ended.lease_id not in talk.ledger.leases and wrong.lease_id in talk.ledger.leases
 
 

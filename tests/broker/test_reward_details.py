@@ -19,7 +19,7 @@ def test_reward_details_are_recorded_with_the_step_and_survive_a_restart(talk, w
 
 def test_means_of_details_are_in_the_line_of_their_step(talk, worker, learner):
     grants, ledger = finish_evaluation(worker), talk.ledger
-    while ledger.next_step == 0:
+    while ledger.steps.next == 0:
         grant = grants.pop(0)
         score(worker, grant, 1.0, base=float(grant.index))
         grants += training(worker.grants())

@@ -12,8 +12,8 @@ def history(batch):
 def until_batch(talk, *workers):
     """Complete granted samples one by one until a batch is delivered: half a second to generate each, a quarter to
     score it."""
-    before = talk.ledger.next_step
-    while talk.ledger.next_step == before:
+    before = talk.ledger.steps.next
+    while talk.ledger.steps.next == before:
         worker = next(worker for worker in workers if any(worker.waiting))
         grant = worker.waiting.pop(0)
         talk.tick(0.5)

@@ -4,7 +4,6 @@ import pytest
 
 from april import wire
 from april.broker.ledger.samples import SampleState
-from april.broker.views.status import status
 from tests.support.broker_conversation import FakeLearner, FakeScorer, FakeWorker, chunk_arrays, training
 
 
@@ -98,7 +97,7 @@ def test_the_least_loaded_scorer_gets_the_next_response_up_to_its_capacity(talk,
     for grant in training(worker.grants())[:6]:
         worker.chunk(grant, 0, 2, "stop")
     assert len(small.grants()) == 1 and len(large.grants()) == 4
-    found = status(talk.service.context, talk.now)
+    found = talk.status()
     assert [(one["name"], one["leased"], one["capacity"]) for one in found["scorers"]] == [("s0", 1, 1), ("s1", 4, 4)]
 
 
@@ -168,7 +167,7 @@ def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(con
     (grant,) = [grant for scorer in scorers for grant in scorer.grants()]
     assert (grant.group, grant.scoring, grant.group_scored) == (first.group, True, ["stop", "length"])
     assert [array.tolist() for array in grant.arrays[1:]] == [chunk_arrays(0, n)[0].tolist() for n in (4, 5)]
-    scorer = next(one for one in scorers if talk.ledger.held.get(one.uid))
+    scorer = next(one for one in scorers if talk.ledger.leases.held.get(one.uid))
     for rewards, details in (([1.0], [{}]), ([1.0, 1.0], [{}]), ([1.0] * 3, [{}] * 3)):
         scorer.report(closings=[wire.Scored(grant.lease_id, rewards, details)])
         assert "for each response" in scorer.answers("rejects")[0][1]
@@ -215,4 +214,4 @@ def test_a_group_that_cannot_be_scored_is_a_dead_letter(converse):
     assert scorer.grants() == []
     (letter,) = talk.ledger.dead_letters.letters
     assert (letter.group, letter.error, letter.outcome) == (group[0].group, "no such judge", "discarded")
-    assert talk.ledger.discarded == {"dead_sample": 6} and talk.ledger.closed
+    assert talk.ledger.account.discarded == {"dead_sample": 6} and talk.ledger.account.closed

@@ -152,7 +152,7 @@ class Scoring(RuleBasedStateMachine):
 
     @rule(scorer=st.sampled_from(["s0", "s1", "worker"]))
     def kill(self, scorer):
-        for lease_id in sorted(self.ledger.held.get(scorer, ())):
+        for lease_id in sorted(self.ledger.leases.held.get(scorer, ())):
             if lease_id in self.ledger.leases:
                 self.ledger.end_lease(lease_id, "lost")
 
@@ -178,8 +178,8 @@ class Scoring(RuleBasedStateMachine):
         for reference, event in enumerate(self.log[first:], start=first + 1):
             again.apply(event, (reference, 1))
         assert freeze(again) == freeze(self.ledger)
-        assert again.held == self.ledger.held and again.load == self.ledger.load
-        assert again.generating == self.ledger.generating
+        assert again.leases.held == self.ledger.leases.held and again.leases.load == self.ledger.leases.load
+        assert again.leases.generating == self.ledger.leases.generating
         assert {lease_id: len(lease.samples) for lease_id, lease in again.leases.items()} == {
             lease_id: len(lease.samples) for lease_id, lease in self.ledger.leases.items()
         }
@@ -231,7 +231,7 @@ class Scoring(RuleBasedStateMachine):
     @invariant()
     def the_ledger_closes(self):
         if hasattr(self, "ledger"):
-            assert self.ledger.closed and self.ledger.tokens["generated"] == self.emitted
+            assert self.ledger.account.closed and self.ledger.account.tokens["generated"] == self.emitted
             for lease_id, lease in self.ledger.leases.items():
                 assert all(sample.lease_id == lease_id for sample in lease.samples)
 

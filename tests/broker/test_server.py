@@ -14,7 +14,7 @@ import pytest
 from april import wire
 from april.broker import server as module
 from april.broker.server import HTTP_FILE, OUTBOX_MESSAGES, BindError, Server
-from april.broker.views.metrics import MetricsReader
+from april.broker.views.status import read_status
 from april.config import load
 from april.util import clock
 from april.util.lifetime import STEP_ASIDE
@@ -91,8 +91,8 @@ def take_chunks(server, count):
 
 
 def chunks_acknowledged(server):
-    """Number of acknowledged chunks in the metrics of /metrics."""
-    return sum(MetricsReader().read(server.service.context, 0, clock.now())["april_chunks_accepted_total"].values())
+    """Number of chunks that the broker's status shows as accepted."""
+    return sum(read_status(server.service.context, clock.now()).accepted["chunks"].values())
 
 
 def test_messages_during_a_sync_are_handled_and_acknowledged_after_their_own_sync(server, connect, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_broker_that_is_told_to_step_aside_stops_nobody(server, connect):
     connect("worker")
     server._on_signal(STEP_ASIDE, None)
     server.serve_once()
-    assert server.steps_aside and not server.service.run.over and not server.service.ledger.draining
+    assert server.steps_aside and not server.service.run.over and not server.service.ledger.rounds.draining
 
 
 def test_a_broker_whose_address_is_in_the_run_folder_handles_signals(config_file, monkeypatch):

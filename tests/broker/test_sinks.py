@@ -164,4 +164,4 @@ def test_an_unreachable_service_is_dropped_and_the_run_continues(converse, monke
     make_batch(worker)
     learner.fetch(0)
     learner.consume(0)
-    assert talk.service.recorder.sinks.failed == ["wandb"] and talk.ledger.consumed == 1
+    assert talk.service.recorder.sinks.failed == ["wandb"] and talk.ledger.steps.consumed == 1

@@ -54,4 +54,4 @@ def test_no_group_is_in_two_batches():
         run.consume()
     delivered = [group.id for groups in run.ledger.deliveries.values() for group in groups]
     assert len(delivered) == 4 and sorted(delivered) == sorted(set(delivered))
-    assert run.ledger.closed
+    assert run.ledger.account.closed

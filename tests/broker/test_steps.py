@@ -5,7 +5,6 @@ import pytest
 
 from april import wire
 from april.broker.telemetry.recorder import Recorder
-from april.broker.views.status import status
 from tests.support.broker_conversation import FakeLearner, FakeWorker, make_batch, metrics_lines, train
 
 MAX_STEPS = 8
@@ -17,7 +16,7 @@ def talk(converse):
 
 
 def eta_s(talk):
-    return status(talk.service.context, talk.now)["eta_s"]
+    return talk.status()["eta_s"]
 
 
 def summary(talk):
@@ -50,7 +49,7 @@ def test_a_step_unknown_to_the_journal_has_no_line_and_is_no_replay(talk, worker
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(talk, "deliver", lambda: None)
         learner.say(wire.Consumed(1, {"loss": 0.5}, ""))
-    assert talk.ledger.frontier == 2
+    assert talk.ledger.steps.frontier == 2
     lines = metrics_lines(talk)
     die_unsynced(talk)
     talk.start()

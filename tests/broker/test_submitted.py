@@ -87,7 +87,7 @@ def test_at_the_end_of_the_run_no_prompts_are_asked_for(talk, worker, learner):
 def test_prompts_that_come_late_join_the_round(talk, worker, learner, kind):
     submit(learner, 0, 2)
     submit(learner, 2, 4)
-    assert kind != "april" or talk.ledger.counts["open"] == 6, "all of N'"
+    assert kind != "april" or talk.ledger.account.counts["open"] == 6, "all of N'"
     complete_all(worker)
     assert learner.fetch(0)[0].total == 4
 
@@ -104,8 +104,8 @@ def test_a_restart_of_broker_or_trainer_neither_loses_nor_repeats_a_prompt(talk,
     learner.consume(0)
     worker.join(step=1)
     learner.durable(1)
-    assert sorted(talk.ledger.submitted) == [4, 5], "of the others nobody will ask again"
-    assert {position for position, _ in talk.ledger.submitted.values()} <= set(live_positions(talk.ledger))
+    assert sorted(talk.ledger.prompts.submitted) == [4, 5], "of the others nobody will ask again"
+    assert {position for position, _ in talk.ledger.prompts.submitted.values()} <= set(live_positions(talk.ledger))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_restart_of_broker_or_trainer_neither_loses_nor_repeats_a_prompt(talk,
 def test_a_submission_with_an_invalid_prompt_is_refused_as_a_whole(talk, learner, prompts, ids, why):
     learner.say(wire.Submit(0, [wire.Submission(1, "fine"), *prompts]), [np.array([1, *ids], np.int32)])
     assert why in learner.take(wire.Refused)[-1].message.reason
-    assert talk.ledger.prompts_submitted == 0
+    assert talk.ledger.prompts.submitted_count == 0
 
 
 def test_a_run_that_draws_from_files_takes_no_prompts(converse):

@@ -52,7 +52,7 @@ def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_t
     learner = FakeLearner(talk, learner.name)
     learner.hello()
     others = training(granted.values())
-    while not talk.ledger.next_step:
+    while not talk.ledger.steps.next:
         worker.complete(others.pop(0))
         others += training(worker.grants())
     batch, arrays = learner.fetch(0)

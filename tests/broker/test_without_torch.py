@@ -13,7 +13,7 @@ from april.broker.server import Server
 server = Server(config.load(sys.argv[1]))
 server.serve_once()
 server.close()
-print(server.service.ledger.round, len(server.service.ledger.open_groups()))
+print(server.service.ledger.rounds.number, len(server.service.ledger.open_groups()))
 """
 
 

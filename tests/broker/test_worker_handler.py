@@ -68,7 +68,7 @@ def test_a_chunk_that_comes_again_counts_once(talk, worker):
     grant = worker.grants()[0]
     for start, count in ((0, 3), (0, 3), (1, 4), (3, 2)):
         worker.chunk(grant, start, count)
-    assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 5
+    assert talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"] == 5
 
 
 def test_a_score_ahead_of_its_tokens_asks_for_them(worker):
@@ -85,15 +85,15 @@ def test_an_older_holder_is_refused_for_ever_and_its_tokens_counted(talk, worker
     worker.chunk(grant, 3, 4)
     assert worker.answers("rejects") == [(grant.lease_id, "the lease is not current")]
     assert talk.service.peers.refused_tokens() == 4
-    assert talk.ledger.closed
+    assert talk.ledger.account.closed
 
 
 def test_a_budget_that_is_exceeded_is_a_failed_lease_not_more_tokens(talk, worker):
     grant = worker.grants()[0]
-    generated = talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"]
+    generated = talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"]
     worker.chunk(grant, 0, 25)
     assert "invalid" in worker.answers("rejects")[-1][1]
-    assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == generated
+    assert talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"] == generated
     assert grant.lease_id not in talk.ledger.leases
 
 
@@ -102,7 +102,7 @@ def test_the_budget_counts_what_was_acknowledged_before(talk, worker):
     worker.chunk(grant, 0, 20)
     worker.chunk(grant, 20, 5)
     assert "invalid" in worker.answers("rejects")[-1][1]
-    assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 20
+    assert talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"] == 20
 
 
 def test_a_lease_is_its_holder_s_alone(talk, worker):
@@ -111,7 +111,7 @@ def test_a_lease_is_its_holder_s_alone(talk, worker):
     other.join()
     other.chunk(grant, 0, 3)
     assert "not current" in other.answers("rejects")[-1][1]
-    assert talk.ledger.tokens["generated"] + talk.ledger.tokens["evaluation"] == 0
+    assert talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"] == 0
 
 
 def test_a_lease_s_number_is_never_used_again(talk, worker):
@@ -217,8 +217,8 @@ def test_a_sample_that_keeps_failing_is_dead_and_its_group_discarded_with_the_re
         for lease_id, lease in list(talk.ledger.leases.items()):
             if lease.sample.group.id == group:
                 worker.report(closings=[wire.GiveBack(lease_id, lease.sample.length, "generation_failed", "no")])
-    assert talk.ledger.counts["dead_sample"] == 1
-    assert talk.ledger.closed
+    assert talk.ledger.account.counts["dead_sample"] == 1
+    assert talk.ledger.account.closed
 
 
 def test_a_discarded_group_s_other_samples_are_cancelled(talk, worker):
@@ -316,5 +316,5 @@ def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(c
             worker.complete(grant)
     sizes = {group.group: len(group.samples) for group in batch[0].groups}
     assert sizes[victim.group] == 1 and sum(sizes.values()) == 7
-    assert talk.ledger.discarded["dead_sample"] == 5 and talk.ledger.closed
-    assert talk.ledger.tokens["delivered"] == 7 * 4
+    assert talk.ledger.account.discarded["dead_sample"] == 5 and talk.ledger.account.closed
+    assert talk.ledger.account.tokens["delivered"] == 7 * 4

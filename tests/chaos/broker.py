@@ -36,7 +36,7 @@ LINGER_S = 0.005
 class WatchedServer(server.Server):
     def serve_once(self) -> None:
         super().serve_once()
-        tokens, recorder = self.service.ledger.tokens, self.service.recorder
+        tokens, recorder = self.service.ledger.account.tokens, self.service.recorder
         unsynced = recorder.accepted - Counter(recorder.acknowledged)
         unsynced_tokens = sum(count for (what, _), count in unsynced.items() if what == "tokens")
         state.set_phase(phase(self.service), tokens["generated"] + tokens["evaluation"] - unsynced_tokens)
@@ -84,9 +84,9 @@ def promises(outgoing) -> list[list]:
 
 def phase(live: service.Service) -> str:
     learner = live.peers.learner()
-    if learner is None or not learner.started or live.ledger.consumed < live.ledger.frontier:
+    if learner is None or not learner.started or live.ledger.steps.consumed < live.ledger.steps.frontier:
         return "catching up"
-    if live.ledger.generating and not live.ledger.round_open:
+    if live.ledger.leases.generating and not live.ledger.rounds.open:
         return "abort"
     return {"waiting for weights": "weights"}.get(status.phase(live), status.phase(live))
 

@@ -47,8 +47,8 @@ def test_the_ledger_closes_the_bound_holds_and_every_token_is_accounted_for(sche
 
     def check(event, arrays):
         nonlocal accepted
-        assert ledger.closed
-        assert ledger.bound.holds(ledger.next_step)
+        assert ledger.account.closed
+        assert ledger.bound.holds(ledger.steps.next)
         if isinstance(event, RowsAccepted):
             accepted += sum(row.tokens for row in event.rows)
         if isinstance(event, BatchDelivered):
@@ -63,9 +63,9 @@ def test_the_ledger_closes_the_bound_holds_and_every_token_is_accounted_for(sche
     for engine in engines:
         for run in [*engine.running.values(), *engine.waiting]:
             in_engines += run.generated + (engine.steps - run.begun if run.lease_id in engine.running else 0)
-    generated = ledger.tokens["generated"] + in_engines + simulated.lost_tokens
+    generated = ledger.account.tokens["generated"] + in_engines + simulated.lost_tokens
     assert sum(engine.generated for engine in engines) == generated
-    assert accepted == ledger.tokens["generated"]
+    assert accepted == ledger.account.tokens["generated"]
     assert len(measures.steps) == 12
     assert sum(step.tokens for step in measures.steps) == measures.measured.consumed
     assert sum(measures.idle_share.values()) + measures.occupancy == pytest.approx(1)
@@ -86,7 +86,7 @@ def test_every_trained_response_has_its_drawn_length(schedule):
 
     pipeline.measures.record_step = compare
     pipeline.run()
-    assert len(set(trained)) == len(trained) == 4 * pipeline.ledger.consumed
+    assert len(set(trained)) == len(trained) == 4 * pipeline.ledger.steps.consumed
 
 
 def test_migrated_stragglers_end_sooner_and_are_prefilled_on_their_new_engine():
@@ -220,7 +220,7 @@ def test_a_slow_learner_slows_many_batches_in_flight_but_does_not_stop_them():
     def look(event, arrays):
         nonlocal least
         if pipeline.measures.steps:
-            least = min(least, pipeline.ledger.generating)
+            least = min(least, pipeline.ledger.leases.generating)
 
     pipeline.ledger.write = look
     measured = pipeline.run().measured
@@ -294,8 +294,8 @@ def test_the_buffer_peak_counts_open_and_ready_groups_over_the_whole_run(schedul
     def look(event, arrays):
         nonlocal most
         generated = sum(engine.generated for engine in state.engines)
-        unreported = generated - ledger.tokens["generated"] - state.lost_tokens
-        most = max(most, ledger.tokens["open"] + ledger.tokens["ready"] + unreported)
+        unreported = generated - ledger.account.tokens["generated"] - state.lost_tokens
+        most = max(most, ledger.account.tokens["open"] + ledger.account.tokens["ready"] + unreported)
 
     ledger.write = look
     assert pipeline.run().buffer_peak_tokens == pytest.approx(most, rel=0.02)
@@ -308,9 +308,9 @@ def test_a_sample_that_uses_up_its_attempts_discards_its_group():
     )
     pipeline.run()
     ledger = pipeline.ledger
-    assert ledger.counts["dead_sample"] > 0
-    assert ledger.closed
-    assert all(engine.load == len(ledger.held.get(engine.name, ())) for engine in pipeline.engines)
+    assert ledger.account.counts["dead_sample"] > 0
+    assert ledger.account.closed
+    assert all(engine.load == len(ledger.leases.held.get(engine.name, ())) for engine in pipeline.engines)
 
 
 def test_engines_that_fail_too_often_end_the_simulation_with_a_sentence():
@@ -344,7 +344,7 @@ def test_a_learner_does_not_overtake_the_weights_that_it_sends():
         engine.load_weights = partial(load, engine)
     measures = pipeline.run()
     instants = sorted(now for _, now in arrived)
-    assert len(instants) == pipeline.ledger.consumed and min(np.diff(instants)) >= 3.0 - 1e-9
+    assert len(instants) == pipeline.ledger.steps.consumed and min(np.diff(instants)) >= 3.0 - 1e-9
     assert measures.step_s[0] == pytest.approx(3.0)
 
 

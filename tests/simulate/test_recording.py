@@ -32,7 +32,7 @@ def test_a_recording_has_the_lengths_of_the_created_groups(schedule, tmp_path):
     pipeline, found, created = record_simulated(tmp_path, schedule)
     assert [group.response_tokens for group in found.groups] == created
     assert not found.cut_short and not found.censored
-    settled = pipeline.ledger.consumed - pipeline.scenario.schedule.batches_in_reach
+    settled = pipeline.ledger.steps.consumed - pipeline.scenario.schedule.batches_in_reach
     assert len(created) >= settled * pipeline.ledger.rules.batch_groups
 
 
@@ -43,7 +43,7 @@ def test_groups_cut_short_by_discards_are_counted_and_reported(circumstances, tm
     pipeline, found, created = record_simulated(tmp_path, schedule, **keys)
     rest = iter(created)
     assert all(group.response_tokens in rest for group in found.groups), "the others are whole, and in order"
-    assert 0 < found.cut_short <= pipeline.ledger.counts["dead_sample" if circumstances else "aborted"]
+    assert 0 < found.cut_short <= pipeline.ledger.account.counts["dead_sample" if circumstances else "aborted"]
     assert f"{found.cut_short} of {len(created)} groups were discarded unfinished" in found.censored
 
 

@@ -22,7 +22,7 @@ def test_each_broker_keeps_the_bound_and_closes_its_ledger(schedule):
     ledgers = [pipeline.ledger for pipeline in shards.pipelines]
     found = shards.run()
     for ledger, measures in zip(ledgers, found.shards, strict=True):
-        assert ledger.closed
+        assert ledger.account.closed
         assert [step.samples for step in measures.steps] == [2 * 2] * whole.steps, "half of each batch"
         assert max(max(step.tokens_by_age) for step in measures.steps) <= whole.schedule.max_staleness
     first, second = ([(step.step, step.time_s) for step in measures.steps] for measures in found.shards)

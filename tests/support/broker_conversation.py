@@ -13,6 +13,8 @@ from april.broker.journal.journal import Journal
 from april.broker.prompts import open_prompts
 from april.broker.service import Service
 from april.broker.snapshots import DONE, NOT_READ, NOT_WRITTEN, POLL_S, make_snapshot
+from april.broker.views.metrics import MetricsSnapshot, series
+from april.broker.views.status import read_status
 from april.observe.report.run_folder import read_records
 from april.wire.message import Version
 from april.wire.rows import chunk_row, observation_row, pack_rows, padded
@@ -65,6 +67,14 @@ class Conversation:
         self.tick(POLL_S)
         while self.service.snapshots.busy:
             self.tick(POLL_S)
+
+    def status(self):
+        """The answer to `april status`."""
+        return msgspec.to_builtins(read_status(self.service.context, self.now))
+
+    def metrics(self):
+        """The values of all metrics at /metrics, by name."""
+        return series(MetricsSnapshot(read_status(self.service.context, self.now, bottleneck=False)))
 
     def tick(self, seconds=0.0):
         self.now += seconds
@@ -325,8 +335,8 @@ def finish_evaluation(worker):
 def make_batch(worker):
     """Complete groups until a batch is delivered; returns the grants that were aborted."""
     grants, ledger = finish_evaluation(worker), worker.conversation.ledger
-    before = ledger.next_step
-    while ledger.next_step == before:
+    before = ledger.steps.next
+    while ledger.steps.next == before:
         grant = grants.pop(0)
         worker.complete(grant)
         grants += training(worker.grants())

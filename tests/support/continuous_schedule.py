@@ -46,5 +46,5 @@ class Run:
         return self.schedule.advance(self.ledger)
 
     def consume(self):
-        self.ledger.consume(self.ledger.consumed)
+        self.ledger.consume(self.ledger.steps.consumed)
         return self.schedule.advance(self.ledger)

@@ -22,7 +22,7 @@ class Run(Conversation):
         snapshots meanwhile."""
         for _ in range(segments * STEPS_PER_FILE):
             make_batch(self.worker)
-            step = self.ledger.consumed
+            step = self.ledger.steps.consumed
             assert self.learner.fetch(step)
             self.learner.consume(step)
             self.learner.durable(step + 1)

@@ -7,10 +7,10 @@ def write_steps(ledger, history, chance, steps):
     """Generate and train `steps` batches; samples are handed back between chunks, and about half of the steps get a
     durable checkpoint."""
     for _ in range(steps):
-        step = ledger.next_step
+        step = ledger.steps.next
         groups = [
-            ledger.open_group(epoch=0, row=ledger.cursor[1], floor=step, prompt=b"\1\0\0\0")
-            for _ in range(2 - ledger.undelivered)
+            ledger.open_group(epoch=0, row=ledger.prompts.next[1], floor=step, prompt=b"\1\0\0\0")
+            for _ in range(2 - ledger.account.undelivered)
         ]
         for sample in [sample for group in groups for sample in group.samples]:
             for length in range(chance.randint(1, 3)):

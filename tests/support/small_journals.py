@@ -27,8 +27,8 @@ def recorded(ledger, run_dir):
 def add_group(ledger: Ledger, lengths, prompt_tokens=9, **keys):
     """Open a group whose responses have the given lengths (None: not finished), and train the next batch if it is
     complete."""
-    step = ledger.consumed
-    group = ledger.open_group(*ledger.cursor, floor=step, prompt=bytes(4 * prompt_tokens), **keys)
+    step = ledger.steps.consumed
+    group = ledger.open_group(*ledger.prompts.next, floor=step, prompt=bytes(4 * prompt_tokens), **keys)
     for sample, length in zip(group.samples, lengths, strict=True):
         lease = ledger.lease(sample, "w", step, expires_at=float("inf"))
         if length is not None:

@@ -33,26 +33,26 @@ class Invariants(RuleBasedStateMachine):
     @invariant()
     def the_frontier_never_recedes(self):
         if hasattr(self, "ledger"):
-            self.most_consumed = max(self.most_consumed, self.ledger.consumed)
-            assert self.ledger.frontier == self.most_consumed
+            self.most_consumed = max(self.most_consumed, self.ledger.steps.consumed)
+            assert self.ledger.steps.frontier == self.most_consumed
 
     @invariant()
     def the_ledger_closes(self):
         if not hasattr(self, "ledger"):
             return
-        assert self.ledger.closed
-        assert self.ledger.tokens["generated"] == self.emitted
+        assert self.ledger.account.closed
+        assert self.ledger.account.tokens["generated"] == self.emitted
         training = [group for group in self.ledger.groups.values() if not group.evaluation]
         for state in (GroupState.OPEN, GroupState.READY, GroupState.DELIVERED):
             members = [group for group in training if group.state is state]
             kept = [s for group in members for s in (group.samples if state == "open" else group.live_samples)]
-            assert self.ledger.tokens[state] == sum(sample.sampled_tokens for sample in kept)
-            assert self.ledger.counts[state] == len(members)
+            assert self.ledger.account.tokens[state] == sum(sample.sampled_tokens for sample in kept)
+            assert self.ledger.account.counts[state] == len(members)
 
     @invariant()
     def the_load_counts_the_generating_leases(self):
         if hasattr(self, "ledger"):
-            assert self.ledger.generating == sum(trains(lease) for lease in self.ledger.leases.values())
+            assert self.ledger.leases.generating == sum(trains(lease) for lease in self.ledger.leases.values())
 
     @invariant()
     def the_counters_match_the_states_of_the_samples(self):
@@ -69,8 +69,8 @@ class Invariants(RuleBasedStateMachine):
     def the_bound_holds(self):
         if not hasattr(self, "ledger"):
             return
-        assert self.ledger.bound.holds(self.ledger.next_step)
-        next_step, rules = self.ledger.next_step, self.ledger_rules
+        assert self.ledger.bound.holds(self.ledger.steps.next)
+        next_step, rules = self.ledger.steps.next, self.ledger_rules
         deadlines = [
             group.opened_at + rules.max_staleness
             for group in self.ledger.groups.values()
@@ -112,9 +112,9 @@ class Invariants(RuleBasedStateMachine):
         if not hasattr(self, "ledger") or not self.ledger_rules.submitted:
             return
         ledger, dead = self.ledger, {letter.row for letter in self.ledger.dead_letters.letters}
-        undrawn = set(range(ledger.cursor[1], ledger.prompts_submitted))
+        undrawn = set(range(ledger.prompts.next[1], ledger.prompts.submitted_count))
         needed = undrawn | {group.row for group in ledger.groups.values() if not group.evaluation}
-        assert needed <= set(ledger.submitted) <= needed | dead
+        assert needed <= set(ledger.prompts.submitted) <= needed | dead
         assert all(epoch == 0 for epoch, _ in ledger.dead_letters.requeued.values())
 
     @invariant()

@@ -158,7 +158,7 @@ class ScheduleMachine(Invariants):
 
     @rule(worker=st.sampled_from(["w0", "w1"]), count=st.integers(1, 6), share_left=st.booleans())
     def lease(self, worker, count, share_left=True):
-        if self.ledger.draining:
+        if self.ledger.rounds.draining:
             return
         for _ in range(count):
             step = self.versions[worker].step
@@ -168,7 +168,7 @@ class ScheduleMachine(Invariants):
             lease = self.ledger.lease(sample, worker, step, expires_at=0.0)
             kind = type(self.schedule)
             if kind.dial and kind.dial.counts_samples and trains(lease):
-                assert self.ledger.generating <= kind.samples_in_flight(self.section)
+                assert self.ledger.leases.generating <= kind.samples_in_flight(self.section)
 
     def choose(self, step, share_left):
         """The next sample for a worker at policy step `step`; None if no sample waits. `share_left`: whether the worker
@@ -236,8 +236,8 @@ class ScheduleMachine(Invariants):
         self.ledger.end_lease(lease.id, "recall")
         assert (sample.attempts, sample.length) == (attempts, length), "a recall is no failed attempt"
         assert self.ledger.add_chunk(lease.id, length, 1, self.versions[lease.worker]) is Verdict.FENCED
-        may = step >= sample.first_step and not self.ledger.draining and self.schedule.hands_out(self.ledger, step)
-        if length and may:
+        hands_out = not self.ledger.rounds.draining and self.schedule.hands_out(self.ledger, step)
+        if length and step >= sample.first_step and hands_out:
             self.ledger.lease(sample, worker, step, expires_at=0.0)
         self.advance()
 
@@ -251,14 +251,14 @@ class ScheduleMachine(Invariants):
     @rule(worker=st.sampled_from(["w0", "w1"]))
     def hand_back_what_was_aborted(self, worker):
         for lease in list(self.ledger.leases.values()):
-            if lease.worker == worker and trains(lease) and lease.id <= self.ledger.watermark:
+            if lease.worker == worker and trains(lease) and lease.id <= self.ledger.rounds.watermark:
                 self.ledger.end_lease(lease.id, "abort")
         self.advance()
 
     @rule(worker=st.sampled_from(["w0", "w1"]))
     def load_weights(self, worker):
-        if self.ledger.consumed >= self.ledger.frontier:
-            self.versions[worker] = Version(self.ledger.incarnation, self.ledger.consumed)
+        if self.ledger.steps.consumed >= self.ledger.steps.frontier:
+            self.versions[worker] = Version(self.ledger.learner.incarnation, self.ledger.steps.consumed)
 
     @rule(
         seed=st.integers(0, 2**32),
@@ -288,7 +288,7 @@ class ScheduleMachine(Invariants):
             if dead := self.ledger.dead_letters.discarded_groups():
                 self.ledger.requeue(chance.choice(dead))
             self.advance()
-            if self.ledger.consumed < self.ledger.next_step and chance.random() < 0.7:
+            if self.ledger.steps.consumed < self.ledger.steps.next and chance.random() < 0.7:
                 self.consume()
             self.the_bound_holds()
 
@@ -296,7 +296,7 @@ class ScheduleMachine(Invariants):
     def evaluate(self, count):
         if sum(group.evaluation for group in self.ledger.groups.values()) < 6:
             for row in range(count):
-                step = self.ledger.consumed
+                step = self.ledger.steps.consumed
                 self.ledger.open_group(step, row, floor=step, evaluation=True, size=1)
 
     @rule()
@@ -321,8 +321,8 @@ class ScheduleMachine(Invariants):
         """
         self.ledger.end_drain()
         ledger, turn, since = self.ledger, 0, len(self.log)
-        next_step, waiting = ledger.next_step, self.waiting()
-        while not self.over() and (ledger.consumed <= next_step or self.still_wait(waiting, since)):
+        next_step, waiting = ledger.steps.next, self.waiting()
+        while not self.over() and (ledger.steps.consumed <= next_step or self.still_wait(waiting, since)):
             turn += 1
             assert turn < PATIENCE_TURNS, "the run has come to a standstill"
             if turn % every == 0:
@@ -334,14 +334,14 @@ class ScheduleMachine(Invariants):
                 for lease in [lease for lease in ledger.leases.values() if lease.worker == worker]:
                     self.go_on(lease, count=1 + lease.sample.group.id % 5, ends=lease.sample.index == 0)
             self.advance()
-            if ledger.consumed < ledger.next_step:
+            if ledger.steps.consumed < ledger.steps.next:
                 self.consume()
             elif self.schedule.wants_prompts(ledger):
                 self.submit_prompts()
             self.the_bound_holds()
 
     def over(self):
-        return self.schedule.finished(self.ledger) and self.ledger.consumed == self.ledger.next_step
+        return self.schedule.finished(self.ledger) and self.ledger.steps.consumed == self.ledger.steps.next
 
     def waiting(self):
         return [s for g in self.ledger.groups.values() for s in g.samples if s.state in TO_GENERATE]
@@ -370,7 +370,7 @@ class ScheduleMachine(Invariants):
         assert self.ledger.add_chunk(lease.id, sample.length, count, version, finish) is Verdict.OK
         self.emitted += 0 if sample.group.evaluation else count
 
-    @precondition(lambda self: self.ledger.leases and not self.ledger.draining)
+    @precondition(lambda self: self.ledger.leases and not self.ledger.rounds.draining)
     @rule(data=st.data(), generating=st.booleans(), requeue=st.booleans())
     def fail_until_it_is_dead(self, data, generating, requeue):
         if lease := self.a_lease(data, generating):
@@ -406,10 +406,10 @@ class ScheduleMachine(Invariants):
 
     # --- learner ---
 
-    @precondition(lambda self: self.ledger.consumed < self.ledger.next_step)
+    @precondition(lambda self: self.ledger.steps.consumed < self.ledger.steps.next)
     @rule(discarded=st.sampled_from(["", "", "nonfinite"]))
     def consume(self, discarded=""):
-        step = self.ledger.consumed
+        step = self.ledger.steps.consumed
         assert self.ledger.consume(step, discarded) is Verdict.OK
         assert self.ledger.consume(step) is Verdict.DUPLICATE
         for group in self.ledger.deliveries[step]:
@@ -420,12 +420,12 @@ class ScheduleMachine(Invariants):
 
     @rule()
     def checkpoint(self):
-        self.ledger.checkpoint(self.ledger.consumed, oldest=self.ledger.durable)
+        self.ledger.checkpoint(self.ledger.steps.consumed, oldest=self.ledger.steps.durable)
 
     @rule()
     def restart_learner_from_checkpoint(self):
         before = {step: [g.id for g in groups] for step, groups in self.ledger.deliveries.items()}
-        self.ledger.start_learner(self.ledger.durable)
+        self.ledger.start_learner(self.ledger.steps.durable)
         assert before == {step: [g.id for g in groups] for step, groups in self.ledger.deliveries.items()}
 
     @precondition(lambda self: self.ledger_rules.submitted)
@@ -433,11 +433,11 @@ class ScheduleMachine(Invariants):
     def submit_prompts(self, count=1, again=0):
         """Submit prompts as a trainer does: a prompt sent twice is a duplicate, and a prompt sent too early is refused
         as a gap."""
-        first = max(0, self.ledger.prompts_submitted - again)
+        first = max(0, self.ledger.prompts.submitted_count - again)
         for row in range(first, first + count):
-            known = row < self.ledger.prompts_submitted
+            known = row < self.ledger.prompts.submitted_count
             assert self.ledger.submit(submitted_prompt(row), b"") is (Verdict.DUPLICATE if known else Verdict.OK)
-        assert self.ledger.submit(submitted_prompt(self.ledger.prompts_submitted + 1), b"") is Verdict.GAP
+        assert self.ledger.submit(submitted_prompt(self.ledger.prompts.submitted_count + 1), b"") is Verdict.GAP
         self.advance()
 
     # --- broker ---
@@ -458,8 +458,8 @@ class ScheduleMachine(Invariants):
         for reference, event in enumerate(self.log[first:], start=first + 1):
             again.apply(event, (reference, RECORD_BYTES))
         assert freeze(again) == freeze(self.ledger)
-        for derived in ("held", "load", "generating"):
-            assert getattr(again, derived) == getattr(self.ledger, derived)
+        for index in ("held", "load", "generating"):
+            assert getattr(again.leases, index) == getattr(self.ledger.leases, index)
         assert again.bound.__dict__ == self.ledger.bound.__dict__
         assert sorted(again.leases) == sorted(self.ledger.leases)
         self.ledger = again

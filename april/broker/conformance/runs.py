@@ -35,7 +35,7 @@ class SubmittedPromptsStub:
 
     def draw(self, cursor):
         _, row = cursor
-        return (0, row, b"") if row in self.ledger.submitted else None
+        return (0, row, b"") if row in self.ledger.prompts.submitted else None
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -74,16 +74,16 @@ def run_to_the_end(section: ScheduleSection, staleness: int = 5, prompts: int = 
             for lease_id in lengths:
                 ledger.end_lease(lease_id, "abort")
             lengths.clear()
-        if schedule.finished(ledger) and ledger.consumed == ledger.next_step:
+        if schedule.finished(ledger) and ledger.steps.consumed == ledger.steps.next:
             break
         work(schedule, ledger, lengths)
-        if ledger.consumed < ledger.next_step:
-            ledger.consume(ledger.consumed)
+        if ledger.steps.consumed < ledger.steps.next:
+            ledger.consume(ledger.steps.consumed)
     else:
-        raise AssertionError(f"the run stands still before batch {ledger.next_step} of {STEPS}")
-    assert ledger.closed
+        raise AssertionError(f"the run stands still before batch {ledger.steps.next} of {STEPS}")
+    assert ledger.account.closed
     if prompts == MANY_PROMPTS:
-        assert ledger.consumed == STEPS
+        assert ledger.steps.consumed == STEPS
         assert sum(len(groups) for groups in ledger.deliveries.values()) == STEPS * section.rollout_batch_size
     return ledger
 
@@ -91,7 +91,7 @@ def run_to_the_end(section: ScheduleSection, staleness: int = 5, prompts: int = 
 def work(schedule: Schedule, ledger: Ledger, lengths: dict[int, int]) -> None:
     """Fill the worker's slots and generate one token of each response. `lengths`: final length of each response in
     tokens, by lease id."""
-    version = Version(0, ledger.consumed)
+    version = Version(0, ledger.steps.consumed)
     while len(lengths) < SLOTS and (sample := choose_sample(schedule, ledger, version.step)):
         lease = ledger.lease(sample, "w", version.step, 0.0)
         lengths[lease.id] = 1 + (sample.group.id * 7 + sample.index * 3) % 11 * 3

@@ -66,7 +66,7 @@ class AgentHandler(LeaseHolderHandler):
         """Take observations, each of which opens a turn; rows are accepted or refused one by one."""
         table, payload = read_report(packed)
         lease_ids = table["lease_id"].tolist()
-        leases = [self.ledger.lease_of(lease_id) for lease_id in lease_ids]
+        leases = [self.ledger.leases.find(lease_id) for lease_id in lease_ids]
         faults = self.validator.faults(table, payload, leases, of_agents=True)
         verdicts = self.ledger.add_chunks(packed[0].data, payload.data, peer.uid, faults, payload.checksum)
         tokens = 0
@@ -112,7 +112,7 @@ class AgentHandler(LeaseHolderHandler):
 
     def hand_out(self, now: float) -> None:
         """Lease sessions to the processes that have room, the least loaded first; none while the broker is drained."""
-        if self.ledger.draining or not self.ledger.rules.agents:
+        if self.ledger.rounds.draining or not self.ledger.rules.agents:
             return
         if self.context.schedule.finished(self.ledger):
             self._recall_training()
@@ -164,7 +164,7 @@ class AgentHandler(LeaseHolderHandler):
         )
 
     def _load(self, peer: Peer) -> int:
-        return len(self.ledger.held.get(peer.uid, ()))
+        return len(self.ledger.leases.held.get(peer.uid, ()))
 
     def _has_room(self, peer: Peer) -> bool:
         if not peer.control_route or self._load(peer) >= peer.capacity:

@@ -44,7 +44,7 @@ class Evaluations:
 
     def open_due(self) -> None:
         """Open groups for the held-out prompts if the current weights are due for evaluation."""
-        step = self.ledger.consumed
+        step = self.ledger.steps.consumed
         if not self._is_due(step):
             return
         for number, held_out in self.held_out.items():
@@ -55,10 +55,11 @@ class Evaluations:
 
     def _is_due(self, step: int) -> bool:
         opened = step in self.ledger.evaluations or step in self.ledger.evaluated
-        if not any(held_out.tokens for held_out in self.held_out.values()) or opened or step < self.ledger.frontier:
+        has_prompts = any(held_out.tokens for held_out in self.held_out.values())
+        if not has_prompts or opened or step < self.ledger.steps.frontier:
             return False
         every = self.section.every
-        at_the_end = self.context.schedule.finished(self.ledger) and step == self.ledger.next_step
+        at_the_end = self.context.schedule.finished(self.ledger) and step == self.ledger.steps.next
         return step == 0 or at_the_end or bool(every and step % every == 0)
 
     def record_complete(self) -> None:
@@ -132,13 +133,13 @@ class LearnerHandler:
     def _has_started(self, peer: Peer) -> bool:
         """Whether the peer's process is the learner of the current incarnation, also if the broker has restarted
         since."""
-        return peer.uid == self.ledger.learner_uid
+        return peer.uid == self.ledger.learner.uid
 
     def on_start_learner(self, peer: Peer, received: wire.Received, now: float) -> None:
         message = received.message
-        repeated = self._has_started(peer) and message.step == self.ledger.consumed
+        repeated = self._has_started(peer) and message.step == self.ledger.steps.consumed
         if not repeated:
-            consumed_before = self.ledger.consumed
+            consumed_before = self.ledger.steps.consumed
             try:
                 self.ledger.start_learner(message.step, peer.uid, message.weights_address, peer.key)
             except LedgerError as error:
@@ -147,7 +148,7 @@ class LearnerHandler:
                 self._step_trained(step, {}, now)
         peer.started = True
         self.peers.broadcast(wire.WeightsAddress(message.weights_address, peer.key))
-        answer = wire.LearnerAdmitted(self.ledger.incarnation, self.ledger.frontier)
+        answer = wire.LearnerAdmitted(self.ledger.learner.incarnation, self.ledger.steps.frontier)
         self.peers.send(peer, answer, sequence=received.sequence)
 
     def on_submit(self, peer: Peer, received: wire.Received, now: float) -> None:
@@ -159,16 +160,17 @@ class LearnerHandler:
             return self._refuse(peer, received, str(error))
         for prompt, tokens in prompts:
             if self.ledger.submit(prompt, tokens) is Verdict.GAP:
-                submitted = self.ledger.prompts_submitted
+                submitted = self.ledger.prompts.submitted_count
                 return self._refuse(peer, received, f"prompt {prompt.row} does not follow {submitted} submitted ones")
-        self.peers.send(peer, wire.Submitted(self.ledger.prompts_submitted), sequence=received.sequence)
+        self.peers.send(peer, wire.Submitted(self.ledger.prompts.submitted_count), sequence=received.sequence)
 
     def on_fetch(self, peer: Peer, received: wire.Received, now: float) -> None:
         step = received.message.step
         if self._refuses_unstarted(peer, received):
             return
-        if step not in (self.ledger.consumed, min(self.ledger.consumed + 1, self.ledger.next_step)):
-            return self._refuse(peer, received, f"batch {step} does not follow {self.ledger.consumed} consumed ones")
+        consumed = self.ledger.steps.consumed
+        if step not in (consumed, min(consumed + 1, self.ledger.steps.next)):
+            return self._refuse(peer, received, f"batch {step} does not follow {consumed} consumed ones")
         self.pending_fetch, self.sent_groups, self.sendable_from = (peer, received), 0, None
         self.answer_fetch()
 
@@ -179,7 +181,7 @@ class LearnerHandler:
             return
         peer, received = self.pending_fetch
         step = received.message.step
-        replayed = step < self.ledger.frontier
+        replayed = step < self.ledger.steps.frontier
         if self.context.run.over and not (replayed and self.ledger.deliveries.get(step)):
             self._finish(peer, received)
         elif step in self.ledger.deliveries:
@@ -289,7 +291,7 @@ class LearnerHandler:
             return
         verdict = self.ledger.consume(step, received.message.discarded)
         if verdict is Verdict.INVALID:
-            return self._refuse(peer, received, f"batch {step} is not the next one, {self.ledger.consumed}")
+            return self._refuse(peer, received, f"batch {step} is not the next one, {self.ledger.steps.consumed}")
         if verdict is Verdict.OK:
             self._step_trained(step, received.message.metrics, now)
         self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
@@ -310,7 +312,7 @@ class LearnerHandler:
         if self._refuses_unstarted(peer, received):
             return
         if self.ledger.checkpoint(step, received.message.oldest) is Verdict.INVALID:
-            return self._refuse(peer, received, f"checkpoint {step} is beyond the {self.ledger.consumed} batches")
+            return self._refuse(peer, received, f"checkpoint {step} is beyond the {self.ledger.steps.consumed} batches")
         self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
 
     def _refuses_unstarted(self, peer: Peer, received: wire.Received) -> bool:

@@ -171,7 +171,7 @@ class LeaseHolderHandler:
         self.peers.send_control(peer, wire.Cancel([lease_id]))
 
     def leases_of(self, uid: str) -> list[Lease]:
-        return [self.ledger.leases[lease_id] for lease_id in self.ledger.held.get(uid, ())]
+        return [self.ledger.leases[lease_id] for lease_id in self.ledger.leases.held.get(uid, ())]
 
     def _holds(self, uid: str, lease_id: int) -> bool:
         lease = self.ledger.leases.get(lease_id)
@@ -298,7 +298,7 @@ class ScorerHandler(LeaseHolderHandler):
     def hand_out(self, now: float) -> None:
         """Grant leases to scorers with room, the least loaded first; none while the broker is drained."""
         queue = self.ledger.queue
-        if self.ledger.draining or not self.ledger.rules.scored_apart or not queue.has_scoring:
+        if self.ledger.rounds.draining or not self.ledger.rules.scored_apart or not queue.has_scoring:
             return
         ready = [peer for peer in self.peers.scorers() if self._has_room(peer)]
         while ready and (sample := queue.take_scoring()):
@@ -308,7 +308,7 @@ class ScorerHandler(LeaseHolderHandler):
 
     def _load(self, peer: Peer) -> int:
         """Number of leases the scorer holds."""
-        return len(self.ledger.held.get(peer.uid, ()))
+        return len(self.ledger.leases.held.get(peer.uid, ()))
 
     def _has_room(self, peer: Peer) -> bool:
         if not peer.control_route or self._load(peer) >= peer.capacity:

@@ -40,7 +40,7 @@ class FillLimit:
 
     def max_load(self, workers: Sequence[Peer], newest_step: int, ledger: Ledger, now: float) -> float:
         """Largest load that a worker may have, as a share of its capacity; infinite while there is no limit."""
-        if now >= self._until or not ledger.round_open:
+        if now >= self._until or not ledger.rounds.open:
             return math.inf
         loaded = [worker for worker in workers if worker.version is not None and worker.capacity]
         if all(worker.step >= newest_step for worker in loaded):
@@ -48,7 +48,7 @@ class FillLimit:
             return math.inf
         if not (waiting := sum(map(ledger.open_samples.count, TO_GENERATE))):
             return math.inf
-        return (waiting + ledger.generating) / sum(worker.capacity for worker in loaded)
+        return (waiting + ledger.leases.generating) / sum(worker.capacity for worker in loaded)
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class WorkerHandler(LeaseHolderHandler):
     def _note_arrivals(self, migration: Migration, tokens: np.ndarray, leases: list[Lease | None], now: float) -> None:
         for lease, count in zip(leases, tokens.tolist(), strict=True):
             if lease and lease.id in migration.arriving:
-                migration.observe_arrival(lease, count, self.ledger.load[lease.worker, False], now)
+                migration.observe_arrival(lease, count, self.ledger.leases.load[lease.worker, False], now)
 
     def _answer_refused(
         self, peer: Peer, lease_id: int, lease: Lease | None, verdict: Verdict, fault: str, row: Any, now: float
@@ -191,7 +191,7 @@ class WorkerHandler(LeaseHolderHandler):
         may be recalled for migration.
         """
         self.has_more = False
-        if self.ledger.draining:
+        if self.ledger.rounds.draining:
             return
         if self.migration:
             self._grant_moved(self.migration, now)
@@ -271,13 +271,13 @@ class WorkerHandler(LeaseHolderHandler):
             return False
         if peer.version is None or not peer.control_route or self._load(peer) >= peer.capacity:
             return False
-        if len(self.ledger.held.get(peer.uid, ())) >= self.max_leases:
+        if len(self.ledger.leases.held.get(peer.uid, ())) >= self.max_leases:
             return False
         return self.peers.has_credit(peer, self.context.credit_bytes)
 
     def _load(self, peer: Peer) -> int:
         """Number of training and evaluation samples that a worker generates."""
-        load = self.ledger.load.get
+        load = self.ledger.leases.load.get
         return load((peer.uid, False), 0) + load((peer.uid, True), 0)
 
     def _load_share(self, peer: Peer) -> float:
@@ -298,7 +298,7 @@ class WorkerHandler(LeaseHolderHandler):
         self.lease(sample, peer, peer.step, now)
 
     def _evaluation_share_left(self, peer: Peer) -> bool:
-        return self.ledger.load.get((peer.uid, True), 0) < self.config.evaluation.share * peer.capacity
+        return self.ledger.leases.load.get((peer.uid, True), 0) < self.config.evaluation.share * peer.capacity
 
     def abort(self, now: float) -> None:
         """End a round: have workers hand back every training sample in generation within `broker.abort_deadline_s`."""
@@ -311,7 +311,7 @@ class WorkerHandler(LeaseHolderHandler):
         for peer in self.peers.workers():
             if peer.uid in busy:
                 self.recorder.add_span(peer.name, "abort", now, now)
-        self.peers.broadcast(wire.Abort(self.ledger.round, self.ledger.watermark))
+        self.peers.broadcast(wire.Abort(self.ledger.rounds.number, self.ledger.rounds.watermark))
 
     MESSAGES = LeaseHolderHandler.MESSAGES | {
         wire.WorkerCapacity: on_worker_capacity,

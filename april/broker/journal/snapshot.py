@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
@@ -19,10 +18,19 @@ from typing import Any
 import msgspec
 from zlib_ng.zlib_ng import crc32
 
+from april.broker.ledger.batches import LengthCohorts
 from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.events import RunStarted
 from april.broker.ledger.samples import UNFINISHED, AgentSample, Group, GroupState, Lease, Sample, SampleState
-from april.broker.ledger.state import LedgerState
+from april.broker.ledger.state import (
+    Account,
+    CurrentLearner,
+    LedgerState,
+    PromptCursor,
+    Rounds,
+    Serials,
+    Steps,
+)
 from april.util.files import sync
 
 log = logging.getLogger(__name__)
@@ -37,43 +45,61 @@ HEAD = struct.Struct("<4sI")
 """Layout of a snapshot file's header: format, and crc32 of everything after the header."""
 FORMAT = b"APSC"
 
-PLAIN = (
-    "next_step", "consumed", "frontier", "durable", "incarnation", "dead_in_a_row", "last_error", "round", "round_open",
-    "watermark", "cursor", "starts", "learner_uid", "weights_address", "weights_key", "_next_group", "_next_ordinal",
-    "last_lease_id", "draining", "evaluated", "now", "prompts_submitted", "submitted",
-)  # fmt: skip
-"""Attributes of the ledger that a snapshot stores without conversion."""
-COUNTERS = ("tokens", "discarded", "counts", "resumed")
-"""Attributes of the ledger that are Counters, stored as dictionaries."""
+
+class Parts(msgspec.Struct, array_like=True):
+    """The parts of the ledger's state that are stored as they are: the attributes of `LedgerState` with these names."""
+
+    header: RunStarted | None
+    now: float
+    account: Account
+    serials: Serials
+    prompts: PromptCursor
+    steps: Steps
+    learner: CurrentLearner
+    rounds: Rounds
+    dead_letters: DeadLetterQueue
+    cohorts: LengthCohorts
+    evaluated: dict[int, dict[str, Any]]
 
 
-GROUP_FIELDS = [field.name for field in fields(Group) if field.name not in ("samples", "pending_samples")]
-LEASE_FIELDS = (
-    "sample.group.id", "sample.index", "sample.fork_number",
-    "id", "worker", "step", "scoring", "agent", "turn_completed",
-)  # fmt: skip
+class LeaseImage(msgspec.Struct, array_like=True):
+    """A lease: its fields, and where its sample is."""
+
+    group: int
+    index: int
+    fork_number: int
+    id: int
+    worker: str
+    step: int
+    scoring: bool
+    agent: bool
+    turn_completed: bool
 
 
 class LedgerImage(msgspec.Struct, array_like=True):
     """The ledger's state without its groups; groups are referred to by id."""
 
-    header: RunStarted | None
-    plain: dict[str, Any]
-    counters: dict[str, dict[str, int]]
+    parts: Parts
     ready: list[int]
     deliveries: dict[int, list[int]]
     evaluations: dict[int, list[int]]
-    leases: list[tuple[int, int, int, int, str, int, bool, bool, bool]]
-    """Each lease as the values of `LEASE_FIELDS`."""
-    cohorts: tuple[int, dict[int, int], dict[int, int], dict[int, dict[int, tuple[list[int], list[int]]]]]
-    dead_letters: DeadLetterQueue
+    leases: list[LeaseImage]
     attachment: bytes
     """State of components outside the ledger that follow its events, in an encoding of their own."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(LedgerImage)
-_of_group, _of_lease = attrgetter(*GROUP_FIELDS), attrgetter(*LEASE_FIELDS)
+def _names(kind: type, without: str) -> list[str]:
+    return [field.name for field in fields(kind) if field.name not in without.split()]
+
+
+GROUP_FIELDS = _names(Group, without="samples pending_samples")
+SAMPLE_FIELDS = _names(Sample, without="group index")
+SESSION_FIELDS = _names(AgentSample, without="group index forks main_sample")
+"""Fields that a snapshot stores of each group, sample and session, in order; a session is followed by its forks."""
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=list)
+_decoder = msgspec.msgpack.Decoder(LedgerImage, dec_hook=lambda kind, stored: kind(stored))
+_of_group, _of_sample, _of_session = (attrgetter(*names) for names in (GROUP_FIELDS, SAMPLE_FIELDS, SESSION_FIELDS))
 
 
 def freeze(ledger: LedgerState, attachment: bytes = b"") -> bytearray:
@@ -82,11 +108,33 @@ def freeze(ledger: LedgerState, attachment: bytes = b"") -> bytearray:
     The result is one large buffer, which is returned to the system when freed; many small ones would fragment the heap.
     """
     complete = [group for groups in ledger.evaluations.values() for group in groups if group.id not in ledger.groups]
+    head = LedgerImage(
+        Parts(*(getattr(ledger, name) for name in Parts.__struct_fields__)),
+        [group.id for group in ledger.ready],
+        {step: [group.id for group in groups] for step, groups in ledger.deliveries.items()},
+        {step: [group.id for group in groups] for step, groups in ledger.evaluations.items()},
+        list(map(_lease_image, ledger.leases.values())),
+        attachment,
+    )
     image = bytearray()
-    _append(image, _freeze_head(ledger, attachment))
+    _append(image, head)
     for group in (*complete, *ledger.groups.values()):
-        _append(image, (_of_group(group), [_of_sample(sample) for sample in group.samples]))
+        _append(image, (_of_group(group), list(map(_sample_values, group.samples))))
     return image
+
+
+def _lease_image(lease: Lease) -> LeaseImage:
+    sample = lease.sample
+    return LeaseImage(
+        sample.group.id, sample.index, sample.fork_number,
+        lease.id, lease.worker, lease.step, lease.scoring, lease.agent, lease.turn_completed,
+    )  # fmt: skip
+
+
+def _sample_values(sample: Sample) -> tuple[Any, ...]:
+    if isinstance(sample, AgentSample):
+        return *_of_session(sample), list(map(_of_session, sample.forks))
+    return _of_sample(sample)
 
 
 def _append(image: bytearray, piece: Any) -> None:
@@ -104,59 +152,27 @@ def _pieces(image: memoryview) -> Iterator[memoryview]:
         yield image[start:end]
 
 
-def _freeze_head(ledger: LedgerState, attachment: bytes) -> LedgerImage:
-    cohorts = ledger.cohorts
-    return LedgerImage(
-        ledger.header,
-        {name: getattr(ledger, name) for name in PLAIN},
-        {name: dict(getattr(ledger, name)) for name in COUNTERS},
-        [group.id for group in ledger.ready],
-        {step: [group.id for group in groups] for step, groups in ledger.deliveries.items()},
-        {step: [group.id for group in groups] for step, groups in ledger.evaluations.items()},
-        list(map(_of_lease, ledger.leases.values())),
-        (cohorts.settled, cohorts.created, cohorts.trained, cohorts.waiting),
-        ledger.dead_letters,
-        attachment,
-    )
-
-
-def _of_sample(sample: Sample) -> tuple[Any, ...]:
-    """The fields of a sample in order, without group and index. The last value is the list of its forks or, for a fork,
-    (fork number, parent fork, shared tokens)."""
-    fork = sample.fork_number, sample.parent_fork, sample.shared_tokens
-    return (
-        sample.state, sample.length, sample.chunks, sample.unsampled, sample.last_step, sample.lease_id,
-        sample.attempts, sample.reward, sample.finish_reason, sample.last_error, sample.details, sample.cache_worker,
-        sample.agent_lease, sample.agent_state, fork if sample.main_sample else list(map(_of_sample, sample.forks)),
-    )  # fmt: skip
-
-
 def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
     """Restore the frozen state into an empty ledger; returns the attachment."""
     head, *rest = _pieces(memoryview(frozen))
     image, agents = _decoder.decode(head), ledger.rules.agents
     groups = {group.id: group for group in (_group(piece, agents) for piece in rest)}
-    ledger.header = image.header
-    for name in PLAIN:
-        setattr(ledger, name, image.plain[name])
-    epoch, row = ledger.cursor
-    ledger.cursor = epoch, row
-    for name in COUNTERS:
-        getattr(ledger, name).update(image.counters.get(name, {}))
-    cohorts = ledger.cohorts
-    cohorts.settled, created, trained, cohorts.waiting = image.cohorts
-    cohorts.created, cohorts.trained = Counter(created), Counter(trained)
-    ledger.dead_letters = image.dead_letters
+    for name in Parts.__struct_fields__:
+        setattr(ledger, name, getattr(image.parts, name))
     for number in image.ready:
         ledger.ready.add(groups[number])
     ledger.unfiltered = list(ledger.ready) if ledger.rules.filtered else []
     ledger.deliveries = {step: [groups[number] for number in numbers] for step, numbers in image.deliveries.items()}
     ledger.evaluations = {step: [groups[number] for number in numbers] for step, numbers in image.evaluations.items()}
-    for number, index, fork_number, lease_id, worker, step, scoring, agent, turn_completed in image.leases:
-        sample = groups[number].samples[index].find_fork(fork_number)
+    for lease in image.leases:
+        sample = groups[lease.group].samples[lease.index].find_fork(lease.fork_number)
         assert sample
-        lease = Lease(lease_id, sample, worker, step, scoring, float("inf"), agent=agent, turn_completed=turn_completed)
-        ledger.hold(lease)
+        ledger.leases.hold(
+            Lease(
+                lease.id, sample, lease.worker, lease.step, lease.scoring, float("inf"),
+                agent=lease.agent, turn_completed=lease.turn_completed,
+            )
+        )  # fmt: skip
     for group in groups.values():
         if not group.evaluation or group.state is GroupState.OPEN:
             ledger.groups[group.id] = group
@@ -172,7 +188,7 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
 
 def header_of(frozen: bytes | bytearray | memoryview) -> RunStarted | None:
     """The journal's first record, with the run's settings, as stored in a frozen ledger."""
-    return _decoder.decode(next(_pieces(memoryview(frozen)))).header
+    return _decoder.decode(next(_pieces(memoryview(frozen)))).parts.header
 
 
 def _group(frozen: memoryview, agents: bool) -> Group:
@@ -184,27 +200,30 @@ def _group(frozen: memoryview, agents: bool) -> Group:
     return group
 
 
-def _sample(group: Group, index: int, state: str, *rest: Any) -> Sample:
-    """Restore a sample of a run without agents from the values of `_of_sample`."""
-    *plain, _agent_lease, _agent_state, _forks = rest
-    return Sample(group, index, SampleState(state), *plain)
-
-
-def _session(group: Group, index: int, state: str, *rest: Any, main_sample: Sample | None = None) -> AgentSample:
-    """Restore an agent session from the values of `_of_sample`: its main sample with its forks, or one fork."""
-    *plain, forks = rest
-    sample = AgentSample(group, index, SampleState(state), *plain)
-    sample.main_sample = main_sample
-    if main_sample:
-        sample.fork_number, sample.parent_fork, sample.shared_tokens = forks
-    else:
-        sample.forks = tuple(_session(group, index, *values, main_sample=sample) for values in forks)
+def _sample(group: Group, index: int, *values: Any) -> Sample:
+    """Restore a sample of a run without agents from the values of `SAMPLE_FIELDS`."""
+    sample = Sample(group, index, *values)
+    sample.state = SampleState(sample.state)
     return sample
+
+
+def _session(group: Group, index: int, *values: Any) -> AgentSample:
+    """Restore an agent session from the values of `SESSION_FIELDS` and those of each of its forks."""
+    *of_main, of_forks = values
+    main, *forks = (
+        AgentSample(group, index, **dict(zip(SESSION_FIELDS, each, strict=True))) for each in (of_main, *of_forks)
+    )
+    for sample in (main, *forks):
+        sample.state = SampleState(sample.state)
+    for fork in forks:
+        fork.main_sample = main
+    main.forks = tuple(forks)
+    return main
 
 
 def live_positions(ledger: LedgerState) -> Iterator[int]:
     """Positions of the journal records with prompts and tokens that the ledger may still need."""
-    for position, _ in ledger.submitted.values():
+    for position, _ in ledger.prompts.submitted.values():
         yield position
     for group in ledger.groups.values():
         yield group.prompt[0]

@@ -1,12 +1,11 @@
 """Admission of report rows: whether a lease, its sample and the earlier rows of the report allow a row."""
 
 from enum import StrEnum
-from typing import Any
 
 from april.broker.ledger.agent_sessions import fork_position
 from april.broker.ledger.samples import Lease
 from april.broker.ledger.state import LedgerState
-from april.wire.rows import CHUNK
+from april.wire.rows import CHUNK, ReportRow
 
 
 class Verdict(StrEnum):
@@ -33,19 +32,18 @@ AFTER_REJECTED_ROW: PendingTail = (-1, 0, False, False)
 
 
 def check_row(
-    ledger: LedgerState, lease: Lease, row: tuple[Any, ...], pending: dict[int, PendingTail], is_malformed: bool
+    ledger: LedgerState, lease: Lease, row: ReportRow, pending: dict[int, PendingTail], is_malformed: bool
 ) -> Verdict:
     """Verdict on one row of a report. `pending`: state of each sample after the report's earlier rows, by lease id;
     updated by this call."""
-    lease_id, _, start, count, incarnation, step, _, _, kind, finish, _, _, parent = row
-    tail = pending.get(lease_id)
+    tail, is_chunk = pending.get(row.lease_id), row.kind == CHUNK
     if tail is None:
         sample = lease.sample
         length, generating = sample.length, lease.generating
         floor = lease.floor
-        at_turn_end = kind != CHUNK and length > 0 and sample.sampled_until == length
+        at_turn_end = not is_chunk and length > 0 and sample.sampled_until == length
         if lease.agent:
-            length, at_turn_end = fork_position(sample, lease_id - lease.id, start, parent)
+            length, at_turn_end = fork_position(sample, row.lease_id - lease.id, row.start, row.parent)
         elif ledger.rules.agents:
             at_turn_end = False
     elif tail is AFTER_REJECTED_ROW:
@@ -54,21 +52,21 @@ def check_row(
         length, floor, at_turn_end, generating = tail
     if is_malformed:
         verdict = Verdict.INVALID
-    elif start != length:
-        verdict = Verdict.DUPLICATE if start < length else Verdict.GAP
-    elif kind == CHUNK and step < floor:
+    elif row.start != length:
+        verdict = Verdict.DUPLICATE if row.start < length else Verdict.GAP
+    elif is_chunk and row.step < floor:
         verdict = Verdict.FENCED
     else:
-        remaining_tokens = ledger.rules.max_response_tokens - length - count
-        fits = remaining_tokens > 0 or (remaining_tokens == 0 and finish > 0)
+        remaining_tokens = ledger.rules.max_response_tokens - row.end
+        fits = remaining_tokens > 0 or (remaining_tokens == 0 and row.finish > 0)
         if lease.agent:
-            generating, fits = at_turn_end and kind != CHUNK, remaining_tokens > 0 and not finish
-        is_permitted = generating and count > 0 and fits
-        has_valid_source = ledger.was_published(step, incarnation) if kind == CHUNK else at_turn_end
+            generating, fits = at_turn_end and not is_chunk, remaining_tokens > 0 and not row.finish
+        is_permitted = generating and row.tokens > 0 and fits
+        has_valid_source = ledger.was_published(row.step, row.incarnation) if is_chunk else at_turn_end
         verdict = Verdict.OK if is_permitted and has_valid_source else Verdict.INVALID
     if verdict is Verdict.OK:
-        may_generate = not finish and not lease.agent
-        pending[lease_id] = (start + count, step if kind == CHUNK else floor, kind == CHUNK, may_generate)
+        may_generate = not row.finish and not lease.agent
+        pending[row.lease_id] = (row.end, row.step if is_chunk else floor, is_chunk, may_generate)
     elif verdict is not Verdict.DUPLICATE:
-        pending[lease_id] = AFTER_REJECTED_ROW
+        pending[row.lease_id] = AFTER_REJECTED_ROW
     return verdict

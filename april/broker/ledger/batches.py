@@ -1,64 +1,13 @@
-"""Batches: which groups were delivered to the learner and which have been trained, the token account, the staleness
-bound, and the rounds and drains in which batches are made."""
+"""What a batch is made of: the staleness bound, the complete groups that wait for a batch, and the cohorts in which
+trained response lengths are compared with created ones."""
 
-from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 
-from april.broker.ledger import events
-from april.broker.ledger.queues import ReadyGroups
-from april.broker.ledger.rules import LengthCohorts, Rules
-from april.broker.ledger.samples import Group, GroupState
+import msgspec
 
-# --- token account ----------------------------------------------------------------------------------------------------
-
-
-class Account:
-    """Token account: counts every acknowledged token under exactly one state or discard reason. The account closes if
-    no token is missing."""
-
-    def __init__(self) -> None:
-        self.tokens: Counter[str] = Counter()
-        """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
-        self.discarded: Counter[str] = Counter()
-        """Acknowledged tokens of discarded groups and of discarded parts of samples, by reason."""
-        self.counts: Counter[str] = Counter()
-        """Number of training groups by state, and of discarded ones also by reason."""
-
-    def move(self, group: Group, state: GroupState) -> None:
-        """Move a training group and its tokens to another state."""
-        self.counts[group.state] -= 1
-        self.counts[state] += 1
-        if group.state is not GroupState.DISCARDED:
-            self.tokens[group.state] -= group.tokens
-        if state is not GroupState.DISCARDED:
-            self.tokens[state] += group.tokens
-        group.state = state
-
-    def count_discarded(self, group: Group, reason: str, times: int) -> None:
-        """Count a discarded group and its tokens under its reason; `times` is 1, or -1 to undo the count."""
-        self.discarded[reason] += times * group.tokens
-        self.counts[reason] += times
-
-    @property
-    def undelivered(self) -> int:
-        """Number of training groups that are open or ready."""
-        return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
-
-    def account(self) -> dict[str, Any]:
-        """The token account as in summary.json: acknowledged tokens by state and by discard reason."""
-        names = ("generated", "trained", "delivered", "ready", "open")
-        return {name: self.tokens[name] for name in names} | {
-            "discarded": dict(self.discarded),
-            "evaluation": self.tokens["evaluation"],
-        }
-
-    @property
-    def closed(self) -> bool:
-        """Whether the generated tokens equal the sum of trained, delivered, ready, open and discarded ones."""
-        parts = sum(self.tokens[name] for name in ("trained", "delivered", "ready", "open"))
-        return self.tokens["generated"] == parts + sum(self.discarded.values())
-
+from april.broker.ledger.samples import Group
 
 # --- staleness bound --------------------------------------------------------------------------------------------------
 
@@ -128,105 +77,108 @@ class StalenessBound:
         return True
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
+# --- ready groups -----------------------------------------------------------------------------------------------------
 
 
-NONFINITE = "nonfinite"
-"""Discard reason of a batch that the learner skips because its loss or gradient was not finite."""
-
-
-class Batches(Account):
-    """The part of the ledger's state that deals with batches, from groups ready for one to the newest checkpoint."""
-
-    def __init__(self, rules: Rules):
-        super().__init__()
-        self.groups: dict[int, Group] = {}
-        self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
-        self.cohorts = LengthCohorts(rules.batch_groups)
-        self.deliveries: dict[int, list[Group]] = {}
-        self.ready = ReadyGroups()
-        """Complete groups waiting for a batch."""
-        self.next_step = 0
-        """Number of the next batch to deliver."""
-        self.consumed = 0
-        """Number of batches that the learner's current weights contain."""
-        self.frontier = 0
-        """Largest value that `consumed` has had in this run."""
-        self.durable = 0
-        """Number of batches that the newest checkpoint on disk contains."""
-        self.incarnation = -1
-        """Number of the current learner start, from 0; -1 before the first. It distinguishes weights of equal step."""
-        self.learner_uid = ""
-        """Process uid of the learner of the current incarnation."""
-        self.weights_address = ""
-        self.weights_key = ""
-        """Address and CURVE public key at which the learner publishes weights."""
-
-    @property
-    def first_kept_step(self) -> int:
-        """Step of the oldest batch whose groups are still in the ledger."""
-        return min(self.deliveries, default=self.consumed)
-
-    def was_published(self, step: int, incarnation: int) -> bool:
-        """Whether weights of this version can exist. Incarnation 0 counts as published before the learner's start."""
-        return step <= self.frontier and incarnation <= max(0, self.incarnation)
-
-    def _on_batch_delivered(self, event: events.BatchDelivered, reference: Any) -> None:
-        groups = [self.groups[group] for group in event.groups]
-        for group in groups:
-            self.move(group, GroupState.DELIVERED)
-            self.bound.remove(group.opened_at)
-            self.ready.remove(group)
-            group.step = event.step
-        self.deliveries[event.step] = groups
-        self.next_step = event.step + 1
-
-    def _on_batch_consumed(self, event: events.BatchConsumed, reference: Any) -> None:
-        for group in self.deliveries[event.step]:
-            created = [sample.sampled_tokens for sample in group.samples]
-            live = group.live_samples
-            trained = created if len(live) == len(created) else [sample.sampled_tokens for sample in live]
-            self.move(group, GroupState.DISCARDED if event.discarded else GroupState.TRAINED)
-            if event.discarded:
-                self.count_discarded(group, event.discarded, 1)
-            self.cohorts.finish(group.ordinal, created, [] if event.discarded else trained)
-        self.consumed = event.step + 1
-        self.frontier = max(self.frontier, self.consumed)
-
-    def _on_learner_started(self, event: events.LearnerStarted, reference: Any) -> None:
-        for step in range(event.step, self.consumed):
-            for group in self.deliveries[step]:
-                if group.state is GroupState.DISCARDED:
-                    self.count_discarded(group, NONFINITE, -1)
-                self.move(group, GroupState.DELIVERED)
-        self.consumed, self.incarnation = event.step, event.incarnation
-        self.learner_uid = event.uid
-        self.weights_address, self.weights_key = event.weights_address, event.weights_key
-
-
-# --- rounds and drains ------------------------------------------------------------------------------------------------
-
-
-class Rounds:
-    """The part of the ledger's state that deals with rounds and drains, and the aborts that both cause."""
+class ReadyGroups:
+    """Complete groups waiting for a batch, in order of completion, with a count per opening step."""
 
     def __init__(self) -> None:
-        self.round = -1
-        """Number of the current or last round; -1 before the first."""
-        self.round_open = False
-        self.draining = False
-        """Whether a drain is on: no lease is granted, and workers hand back the training samples that they generate."""
-        self.watermark = 0
-        """Lease id up to which workers have to hand back training samples."""
+        self._groups: dict[int, Group] = {}
+        self._by_age: Counter[int] = Counter()
+        """Number of groups by the policy step at which they were opened."""
 
-    def _on_round_started(self, event: events.RoundStarted, reference: Any) -> None:
-        self.round, self.round_open = event.round, True
+    def __len__(self) -> int:
+        return len(self._groups)
 
-    def _on_round_ended(self, event: events.RoundEnded, reference: Any) -> None:
-        self.round_open, self.watermark = False, event.watermark
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
 
-    def _on_drain_started(self, event: events.DrainStarted, reference: Any) -> None:
-        self.draining, self.watermark = True, event.watermark
+    def __contains__(self, group: Group) -> bool:
+        return group.id in self._groups
 
-    def _on_drain_ended(self, event: events.DrainEnded, reference: Any) -> None:
-        self.draining = False
+    def add(self, group: Group) -> None:
+        self._groups[group.id] = group
+        self._by_age[group.opened_at] += 1
+
+    def remove(self, group: Group) -> None:
+        del self._groups[group.id]
+        self._by_age[group.opened_at] -= 1
+        if not self._by_age[group.opened_at]:
+            del self._by_age[group.opened_at]
+
+    def ages_of_oldest(self, count: int) -> Counter[int]:
+        """Number of groups among the `count` oldest ones, by the policy step at which they were opened; O(steps), not
+        O(groups)."""
+        ages: Counter[int] = Counter()
+        for opened_at in sorted(self._by_age):
+            ages[opened_at] = min(self._by_age[opened_at], count)
+            count -= ages[opened_at]
+            if not count:
+                break
+        return ages
+
+    def oldest(self, count: int) -> list[Group]:
+        """The `count` groups opened at the earliest policy steps; among equals those that completed first."""
+        return heapq.nsmallest(count, self._groups.values(), key=lambda group: group.opened_at)
+
+
+# --- length cohorts ---------------------------------------------------------------------------------------------------
+
+
+Lengths = Counter[int]
+"""Number of responses by length in tokens."""
+
+RECENT_BATCHES = 20
+"""Length of each recent window of the length comparison, in batches' worth of groups: one window of trained groups, one
+of created groups."""
+
+
+class LengthCohorts(msgspec.Struct):
+    """Response lengths by cohort (groups created one after the other), to compare trained lengths with created ones.
+
+    A cohort is settled once each of its groups is trained or discarded, so that short responses, which finish first,
+    are never compared with longer ones still being generated.
+    """
+
+    cohort_groups: int
+    settled: int = 0
+    """Number of settled cohorts; cohorts settle in order."""
+    created: Lengths = msgspec.field(default_factory=Counter)
+    trained: Lengths = msgspec.field(default_factory=Counter)
+    waiting: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
+    """(created, trained) response lengths of each ended group in an unsettled cohort, by cohort and by the group's
+    ordinal."""
+    lately_trained: deque[list[int]] = msgspec.field(default_factory=deque)
+    lately_created: deque[list[int]] = msgspec.field(default_factory=deque)
+    """Response lengths of the newest trained groups (`lately_trained`), and of the newest groups in settled cohorts
+    (`lately_created`)."""
+
+    def __post_init__(self) -> None:
+        self.lately_trained = deque(self.lately_trained, maxlen=self.recent_groups)
+        self.lately_created = deque(self.lately_created, maxlen=self.recent_groups)
+
+    @property
+    def recent_groups(self) -> int:
+        """Most groups in each of the windows `lately_trained` and `lately_created`."""
+        return RECENT_BATCHES * self.cohort_groups
+
+    def finish(self, ordinal: int, created: list[int], trained: list[int]) -> None:
+        """Record that training group number `ordinal` has ended: `created` has the lengths of all its responses,
+        `trained` those of the trained ones, in tokens.
+
+        Idempotent: a restarted learner trains groups again.
+        """
+        cohort = ordinal // self.cohort_groups
+        if cohort < self.settled:
+            return
+        ended = self.waiting.setdefault(cohort, {})
+        if trained and ordinal not in ended:
+            self.lately_trained.append(trained)
+        ended[ordinal] = (created, trained)
+        while len(self.waiting.get(self.settled, ())) == self.cohort_groups:
+            for group_created, group_trained in self.waiting.pop(self.settled).values():
+                self.created.update(group_created)
+                self.lately_created.append(group_created)
+                self.trained.update(group_trained)
+            self.settled += 1

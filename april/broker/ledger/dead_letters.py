@@ -6,6 +6,8 @@ from april.broker.ledger.samples import Sample
 
 MAX_LETTERS = 1000
 """Most dead letters kept, the newest; older ones can no longer be listed or re-queued."""
+DEAD_ROUNDS = 2
+"""Number of rounds' worth of groups that may die in a row before the run fails."""
 ERROR_CHARS = 500
 """Most characters kept of an error text."""
 
@@ -41,6 +43,10 @@ class DeadLetterQueue(msgspec.Struct):
     letters: list[DeadLetter] = []
     total: int = 0
     """Number of dead letters ever written."""
+    groups_in_a_row: int = 0
+    """Groups discarded for a dead sample since the last group became ready."""
+    last_error: str = ""
+    """Error of the last failed attempt of any sample."""
     requeued: dict[int, tuple[int, int]] = {}
     """(epoch, row) of each prompt to draw again, by the id of its discarded group, in order of re-queueing."""
 

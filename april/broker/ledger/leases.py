@@ -8,11 +8,11 @@ from april.broker.ledger.samples import ENDED, Group, Lease, Sample, SampleState
 from april.wire.work import session_lease_id
 
 
-class LeaseBook:
-    """The part of the ledger's state that deals with leases."""
+class LeaseBook(dict[int, Lease]):
+    """The current leases by id, with indexes by holder; `hold` and `release` alone change them."""
 
     def __init__(self) -> None:
-        self.leases: dict[int, Lease] = {}
+        super().__init__()
         self.held: dict[str, array[int]] = {}
         """Lease ids of each holder, ascending."""
         self.load: Counter[tuple[str, bool]] = Counter()
@@ -26,7 +26,7 @@ class LeaseBook:
     def hold(self, lease: Lease) -> None:
         """Add a lease to the current leases."""
         lease.floor = max(lease.step, lease.sample.first_step)
-        self.leases[lease.id] = lease
+        self[lease.id] = lease
         insort(self.held.setdefault(lease.worker, array("Q")), lease.id)
         if lease.generating:
             self.load[lease.worker, lease.sample.group.evaluation] += 1
@@ -34,7 +34,7 @@ class LeaseBook:
 
     def release(self, lease_id: int) -> Lease:
         """Remove a lease from the current leases, and return it."""
-        lease = self.leases.pop(lease_id)
+        lease = self.pop(lease_id)
         self.end_generation(lease)
         held = self.held[lease.worker]
         del held[bisect_left(held, lease_id)]
@@ -47,11 +47,11 @@ class LeaseBook:
                 sample.lease_id = 0
         return lease
 
-    def lease_of(self, lease_id: int) -> Lease | None:
+    def find(self, lease_id: int) -> Lease | None:
         """The current lease with this id, or with the id of a fork of its session; None if there is none."""
-        lease = self.leases.get(lease_id)
+        lease = self.get(lease_id)
         if lease is None:
-            lease = self.leases.get(session_lease_id(lease_id))
+            lease = self.get(session_lease_id(lease_id))
             return lease if lease and lease.agent else None
         return lease
 

@@ -29,12 +29,17 @@ from april.broker.ledger.events import EventArray
 from april.broker.ledger.rules import Prompts, Rules
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState, needs_agent
 from april.broker.ledger.state import LedgerState
+from april.broker.ledger.transitions import HANDLERS
 from april.wire.message import Version
-from april.wire.rows import CHUNK, ENDS_LEASE_BYTE, ROW, chunk_row, pack_rows, select_rows
+from april.wire.rows import CHUNK, ENDS_LEASE_BYTE, ROW, ReportRow, chunk_row, pack_rows, select_rows
 from april.wire.work import MAX_FORKS
 
 Write = Callable[[events.Event, Sequence[EventArray]], Any]
 """Function that writes an event and its arrays to the journal; returns the reference by which they are read back."""
+
+
+CLOCK_S = 0.05
+"""Resolution of the times in the journal, seconds."""
 
 
 class LedgerError(RuntimeError):
@@ -53,14 +58,22 @@ class Ledger(LedgerState):
         """`group_scored(evaluation, epoch, row)`: whether one verifier call scores all samples of that prompt."""
         super().__init__(rules)
         self.write = write
+        self.clock = 0.0
+        """Time of the commands that follow, Unix seconds; the broker sets it."""
         self.group_scored = group_scored
         self._expiries: dict[int, array[int]] = {}
         """Lease ids by second of expiry; a renewed lease keeps its old entry, and is checked again when that is due."""
 
-    # --- commands -------------------------------------------------------------------------------------------
+    def apply(self, event: events.Event, reference: Any = None) -> None:
+        """Change the state by one event; `reference` is the event's reference in the journal."""
+        self.observer.record(event)
+        HANDLERS[type(event)](self, event, reference)
 
     def commit(self, event: events.Event, arrays: Sequence[EventArray] = ()) -> None:
-        """Write an event to the journal, then apply it."""
+        """Write an event ahead to the journal, after the time if that has moved on, and apply it."""
+        if self.clock - self.now >= CLOCK_S and self.header:
+            passed = events.TimePassed(self.clock)
+            self.apply(passed, self.write(passed, ()))
         self.apply(event, self.write(event, arrays))
 
     def open_group(
@@ -71,9 +84,9 @@ class Ledger(LedgerState):
         `floor`: least policy step of a worker that starts it; for evaluation, the policy step that is evaluated.
         Evaluation groups are exempt from staleness bound and batches. Raises LedgerError if the bound would break.
         """
-        if not evaluation and not self.bound.survives(self.next_step, floor):
+        if not evaluation and not self.bound.survives(self.steps.next, floor):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
-        group, size = self._next_group, size or self.rules.group_size
+        group, size = self.serials.next_group, size or self.rules.group_size
         replaces = None if evaluation else self.dead_letters.requeued_group_at(epoch, row)
         scored = self.group_scored(evaluation, epoch, row)
         opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, scored)
@@ -82,8 +95,8 @@ class Ledger(LedgerState):
 
     def submit(self, prompt: events.PromptSubmitted, tokens: bytes | memoryview) -> Verdict:
         """Accept the trainer's next prompt, int32 token ids; a repeated one is a duplicate, a later one a gap."""
-        if prompt.row != self.prompts_submitted:
-            return Verdict.DUPLICATE if prompt.row < self.prompts_submitted else Verdict.GAP
+        if prompt.row != self.prompts.submitted_count:
+            return Verdict.DUPLICATE if prompt.row < self.prompts.submitted_count else Verdict.GAP
         self.commit(prompt, [(crc32(tokens), tokens)])
         return Verdict.OK
 
@@ -96,7 +109,7 @@ class Ledger(LedgerState):
             drawn = prompts.draw(requeued)
             if drawn and drawn[:2] == requeued:
                 return drawn
-        return prompts.draw(self.cursor)
+        return prompts.draw(self.prompts.next)
 
     def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
         """Lease a waiting sample to a worker at policy step `step`; renewals extend it up to `ends_at` at most.
@@ -113,7 +126,7 @@ class Ledger(LedgerState):
             raise LedgerError(f"sample {sample.group.id}.{sample.index} is not waiting")
         if not scoring and step < sample.first_step:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} needs step {sample.first_step}, not {step}")
-        lease_id = self.last_lease_id + 1
+        lease_id = self.serials.last_lease_id + 1
         self.commit(events.Leased(lease_id, sample.group.id, sample.index, worker, step, scoring, sample.fork_number))
         lease = self.leases[lease_id]
         lease.ends_at = ends_at
@@ -127,7 +140,7 @@ class Ledger(LedgerState):
         """
         if not self.rules.agents or not needs_agent(sample):
             raise LedgerError(f"sample {sample.group.id}.{sample.index} lacks no agent")
-        lease_id = MAX_FORKS * (self.last_lease_id // MAX_FORKS + 1)
+        lease_id = MAX_FORKS * (self.serials.last_lease_id // MAX_FORKS + 1)
         self.commit(events.AgentLeased(lease_id, sample.group.id, sample.index, holder))
         lease = self.leases[lease_id]
         self.expire_at(lease, expires_at)
@@ -186,10 +199,10 @@ class Ledger(LedgerState):
         """
         verdicts, ending, pending = [], [], dict[int, PendingTail]()
         leases, max_tokens = self.leases, self.rules.max_response_tokens
-        frontier, newest = self.frontier, max(0, self.incarnation)
+        frontier, newest = self.steps.frontier, max(0, self.learner.incarnation)
         for index, row in enumerate(ROW.iter_unpack(table)):
-            lease_id, _, start, count, incarnation, step, _, _, kind, finish, _, _, _ = row
-            lease = leases.get(lease_id) or self.lease_of(lease_id)
+            lease_id, _, start, tokens, incarnation, step, _, _, kind, finish, _, _, _ = row
+            lease = leases.get(lease_id) or leases.find(lease_id)
             if lease is None or (holder is not None and lease.worker != holder):
                 verdicts.append(Verdict.FENCED)
                 continue
@@ -198,12 +211,12 @@ class Ledger(LedgerState):
             )  # fmt: skip
             is_plain = (
                 start == length and generating and kind == CHUNK and floor <= step <= frontier
-                and incarnation <= newest and start < start + count < max_tokens and index not in malformed
+                and incarnation <= newest and start < start + tokens < max_tokens and index not in malformed
             )  # fmt: skip
             if is_plain:
-                verdict, pending[lease_id] = Verdict.OK, (start + count, step, True, not finish)
+                verdict, pending[lease_id] = Verdict.OK, (start + tokens, step, True, not finish)
             else:
-                verdict = check_row(self, lease, row, pending, index in malformed)
+                verdict = check_row(self, lease, ReportRow(*row), pending, index in malformed)
             if finish and verdict is Verdict.OK and self.ends_with_generation(lease.sample.group):
                 ending.append(index)
             verdicts.append(verdict)
@@ -321,49 +334,49 @@ class Ledger(LedgerState):
 
     def start_drain(self) -> None:
         """Start a drain: grant no lease, and have workers hand back training samples in generation. Idempotent."""
-        if not self.draining:
-            self.commit(events.DrainStarted(self.last_lease_id))
+        if not self.rounds.draining:
+            self.commit(events.DrainStarted(self.serials.last_lease_id))
 
     def end_drain(self) -> None:
-        if self.draining:
+        if self.rounds.draining:
             self.commit(events.DrainEnded())
 
     def start_round(self) -> None:
-        self.commit(events.RoundStarted(self.round + 1))
+        self.commit(events.RoundStarted(self.rounds.number + 1))
 
     def end_round(self) -> int:
         """End the round; returns the watermark, the lease id up to which workers have to hand back training samples."""
-        self.commit(events.RoundEnded(self.round, self.last_lease_id))
-        return self.watermark
+        self.commit(events.RoundEnded(self.rounds.number, self.serials.last_lease_id))
+        return self.rounds.watermark
 
     def choose_batch(self, groups: int) -> list[Group] | None:
         """Choose the `groups` oldest complete groups; None if too few exist or the staleness bound forbids delivery."""
         if len(self.ready) < groups or not groups:
             return None
-        if not self.bound.survives_delivery(self.next_step, self.ready.ages_of_oldest(groups)):
+        if not self.bound.survives_delivery(self.steps.next, self.ready.ages_of_oldest(groups)):
             return None
         return sorted(self.ready.oldest(groups), key=lambda group: group.id)
 
     def deliver(self, groups: list[Group]) -> int:
         """Make the given groups the next batch, irrevocably; returns the batch's number."""
-        step = self.next_step
+        step = self.steps.next
         self.commit(events.BatchDelivered(step, [group.id for group in groups]))
         return step
 
     def consume(self, step: int, discarded: str = "") -> Verdict:
         """Record that the learner has trained batch `step`, or skipped it for the reason `discarded`."""
-        if step < self.consumed:
+        if step < self.steps.consumed:
             return Verdict.DUPLICATE
-        if step != self.consumed or step not in self.deliveries:
+        if step != self.steps.consumed or step not in self.deliveries:
             return Verdict.INVALID
         self.commit(events.BatchConsumed(step, discarded))
         return Verdict.OK
 
     def checkpoint(self, step: int, oldest: int) -> Verdict:
         """Record that a checkpoint with all batches before `step` is on disk, and none older than `oldest` is kept."""
-        if step > self.consumed:
+        if step > self.steps.consumed:
             return Verdict.INVALID
-        if step < self.durable or (step == self.durable and min(oldest, step) <= self.first_kept_step):
+        if step < self.steps.durable or (step == self.steps.durable and min(oldest, step) <= self.first_kept_step):
             return Verdict.DUPLICATE
         self.commit(events.CheckpointDurable(step, min(oldest, step)))
         return Verdict.OK
@@ -374,26 +387,11 @@ class Ledger(LedgerState):
         The checkpoint may contain delivered batches that the learner had not reported yet; they are consumed now.
         Raises LedgerError for a checkpoint that is not of this run.
         """
-        if not self.first_kept_step <= step <= self.next_step:
+        if not self.first_kept_step <= step <= self.steps.next:
             raise LedgerError(
                 f"the learner starts from checkpoint {step}, but this run can go on from {self.first_kept_step} "
-                f"to {self.next_step}; give it a checkpoint of this run"
+                f"to {self.steps.next}; give it a checkpoint of this run"
             )
-        while self.consumed < step:
-            self.commit(events.BatchConsumed(self.consumed))
-        self.commit(events.LearnerStarted(self.incarnation + 1, step, uid, weights_address, weights_key))
-
-    # --- questions ------------------------------------------------------------------------------------------
-
-    def ends_with_generation(self, group: Group) -> bool:
-        """Whether a generation lease of `group` ends with the response, so that scoring needs a lease of its own."""
-        return self.rules.scored_apart or self.rules.agents or group.group_scored
-
-    def is_aborted(self, lease_id: int) -> bool:
-        """Whether the lease's sample is to be handed back: a training sample leased before a round's end or a drain."""
-        lease = self.leases.get(lease_id)
-        return bool(lease and lease_id <= self.watermark and lease.generating and not lease.sample.group.evaluation)
-
-    def open_groups(self) -> list[Group]:
-        """The training groups that are not complete yet."""
-        return [group for group in self.groups.values() if group.state is GroupState.OPEN and not group.evaluation]
+        while self.steps.consumed < step:
+            self.commit(events.BatchConsumed(self.steps.consumed))
+        self.commit(events.LearnerStarted(self.learner.incarnation + 1, step, uid, weights_address, weights_key))

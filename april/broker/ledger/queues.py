@@ -1,12 +1,10 @@
-"""The queues of the ledger: samples waiting for a lease, in the order they are handed out, and complete groups waiting
-for a batch."""
+"""The queues of the ledger: samples waiting for a lease, in the order in which they are handed out."""
 
 import heapq
 import itertools
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
 
-from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Sample, SampleState, needs_agent
+from april.broker.ledger.samples import TO_GENERATE, GroupState, Sample, SampleState, needs_agent
 
 CLEANING_PUSHES = 1024
 """Least number of pushes between two removals of all stale entries from a queue."""
@@ -139,49 +137,6 @@ class HandOutQueue:
         """Remove and return the first sample of a group not leased before; push its siblings again once it is
         leased."""
         return self._fresh.take(step)
-
-
-class ReadyGroups:
-    """Complete groups waiting for a batch, in order of completion, with a count per opening step."""
-
-    def __init__(self) -> None:
-        self._groups: dict[int, Group] = {}
-        self._by_age: Counter[int] = Counter()
-        """Number of groups by the policy step at which they were opened."""
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Iterator[Group]:
-        return iter(self._groups.values())
-
-    def __contains__(self, group: Group) -> bool:
-        return group.id in self._groups
-
-    def add(self, group: Group) -> None:
-        self._groups[group.id] = group
-        self._by_age[group.opened_at] += 1
-
-    def remove(self, group: Group) -> None:
-        del self._groups[group.id]
-        self._by_age[group.opened_at] -= 1
-        if not self._by_age[group.opened_at]:
-            del self._by_age[group.opened_at]
-
-    def ages_of_oldest(self, count: int) -> Counter[int]:
-        """Number of groups among the `count` oldest ones, by the policy step at which they were opened; O(steps), not
-        O(groups)."""
-        ages: Counter[int] = Counter()
-        for opened_at in sorted(self._by_age):
-            ages[opened_at] = min(self._by_age[opened_at], count)
-            count -= ages[opened_at]
-            if not count:
-                break
-        return ages
-
-    def oldest(self, count: int) -> list[Group]:
-        """The `count` groups opened at the earliest policy steps; among equals those that completed first."""
-        return heapq.nsmallest(count, self._groups.values(), key=lambda group: group.opened_at)
 
 
 def _waits_from(sample: Sample, first_step: int) -> bool:

@@ -1,112 +1,216 @@
-"""The state of the ledger, and how each journalled event changes it.
+"""The state of the ledger: its parts, and the changes of groups and samples that keep the parts consistent.
 
-`apply` alone changes the state, so replaying the journal into an empty one rebuilds it.
+The parts that are `msgspec.Struct`s are stored in snapshots as they are; the others are derived or refer to groups.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from april.broker.ledger import events
-from april.broker.ledger.agent_sessions import AgentSessions
-from april.broker.ledger.chunk_refs import add_chunk_ref
+from april.broker.ledger.agent_sessions import turn_ends_by_fork
+from april.broker.ledger.batches import LengthCohorts, ReadyGroups, StalenessBound
 from april.broker.ledger.dead_letters import DeadLetterQueue
+from april.broker.ledger.leases import LeaseBook, OpenSamples
+from april.broker.ledger.queues import HandOutQueue
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import (
-    TO_GENERATE,
-    AgentSample,
-    Group,
-    GroupState,
-    Lease,
-    Sample,
-    SampleState,
-    needs_agent,
-)
-from april.wire.rows import CHUNK, FINISH_REASONS, ROW, padded
-from april.wire.work import session_lease_id
+from april.broker.ledger.samples import TO_GENERATE, AgentSample, Group, GroupState, Sample, SampleState, needs_agent
 
-START_BITS = 32
-"""Number of low bits of a lease id: the id is (starts of the broker << 32) | counter, so that ids never repeat."""
+DEAD_SAMPLE = "dead_sample"
+"""Discard reason of a group that has lost too many samples, and of the tokens of dead samples."""
 
-NO_ATTEMPT = ("abort", "leave", "recall")
-"""Causes of a lease's end that do not count as a failed attempt."""
-
-DEAD_ROUNDS = 2
-"""Number of rounds' worth of groups that may die in a row before the run fails."""
+# --- parts ------------------------------------------------------------------------------------------------------------
 
 
-class LedgerState(AgentSessions):
-    """The whole state of the ledger; events are applied here, commands are in `Ledger`."""
+class Account(msgspec.Struct):
+    """Token account: counts every acknowledged token under exactly one state or discard reason. The account closes if
+    no token is missing."""
+
+    tokens: Counter[str] = msgspec.field(default_factory=Counter)
+    """Acknowledged tokens by name: generated, evaluation, and the group states other than discarded."""
+    discarded: Counter[str] = msgspec.field(default_factory=Counter)
+    """Acknowledged tokens of discarded groups and of discarded parts of samples, by reason."""
+    counts: Counter[str] = msgspec.field(default_factory=Counter)
+    """Number of training groups by state, and of discarded ones also by reason."""
+    resumed: Counter[str] = msgspec.field(default_factory=Counter)
+    """Tokens of partial responses that were leased again: `cached` to a worker with their KV cache, `moved` to
+    another."""
+
+    def move(self, group: Group, state: GroupState) -> None:
+        """Move a training group and its tokens to another state."""
+        self.counts[group.state] -= 1
+        self.counts[state] += 1
+        if group.state is not GroupState.DISCARDED:
+            self.tokens[group.state] -= group.tokens
+        if state is not GroupState.DISCARDED:
+            self.tokens[state] += group.tokens
+        group.state = state
+
+    def count_discarded(self, group: Group, reason: str, times: int = 1) -> None:
+        """Count a discarded group and its tokens under its reason; `times` is 1, or -1 to undo the count."""
+        self.discarded[reason] += times * group.tokens
+        self.counts[reason] += times
+
+    @property
+    def undelivered(self) -> int:
+        """Number of training groups that are open or ready."""
+        return self.counts[GroupState.OPEN] + self.counts[GroupState.READY]
+
+    def summary(self) -> dict[str, Any]:
+        """The token account as in summary.json: acknowledged tokens by state and by discard reason."""
+        names = ("generated", "trained", "delivered", "ready", "open")
+        return {name: self.tokens[name] for name in names} | {
+            "discarded": dict(self.discarded),
+            "evaluation": self.tokens["evaluation"],
+        }
+
+    @property
+    def closed(self) -> bool:
+        """Whether the generated tokens equal the sum of trained, delivered, ready, open and discarded ones."""
+        parts = sum(self.tokens[name] for name in ("trained", "delivered", "ready", "open"))
+        return self.tokens["generated"] == parts + sum(self.discarded.values())
+
+
+class Serials(msgspec.Struct):
+    """Numbers that are given out once and never again."""
+
+    starts: int = 0
+    """Number of starts of the broker in this run."""
+    last_lease_id: int = 0
+    """Largest lease id granted so far."""
+    next_group: int = 0
+    next_ordinal: int = 0
+    """Number of training groups created so far."""
+
+
+class PromptCursor(msgspec.Struct):
+    """How far the prompts have been drawn, and which ones the trainer has submitted."""
+
+    next: tuple[int, int] = (0, 0)
+    """(epoch, row position) of the next prompt."""
+    submitted_count: int = 0
+    """Prompts that the trainer has submitted so far."""
+    submitted: dict[int, Any] = {}
+    """Journal references of the submitted prompts that are still needed, by row."""
+
+
+class Steps(msgspec.Struct):
+    """How far the batches have come."""
+
+    next: int = 0
+    """Number of the next batch to deliver."""
+    consumed: int = 0
+    """Number of batches that the learner's current weights contain."""
+    frontier: int = 0
+    """Largest value that `consumed` has had in this run."""
+    durable: int = 0
+    """Number of batches that the newest checkpoint on disk contains."""
+
+
+class CurrentLearner(msgspec.Struct):
+    """The learner of the current incarnation."""
+
+    incarnation: int = -1
+    """Number of the learner's start, from 0; -1 before the first. It distinguishes weights of equal step."""
+    uid: str = ""
+    """Process uid of the learner."""
+    weights_address: str = ""
+    weights_key: str = ""
+    """Address and CURVE public key at which the learner publishes weights."""
+
+
+class Rounds(msgspec.Struct):
+    """Rounds and drains, and the aborts that both cause."""
+
+    number: int = -1
+    """Number of the current or last round; -1 before the first."""
+    open: bool = False
+    draining: bool = False
+    """Whether a drain is on: no lease is granted, and workers hand back the training samples that they generate."""
+    watermark: int = 0
+    """Lease id up to which workers have to hand back training samples."""
+
+
+class Observer(Protocol):
+    """A component outside the ledger that follows its changes."""
+
+    def record(self, event: events.Event) -> None:
+        """Called with each event before it is applied."""
+
+    def record_discard(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
+        """Called before tokens of samples of one training group are discarded, while the samples still have them;
+        `kept`: number of leading tokens of each sample that are kept."""
+
+
+class NoObserver:
+    """The observer of a ledger that nothing follows."""
+
+    def record(self, event: events.Event) -> None:
+        pass
+
+    def record_discard(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
+        pass
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+class LedgerState:
+    """The whole state of the ledger; events change it in `transitions`, commands are in `Ledger`."""
 
     def __init__(self, rules: Rules):
-        super().__init__(rules)
-        self.resumed: Counter[str] = Counter()
-        """Tokens of partial responses that were leased again: `cached` to a worker with their KV cache, `moved` to
-        another."""
-        self.unfiltered: list[Group] = []
-        """Complete groups that the filters have not judged yet; empty without filters."""
-        self.evaluations: dict[int, list[Group]] = {}
-        """Groups of the evaluations in progress, by evaluated policy step."""
-        self.evaluated: dict[int, dict[str, Any]] = {}
-        """Results of complete evaluations, by policy step."""
-        self.dead_in_a_row = 0
-        """Groups discarded for a dead sample since the last group became ready."""
-        self.last_error = ""
-        self.dead_letters = DeadLetterQueue()
-        self.cursor: tuple[int, int] = (0, 0)
-        """(epoch, row position) of the next prompt."""
-        self.prompts_submitted = 0
-        """Prompts that the trainer has submitted so far."""
-        self.submitted: dict[int, Any] = {}
-        """Journal references of the submitted prompts that are still needed, by row."""
-        self.starts = 0
-        """Number of starts of the broker in this run."""
+        self.rules = rules
+        self.observer: Observer = NoObserver()
         self.header: events.RunStarted | None = None
-        self._next_group = 0
-        self._next_ordinal = 0
         self.now = 0.0
         """Time of the newest TimePassed event, Unix seconds."""
+        self.account, self.serials, self.prompts = Account(), Serials(), PromptCursor()
+        self.steps, self.learner, self.rounds = Steps(), CurrentLearner(), Rounds()
+        self.dead_letters = DeadLetterQueue()
+        self.cohorts = LengthCohorts(rules.batch_groups)
+        self.evaluated: dict[int, dict[str, Any]] = {}
+        """Results of complete evaluations, by policy step."""
+        self.groups: dict[int, Group] = {}
+        """Groups that may still change, by id: open, ready, delivered, and trained ones that a learner may go back
+        to."""
+        self.ready = ReadyGroups()
+        """Complete groups waiting for a batch."""
+        self.unfiltered: list[Group] = []
+        """Complete groups that the filters have not judged yet; empty without filters."""
+        self.deliveries: dict[int, list[Group]] = {}
+        """Groups of the batches that a learner may still have to train, by step."""
+        self.evaluations: dict[int, list[Group]] = {}
+        """Groups of the evaluations in progress, by evaluated policy step."""
+        self.leases = LeaseBook()
+        self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
+        self.open_samples = OpenSamples()
+        self.queue = HandOutQueue()
 
-    def apply(self, event: events.Event, reference: Any = None) -> None:
-        """Change the state by one event; `reference` is the event's reference in the journal."""
-        HANDLERS[type(event)](self, event, reference)
+    @property
+    def first_kept_step(self) -> int:
+        """Step of the oldest batch whose groups are still in the ledger."""
+        return min(self.deliveries, default=self.steps.consumed)
 
-    def _on_run_started(self, event: events.RunStarted, reference: Any) -> None:
-        self.header = event
+    def was_published(self, step: int, incarnation: int) -> bool:
+        """Whether weights of this version can exist. Incarnation 0 counts as published before the learner's start."""
+        return step <= self.steps.frontier and incarnation <= max(0, self.learner.incarnation)
 
-    def _on_broker_started(self, event: events.BrokerStarted, reference: Any) -> None:
-        self.starts, self.last_lease_id, self.dead_in_a_row = event.start, event.start << START_BITS, 0
+    def ends_with_generation(self, group: Group) -> bool:
+        """Whether a generation lease of `group` ends with the response, so that scoring needs a lease of its own."""
+        return self.rules.scored_apart or self.rules.agents or group.group_scored
 
-    def _on_group_opened(self, event: events.GroupOpened, reference: Any) -> None:
-        ordinal = -1
-        if not event.evaluation:
-            ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
-            if event.replaces is None:
-                self.cursor = (event.epoch, event.row + 1)
-            else:
-                self.dead_letters.drawn(event.replaces)
-            self.counts[GroupState.OPEN] += 1
-            self.bound.add(event.floor)
-        group = Group(
-            event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens,
-            group_scored=event.group_scored,
-        )  # fmt: skip
-        kind, state = (AgentSample, SampleState.ACTING) if self.rules.agents else (Sample, SampleState.WAITING)
-        group.samples = [kind(group, index, state) for index in range(event.size)]
-        self.open_samples.add(group)
-        if event.evaluation:
-            self.evaluations.setdefault(event.floor, []).append(group)
-        self.groups[group.id] = group
-        self._next_group = group.id + 1
-        for sample in group.samples if self.rules.agents else group.samples[:1]:
-            self.push(sample)  # for its siblings see `_start`
+    def is_aborted(self, lease_id: int) -> bool:
+        """Whether the lease's sample is to be handed back: a training sample leased before a round's end or a drain."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease_id > self.rounds.watermark:
+            return False
+        return lease.generating and not lease.sample.group.evaluation
 
-    def _on_time_passed(self, event: events.TimePassed, reference: Any) -> None:
-        self.now = event.at
-
-    def _on_prompt_submitted(self, event: events.PromptSubmitted, reference: Any) -> None:
-        self.submitted[event.row] = reference
-        self.prompts_submitted = event.row + 1
+    def open_groups(self) -> list[Group]:
+        """The training groups that are not complete yet."""
+        return [group for group in self.groups.values() if group.state is GroupState.OPEN and not group.evaluation]
 
     def push(self, sample: Sample) -> None:
         """Queue a sample for its next lease, in the queue that its state calls for."""
@@ -115,78 +219,7 @@ class LedgerState(AgentSessions):
         if sample.state not in (SampleState.ACTING, SampleState.LEASED):
             self.queue.push(sample)
 
-    def _on_leased(self, event: events.Leased, reference: Any) -> None:
-        group = self.groups[event.group]
-        self.last_lease_id = event.lease_id
-        leased = group.samples[event.index].find_fork(event.fork_number)
-        assert leased
-        lease = Lease(event.lease_id, leased, event.worker, event.step, event.scoring, float("inf"))
-        begins_turn = self.rules.agents and lease.sample.sampled_until < lease.sample.length
-        if lease.sample.state is SampleState.PARTIAL and not begins_turn:
-            cached = lease.sample.cached_by(event.step) == event.worker
-            self.resumed["cached" if cached else "moved"] += lease.sample.length
-        for sample in lease.samples:
-            sample.lease_id = event.lease_id
-            self.open_samples.set_state(sample, SampleState.SCORING if event.scoring else SampleState.LEASED)
-        self.hold(lease)
-        if not group.started:
-            self._start(group, event.step)
-
-    def _start(self, group: Group, step: int) -> None:
-        group.started = True
-        if not group.evaluation:
-            self.bound.remove(group.opened_at)
-            self.bound.add(step)
-        group.opened_at = step
-        for sibling in group.samples_with_forks:
-            if sibling.state in TO_GENERATE:
-                self.queue.push(sibling)
-
-    def _on_rows_accepted(self, event: events.RowsAccepted, reference: Any) -> None:
-        record, length = reference or (0, event.payload_bytes)
-        offset, trained, evaluated, leases = length - event.payload_bytes, 0, 0, self.leases
-        for row in ROW.iter_unpack(event.table):
-            lease_id, _, start, count, incarnation, step, size, checksum, kind, finish, _, over, parent = row
-            lease = leases.get(lease_id) or leases[session_lease_id(lease_id)]
-            sample = self._fork_of_row(lease, lease_id, start, parent) if lease.agent else lease.sample
-            sample.length = start + count
-            if kind == CHUNK:
-                lease.floor, group = step, sample.group
-                sample.last_step = step
-                group.tokens += count
-                if group.evaluation:
-                    evaluated += count
-                else:
-                    trained += count
-            else:
-                sample.unsampled += count
-                incarnation = step = 0
-            sample.chunks = add_chunk_ref(sample.chunks, record, offset, size, checksum, count, kind, incarnation, step)
-            offset += padded(size)
-            if lease.agent:
-                self.open_samples.set_state(sample, SampleState.PARTIAL)
-                self.queue.push(sample)
-            if finish:
-                self._end_response(lease, FINISH_REASONS[finish], bool(over))
-        self.tokens["evaluation"] += evaluated
-        self.tokens["generated"] += trained
-        self.tokens["open"] += trained
-
-    def _end_response(self, lease: Lease, finish_reason: str, over: bool) -> None:
-        """Finish a response or, with agents, a turn; `over`: the lease ends as well, and the sample waits for its
-        score."""
-        sample = lease.sample
-        if self.rules.agents:
-            return self._end_turn(lease)
-        self.end_generation(lease)
-        sample.finish_reason = finish_reason
-        self.open_samples.set_state(sample, SampleState.GENERATED if over else SampleState.SCORING)
-        self._raise_expected_lengths(sample)
-        if over:
-            self.release(lease.id)
-            self.queue.push(sample)
-
-    def _raise_expected_lengths(self, ended: Sample) -> None:
+    def raise_expected_lengths(self, ended: Sample) -> None:
         """Queue shorter waiting siblings again, since their expected length, and so their order, depends on this
         response."""
         if ended.group.evaluation:
@@ -195,84 +228,32 @@ class LedgerState(AgentSessions):
             if sibling.state in TO_GENERATE and sibling.length < ended.length:
                 self.queue.push(sibling)
 
-    def _on_sample_scored(self, event: events.SampleScored, reference: Any) -> None:
-        lease = self.release(event.lease_id)
-        sample = lease.sample
-        if lease.agent:
-            self._end_session(sample, event.superseded)
-        self._set_score(sample, event.reward, event.details)
-        self._complete_if_done(sample.group)
-
-    def _set_score(self, sample: Sample, reward: float, details: dict[str, float]) -> None:
+    def set_score(self, sample: Sample, reward: float, details: dict[str, float]) -> None:
         sample.reward, sample.details = reward, details or None
         if isinstance(sample, AgentSample):
             sample.agent_state = b""
         self.open_samples.set_state(sample, SampleState.DONE)
 
-    def _on_group_scored(self, event: events.GroupScored, reference: Any) -> None:
-        lease = self.release(event.lease_id)
-        for sample, reward, details in zip(lease.samples, event.rewards, event.details, strict=True):
-            self._set_score(sample, reward, details)
-        self._complete_if_done(lease.sample.group)
-
-    def _on_lease_ended(self, event: events.LeaseEnded, reference: Any) -> None:
-        lease = self.release(event.lease_id)
-        samples, group = lease.samples, lease.sample.group
-        starts_anew = lease.agent and event.cause == "agent_failed"
-        if event.cause not in NO_ATTEMPT and (starts_anew or not lease.turn_completed):
-            self.last_error = event.error or event.cause
-            for session in (sample.session_sample for sample in samples):
-                session.attempts, session.last_error = session.attempts + 1, self.last_error
-        if starts_anew:
-            self.revoke(lease.sample)
-            for fork in lease.sample.with_forks:
-                self._cut(fork, 0, event.cause)
-            self._end_forks(lease.sample, SampleState.DEAD)
-        for sample in samples:
-            session = sample.session_sample
-            if session.attempts >= self.rules.max_attempts:
-                self.dead_letters.add(session, event.at)
-                if self._kill_sample(session, "dead_sample"):
-                    return
-            elif sample.state is SampleState.SCORING:
-                self.open_samples.set_state(sample, SampleState.GENERATED)
-            elif starts_anew:
-                self.open_samples.set_state(sample, SampleState.ACTING)
-            elif not lease.agent:
-                self.open_samples.set_state(sample, SampleState.PARTIAL if sample.length else SampleState.WAITING)
-            sample.attempts = session.attempts
-            if not lease.agent:
-                sample.cache_worker = lease.worker if event.cause in NO_ATTEMPT else ""
-        self._requeue_samples(group, samples)
-
-    def _requeue_samples(self, group: Group, samples: list[Sample]) -> None:
+    def requeue_samples(self, group: Group, samples: list[Sample]) -> None:
         """Queue changed samples for their next lease; a group that is scored as a whole is queued as one sample."""
-        self._complete_if_done(group)
+        self.complete_if_done(group)
         representative = group.live_samples[:1] if group.group_scored and group.awaits_scores else None
         for sample in representative or samples:
             if sample.state is not SampleState.DEAD:
                 self.push(sample)
 
-    def _on_session_lost(self, event: events.SessionLost, reference: Any) -> None:
-        group = self.groups[event.group]
-        if not self._kill_sample(group.samples[event.index], "not_replayed"):
-            self._requeue_samples(group, [])
-
-    def _kill_sample(self, session: Sample, reason: str) -> bool:
+    def kill_sample(self, session: Sample, reason: str) -> bool:
         """Mark a sample as dead; returns whether that ends its group, which is then discarded for `reason`."""
-        self.revoke(session)
+        self.leases.revoke(session)
         self.open_samples.set_state(session, SampleState.DEAD)
-        self._end_forks(session, SampleState.DEAD)
+        self.end_forks(session, SampleState.DEAD)
         group = session.group
-        if len(group.live_samples) >= self._min_live_samples(group):
+        if len(group.live_samples) >= (1 if group.evaluation else self.rules.min_group_size or len(group.samples)):
             return False
-        self._end_group(group, reason)
+        self.end_group(group, reason)
         return True
 
-    def _min_live_samples(self, group: Group) -> int:
-        return 1 if group.evaluation else self.rules.min_group_size or len(group.samples)
-
-    def _complete_if_done(self, group: Group) -> None:
+    def complete_if_done(self, group: Group) -> None:
         """Make a group ready for a batch if none of its samples is pending; the tokens of its dead samples are
         discarded."""
         if group.pending_samples:
@@ -285,87 +266,70 @@ class LedgerState(AgentSessions):
         dead = [sample for sample in group.samples if sample.state is SampleState.DEAD]
         lost = sum(sample.sampled_tokens for sample in dead)
         group.tokens -= lost
-        self.tokens[group.state] -= lost
+        self.account.tokens[group.state] -= lost
         if lost:
-            self.discarded["dead_sample"] += lost
+            self.account.discarded[DEAD_SAMPLE] += lost
         if dead:
-            self.on_discard([fork for sample in dead for fork in sample.with_forks], "dead_sample", 0)
-        self.move(group, GroupState.READY)
+            self.observer.record_discard([fork for sample in dead for fork in sample.with_forks], DEAD_SAMPLE, 0)
+        self.account.move(group, GroupState.READY)
         self.ready.add(group)
         if self.rules.filtered:
             self.unfiltered.append(group)
-        self.dead_in_a_row = 0
+        self.dead_letters.groups_in_a_row = 0
 
-    def _on_group_discarded(self, event: events.GroupDiscarded, reference: Any) -> None:
-        self._end_group(self.groups[event.group], event.reason)
-
-    def _end_group(self, group: Group, reason: str) -> None:
+    def end_group(self, group: Group, reason: str) -> None:
         for sample in group.samples:
-            self.revoke(sample)
+            self.leases.revoke(sample)
         if group.state is GroupState.OPEN:
             self.open_samples.remove(group)
         del self.groups[group.id]
         if group.evaluation:
             group.state = GroupState.DISCARDED
             return
-        if reason == "dead_sample":
-            self.dead_in_a_row += 1
+        if reason == DEAD_SAMPLE:
+            self.dead_letters.groups_in_a_row += 1
             self.dead_letters.discard(group.id)
         else:
-            self.submitted.pop(group.row, None)
+            self.prompts.submitted.pop(group.row, None)
         if group in self.ready:
             self.ready.remove(group)
         if group.state is GroupState.DELIVERED:
             self.deliveries[group.step].remove(group)
         else:
             self.bound.remove(group.opened_at)
-        self.move(group, GroupState.DISCARDED)
-        self.count_discarded(group, reason, 1)
+        self.account.move(group, GroupState.DISCARDED)
+        self.account.count_discarded(group, reason, 1)
         self.cohorts.finish(group.ordinal, [sample.sampled_tokens for sample in group.samples], [])
-        self.on_discard(list(group.samples_with_forks), reason, 0)
+        self.observer.record_discard(list(group.samples_with_forks), reason, 0)
         group.forget()
 
-    def _on_group_requeued(self, event: events.GroupRequeued, reference: Any) -> None:
-        self.dead_letters.requeue(event.group)
+    def end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
+        """End an agent session: discard incomplete turns, and tokens that only an earlier execution of the agent has
+        received."""
+        self.leases.revoke(sample)
+        for fork, complete_turns_length, known_length in turn_ends_by_fork(sample, superseded):
+            self.cut(fork, complete_turns_length, "unread")
+            self.cut(fork, known_length, "superseded")
+        self.end_forks(sample, SampleState.DONE)
+        sample.finish_reason = "stop"
 
-    def _on_evaluation_recorded(self, event: events.EvaluationRecorded, reference: Any) -> None:
-        for group in self.evaluations.pop(event.step):
-            group.forget()
-        self.evaluated[event.step] = event.result
+    def end_forks(self, sample: Sample, state: SampleState) -> None:
+        """Mark all forks of a session as ended, and remove forks without sampled tokens."""
+        if not isinstance(sample, AgentSample):
+            return
+        for fork in sample.forks:
+            self.open_samples.set_state(fork, state)
+            if not fork.own_sampled_tokens:
+                self.open_samples.remove_fork(fork)
+        sample.forks = tuple(fork for fork in sample.forks if fork.own_sampled_tokens)
 
-    def _on_checkpoint_durable(self, event: events.CheckpointDurable, reference: Any) -> None:
-        for step in [step for step in self.deliveries if step < event.oldest]:
-            for group in self.deliveries.pop(step):
-                del self.groups[group.id]
-                self.submitted.pop(group.row, None)
-                group.forget()
-        self.durable = event.step
-
-
-HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
-    events.RunStarted: LedgerState._on_run_started,
-    events.BrokerStarted: LedgerState._on_broker_started,
-    events.GroupOpened: LedgerState._on_group_opened,
-    events.PromptSubmitted: LedgerState._on_prompt_submitted,
-    events.Leased: LedgerState._on_leased,
-    events.AgentLeased: LedgerState._on_agent_leased,
-    events.AgentClosed: LedgerState._on_agent_closed,
-    events.RowsAccepted: LedgerState._on_rows_accepted,
-    events.SessionLost: LedgerState._on_session_lost,
-    events.SampleScored: LedgerState._on_sample_scored,
-    events.GroupScored: LedgerState._on_group_scored,
-    events.LeaseEnded: LedgerState._on_lease_ended,
-    events.GroupDiscarded: LedgerState._on_group_discarded,
-    events.GroupRequeued: LedgerState._on_group_requeued,
-    events.EvaluationRecorded: LedgerState._on_evaluation_recorded,
-    events.DrainStarted: LedgerState._on_drain_started,
-    events.DrainEnded: LedgerState._on_drain_ended,
-    events.RoundStarted: LedgerState._on_round_started,
-    events.RoundEnded: LedgerState._on_round_ended,
-    events.BatchDelivered: LedgerState._on_batch_delivered,
-    events.BatchConsumed: LedgerState._on_batch_consumed,
-    events.CheckpointDurable: LedgerState._on_checkpoint_durable,
-    events.LearnerStarted: LedgerState._on_learner_started,
-    events.TimePassed: LedgerState._on_time_passed,
-}
-"""Event type -> function that applies an event of this type, given the state, the event and its journal reference."""
+    def cut(self, sample: Sample, length: int, reason: str) -> None:
+        """Discard a sample's tokens after offset `length`, the end of a turn; the sample's group must be open."""
+        group = sample.group
+        if sample.sampled_until > length and not group.evaluation:
+            self.observer.record_discard([sample], reason, length)
+        dropped = sample.cut(length)
+        group.tokens -= dropped
+        if dropped and not group.evaluation:
+            self.account.tokens[group.state] -= dropped
+            self.account.discarded[reason] += dropped

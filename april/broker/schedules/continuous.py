@@ -88,23 +88,23 @@ class ContinuousSchedule(Schedule):
     def advance(self, ledger: Ledger) -> bool:
         """Deliver a batch if the learner has none to train; True when the last batch has ended the round."""
         if not self.finished(ledger):
-            if not ledger.round_open:
+            if not ledger.rounds.open:
                 ledger.start_round()
-            if ledger.consumed < ledger.next_step or not (batch := self.next_batch(ledger)):
+            if ledger.steps.consumed < ledger.steps.next or not (batch := self.next_batch(ledger)):
                 return False
             self._learn_lengths(batch)
             ledger.deliver(batch)
-        if not ledger.round_open or not self.finished(ledger):
+        if not ledger.rounds.open or not self.finished(ledger):
             return False
         ledger.end_round()
         return True
 
     def floor(self, ledger: Ledger) -> int:
         """Least policy step of a worker at which a newly opened group is not overdue already."""
-        return max(0, ledger.next_step - ledger.rules.max_staleness)
+        return max(0, ledger.steps.next - ledger.rules.max_staleness)
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
-        return ledger.round_open and ledger.generating < self.section.most_in_flight
+        return ledger.rounds.open and ledger.leases.generating < self.section.most_in_flight
 
     def next_sample(self, ledger: Ledger, step: int) -> Sample | None:
         """The next sample for a worker at policy step `step`; if none waits, a group is opened for the worker. None if
@@ -118,7 +118,7 @@ class ContinuousSchedule(Schedule):
         """The next sample for an agents process; if none waits, a group is opened for it. None if no group may be
         opened."""
         waiting = super().next_for_agent(ledger)
-        if waiting or not ledger.round_open or not self._open_group(ledger, ledger.consumed):
+        if waiting or not ledger.rounds.open or not self._open_group(ledger, ledger.steps.consumed):
             return waiting
         return super().next_for_agent(ledger)
 
@@ -131,14 +131,14 @@ class ContinuousSchedule(Schedule):
         unless stragglers are late anyway: while the longest response is generated, in_flight * longest / mean other
         samples complete, and whatever exceeds S batches has to wait. The mean is that of the trained tokens per sample.
         """
-        if not ledger.tokens[GroupState.TRAINED]:
+        if not ledger.account.tokens[GroupState.TRAINED]:
             return MOST_BACKLOG
         return min(MOST_BACKLOG, max(LEAST_BACKLOG, self._batches_per_longest(ledger) - ledger.rules.max_staleness))
 
     def _batches_per_longest(self, ledger: Ledger) -> float:
         """Number of batches' worth of samples that complete while the longest response is generated."""
-        rules, trained = ledger.rules, ledger.tokens[GroupState.TRAINED]
-        mean_length = trained / (ledger.counts[GroupState.TRAINED] * rules.group_size)
+        rules, trained = ledger.rules, ledger.account.tokens[GroupState.TRAINED]
+        mean_length = trained / (ledger.account.counts[GroupState.TRAINED] * rules.group_size)
         batch_tokens = mean_length * rules.group_size * rules.batch_groups
         return self.section.most_in_flight * rules.max_response_tokens / batch_tokens
 
@@ -159,22 +159,22 @@ class ContinuousSchedule(Schedule):
         of undelivered groups, each delivered batch admits as many new groups, and a slow learner throttles generation.
         """
         rules = ledger.rules
-        if rules.agents or not self._mean_sum or not ledger.tokens[GroupState.TRAINED]:
+        if rules.agents or not self._mean_sum or not ledger.account.tokens[GroupState.TRAINED]:
             return False
         if self._batches_per_longest(ledger) + LEAST_BACKLOG > rules.max_staleness:
             return False
         groups_in_flight = self.section.most_in_flight / rules.group_size * self._longest_sum / self._mean_sum
-        return ledger.counts[GroupState.OPEN] + len(ledger.ready) < groups_in_flight + rules.batch_groups
+        return ledger.account.counts[GroupState.OPEN] + len(ledger.ready) < groups_in_flight + rules.batch_groups
 
     def _open_group(self, ledger: Ledger, step: int) -> bool:
         """Open a group for a worker at `step`, if some batch needs it soon and the bound admits it; False otherwise."""
-        remaining_batches = self.section.max_steps - ledger.next_step
+        remaining_batches = self.section.max_steps - ledger.steps.next
         if len(ledger.ready) >= remaining_batches * ledger.rules.batch_groups:
             return False
         is_behind = len(ledger.ready) >= self.backlog(ledger) * ledger.rules.batch_groups
         if is_behind and not self._flight_lacks_groups(ledger):
             return False
-        if not ledger.bound.survives(ledger.next_step, step) or (prompt := ledger.next_prompt(self.prompts)) is None:
+        if not ledger.bound.survives(ledger.steps.next, step) or (prompt := ledger.next_prompt(self.prompts)) is None:
             return False
         epoch, row, tokens = prompt
         ledger.open_group(epoch, row, floor=step, prompt=tokens)

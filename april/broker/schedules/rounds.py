@@ -33,12 +33,12 @@ class RoundSchedule(Schedule):
 
     def advance(self, ledger: Ledger) -> bool:
         """Start or end rounds, open groups and deliver a batch as the ledger permits; True when a round ended."""
-        if not ledger.round_open:
+        if not ledger.rounds.open:
             if self.finished(ledger) or not self._settle(ledger):
                 return False
             ledger.start_round()
             self._open_groups(ledger)
-        elif self.exhausted or ledger.undelivered < ledger.rules.batch_groups:
+        elif self.exhausted or ledger.account.undelivered < ledger.rules.batch_groups:
             self._open_groups(ledger)
         if batch := self.next_batch(ledger):
             ledger.deliver(batch)
@@ -48,22 +48,22 @@ class RoundSchedule(Schedule):
         return True
 
     def starved(self, ledger: Ledger) -> bool:
-        return not ledger.round_open and super().starved(ledger)
+        return not ledger.rounds.open and super().starved(ledger)
 
     def all_complete(self, ledger: Ledger) -> bool:
         return self.exhausted and super().all_complete(ledger)
 
     def floor(self, ledger: Ledger) -> int:
         """Least policy step of a worker that may generate for the batch being made."""
-        return max(0, ledger.next_step - 1) if self.section.overlap else ledger.next_step
+        return max(0, ledger.steps.next - 1) if self.section.overlap else ledger.steps.next
 
     def hands_out(self, ledger: Ledger, step: int) -> bool:
-        return ledger.round_open and step >= self.floor(ledger)
+        return ledger.rounds.open and step >= self.floor(ledger)
 
     def _settle(self, ledger: Ledger) -> bool:
         """Whether every lease of the last round has been handed back; without partial rollout, discards the round's
         unfinished groups."""
-        if ledger.generating:
+        if ledger.leases.generating:
             return False
         if not self.section.partial_rollout:
             for group in ledger.open_groups():
@@ -76,7 +76,7 @@ class RoundSchedule(Schedule):
             floor = self.floor(ledger)
             prompt = ledger.next_prompt(self.prompts)
             self.exhausted = prompt is None
-            if prompt is None or not ledger.bound.survives(ledger.next_step, floor):
+            if prompt is None or not ledger.bound.survives(ledger.steps.next, floor):
                 return
             epoch, row, tokens = prompt
             ledger.open_group(epoch, row, floor, prompt=tokens)
@@ -84,8 +84,8 @@ class RoundSchedule(Schedule):
     def _groups_to_open(self, ledger: Ledger) -> int:
         wanted, at_once = ledger.rules.batch_groups, self.section.groups_per_round
         if at_once >= wanted:
-            return at_once - ledger.undelivered
-        return 0 if ledger.counts[GroupState.OPEN] else min(at_once, wanted - len(ledger.ready))
+            return at_once - ledger.account.undelivered
+        return 0 if ledger.account.counts[GroupState.OPEN] else min(at_once, wanted - len(ledger.ready))
 
 
 class ActivePartialSchedule(RoundSchedule):

@@ -45,7 +45,7 @@ class Schedule:
     while True:
         messages = drain()                    # leases, chunks, scores, lost workers -> ledger
         while schedule.advance(ledger):       # a round ended:
-            ...                               # broadcast abort with ledger.watermark
+            ...                               # broadcast abort with ledger.rounds.watermark
         sample = choose_sample(schedule, ledger, worker_step)
     """
 
@@ -117,7 +117,7 @@ class Schedule:
 
     def finished(self, ledger: Ledger) -> bool:
         """Whether no further batch will be delivered."""
-        return ledger.next_step >= self.section.max_steps or self.starved(ledger)
+        return ledger.steps.next >= self.section.max_steps or self.starved(ledger)
 
     def starved(self, ledger: Ledger) -> bool:
         """Whether too few groups are complete for another batch and no more will complete."""
@@ -134,7 +134,7 @@ class Schedule:
         return short and not self.finished(ledger) and self._has_no_work(ledger)
 
     def _has_no_work(self, ledger: Ledger) -> bool:
-        return ledger.counts[GroupState.OPEN] == 0 and ledger.next_prompt(self.prompts) is None
+        return ledger.account.counts[GroupState.OPEN] == 0 and ledger.next_prompt(self.prompts) is None
 
     def next_batch(self, ledger: Ledger) -> list[Group] | None:
         """The groups of the next batch: N, or the remaining ones if no more will come; None while more are needed."""
@@ -157,7 +157,7 @@ class Schedule:
         none."""
         if not self.hands_out(ledger, step):
             return None
-        return ledger.queue.take_due(step, opened_by=ledger.next_step - ledger.rules.max_staleness)
+        return ledger.queue.take_due(step, opened_by=ledger.steps.next - ledger.rules.max_staleness)
 
     def next_sample(self, ledger: Ledger, step: int) -> Sample | None:
         """The next sample for a worker at policy step `step`: of started groups first, then of fresh ones."""

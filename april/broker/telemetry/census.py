@@ -65,7 +65,7 @@ class QueueScanner:
                 self._count(group, now)
                 scanned += len(group.samples)
             elif group.state is GroupState.READY:
-                self._ready_steps = max(self._ready_steps, self.ledger.next_step - group.opened_at)
+                self._ready_steps = max(self._ready_steps, self.ledger.steps.next - group.opened_at)
             if scanned >= SLICE:
                 return
         self._finish(now)
@@ -92,7 +92,7 @@ class QueueScanner:
                     self._leased_since = min(self._leased_since, lease.ends_at - self.max_run_s)
             elif state not in ENDED and not sample.agent_lease:
                 self._waiting_since = min(self._waiting_since, since)
-                self._waiting_steps = max(self._waiting_steps, self.ledger.next_step - group.opened_at)
+                self._waiting_steps = max(self._waiting_steps, self.ledger.steps.next - group.opened_at)
 
     def _finish(self, now: float) -> None:
         self.latest = QueueSnapshot(

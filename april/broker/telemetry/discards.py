@@ -111,7 +111,7 @@ def failed_share(ledger: Ledger) -> dict[str, float]:
     `training`: share of the groups that were trained or discarded for a dead sample. `evaluation`: share of the prompts
     of the last evaluation. Both are 0 without such groups or prompts.
     """
-    dead, trained = ledger.counts[DEAD_SAMPLE], ledger.counts[GroupState.TRAINED]
+    dead, trained = ledger.account.counts[DEAD_SAMPLE], ledger.account.counts[GroupState.TRAINED]
     last: dict[str, Any] = ledger.evaluated[max(ledger.evaluated)] if ledger.evaluated else {}
     failed, done = last.get("failed", 0), last.get("prompts", 0)
     return {"training": failed_fraction(dead, trained), "evaluation": failed_fraction(failed, done)}

@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from april.broker.ledger.rules import LengthCohorts, Lengths
+from april.broker.ledger.batches import LengthCohorts, Lengths
 
 BINS_PER_OCTAVE = 4
 

@@ -79,7 +79,7 @@ class SampleHistory:
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
         self.discards = DiscardedGroups()
-        ledger.on_discard = self._discarded
+        ledger.observer = self
         self._groups: dict[int, GroupHistory] = {}
         self._holders: list[str] = []
         """Uids of workers, scorers and agents processes; spans refer to them by index."""
@@ -207,7 +207,7 @@ class SampleHistory:
             del self._groups[group]
         self.discards.forget(event.oldest)
 
-    def _discarded(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
+    def record_discard(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
         """Keep discarded samples, or their tokens from offset `kept` on, for the sample logs if the run wants them;
         drop the history of a group that has ended."""
         group, now = samples[0].group, self.ledger.now

@@ -78,7 +78,7 @@ def test_table_states_the_closed_ledger_in_numbers(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=30)
     ledger = token_totals(read_run(run_dir))
     text = rendered(run_dir)
-    assert ledger.closed and f"{ledger.generated:,} generated = {ledger.trained:,} trained" in text
+    assert ledger.account.closed and f"{ledger.generated:,} generated = {ledger.trained:,} trained" in text
     assert "discarded (aborted)" in text
     assert "30 of 30" in text and "steps 20 → 30, 64 prompts" in text and "learner 1" in text
 

@@ -9,9 +9,9 @@ ALONE = ("--schedule.rollout_batch_size", "1", "--schedule.over_sampling_batch_s
 
 def finish(run):
     """Run until the first group is consumed; returns the facts of its two samples."""
-    run.until(lambda: run.ledger.next_step == 1)
+    run.until(lambda: run.ledger.steps.next == 1)
     group = run.ledger.deliveries[0][0]
-    assert run.ledger.closed
+    assert run.ledger.account.closed
     sampled = sum(sample.sampled_tokens for sample in group.samples)
     assert sampled == group.tokens < sum(sample.length for sample in group.samples)
     return [run.facts(sample) for sample in group.samples]
@@ -42,7 +42,7 @@ def cut_after(run, passes, how):
     run.start_worker()
     for _ in range(passes):
         run.run_pass()
-        if run.ledger.next_step == 1:
+        if run.ledger.steps.next == 1:
             return {"complete"}
     cut = [lease.sample for lease in run.ledger.leases.values() if lease.generating and lease.sample.length]
     asked = {call.key for _, call in run.worker.environment_turns.pool.waiting}
@@ -88,7 +88,7 @@ def test_a_sample_interrupted_many_times_resumes_as_if_uninterrupted(make_run, u
     broken = make_run(*ALONE, "--run.name", "again")
     broken.start_worker()
     for index in range(1000):
-        if broken.ledger.next_step == 1:
+        if broken.ledger.steps.next == 1:
             break
         broken.run_pass()
         if index % 5 == 4:

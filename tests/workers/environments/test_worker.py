@@ -14,7 +14,7 @@ def game(name):
 
 def first_samples(run):
     """Samples of the first group, once it is consumed."""
-    run.until(lambda: run.ledger.next_step == 1)
+    run.until(lambda: run.ledger.steps.next == 1)
     return run.ledger.deliveries[0][0].samples
 
 
@@ -46,7 +46,7 @@ def test_a_failure_gives_the_sample_back_until_it_is_a_dead_letter_with_the_reas
     letter = run.ledger.dead_letters.letters[0]
     assert "environments:fail': RuntimeError: no such tool" in letter.error and letter.attempts == 5
     assert run.talk.service.recorder.environment["failed"] >= 5
-    assert run.ledger.closed, "what was sampled before is counted as discarded"
+    assert run.ledger.account.closed, "what was sampled before is counted as discarded"
 
 
 def test_a_failure_can_be_an_observation_instead(make_run):
