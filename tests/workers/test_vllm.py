@@ -140,7 +140,7 @@ def test_weights_do_not_change_under_a_request(vllm_server, tiny_model):
         client = SGLangClient(vllm_server.url, name="vLLM")
         async with contextlib.aclosing(client.generate(asked(max_new_tokens=600))) as events:
             await anext(events)
-            with pytest.raises(ServerRefuses, match="only while nothing is generated: call /pause_generation"):
+            with pytest.raises(ServerRefuses, match="/pause_generation"):
                 await client.call("/update_weights_from_disk", {"model_path": str(tiny_model().folder)})
         await client.close()
 
@@ -223,7 +223,7 @@ def test_a_restarted_server_continues_with_the_newest_adapter(start_run, run_dir
 
 
 def test_an_unknown_option_is_refused_with_the_server_s_log(settings):
-    with pytest.raises(ServerFailed, match=r"vLLM server ended at its start(.|\n)*unrecognized arguments: --no-such"):
+    with pytest.raises(ServerFailed, match=r"--no-such"):
         VLLMEngine(settings.model, VOCABULARY, 640, server=SGLangServer(replace(settings, options={"no_such": 1})))
 
 

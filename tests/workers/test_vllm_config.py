@@ -9,18 +9,18 @@ from april.workers.engines.vllm.engine import PROGRAM, VLLMSettings
 
 VLLM = ["--worker.engine", "vllm"]
 REFUSED = {
-    "servers of others": (["--engine.url", "http://a:1,http://b:1"], "'engine.url' puts 2 servers behind a worker"),
+    "servers of others": (["--engine.url", "http://a:1,http://b:1"], "'engine.url'"),
     "another pause": (["--engine.pause", "retract", "--engine.stream_tokens", "1"], "use 'abort'"),
     "another way for weights": (["--engine.weights", "broadcast"], "use 'disk'"),
     "replicas": (["--engine.server.data_parallel_size", "2"], "one worker for each replica"),
     "heads that cannot be split": (["--engine.server.tensor_parallel_size", "3"], "2 heads and 1 key-value heads"),
-    "too hot": (["--sampling.temperature", "2.5"], "'sampling.temperature' = 2.5 is above 2"),
+    "too hot": (["--sampling.temperature", "2.5"], "'sampling.temperature' = 2.5"),
     "too hot an evaluation": (["--evaluation.temperature", "3"], "'evaluation.temperature' = 3"),
     "cut distribution": (["--sampling.top_p", "0.9"], "top_p = 1.0"),
     "cut distribution with a bound": (["--sampling.top_k", "20"], "'vllm' does not say what is left"),
     "min_p": (["--sampling.min_p", "0.1"], "min_p = 0.0"),
-    "cut evaluation": (["--evaluation.top_k", "5"], "'evaluation.top_k' = 5 cuts the distribution"),
-    "evaluation by mass": (["--evaluation.top_p", "0.9"], "'evaluation.top_p' = 0.9 .* use 1.0"),
+    "cut evaluation": (["--evaluation.top_k", "5"], "'evaluation.top_k' = 5"),
+    "evaluation by mass": (["--evaluation.top_p", "0.9"], "'evaluation.top_p' = 0.9"),
     "several servers": (["--engine.servers", "2"], "start a worker for each"),
 }
 

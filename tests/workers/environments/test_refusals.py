@@ -20,7 +20,7 @@ def test_an_unknown_environment_is_refused_with_the_known_names():
 def test_a_turn_ends_with_one_token(in_turns, babbling_policy):
     tokenizer = Tokenizer(babbling_policy)
     assert turn_end_ids(["=", "#", "="], tokenizer) == set(tokenizer.encode_prompt("=#").tolist())
-    with pytest.raises(ConfigError, match=r"environment.turn_ends.*'12', which is 2 tokens"):
+    with pytest.raises(ConfigError, match=r"environment.turn_ends"):
         turn_end_ids(["=", "12"], tokenizer)
     with pytest.raises(ConfigError, match="turn_ends"):
         examine(configuration.load(in_turns, ["--environment.turn_ends", '["ab"]']), [], 0).refuse()
