@@ -25,9 +25,9 @@ from april.config import Config
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.policy.warm_start import VOCABULARY, make_policy
 from april.learner.trainer import Trainer
+from april.weights.canary import Canary
 from april.weights.receiver import StagedWeights
 from april.weights.snapshot import pack
-from april.weights.verification import Canary
 from april.wire.message import Version
 from april.workers.engines.base import Engine
 from april.workers.engines.conformance.scores import FAULTS

@@ -1,16 +1,16 @@
 """The critic: a second copy of the policy's body, with a linear head that predicts the remaining reward.
 
-    values = [critic.values(micro.packed) for micro in micros]      # under the weights at delivery
-    estimates, metrics = critic.estimate(tokens, values, penalties) # advantages and returns, fixed for the whole batch
-    critic.backward(micro.packed, tokens, estimates)                # for each micro-batch of an optimizer step
+    values = critic.scores(micros)                  # of each micro-batch, under the weights at delivery
+    tokens, metrics = critic.estimate(tokens)       # with advantages and returns, fixed for the whole batch
+    critic.backward(micro.packed, tokens)           # for each micro-batch of an optimizer step
     metrics = critic.finish_step()
     critic.update()
 
 It is sharded, checkpointed and packed like the policy.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.learner import attention
+from april.learner.backends.backend import adamw, clip_gradients
 from april.learner.checkpoint import CheckpointPart
-from april.learner.diagnostics import adamw, clip_gradients
 from april.learner.loading import empty_model
 from april.learner.losses.gae import value_losses, whitened
 from april.learner.losses.ranks import Ranks
 from april.learner.model import hidden_states, load_sharded
-from april.learner.objective import ResponseTokens
+from april.learner.objective import ResponseTokens, k1
 from april.learner.packing import MicroBatch
+from april.util.pulse import MAIN
 
 Estimator = Callable[..., Tensor]
 """Function (rewards [K], values [K], spans, configuration section `[critic]`) -> advantages [K], such as
@@ -58,18 +59,6 @@ def empty_value_model(folder: Path, recompute: bool = False) -> ValueModel:
     return ValueModel(body).train()
 
 
-@dataclass(frozen=True, eq=False)
-class CriticEstimates:
-    """The critic's estimates for the K tokens of a micro-batch, before the first optimizer step of its batch."""
-
-    values: Tensor
-    """Predicted value V of the state before each token, float32 [K]."""
-    returns: Tensor
-    """Regression targets of the value loss, float32 [K]: the returns R = A + V, with A not whitened."""
-    advantages: Tensor
-    """Advantages A for the policy loss, float32 [K]; whitened if `critic.whiten`."""
-
-
 class Critic:
     """The sharded value model and its optimizer. Every method is collective except `advantages` and `update`."""
 
@@ -85,43 +74,48 @@ class Critic:
         """Zero-initialised sums of an optimizer step: [tokens, loss, clipped tokens]."""
         return torch.zeros(3, dtype=torch.float64, device=self.device)
 
-    def values(self, packed: MicroBatch) -> Tensor:
-        with torch.no_grad():
-            return self.model(packed)
+    def scores(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[Tensor]]:
+        """Values [K] of each micro-batch, without gradients."""
+        for micro in micros:
+            MAIN.again()
+            with torch.no_grad():
+                values = self.model(micro)
+            yield (values,)
 
-    def estimate(
-        self, tokens: Sequence[ResponseTokens | None], values: Sequence[Tensor], penalties: Sequence[Tensor | None]
-    ) -> tuple[list[CriticEstimates | None], dict[str, float]]:
-        """Advantages and returns for this rank's micro-batches (None for a dummy micro-batch), and metrics over all
-        ranks. `penalties` [K] are subtracted from the reward of each token."""
-        known = [index for index, part in enumerate(tokens) if part is not None]
-        columns = zip(tokens, values, penalties, strict=True)
-        raw = [self.advantages(part, value, penalty) for part, value, penalty in columns if part is not None]
+    def estimate(self, tokens: Sequence[ResponseTokens | None]) -> tuple[list[ResponseTokens | None], dict[str, float]]:
+        """Copies of this rank's `tokens` (None for a dummy micro-batch), whose scores have the critic's values, with
+        advantages A for the policy loss, whitened if `critic.whiten`, and with the score `returns`: the targets A + V
+        of the value loss, with A not whitened. The metrics are over all ranks."""
+        known = [part for part in tokens if part is not None]
+        raw = [self.advantages(part) for part in known]
         blank, lengths = torch.zeros(0, device=self.device), [len(each) for each in raw]
-        joined, value = torch.cat([blank, *raw]), torch.cat([blank, *(values[index] for index in known)])
-        returns = joined + value
+        joined, values = torch.cat([blank, *raw]), torch.cat([blank, *(part.scores["values"] for part in known)])
+        returns = joined + values
         advantages = whitened(joined, Ranks()) if self.section.whiten else joined
-        found: list[CriticEstimates | None] = [None] * len(tokens)
-        split = (column.split(lengths) for column in (value, returns, advantages))
-        for index, each in zip(known, zip(*split, strict=True), strict=True):
-            found[index] = CriticEstimates(*each)
-        return found, value_metrics(value, returns)
+        estimates = zip(known, advantages.split(lengths), returns.split(lengths), strict=True)
+        found = iter(
+            [replace(part, advantages=each, scores={**part.scores, "returns": back}) for part, each, back in estimates]
+        )
+        return [None if part is None else next(found) for part in tokens], value_metrics(values, returns)
 
-    def advantages(self, tokens: ResponseTokens, values: Tensor, penalty: Tensor | None) -> Tensor:
-        """Advantages [K], not whitened. The reward comes with the last token of a response; each token's penalty is
-        subtracted from it."""
-        last = tokens.spans.lengths.long().cumsum(0) - 1
-        rewards = torch.zeros_like(values).index_put_((last,), tokens.rewards)
-        return self.estimator(rewards if penalty is None else rewards - penalty, values, tokens.spans, self.section)
+    def advantages(self, tokens: ResponseTokens) -> Tensor:
+        """Advantages [K], not whitened. The reward comes with the last token of a response; with `critic.kl_coef` each
+        token's KL to the reference model is subtracted from it."""
+        scores, last = tokens.scores, tokens.spans.lengths.long().cumsum(0) - 1
+        rewards = torch.zeros_like(scores["values"]).index_put_((last,), tokens.rewards)
+        if self.section.kl_coef:
+            rewards = rewards - self.section.kl_coef * k1(scores["initial_logprobs"], scores["reference_logprobs"])
+        return self.estimator(rewards, scores["values"], tokens.spans, self.section)
 
-    def backward(self, packed: MicroBatch, tokens: ResponseTokens | None, estimates: CriticEstimates | None) -> None:
+    def backward(self, packed: MicroBatch, tokens: ResponseTokens | None) -> None:
         """Accumulate the gradients of the value loss of a micro-batch; a dummy micro-batch contributes 0 and only joins
         the collectives."""
         values = self.model(packed)
-        if tokens is None or estimates is None:
+        if tokens is None:
             (0.0 * values.sum()).backward()
             return
-        losses, clipped = value_losses(values, estimates.values, estimates.returns, self.section.value_clip)
+        old_values, returns = tokens.scores["values"], tokens.scores["returns"]
+        losses, clipped = value_losses(values, old_values, returns, self.section.value_clip)
         loss = (tokens.weights * losses).sum()
         loss.backward()
         self._totals += torch.stack(

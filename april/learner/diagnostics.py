@@ -1,17 +1,10 @@
-"""Diagnostics of a training step: token metrics by age, repetitive responses, and the norm of the clipped gradients.
-
-Token metrics are sums on each rank, reduced over the ranks once a step. Policy and critic share optimizer and clipping.
-"""
-
-import math
-from collections.abc import Iterable
+"""Diagnostics of a training step: token metrics by age, as sums on each rank that are reduced over the ranks once a
+step; and repetitive responses."""
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from april.config import LearnerSection
 from april.learner.losses.ranks import Ranks
 
 AGES = 9
@@ -146,22 +139,3 @@ def repeats_with_period(tail: np.ndarray, period: int) -> bool:
         return False
     end = tail[-length:]
     return bool((end[period:] == end[:-period]).all())
-
-
-# --- optimizer and gradient clipping ----------------------------------------------------------------------------------
-
-
-def adamw(parameters: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients of a sharded model to a global L2 norm of at most `max_norm`; returns the norm before.
-    Collective."""
-    gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    square = torch.nn.utils.get_total_norm(gradients).double().square()
-    dist.all_reduce(square)
-    norm = square.sqrt().item()
-    if norm > max_norm and math.isfinite(norm):
-        torch._foreach_mul_(gradients, max_norm / norm)
-    return norm

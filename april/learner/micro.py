@@ -1,10 +1,9 @@
-"""A micro-batch with the inputs of the loss and the critic, and the loss that measures gradient norms."""
+"""A micro-batch with the inputs of its loss, and the loss that measures gradient norms."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from april.learner.critic import CriticEstimates
 from april.learner.losses.columns import log_ratio
 from april.learner.objective import BatchContext, ResponseTokens
 from april.learner.packing import MicroBatch
@@ -19,12 +18,6 @@ class TrainMicroBatch:
     packed: MicroBatch
     tokens: ResponseTokens | None
     """Inputs of the loss for the sampled tokens; None for a dummy micro-batch."""
-    initial_logprobs: Tensor | None = None
-    """float32 [K]: log-probabilities under the weights before the first optimizer step; None if not needed."""
-    reference_logprobs: Tensor | None = None
-    """float32 [K]: log-probabilities under the reference model; None if not needed."""
-    critic_estimates: CriticEstimates | None = None
-    """Values, returns and advantages from the critic; None without a critic."""
     context: BatchContext | None = None
     """Loss inputs computed over all tokens of the batch; None if the configured loss has none."""
 

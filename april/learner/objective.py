@@ -14,8 +14,8 @@ over the whole batch before the first step (`BatchContext`).
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -110,6 +110,8 @@ class ResponseTokens:
     spans: Spans
     rewards: Tensor
     """Reward of each sequence, float32 [S]."""
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
+    """Columns float32 [K] that the scoring passes have computed, by name."""
 
     @classmethod
     def concatenated(cls, parts: Sequence["ResponseTokens"], device: torch.device) -> "ResponseTokens":
@@ -144,6 +146,22 @@ class BatchContext:
     """Whether a cap reduced the token's correction weight, bool [K]."""
 
 
+@dataclass(frozen=True)
+class ScoringPass:
+    """A forward pass over a whole batch before its first optimizer step, which adds columns to
+    `ResponseTokens.scores`."""
+
+    columns: tuple[str, ...]
+    """Names of the columns that the model returns, in order; further ones are dropped."""
+    model: str
+    """Model that computes them: "policy", "reference" or "critic"."""
+    is_needed: Callable[["Objective"], bool]
+    phase: str
+    """Metric that counts the pass's seconds."""
+    activity: str
+    """What the learner does meanwhile, as reported by its signs of life."""
+
+
 class Objective:
     """The loss configured by the section `[algorithm]`."""
 
@@ -160,22 +178,22 @@ class Objective:
         over_the_batch = [getattr(correction, "over_the_batch", False) for correction in self.corrections]
         steps = self.learner.minibatches * self.learner.epochs
         self.estimator = ADVANTAGES.find(self.section.advantage)
-        self.needs_values = getattr(self.estimator, "needs_values", False)
+        self.needs_values: bool = getattr(self.estimator, "needs_values", False)
         """Whether advantages come from a critic's values, and are thus known only once the training step has begun."""
-        self.needs_norms = getattr(self.estimator, "needs_norms", False)
+        self.needs_norms: bool = getattr(self.estimator, "needs_norms", False)
         """Whether advantages depend on the gradient norm of each response, and are thus known only once the training
         step has begun."""
         self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0
-        self.needs_batch_pass = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
-        """Whether some loss inputs depend on all tokens of the batch, so that the batch is scored once before its first
-        optimizer step."""
+        self.fixes_loss_inputs = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
+        """Whether some loss inputs depend on all tokens of the batch, scored before its first optimizer step."""
         self.step_scale = STEP_SCALES.find(self.section.step_scale) if self.section.step_scale else lambda metrics: 1.0
         """Function (metrics of an optimizer step) -> factor on its learning rate."""
-        self.needs_reference = self.section.kl_coef > 0
-        """Whether the loss has a KL term against the reference model."""
-        self.trains_every_sample = self.needs_values or self.needs_reference or self.section.entropy_coef > 0
+        regularised = self.section.kl_coef > 0 or self.section.entropy_coef > 0
+        self.trains_every_sample = self.needs_values or regularised
         """Whether samples with advantage 0 have a gradient too (such as from KL or entropy terms); otherwise their
         passes are skipped."""
+        self.passes = [scoring for scoring in SCORING_PASSES if scoring.is_needed(self)]
+        """The scoring passes of each batch."""
 
     def prepare(self, batch: TrainingBatch) -> Prepared:
         """Advantages, token weights, minibatches and metrics of a batch; a pure function of batch and configuration."""
@@ -281,7 +299,7 @@ class Objective:
         self, scored: Sequence[tuple[ResponseTokens, Tensor]], device: torch.device
     ) -> list[BatchContext]:
         """The `BatchContext` of each of this rank's micro-batches; `scored` has their tokens and log-probabilities
-        under the weights before the first optimizer step. Collective if `needs_batch_pass`."""
+        under the weights before the first optimizer step. Collective if `fixes_loss_inputs`."""
         tokens = ResponseTokens.concatenated([part for part, _ in scored], device)
         logprobs = torch.cat([torch.zeros(0, device=device), *(found for _, found in scored)])
         proximal = self.proximal_logprobs(logprobs, tokens)
@@ -297,13 +315,12 @@ class Objective:
         entropies: Tensor,
         tokens: ResponseTokens,
         totals: StepTotals,
-        reference_logprobs: Tensor | None = None,
         context: BatchContext | None = None,
     ) -> Tensor:
         """Contribution of a micro-batch to the loss of the global batch, a scalar; adds its metrics to `totals`.
 
-        logprobs, entropies: float32 [K] with gradients. `reference_logprobs` [K] are required if `needs_reference`,
-        `context` if `needs_batch_pass`.
+        logprobs, entropies: float32 [K] with gradients. `tokens` have the scores of `passes`; `context` is required if
+        `fixes_loss_inputs`.
         """
         context = context or self.batch_contexts([(tokens, logprobs.detach())], logprobs.device)[0]
         correction, proximal = context.correction_weights, context.proximal_logprobs
@@ -313,8 +330,8 @@ class Objective:
             pull = k2(logprobs, tokens.behaviour_logprobs) * (tokens.advantages != 0)
             token_losses = token_losses + self.section.behaviour_coef * pull
         columns = {}
-        if self.needs_reference:
-            divergence = KL_ESTIMATORS[self.section.kl_estimator](logprobs, reference_logprobs)
+        if self.section.kl_coef > 0:
+            divergence = KL_ESTIMATORS[self.section.kl_estimator](logprobs, tokens.scores["reference_logprobs"])
             token_losses = token_losses + self.section.kl_coef * divergence
             columns["reference_kl"] = divergence
         if self.section.entropy_coef:
@@ -367,6 +384,26 @@ class Objective:
             weights, capped = found if isinstance(found, tuple) else (found, truncated)
             weight, truncated = weight * weights, truncated | capped
         return weight, truncated
+
+
+SCORING_PASSES = (
+    ScoringPass(
+        ("initial_logprobs", "initial_entropies"),
+        "policy",
+        lambda objective: objective.fixes_loss_inputs,
+        "forward_s",
+        "scoring the batch",
+    ),
+    ScoringPass(
+        ("reference_logprobs",),
+        "reference",
+        lambda objective: objective.section.kl_coef > 0 or objective.penalises_rewards,
+        "forward_s",
+        "scoring by the reference",
+    ),
+    ScoringPass(("values",), "critic", lambda objective: objective.needs_values, "critic_s", "computing values"),
+)
+"""Every scoring pass, in the order in which those that a configuration needs are run."""
 
 
 def sampled_token_count(forks: SampleForks) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from april.learner.batch import ReceivedGroup, TrainingBatch, share_batch
 from april.weights.base import AdapterWeights
-from april.weights.verification import Canary
+from april.weights.canary import Canary
 from april.wire.message import Version
 from april.wire.training import Discard
 

@@ -10,6 +10,7 @@ from april.learner.batch import TrainSample
 from april.learner.diagnostics import AGES
 from april.learner.losses.columns import log_ratio
 from april.learner.losses.ranks import Ranks
+from april.wire.training import ENGINE_GAP_PREFIX
 
 
 def keeps_samples(section: SamplesSection, step: int) -> bool:
@@ -46,8 +47,6 @@ class TokenStats:
 
 MOST_WORKERS = 128
 """Most workers reported per step, those with the largest mean gap; bounds the number of metrics."""
-PREFIX = "engine_gap_"
-"""Prefix of the metrics' names: engine_gap_FIGURE_WORKER."""
 
 
 class EngineGaps:
@@ -92,7 +91,7 @@ class EngineGaps:
             found.append((name, tokens[worker, age], mean, largest[worker, age], age))
         found.sort(key=lambda row: -row[2])
         return {
-            f"{PREFIX}{figure}_{name}": float(value)
+            f"{ENGINE_GAP_PREFIX}{figure}_{name}": float(value)
             for name, *values in found[:MOST_WORKERS]
             for figure, value in zip(("tokens", "mean", "largest", "age"), values, strict=True)
         }

@@ -8,15 +8,16 @@ come from that pass. The same batch, checkpoint and number of ranks give bitwise
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from april.config import Config
 from april.config.stored import stored_checkpoints
@@ -28,14 +29,14 @@ from april.learner.diagnostics import StepTotals
 from april.learner.losses.columns import bounded
 from april.learner.micro import ResponseGradientLoss, TrainMicroBatch
 from april.learner.model import uses_bf16
-from april.learner.objective import Objective, Prepared, ResponseTokens, k1
-from april.learner.packing import input_tokens, pack, plan
+from april.learner.objective import Objective, Prepared, ResponseTokens, ScoringPass
+from april.learner.packing import MicroBatch, input_tokens, pack, plan
 from april.learner.performance import PhaseSeconds, Seconds
 from april.learner.store import CheckpointStore
 from april.learner.token_stats import EngineGaps, TokenStats, keeps_samples
 from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
-from april.weights.verification import Canary, canary_tokens
+from april.weights.canary import Canary, canary_tokens
 from april.wire.message import Version
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class StepResult:
 TokenObserver = Callable[[list[int], Tensor, Tensor, ResponseTokens], None]
 """Callback (sample indices, log-probabilities [K], entropies [K], tokens) that records how the learner scored the K
 tokens of a micro-batch."""
+Scorer = Callable[[Sequence[MicroBatch]], Iterator[tuple[Tensor, ...]]]
+"""Function (micro-batches) -> for each, the columns [K] that a model computes without gradients. Collective."""
 
 
 class Trainer:
@@ -106,10 +109,16 @@ class Trainer:
         self.policy, self.part, self.ranks = self.backend.policy, self.backend.part, self.backend.ranks
         self.objective = Objective(config, self.ranks)
         self.peak_tflops = section.peak_tflops or performance.peak_tflops(device)
-        wants_reference = self.objective.needs_reference or self.objective.penalises_rewards
-        self.reference = self.backend.reference() if wants_reference else None
+        self.scorers: dict[str, Scorer] = {"policy": partial(self.backend.scores, self.policy)}
+        """Models of the scoring passes, by `ScoringPass.model`."""
+        models = {scoring.model for scoring in self.objective.passes}
+        self.reference = self.backend.reference() if "reference" in models else None
+        if self.reference:
+            self.scorers["reference"] = partial(self.backend.scores, self.reference)
         bf16, estimator = uses_bf16(section, device), self.objective.estimator
-        self.critic = Critic(config, device, bf16, estimator) if self.objective.needs_values else None
+        self.critic = Critic(config, device, bf16, estimator) if "critic" in models else None
+        if self.critic:
+            self.scorers["critic"] = self.critic.scores
         self.parts = [self.part] + ([self.critic.part] if self.critic else [])
         self.checkpoints = CheckpointStore(
             self.directory, section.keep_checkpoints, section.collective_timeout_s, stored_checkpoints(config)
@@ -137,11 +146,10 @@ class Trainer:
         for i, number in enumerate(prepared.minibatches):
             members[number].append(i)
         minibatches = [self.build_micros(prepared, each, costs) for each in members]
+        trained = self.config.learner.epochs + self.objective.needs_norms
+        scored = sum(scoring.model != "critic" for scoring in self.objective.passes)
         passes = performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
-        passes = self.config.learner.epochs * (passes + (self.reference is not None)) + self.objective.needs_batch_pass
-        if self.objective.needs_norms:
-            passes += performance.ADAPTER_PASSES if self.config.lora.is_set else performance.PASSES
-        operations = passes * sum(costs)
+        operations = (passes * trained + scored) * sum(costs)
         if self.critic:
             bodies = [self.backend.cost.of(input_tokens(sample), 0) for sample in prepared.samples]
             operations += (1 + performance.PASSES * self.config.learner.epochs) * sum(bodies)
@@ -168,17 +176,17 @@ class Trainer:
                 token_stats.add(indices, logprobs, entropies)
 
         micros, critic_metrics = ready.micros, dict[str, float]()
-        if self.objective.needs_batch_pass:
-            with seconds("forward_s"):
-                micros, observe = self.with_initial_logprobs(micros, observe), ignore_tokens
+        for scoring in self.objective.passes:
+            with seconds(scoring.phase):
+                micros = self.with_scores(micros, scoring)
         if self.critic:
             with seconds("critic_s"):
                 micros, critic_metrics = self.with_critic_advantages(self.critic, micros, ready.prepared)
         if self.objective.needs_norms:
             with seconds("norms_s"):
                 micros = self.with_norm_advantages(micros, ready.prepared)
-        if self.objective.needs_batch_pass:
-            micros = self.with_contexts(micros)
+        if self.objective.fixes_loss_inputs:
+            micros, observe = self.with_contexts(micros, observe), ignore_tokens
         results, minibatches = [], ready.split_by_minibatch(micros)
         for epoch in range(self.config.learner.epochs):
             results += [
@@ -215,26 +223,24 @@ class Trainer:
         for part in self.parts:
             part.optimizer.zero_grad(set_to_none=True)
         totals, critic_alone = StepTotals(self.device), self.trains_critic_alone
-        if self.objective.needs_reference:
-            with seconds("forward_s"):
-                micros = self.with_reference_logprobs(micros)
 
         def loss(index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
             return self.micro_loss(micros[index], logprobs, entropies, totals, observe)
 
         MAIN.at("forward and backward")
+        packed = [micro.packed for micro in micros]
         if critic_alone:
             with seconds("forward_s"):
-                for index, scores in enumerate(self.scores(self.policy, micros)):
+                for index, scores in enumerate(self.backend.scores(self.policy, packed)):
                     loss(index, *scores)
             self.backend.free_gathered()
         else:
-            self.backend.backward([micro.packed for micro in micros], loss, seconds)
+            self.backend.backward(packed, loss, seconds)
         if self.critic:
             with seconds("critic_s"):
                 for micro in micros:
                     MAIN.at("the critic's forward and backward")
-                    self.critic.backward(micro.packed, micro.tokens, micro.critic_estimates)
+                    self.critic.backward(micro.packed, micro.tokens)
         MAIN.at("updating the weights")
         with seconds("metrics_s"):
             metrics = totals.reduced(self.ranks).metrics()
@@ -282,30 +288,17 @@ class Trainer:
         if micro.tokens is None:
             return 0.0 * logprobs.sum()
         observe(micro.indices, logprobs, entropies, micro.tokens)
-        return self.objective.loss(logprobs, entropies, micro.tokens, totals, micro.reference_logprobs, micro.context)
+        return self.objective.loss(logprobs, entropies, micro.tokens, totals, micro.context)
 
-    def scores(self, model: nn.Module | None, micros: list[TrainMicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Log-probabilities and entropies, [K] each, of each micro-batch under the policy or the reference model.
-        Collective."""
-        assert model is not None
-        return self.backend.scores(model, [micro.packed for micro in micros])
-
-    def with_reference_logprobs(self, micros: list[TrainMicroBatch]) -> list[TrainMicroBatch]:
-        """Copies of `micros` with log-probabilities under the reference model. Collective."""
-        MAIN.at("scoring by the reference")
-        scores = self.scores(self.reference, micros)
-        return [
-            replace(micro, reference_logprobs=logprobs) for micro, (logprobs, _) in zip(micros, scores, strict=True)
-        ]
-
-    def with_initial_logprobs(self, micros: list[TrainMicroBatch], observe: TokenObserver) -> list[TrainMicroBatch]:
-        """Copies of `micros` with log-probabilities under the current weights. Collective."""
-        MAIN.at("scoring the batch")
+    def with_scores(self, micros: list[TrainMicroBatch], scoring: ScoringPass) -> list[TrainMicroBatch]:
+        """Copies of `micros` with the columns of a scoring pass. Collective."""
+        MAIN.at(scoring.activity)
         scored = []
-        for micro, (logprobs, entropies) in zip(micros, self.scores(self.policy, micros), strict=True):
+        for micro, found in zip(micros, self.scorers[scoring.model]([each.packed for each in micros]), strict=True):
             if micro.tokens is not None:
-                observe(micro.indices, logprobs, entropies, micro.tokens)
-            scored.append(replace(micro, initial_logprobs=logprobs))
+                scores = {**micro.tokens.scores, **dict(zip(scoring.columns, found, strict=False))}
+                micro = replace(micro, tokens=replace(micro.tokens, scores=scores))
+            scored.append(micro)
         return scored
 
     def with_critic_advantages(
@@ -313,24 +306,13 @@ class Trainer:
     ) -> tuple[list[TrainMicroBatch], dict[str, float]]:
         """Copies of `micros` with per-token advantages from the critic, and their metrics; the mean advantage of each
         sample is stored in `prepared`. Collective."""
-        values = []
-        for micro in micros:
-            MAIN.at("computing values")
-            values.append(critic.values(micro.packed))
-        penalties = self.reward_penalties(micros)
-        tokens = [micro.tokens for micro in micros]
-        estimates, metrics = critic.estimate(tokens, values, penalties)
+        known, metrics = critic.estimate([micro.tokens for micro in micros])
         means = torch.zeros(len(prepared.samples), dtype=torch.float64, device=self.device)
-        updated = []
-        for micro, estimate in zip(micros, estimates, strict=True):
-            if micro.tokens is not None and estimate is not None:
-                spans = micro.tokens.spans
-                means[micro.indices] = (spans.totals(estimate.advantages) / spans.lengths).double()
-                known_tokens = replace(micro.tokens, advantages=estimate.advantages)
-                micro = replace(micro, tokens=known_tokens, critic_estimates=estimate)
-            updated.append(micro)
+        for micro, tokens in zip(micros, known, strict=True):
+            if tokens is not None:
+                means[micro.indices] = (tokens.spans.totals(tokens.advantages) / tokens.spans.lengths).double()
         prepared.batch_advantages[prepared.batch_indices] = self.ranks.total(means).cpu().numpy()
-        return updated, metrics
+        return [replace(micro, tokens=tokens) for micro, tokens in zip(micros, known, strict=True)], metrics
 
     def with_norm_advantages(self, micros: list[TrainMicroBatch], prepared: Prepared) -> list[TrainMicroBatch]:
         """Copies of `micros` with advantages from the gradient norm of each response, also stored in `prepared`.
@@ -350,23 +332,22 @@ class Trainer:
             squares[index] = self.backend.clip(math.inf) ** 2 if passes else 0.0
         self.objective.set_norm_advantages(prepared, bounded(self.ranks.total(log_ratios)).cpu(), squares.cpu())
 
-        def with_advantages(micro: TrainMicroBatch) -> TrainMicroBatch:
-            return replace(micro, tokens=self.objective.tokens(prepared, micro.indices, self.device))
+        def with_advantages(tokens: ResponseTokens, indices: list[int]) -> ResponseTokens:
+            return replace(tokens, advantages=self.objective.tokens(prepared, indices, self.device).advantages)
 
-        return [micro if micro.tokens is None else with_advantages(micro) for micro in micros]
+        return [
+            replace(micro, tokens=micro.tokens and with_advantages(micro.tokens, micro.indices)) for micro in micros
+        ]
 
-    def reward_penalties(self, micros: list[TrainMicroBatch]) -> list[Tensor | None]:
-        """KL penalty on the reward of each token, [K] for each micro-batch; None without `critic.kl_coef`.
-        Collective."""
-        if not self.objective.penalises_rewards:
-            return [None] * len(micros)
-        coef, scored = self.config.critic.kl_coef, self.with_reference_logprobs(micros)
-        return [coef * k1(micro.initial_logprobs, micro.reference_logprobs) for micro in scored]
-
-    def with_contexts(self, micros: list[TrainMicroBatch]) -> list[TrainMicroBatch]:
-        """Copies of `micros` with the clip bounds, proximal policy and corrections computed over the whole batch.
-        Collective."""
-        scored = [(micro.tokens, micro.initial_logprobs) for micro in micros if micro.tokens is not None]
+    def with_contexts(self, micros: list[TrainMicroBatch], observe: TokenObserver) -> list[TrainMicroBatch]:
+        """Copies of `micros` with the clip bounds, proximal policy and corrections computed over the whole batch, from
+        its log-probabilities before the first optimizer step, which `observe` records. Collective."""
+        scored = []
+        for micro in micros:
+            if micro.tokens is not None:
+                logprobs = micro.tokens.scores["initial_logprobs"]
+                observe(micro.indices, logprobs, micro.tokens.scores["initial_entropies"], micro.tokens)
+                scored.append((micro.tokens, logprobs))
         contexts = iter(self.objective.batch_contexts(scored, self.device))
         return [micro if micro.tokens is None else replace(micro, context=next(contexts)) for micro in micros]
 

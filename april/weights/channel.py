@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from april.util import clock
-from april.weights.verification import Canary
+from april.weights.canary import Canary
 from april.wire.codec import Body
 from april.wire.message import Message, Name, Number, Version
 from april.wire.sockets.base import own_address

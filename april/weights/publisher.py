@@ -25,6 +25,7 @@ from april.util import clock
 from april.util.errors import refuse
 from april.weights import TRANSPORTS
 from april.weights.base import AdapterWeights, BaseWeights
+from april.weights.canary import Canary
 from april.weights.channel import (
     CHANNEL_BODIES,
     ChannelAlive,
@@ -37,9 +38,8 @@ from april.weights.channel import (
     ChannelReady,
     serve_store,
 )
-from april.weights.snapshot import Snapshot, buckets, joined, pack, server_buckets, unpack
+from april.weights.snapshot import Snapshot, buckets, checksums_in_server, joined, pack, server_buckets, unpack
 from april.weights.transports import ExternalTransport, Link, Transport
-from april.weights.verification import Canary, checksums_in_server
 from april.wire import limits
 from april.wire.message import Version
 from april.wire.security.access import AccessControl, Audit

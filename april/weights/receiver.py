@@ -10,12 +10,13 @@ The worker's main loop takes staged weights between two decode steps, so a forwa
 
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import zmq
@@ -26,6 +27,7 @@ from april.config import WeightsSection
 from april.util import clock
 from april.weights import TRANSPORTS
 from april.weights.base import BaseWeights
+from april.weights.canary import Canary
 from april.weights.channel import (
     CHANNEL_BODIES,
     Adapter,
@@ -40,7 +42,6 @@ from april.weights.channel import (
 )
 from april.weights.snapshot import SnapshotError, buckets, unpack
 from april.weights.transports import Link, Transport
-from april.weights.verification import Canary
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
 from april.wire.message import Version
 from april.wire.security.handshake import Handshake
@@ -50,8 +51,6 @@ log = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.5
 """Interval between two signs of life to the learner."""
-NO_REFUSAL = ("", False)
-"""Value of `_refusal`, (reason, whether the engine holds wrong weights), while there is nothing to refuse."""
 CLOSE_LINGER_MS = 200
 """Longest wait until the last message to a learner that may be gone has been sent, milliseconds."""
 INVITATION_S = 5.0
@@ -123,18 +122,16 @@ class WeightReceiver:
         self.transport: Transport = TRANSPORTS.find(config.transport)(config)
         self.keys = keys
         self.uid, self.name, self.device = uid, name, device
+        self.reports: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        """What the engine has to tell the learner, in order: methods of `LearnerConnection` with their arguments, which
+        the receiver's thread calls."""
         self._lock = threading.Lock()
         self._staged: StagedWeights | None = None
-        self._loaded: Version | None = None
         self.held: Version | None = None
         """Version that the engine samples from."""
         self._learner = ("", "")
         """(address, CURVE public key) of the learner's publisher."""
-        self._closed = self._forgotten = False
-        self._refusal = NO_REFUSAL
-        self._posted: ChannelManifest | None = None
-        self._externally_loaded: Future[None] = Future()
-        """Future that is done once the trainer has loaded the announced version into the server."""
+        self._closed = False
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -159,34 +156,33 @@ class WeightReceiver:
 
     def loaded(self, version: Version) -> None:
         """Note that the engine samples from `version` now; the learner is told."""
-        with self._lock:
-            self._loaded = self.held = version
-        self._wake()
+        self.held = version
+        self._report(LearnerConnection.tell_loaded, version)
 
     def refuse(self, why: str, wrong: bool = False) -> None:
         """Tell the learner that the engine does not accept the weights or, with `wrong`, holds other weights. The
         channel ends, and the worker asks for another one after a while."""
-        with self._lock:
-            self._refusal = why, wrong
-        self._wake()
+        self._report(LearnerConnection.tell_refused, why, wrong)
 
     def released(self) -> None:
         """Note that the engine has released its weights and waits for the next publication."""
-        with self._lock:
-            self._loaded = self.held = None
+        self.held = None
 
     def forget(self) -> None:
         """Note that the engine has lost its weights: ask the learner for the current ones over a new channel."""
         with self._lock:
-            self._staged = self._loaded = self.held = None
-            self._forgotten = True
-        self._wake()
+            self._staged = self.held = None
+        self._report(LearnerConnection.ask_again)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the receiver's thread, unless it is blocked in a transfer that has not timed out yet."""
         self._closed = True
         self._wake()
         self._thread.join(timeout_s)
+
+    def _report(self, tell: Callable[..., None], *arguments: Any) -> None:
+        self.reports.put((tell, arguments))
+        self._wake()
 
     def _wake(self) -> None:
         os.write(self._wake_writer, b"x")
@@ -226,44 +222,24 @@ class WeightReceiver:
         if poller.poll(int(seconds * 1000)):
             os.read(self._wake_reader, 4096)
 
-    def post(self, manifest: ChannelManifest) -> None:
-        """Tell the learner that the engine is ready for the weights of `manifest`."""
-        with self._lock:
-            self._posted = manifest
-        self._wake()
-
-    def take_posted(self) -> ChannelManifest | None:
-        with self._lock:
-            posted, self._posted = self._posted, None
-        return posted
-
-    def stage_external(self, manifest: ChannelManifest, started_at: float) -> StagedWeights:
-        """Make a placeholder, without tensors, for weights that the trainer loads into the server."""
-        post, self._externally_loaded = partial(self.post, manifest), Future()
-        return StagedWeights(
-            manifest.version,
-            None,
-            started_at,
-            manifest,
-            post,
-            manifest.canary,
-            externally_loaded=self._externally_loaded,
+    def stage_for_server(
+        self, manifest: ChannelManifest, started_at: float, externally_loaded: "Future[None] | None"
+    ) -> None:
+        """Stage weights that the server gets directly, once `StagedWeights.post` has been called: the learner
+        broadcasts them, or the trainer loads them and the future `externally_loaded` says when it has."""
+        post = partial(self._report, LearnerConnection.tell_ready, manifest, externally_loaded)
+        self.stage(
+            StagedWeights(
+                manifest.version,
+                None,
+                started_at,
+                manifest,
+                post,
+                manifest.canary,
+                manifest.checksum,
+                externally_loaded=externally_loaded,
+            )
         )
-
-    def take_forgotten(self) -> bool:
-        with self._lock:
-            forgotten, self._forgotten = self._forgotten, False
-        return forgotten
-
-    def take_refusal(self) -> tuple[str, bool]:
-        with self._lock:
-            refusal, self._refusal = self._refusal, NO_REFUSAL
-        return refusal
-
-    def take_loaded(self) -> Version | None:
-        with self._lock:
-            version, self._loaded = self._loaded, None
-        return version
 
     def drop_announced(self) -> None:
         """Drop staged weights that depend on a channel which has ended."""
@@ -300,24 +276,35 @@ class LearnerConnection:
             ready = dict(poller.poll(int(ALIVE_INTERVAL_S * 1000)))
             if self.receiver._wake_reader in ready:
                 os.read(self.receiver._wake_reader, 4096)
-            if posted := self.receiver.take_posted():
-                self._send(ChannelPosted(posted.channel, posted.version))
-                if not self.receiver.transport.carries_weights:
-                    self._await_external_load()
-            if (refusal := self.receiver.take_refusal()) != NO_REFUSAL:
-                self._fail(*refusal)
-                self._ask_again_at = clock.now() + INVITATION_S
-            if self.receiver.take_forgotten():
-                self.leave()
-                self._ask_again_at = 0.0
-            if version := self.receiver.take_loaded():
-                self._send(ChannelLoaded(self.invite.channel if self.invite else "", version))
+            while not self.receiver.reports.empty():
+                tell, arguments = self.receiver.reports.get()
+                tell(self, *arguments)
             while self.socket.poll(0):
                 self._receive(self.socket.recv_multipart())
 
-    def _await_external_load(self) -> None:
-        """Wait until the trainer has loaded the weights into the server, or the learner is gone."""
-        link, loaded = self.link, self.receiver._externally_loaded
+    def tell_ready(self, manifest: ChannelManifest, externally_loaded: "Future[None] | None") -> None:
+        """Tell the learner that the engine is ready for the weights of `manifest`. If the trainer loads them, wait
+        until it has, or the learner is gone; the future then has the result."""
+        self._send(ChannelPosted(manifest.channel, manifest.version))
+        if externally_loaded:
+            self._await_external_load(externally_loaded)
+
+    def tell_loaded(self, version: Version) -> None:
+        """Tell the learner that the engine samples from `version` now."""
+        self._send(ChannelLoaded(self.invite.channel if self.invite else "", version))
+
+    def tell_refused(self, why: str, wrong: bool) -> None:
+        """End the channel because the engine refuses the weights, and ask for another one after a while."""
+        self._fail(why, wrong)
+        self._ask_again_at = clock.now() + INVITATION_S
+
+    def ask_again(self) -> None:
+        """Drop the channel and ask for another one at once."""
+        self.leave()
+        self._ask_again_at = 0.0
+
+    def _await_external_load(self, loaded: "Future[None]") -> None:
+        link = self.link
         try:
             if link is None:
                 raise RuntimeError("the channel has ended")
@@ -369,8 +356,7 @@ class LearnerConnection:
                 self._receive_weights(message, self.link)
             elif isinstance(message, ChannelFailed) and self.invite and message.channel == self.invite.channel:
                 log.info("the learner has ended the channel: %s", message.error)
-                self.leave()
-                self._ask_again_at = 0.0
+                self.ask_again()
         except (wire.WireError, SnapshotError, RuntimeError, OSError) as error:
             log.warning("channel to the learner failed: %s", error)
             self._fail(str(error))
@@ -386,22 +372,15 @@ class LearnerConnection:
         self.invite, self.link = invite, None
         if self.receiver.server:
             self.receiver.server.join(invite)
-            self._send(ChannelReady(invite.channel))
-            return
-        self.link = self.receiver.transport.meet(invite, as_learner=False)
+        else:
+            self.link = self.receiver.transport.meet(invite, as_learner=False)
         self._send(ChannelReady(invite.channel))
 
     def _receive_weights(self, manifest: ChannelManifest, link: Link | None) -> None:
         started_at = clock.now()
-        if not self.receiver.transport.carries_weights:
-            self.receiver.stage(self.receiver.stage_external(manifest, started_at))
-            return
-        if self.receiver.server:
-            post = partial(self.receiver.post, manifest)
-            staged = StagedWeights(
-                manifest.version, None, started_at, manifest, post, manifest.canary, manifest.checksum
-            )
-            self.receiver.stage(staged)
+        by_trainer = not self.receiver.transport.carries_weights
+        if by_trainer or self.receiver.server:
+            self.receiver.stage_for_server(manifest, started_at, Future() if by_trainer else None)
             return
         assert link, "a channel without a server has a link"
         data = torch.empty(manifest.total_bytes, dtype=torch.uint8)

@@ -1,14 +1,18 @@
-"""One version of the weights as a flat buffer with a table of contents, as it is sent over a weight channel."""
+"""One version of the weights as a flat buffer with a table of contents, as it is sent over a weight channel; and the
+form in which an SGLang server gets and holds the same weights."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from zlib_ng.zlib_ng import crc32
 
+from april.weights.canary import Canary
 from april.weights.channel import Adapter, TensorHead
-from april.weights.verification import Canary
 from april.wire.message import Version
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
@@ -78,6 +82,14 @@ def checksum(data: Tensor) -> int:
     return crc32(data.cpu().numpy())
 
 
+def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:
+    """Divide the buffer into views of at most `bucket_bytes` each, in order."""
+    return list(data.split(bucket_bytes))
+
+
+# --- in an inference server -------------------------------------------------------------------------------------------
+
+
 def server_buckets(heads: list[TensorHead], bucket_bytes: int) -> list[list[TensorHead]]:
     """Divide tensors into the broadcasts to an inference server: in order, each of one dtype, and at most
     `bucket_bytes` unless a single tensor is larger."""
@@ -99,6 +111,60 @@ def joined(snapshot: Snapshot, heads: list[TensorHead]) -> Tensor:
     return torch.cat([snapshot.data[starts[head.name] :][: byte_size(head)] for head in heads])
 
 
-def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:
-    """Divide the buffer into views of at most `bucket_bytes` each, in order."""
-    return list(data.split(bucket_bytes))
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Module -> fused module of SGLang; the tensors of the parts are concatenated in this order."""
+PADDED_ROWS = {"gate_proj": 32, "up_proj": 32, "embed_tokens": 64, "lm_head": 64}
+"""Module -> number to a multiple of which SGLang pads the tensor's rows."""
+PADDED_COLUMNS = {"down_proj": 32}
+"""Module -> number to a multiple of which SGLang pads the tensor's columns."""
+CHECKSUM_DIGITS = 16
+"""Number of hexadecimal digits of a tensor's checksum."""
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+"""Model types whose tensors have these names and are fused in this way in SGLang."""
+
+
+def can_predict_checksums(server_info: Mapping[str, Any], model_type: str | None) -> bool:
+    """Whether checksums can be predicted: according to /server_info, the server holds the whole model in float32 on a
+    CPU."""
+    whole = server_info.get("tp_size", 1) == 1 and not server_info.get("quantization")
+    exact = server_info.get("device") == "cpu" and server_info.get("dtype") in ("float32", "float")
+    return whole and exact and model_type in MODEL_TYPES
+
+
+def checksums_in_server(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, str]:
+    """Expected checksums of the server's tensors, by the server's tensor names, for one tensor-parallel rank.
+
+    `dtype`: dtype of the server's tensors; None: float32.
+    """
+    parts: dict[str, dict[str, Tensor]] = {}
+    dtype = dtype or torch.float32
+    for name, tensor in tensors.items():
+        owner, _, kind = name.rpartition(".")
+        outer, _, module = owner.rpartition(".")
+        fused = ".".join(filter(None, [outer, FUSED.get(module, module), kind]))
+        parts.setdefault(fused, {})[module] = padded_as_in_server(module, tensor)
+    ordered = {name: sorted(own, key=lambda module: [*FUSED, module].index(module)) for name, own in parts.items()}
+    return {
+        name: server_checksum([parts[name][module] for module in modules], dtype) for name, modules in ordered.items()
+    }
+
+
+def padded_as_in_server(module: str, tensor: Tensor) -> Tensor:
+    """Zero-pad a tensor's intermediate-size and vocabulary dimensions as the server does."""
+    rows = -tensor.shape[0] % PADDED_ROWS.get(module, 1) if tensor.dim() else 0
+    columns = -tensor.shape[1] % PADDED_COLUMNS.get(module, 1) if tensor.dim() == 2 else 0
+    return pad(tensor, (0, columns, 0, rows) if tensor.dim() == 2 else (0, rows)) if rows or columns else tensor
+
+
+def server_checksum(tensors: list[Tensor], dtype: torch.dtype) -> str:
+    """Checksum of tensors that are concatenated in the server's dtype."""
+    hasher = hashlib.sha256()
+    for tensor in tensors:
+        hasher.update(tensor.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()[:CHECKSUM_DIGITS]

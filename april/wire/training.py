@@ -9,6 +9,8 @@ from april.wire.message import Message, Name, Number, Version
 TOKEN_ARRAYS = ("i4", "f4", "i4", "i4")
 """Dtypes of a sample's arrays: token ids [T], behaviour log-probabilities [T] and, in a run that truncates the sampling
 distribution, support sizes [T] and the concatenated support ids."""
+ENGINE_GAP_PREFIX = "engine_gap_"
+"""Prefix of metrics in `Consumed` about a worker's log-probability gap: engine_gap_FIGURE_WORKER."""
 Discard = Literal["", "nonfinite"]
 """Reason for which the learner skipped a batch; "" if it trained the batch."""
 

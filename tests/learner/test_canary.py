@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from april.learner import loop
 from april.learner.trainer import Trainer
-from april.weights.verification import CANARY_TOKENS, Canary, canary_tokens
+from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens
 from april.wire.message import Version
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import VOCAB, Diary, job, make_config, uneven_batch

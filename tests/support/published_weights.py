@@ -1,7 +1,7 @@
 """A fake learner that publishes versions of a tiny model, and a fake receiver of a weight channel."""
 
+from april.weights.canary import Canary, canary_tokens
 from april.weights.receiver import StagedWeights
-from april.weights.verification import Canary, canary_tokens
 from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY
 from april.workers.engines.conformance.scores import a_step_further
 

@@ -16,10 +16,10 @@ from april.config import ConfigError, WeightsSection
 from april.util import clock
 from april.weights import channel
 from april.weights.base import AdapterWeights, BaseWeights
+from april.weights.canary import Canary
 from april.weights.channel import Adapter
 from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.weights.verification import Canary
 from april.wire.message import Version
 from tests.support.listening_addresses import listeners
 from tests.support.run_processes import wait_until

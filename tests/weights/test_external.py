@@ -12,9 +12,9 @@ from april.config import ConfigError, WeightsSection, load
 from april.trainers.rollouts import aio
 from april.trainers.rollouts.run import Rollouts
 from april.util import clock
+from april.weights.canary import Canary
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.weights.verification import Canary
 from april.wire.message import Version
 from tests.support.recording_broker import RecordingBroker
 

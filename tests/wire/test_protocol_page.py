@@ -291,8 +291,8 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
     import msgspec
 
     from april import wire
+    from april.weights.canary import Canary
     from april.weights.channel import Adapter, AnyChannelMessage, TensorHead
-    from april.weights.verification import Canary
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import april
 from april.config import WeightsSection
+from april.weights.canary import Canary
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.weights.verification import Canary
 from april.workers.engines.base import Request
 from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
 from april.workers.engines.sglang.channel import ServerWeightLoader

@@ -26,6 +26,7 @@ from april.util import clock
 from april.util.files import replace_file
 from april.wire import limits
 from april.wire.message import MAX_NUMBER
+from april.wire.training import ENGINE_GAP_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Recorder:
         self.step_times: deque[float] = deque(maxlen=PACE_STEPS)
         """Times at which the newest steps were trained, since the broker started, Unix seconds."""
         first_kept = ledger.first_kept_step
-        self.metrics_file = MetricsFile(run_dir / "metrics.jsonl", ledger.frontier, first_kept - LAST_STEPS)
+        self.metrics_file = MetricsFile(run_dir / "metrics.jsonl", ledger.steps.frontier, first_kept - LAST_STEPS)
         older = self.metrics_file.summary
         self.first_reward = older.first_reward
         self.generating_s, self.rollout_tokens = older.generating_s, older.rollout_tokens
@@ -172,7 +173,7 @@ class Recorder:
 
         Delivered groups do not count; the simulator uses the same definition.
         """
-        self.peak_tokens = max(self.peak_tokens, ledger.tokens["open"] + ledger.tokens["ready"])
+        self.peak_tokens = max(self.peak_tokens, ledger.account.tokens["open"] + ledger.account.tokens["ready"])
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -317,7 +318,7 @@ class Recorder:
     def account(self, ledger: Ledger) -> dict[str, Any]:
         """The ledger's token account, together with the tokens that were never acknowledged and those that were
         refused."""
-        return ledger.account() | {
+        return ledger.account.summary() | {
             "emitted_unacked": min(MAX_NUMBER, self.unacknowledged_before + self.peers.unacknowledged_tokens()),
             "refused": self.refused_before + self.peers.refused_tokens(),
         }
@@ -326,13 +327,13 @@ class Recorder:
         """Write summary.json; `data`: counts of the training prompts."""
         last = [
             self.steps[step]["reward"]
-            for step in range(ledger.consumed - LAST_STEPS, ledger.consumed)
+            for step in range(ledger.steps.consumed - LAST_STEPS, ledger.steps.consumed)
             if step in self.steps
         ]
         summary = {
             "run": self.run,
             "state": state,
-            "steps": ledger.consumed,
+            "steps": ledger.steps.consumed,
             "max_steps": self.max_steps,
             "wall_s": round(self.wall_before_s + now - self.started_at, 2),
             "reward": {
@@ -342,9 +343,9 @@ class Recorder:
             "evaluation": [ledger.evaluated[step] for step in sorted(ledger.evaluated)],
             "tokens": self.account(ledger),
             "gradient": dict(self.gradient) if "tokens" in self.newest.get("gradient", {}) else None,
-            "ledger_closed": ledger.closed,
+            "ledger_closed": ledger.account.closed,
             "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),
-            "staleness": describe_ages(self._ages_until(ledger.consumed)),
+            "staleness": describe_ages(self._ages_until(ledger.steps.consumed)),
             "buffer_peak": {"tokens": self.peak_tokens, "bytes": self.peak_tokens * BYTES_PER_TOKEN},
             "lengths": summarise_cohorts(ledger.cohorts),
             "data": data,
@@ -352,7 +353,7 @@ class Recorder:
             "failed_share": failed_share(ledger),
             "replays": dict(self.replays),
             "pace": self.pace,
-            "starts": {"broker": ledger.starts, "learner": ledger.incarnation + 1},
+            "starts": {"broker": ledger.serials.starts, "learner": ledger.learner.incarnation + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
 
@@ -369,9 +370,8 @@ def same_loss(logged: float | None, replayed: float) -> bool:
     return math.isclose(logged, replayed, rel_tol=REPLAY_TOLERANCE)
 
 
-GAP_PREFIX = "engine_gap_"
 GAP_FIGURES = {"tokens", "mean", "largest", "age"}
-"""Figures about each worker's log-probability gap, in learner metrics named GAP_PREFIX + FIGURE + _ + WORKER."""
+"""Figures about each worker's log-probability gap, in learner metrics named ENGINE_GAP_PREFIX + FIGURE + _ + WORKER."""
 
 Figures = dict[str, float]
 
@@ -381,10 +381,10 @@ def split_gaps(learner: Figures, step: int) -> tuple[dict[str, Figures], Figures
     to, and the other metrics."""
     gaps: dict[str, Figures] = {}
     for name, value in learner.items():
-        if name.startswith(GAP_PREFIX):
-            figure, _, worker = name.removeprefix(GAP_PREFIX).partition("_")
+        if name.startswith(ENGINE_GAP_PREFIX):
+            figure, _, worker = name.removeprefix(ENGINE_GAP_PREFIX).partition("_")
             gaps.setdefault(worker, {})[figure] = value
-    rest = {name: value for name, value in learner.items() if not name.startswith(GAP_PREFIX)}
+    rest = {name: value for name, value in learner.items() if not name.startswith(ENGINE_GAP_PREFIX)}
     return {worker: describe_gap(gap, step) for worker, gap in gaps.items() if gap.keys() == GAP_FIGURES}, rest
 
 
@@ -404,7 +404,7 @@ def gradient_shares(learner: dict[str, float]) -> dict[str, float]:
 
 def discarded_groups(ledger: Ledger) -> dict[str, int]:
     """Groups discarded since the run began, by reason."""
-    return {reason: ledger.counts[reason] for reason in sorted(ledger.discarded)}
+    return {reason: ledger.account.counts[reason] for reason in sorted(ledger.account.discarded)}
 
 
 def mean_details(samples: list[Sample]) -> dict[str, float]:

@@ -11,13 +11,16 @@ store.restore(found, [backend.part])                    # save and restore: tens
 On a CPU the same weights, batch and number of ranks give bitwise the same result.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from april.config import LearnerSection
 from april.learner.checkpoint import CheckpointPart
 from april.learner.losses.ranks import Ranks
 from april.learner.model import gather_state
@@ -102,3 +105,22 @@ class Backend(ABC):
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """Tensors to send to the workers, on rank 0: all weights, or an adapter. Collective."""
         return self.weights(dtype)
+
+
+# --- optimizer and gradient clipping ----------------------------------------------------------------------------------
+
+
+def adamw(parameters: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients of a sharded model to a global L2 norm of at most `max_norm`; returns the norm before.
+    Collective."""
+    gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    square = torch.nn.utils.get_total_norm(gradients).double().square()
+    dist.all_reduce(square)
+    norm = square.sqrt().item()
+    if norm > max_norm and math.isfinite(norm):
+        torch._foreach_mul_(gradients, max_norm / norm)
+    return norm

@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from april.config import Config
 from april.learner.model import persistent_buffers
-from april.weights.verification import Canary, canary_tokens
+from april.weights.canary import Canary, canary_tokens
 
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 WRAPPERS = ("module", "_orig_mod")

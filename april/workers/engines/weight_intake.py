@@ -10,8 +10,8 @@ from typing import cast
 import numpy as np
 
 from april.util import clock
+from april.weights.canary import Canary
 from april.weights.receiver import StagedWeights, WeightReceiver
-from april.weights.verification import Canary
 from april.workers.engines.base import AdapterEngine, Engine, EngineError
 
 log = logging.getLogger(__name__)

@@ -45,15 +45,14 @@ def our_loss(algorithm, entropies=None):
         ages=torch.zeros(tokens, dtype=torch.int64),
         spans=spans(),
         rewards=torch.zeros(len(LENGTHS)),
+        scores={"reference_logprobs": column("reference")},
     )
     leaf = column("logprobs").requires_grad_()
     entropies = torch.zeros(tokens) if entropies is None else entropies
     totals = StepTotals(torch.device("cpu"))
     objective = Objective(config)
-    of_batch = (
-        objective.batch_contexts([(known, leaf.detach())], leaf.device)[0] if objective.needs_batch_pass else None
-    )
-    loss = objective.loss(leaf, entropies, known, totals, column("reference"), of_batch)
+    (of_batch,) = objective.batch_contexts([(known, leaf.detach())], leaf.device)
+    loss = objective.loss(leaf, entropies, known, totals, of_batch)
     loss.backward()
     return loss.item(), leaf.grad
 

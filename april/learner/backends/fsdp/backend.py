@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.learner import lora, performance
-from april.learner.backends.backend import Backend
+from april.learner.backends.backend import Backend, adamw, clip_gradients
 from april.learner.checkpoint import CheckpointPart
-from april.learner.diagnostics import adamw, clip_gradients
 from april.learner.losses.ranks import Ranks
 from april.learner.model import empty_policy, gather_tensors, load_sharded, uses_bf16
 from april.weights.base import AdapterWeights, BaseWeights

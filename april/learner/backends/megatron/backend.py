@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.learner import performance
-from april.learner.backends.backend import Backend, Loss
+from april.learner.backends.backend import Backend, Loss, adamw
 from april.learner.backends.megatron import pipeline
 from april.learner.backends.megatron.groups import initialise_megatron
 from april.learner.backends.megatron.layout import REPLICAS, SHARES, ParallelLayout
@@ -19,7 +19,6 @@ from april.learner.backends.megatron.model import MegatronPolicy
 from april.learner.backends.megatron.names import stages_holding
 from april.learner.backends.megatron.piece import MappedTensor, StackedExperts
 from april.learner.checkpoint import MOMENTS, CheckpointPart
-from april.learner.diagnostics import adamw
 from april.learner.losses.ranks import Ranks
 from april.learner.model import empty_policy, gather_tensors, hugging_face_state, uses_bf16
 from april.learner.packing import MicroBatch

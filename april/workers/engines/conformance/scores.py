@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from april.weights.canary import Canary, canary_tokens
 from april.weights.receiver import StagedWeights
-from april.weights.verification import Canary, canary_tokens
 from april.wire.message import Version
 from april.workers.engines.base import Request
 from april.workers.engines.conformance.harness import (

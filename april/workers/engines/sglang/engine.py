@@ -17,7 +17,7 @@ import numpy as np
 
 from april.util import clock
 from april.util.lifetime import restart_delay_s
-from april.weights.verification import can_predict_checksums, checksums_in_server
+from april.weights.snapshot import can_predict_checksums, checksums_in_server
 from april.wire.message import Version
 from april.workers.engines.base import CapacityRule, Chunk, EngineError, Request
 from april.workers.engines.entry import check_heads, check_request
