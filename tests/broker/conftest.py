@@ -3,7 +3,7 @@
 import pytest
 
 from april import config as configuration
-from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker
+from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, joined
 
 
 @pytest.fixture
@@ -19,13 +19,9 @@ def talk(converse):
 
 @pytest.fixture
 def worker(talk):
-    worker = FakeWorker(talk)
-    worker.join()
-    return worker
+    return joined(FakeWorker(talk))
 
 
 @pytest.fixture
 def learner(talk):
-    learner = FakeLearner(talk)
-    learner.join()
-    return learner
+    return joined(FakeLearner(talk))

@@ -8,7 +8,7 @@ from april import wire
 from april.broker.ledger.samples import SampleState
 from april.wire.message import Version
 from april.wire.rows import CHUNK, OBSERVATION
-from tests.support.broker_conversation import AGENTS, FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays
+from tests.support.broker_conversation import AGENTS, FakeAgents, FakeLearner, FakeWorker, chunk, chunk_arrays, joined
 
 
 @pytest.fixture
@@ -18,9 +18,7 @@ def talk(converse):
 
 @pytest.fixture
 def agents(talk):
-    agents = FakeAgents(talk)
-    agents.join()
-    return agents
+    return joined(FakeAgents(talk))
 
 
 @pytest.fixture
@@ -80,8 +78,7 @@ def test_sessions_of_a_lost_process_move_to_the_next_with_their_whole_history(ta
     worker.say(wire.Heartbeat([grant.lease_id]))
     talk.tick()
     assert sample_of(talk, told).agent_lease == 0
-    other = FakeAgents(talk, "a1")
-    other.join(capacity=100)
+    other = joined(FakeAgents(talk, "a1"), capacity=100)
     again = next(one for one in other.listen() if (one.group, one.index) == (told.group, told.index))
     rows = [(row.kind, row.start, row.tokens, bool(row.finish)) for row, _ in other.heard[again.lease_id]]
     assert rows == [(OBSERVATION, 0, 3, False), (CHUNK, 3, 4, True), (OBSERVATION, 7, 2, False), (CHUNK, 9, 1, False)]
@@ -107,8 +104,7 @@ def test_a_lost_session_that_may_not_be_replayed_is_a_counted_discard(converse):
     worker.chunk(grant, 3, 4)
     agents.say(wire.Goodbye())
     assert not talk.ledger.account.discarded, "nobody has to run it again yet"
-    other = FakeAgents(talk, "a1")
-    other.join(capacity=1000)
+    other = joined(FakeAgents(talk, "a1"), capacity=1000)
     groups = {one.group for one in other.listen()}
     assert silent.group in groups and told.group not in groups
     ledger = talk.ledger
@@ -143,8 +139,7 @@ def test_turns_between_the_two_connections_of_an_agents_process_are_sent(talk, w
 
 
 def test_the_broker_says_who_holds_a_session_and_whether_anybody_will(talk, worker, agents, told):
-    other = FakeAgents(talk, "a1")
-    other.join()
+    other = joined(FakeAgents(talk, "a1"))
 
     def whose(lease_id, group=told.group, index=told.index):
         other.say(wire.HolderRequest(group, index, lease_id))
@@ -224,9 +219,7 @@ def test_a_group_reward_sees_the_state_that_each_agent_has_left(converse):
     """The states also reach the group reward after a restart of the broker, and whether or not an agent has given a
     reward itself."""
     talk = converse(*AGENTS, "--reward.name", "group:tests.workers.x:y")
-    agents, worker = FakeAgents(talk), FakeWorker(talk)
-    agents.join(capacity=1000)
-    worker.join(capacity=1000)
+    agents, worker = joined(FakeAgents(talk), capacity=1000), joined(FakeWorker(talk), capacity=1000)
     told = [one for one in agents.listen() if not one.evaluation]
     told = [one for one in told if one.group == told[0].group]
     for one in told:
@@ -239,9 +232,7 @@ def test_a_group_reward_sees_the_state_that_each_agent_has_left(converse):
     assert agents.answers("rejects") == [(first, "bad closing: a state has at most 4096 bytes")]
     agents.report(closings=[wire.Closed(first, [], states[0])])
     talk.restart_broker()
-    agents, worker = FakeAgents(talk), FakeWorker(talk)
-    agents.join(1000, [second])
-    worker.join(capacity=1000)
+    agents, worker = joined(FakeAgents(talk), 1000, [second]), joined(FakeWorker(talk), capacity=1000)
     agents.report(closings=[wire.Scored(second, [1.0], [{}], [], states[1])])
     (grant,) = [grant for grant in worker.grants() if grant.scoring]
     assert msgspec.msgpack.decode(grant.state) == states
@@ -257,9 +248,7 @@ def test_an_agent_samples_nothing(talk, agents, told):
 
 
 def test_every_session_of_a_batch_reaches_the_learner_and_the_ledger_closes(talk, agents):
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    worker.join(capacity=1000)
-    learner.join()
+    worker, learner = joined(FakeWorker(talk), capacity=1000), joined(FakeLearner(talk))
     agents.say(wire.HolderCapacity(1000))
     sessions = {(told.group, told.index): told for told in agents.listen()}
     for told in sessions.values():

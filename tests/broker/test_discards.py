@@ -15,6 +15,7 @@ from tests.support.broker_conversation import (
     FakeWorker,
     damage,
     finish_evaluation,
+    joined,
     training,
 )
 
@@ -94,8 +95,7 @@ def test_unreadable_samples_of_a_discard_are_left_out(talk, worker, learner):
     talk.restart_broker()
     bad, *others = talk.service.history.discards.of_step(0)
     damage(talk, *next(chunk_refs_in(bad.chunks[0]))[:2])
-    again = FakeLearner(talk)
-    again.join()
+    again = joined(FakeLearner(talk))
     batch = again.fetch(0, samples=True)
     unread, *read = [head for head in batch[0].groups if head.discarded]
     assert unread.samples == [] and len(read) == len(others) and all(head.samples for head in read)
@@ -109,8 +109,7 @@ def test_no_discards_are_kept_beyond_the_limits_or_without_sample_logs(talk, wor
     assert talk.service.history.discards.of_step(0) == [] and talk.ledger.account.counts["zero_spread"] == 3
     monkeypatch.undo()
     other = converse(*OPTIONS, "--samples.every", "0", "--run.name", "other")
-    worker = FakeWorker(other)
-    worker.join()
+    worker = joined(FakeWorker(other))
     FakeLearner(other).join()
     assert to_first_batch(other, worker).service.history.discards.of_step(0) == []
 
@@ -118,9 +117,7 @@ def test_no_discards_are_kept_beyond_the_limits_or_without_sample_logs(talk, wor
 @pytest.mark.full
 def test_the_discarded_part_of_a_session_comes_with_its_offset(converse):
     talk = converse(*AGENTS)
-    worker, agents = FakeWorker(talk), FakeAgents(talk)
-    worker.join()
-    agents.join()
+    worker, agents = joined(FakeWorker(talk)), joined(FakeAgents(talk))
     told = next(told for told in agents.listen() if not told.evaluation)
     agents.say_to_policy(told.lease_id, 0, 3)
     (grant,) = worker.grants()
@@ -147,9 +144,8 @@ def test_the_discarded_part_of_a_session_comes_with_its_offset(converse):
 def test_a_dead_sample_of_a_trained_group_is_a_discard_of_its_own(converse):
     options = ["--schedule.min_group_size", "1", "--broker.attempts", "1"]
     talk = converse(*options)
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    worker.join()
-    learner.join()
+    worker = joined(FakeWorker(talk))
+    FakeLearner(talk).join()
     victim = finish_evaluation(worker)[0]
     worker.chunk(victim, 0, 5)
     worker.report(closings=[wire.GiveBack(victim.lease_id, 5, "generation_failed", "no")])

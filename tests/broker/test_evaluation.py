@@ -17,7 +17,7 @@ from april.broker.recovery import last_step
 from april.broker.telemetry.evaluation import describe, pass_at, sizes, summarise, wilson
 from april.config.stored import is_step
 from april.observe.report.run_folder import read_records, records_from
-from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, train, training
+from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, joined, train, training
 
 
 @pytest.mark.parametrize("samples", [1, 4, 6])
@@ -60,8 +60,7 @@ def test_prompts_that_lack_samples_count_where_they_have_enough():
 def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(converse):
     overrides = ["--evaluation.prompts", "2", "--evaluation.samples", "3"]
     talk = converse(*overrides)
-    worker = FakeWorker(talk)
-    worker.join(capacity=16)
+    worker = joined(FakeWorker(talk), capacity=16)
     grants = [grant for grant in worker.grants() if grant.evaluation]
     assert len(grants) == 6 and len({grant.seed for grant in grants}) == 6
     for turn, grant in enumerate(sorted(grants, key=lambda grant: (grant.group, grant.index))):
@@ -77,9 +76,7 @@ def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(conv
 
 def test_a_result_names_every_version_that_its_samples_were_drawn_under(converse):
     talk = converse("--evaluation.prompts", "2")
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    learner.join()
-    worker.join(capacity=16)
+    learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk), capacity=16)
     grants = worker.grants()
     early, late = [grant for grant in grants if grant.evaluation]
     worker.complete(early)
@@ -112,9 +109,7 @@ def test_an_evaluation_has_its_line_behind_its_sync_and_once(converse):
     talk.restart_broker()
     talk.service.recorder.metrics_file.write()
     assert evaluations(path) == [talk.ledger.evaluated[0]]
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    learner.join()
-    worker.join(capacity=16)
+    learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk), capacity=16)
     for step in range(6):
         train(talk, worker, learner, step)
         learner.durable(step + 1)
@@ -139,8 +134,7 @@ def evaluations(path):
 
 def test_of_a_recorded_evaluation_only_the_result_is_kept(converse):
     talk = converse("--evaluation.prompts", "2")
-    worker = FakeWorker(talk)
-    worker.join(capacity=16)
+    worker = joined(FakeWorker(talk), capacity=16)
     groups = [weakref.ref(group) for group in talk.ledger.evaluations[0]]
     gc.disable()
     try:

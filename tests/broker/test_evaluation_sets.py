@@ -11,7 +11,7 @@ from april.broker.telemetry.evaluation import describe_evaluation
 from april.broker.telemetry.sinks import evaluation_metrics
 from april.observe.report.run_folder import read_run
 from april.util.versions import RUN_FOLDER
-from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, train
+from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, joined, train
 
 SETS = """
 [evaluation]
@@ -65,8 +65,7 @@ def evaluation_grants(worker):
 
 def test_each_set_has_its_prompts_its_samples_and_its_verifier(load):
     talk = Conversation(load())
-    worker = FakeWorker(talk)
-    worker.join(capacity=64)
+    worker = joined(FakeWorker(talk), capacity=64)
     grants = evaluation_grants(worker)
     assert {number: len(of_set) for number, of_set in grants.items()} == {0: 2, 1: 6, 2: 1}
     drawn = {number: {(grant.temperature, grant.reward) for grant in of_set} for number, of_set in grants.items()}
@@ -77,8 +76,7 @@ def test_each_set_has_its_prompts_its_samples_and_its_verifier(load):
 
 def test_results_are_stored_by_name_and_survive_a_broker_that_dies_between_the_sets(load):
     talk = Conversation(load())
-    worker = FakeWorker(talk)
-    worker.join(capacity=64)
+    worker = joined(FakeWorker(talk), capacity=64)
     grants = evaluation_grants(worker)
     for grant in grants[0]:
         worker.complete(grant, reward=1.0)
@@ -87,8 +85,7 @@ def test_results_are_stored_by_name_and_survive_a_broker_that_dies_between_the_s
     assert not talk.ledger.evaluated
     talk.restart_broker()
     talk.tick(talk.config.broker.readopt_s + 1)
-    worker = FakeWorker(talk)
-    worker.join(capacity=64)
+    worker = joined(FakeWorker(talk), capacity=64)
     rest = evaluation_grants(worker)
     assert {number: len(of_set) for number, of_set in rest.items()} == {1: 2, 2: 1}
     for grant in rest[1] + rest[2]:
@@ -121,9 +118,7 @@ def evaluate(worker, accuracy):
 
 def test_the_best_weights_are_those_of_the_chosen_set_and_are_known_after_a_restart(load):
     talk = Conversation(load())
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    learner.join()
-    worker.join(capacity=64)
+    learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk), capacity=64)
     evaluate(worker, 1.0)
     assert answer(learner) == (-1, []), "the starting weights have no checkpoint"
     found = []
@@ -134,8 +129,7 @@ def test_the_best_weights_are_those_of_the_chosen_set_and_are_known_after_a_rest
         found.append(answer(learner))
     assert found == [(-1, [1]), (1, []), (1, [2]), (2, []), (2, [3]), (2, [])]
     talk.restart_broker()
-    learner = FakeLearner(talk)
-    learner.join(step=3)
+    learner = joined(FakeLearner(talk), step=3)
     assert answer(learner) == (2, [])
 
 
@@ -167,8 +161,7 @@ def test_invalid_sets_are_refused(load, sets, overrides, refusal):
 
 def test_a_report_has_each_set_by_name(load):
     talk = Conversation(load())
-    worker = FakeWorker(talk)
-    worker.join(capacity=64)
+    worker = joined(FakeWorker(talk), capacity=64)
     evaluate(worker, 0.5)
     talk.service._write_summary(talk.now)
     run_dir = talk.config.run_dir

@@ -10,7 +10,7 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.samples import GroupState
 from april.config import ConfigError, ScheduleSection
 from april.observe.report.run_folder import read_records
-from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker
+from tests.support.broker_conversation import Conversation, FakeLearner, FakeWorker, joined
 
 
 def group(*rewards, lengths=None):
@@ -48,9 +48,7 @@ def own_filters(tmp_path, monkeypatch):
 def talk_to(config_file, *overrides):
     config = configuration.load(config_file, ["--no-data.shuffle", *overrides])
     talk = Conversation(config.model_copy(update={"data": config.data.model_copy(update={"eval_path": None})}))
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    learner.join()
-    worker.join(capacity=100)
+    learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk), capacity=100)
     return talk, worker, learner
 
 

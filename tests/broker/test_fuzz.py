@@ -13,7 +13,7 @@ from april.wire import limits
 from tests.broker.arena import Arena
 from tests.broker.fuzz import fuzz, make_configs
 from tests.broker.fuzz_sockets import fuzz_sockets
-from tests.support.broker_conversation import FakeWorker, Peer
+from tests.support.broker_conversation import FakeWorker, Peer, joined
 
 
 @pytest.fixture
@@ -47,8 +47,7 @@ def test_hostile_messages_over_real_sockets_are_each_refused_with_a_sentence(con
 
 def test_a_run_takes_no_more_sessions_than_it_is_told(converse):
     talk = converse("--security.max_sessions", "2")
-    first = FakeWorker(talk, "w0")
-    first.join()
+    first = joined(FakeWorker(talk, "w0"))
     FakeWorker(talk, "w1").join()
     third = Peer(talk, "monitor", "m")
     third.say(wire.Hello("monitor", "m", "m-uid"))
@@ -59,8 +58,7 @@ def test_a_run_takes_no_more_sessions_than_it_is_told(converse):
 
 def test_a_worker_gets_no_more_leases_than_it_may_have_whatever_it_states(converse):
     talk = converse("--security.max_leases", "3")
-    worker = FakeWorker(talk)
-    worker.join(capacity=2**53)
+    worker = joined(FakeWorker(talk), capacity=2**53)
     assert len(worker.grants()) == 3
 
 

@@ -10,7 +10,7 @@ from april.broker.handlers import workers as worker_desk
 from april.broker.ledger.samples import TO_GENERATE
 from april.observe.report.run_folder import read_records
 from april.wire.message import Version
-from tests.support.broker_conversation import FakeLearner, FakeWorker
+from tests.support.broker_conversation import FakeLearner, FakeWorker, joined
 
 CONTINUOUS = ["--schedule.kind", "continuous", "--schedule.in_flight", "6", "--schedule.max_staleness", "1"]
 
@@ -43,8 +43,7 @@ def test_evaluation_has_its_share_of_the_slots_and_no_more_while_training_waits(
 
 
 def test_evaluation_takes_slots_that_would_stay_idle(talk):
-    worker = FakeWorker(talk)
-    worker.join(capacity=14)
+    worker = joined(FakeWorker(talk), capacity=14)
     assert counts(worker.grants()) == (8, 6)
 
 
@@ -88,17 +87,14 @@ def test_many_free_workers_are_filled_over_several_passes_each_with_its_sync(con
 
 def test_a_worker_with_old_weights_does_not_keep_others_waiting(converse):
     talk = converse("--evaluation.prompts", "1")
-    behind, learner = FakeWorker(talk, "behind"), FakeLearner(talk)
-    behind.join(capacity=50)
-    learner.join()
+    behind, learner = joined(FakeWorker(talk, "behind"), capacity=50), joined(FakeLearner(talk))
     work_until(behind, lambda: talk.ledger.steps.next == 1)
     assert learner.fetch(0)
     learner.consume(0)
     for lease_id in list(talk.ledger.leases):
         behind.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
     assert not samples(behind.grants()), "batch 1 is made with newer weights than it has"
-    ahead = FakeWorker(talk, "ahead")
-    ahead.join(step=1)
+    ahead = joined(FakeWorker(talk, "ahead"), step=1)
     assert samples(ahead.grants())
 
 
@@ -252,8 +248,7 @@ def test_a_run_without_rounds_comes_to_its_end(talk, worker, learner):
         worker.hold(step + 1)
         staleness.append(read_records(talk.config.run_dir / "metrics.jsonl")[-1]["staleness"]["max"])
     assert worker.take(wire.Abort), "what is unfinished at the last batch comes back"
-    for lease_id in list(talk.ledger.leases):
-        worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
+    worker.abort_all()
     work_until(worker, lambda: talk.service.run.over)
     assert talk.service.run.state == "finished" and max(staleness) <= 1 and talk.ledger.account.closed
     assert [entry["step"] for entry in talk.ledger.evaluated.values()] == [0, 3]
@@ -267,14 +262,11 @@ def test_a_run_may_go_on_under_another_schedule(talk, worker, learner, converse,
     talk.journal.close()
     again = converse(*other, "--schedule.max_staleness", "1")
     assert again.ledger.account.summary() == talk.ledger.account.summary()
-    worker, learner = FakeWorker(again), FakeLearner(again)
-    worker.join()
-    learner.join()
+    worker, learner = joined(FakeWorker(again)), joined(FakeLearner(again))
     for step in range(3):
         work_until(worker, lambda step=step: again.ledger.steps.next > step)
         assert learner.fetch(step)
         learner.consume(step)
-        for lease_id in list(again.ledger.leases):
-            worker.report(closings=[wire.GiveBack(lease_id, again.ledger.leases[lease_id].sample.length, "abort")])
+        worker.abort_all()
         worker.hold(step + 1)
     assert again.ledger.account.closed and not again.ledger.account.discarded

@@ -6,7 +6,7 @@ import weakref
 
 from april import wire
 from april.observe.report.run_folder import read_records
-from tests.support.broker_conversation import FakeLearner, make_batch
+from tests.support.broker_conversation import FakeLearner, joined, make_batch
 
 
 def test_n_complete_groups_make_a_batch_and_abort_the_rest(talk, worker, learner):
@@ -56,8 +56,7 @@ def test_a_learner_from_an_older_checkpoint_gets_the_same_deliveries_again(talk,
     batches = []
     for step in range(2):
         make_batch(worker)
-        for lease_id in list(talk.ledger.leases):
-            worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
+        worker.abort_all()
         batches.append(learner.fetch(step))
         learner.consume(step)
         if step == 0:
@@ -87,8 +86,7 @@ def test_a_replayed_step_with_another_loss_is_warned_of_and_counted(talk, worker
     learner.fetch(0)
     learner.consume(0)
     for loss, counted in [(0.5, (1, 0)), (0.5 + 1e-7, (2, 0)), (0.5001, (2, 1)), (math.nan, (2, 2))]:
-        again = FakeLearner(talk)
-        again.join(step=0)
+        again = joined(FakeLearner(talk), step=0)
         again.consume(0, loss=loss)
         assert talk.service.recorder.replays == dict(zip(("same", "different"), counted, strict=True))
     said = [record.getMessage() for record in caplog.records if "was replayed" in record.getMessage()]
@@ -142,8 +140,7 @@ def test_a_start_that_is_repeated_after_a_restart_opens_no_second_incarnation(ta
 
 def test_a_learner_that_was_replaced_is_refused_when_it_comes_back(talk, worker, learner):
     make_batch(worker)
-    successor = FakeLearner(talk)
-    successor.join(step=0)
+    successor = joined(FakeLearner(talk), step=0)
     learner.hello()
     for pending in (wire.Fetch(0), wire.Consumed(0, {}), wire.Durable(0, 0)):
         learner.say(pending)
@@ -159,8 +156,7 @@ def test_a_run_that_is_over_still_replays_what_a_restarted_learner_lacks(talk, w
     batch = learner.fetch(0)
     learner.consume(0)
     talk.service.stop("enough", "stopped", talk.now)
-    again = FakeLearner(talk)
-    again.join(step=0)
+    again = joined(FakeLearner(talk), step=0)
     assert again.fetch(0) == batch
     again.consume(0)
     assert again.fetch(1) is None and again.take(wire.Finished)
@@ -180,8 +176,7 @@ def test_what_a_checkpoint_holds_leaves_memory_without_a_garbage_collection(talk
 
 def test_the_next_batch_may_be_asked_for_while_another_is_trained(talk, worker, learner):
     make_batch(worker)
-    for lease_id in list(talk.ledger.leases):
-        worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
+    worker.abort_all()
     learner.fetch(0)
     learner.say(wire.Fetch(1))
     assert not learner.take(wire.Batch) and not learner.take(wire.Refused)
@@ -204,8 +199,7 @@ def test_a_batch_without_a_finite_loss_is_discarded_and_delivered_again_after_a_
     assert talk.ledger.account.closed and talk.ledger.steps.consumed == 1
     talk.restart_broker()
     assert talk.ledger.account.summary() == account
-    again = FakeLearner(talk)
-    again.join(step=0)
+    again = joined(FakeLearner(talk), step=0)
     assert talk.ledger.account.tokens["delivered"] == tokens and not talk.ledger.account.discarded["nonfinite"]
     assert talk.ledger.account.closed and again.fetch(0) == batch
     again.consume(0, "nonfinite")

@@ -7,7 +7,7 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.migration import PATIENCE_S, Migration, WorkerLoad
 from april.wire.message import Version
-from tests.support.broker_conversation import FakeWorker, training
+from tests.support.broker_conversation import FakeWorker, joined, training
 
 MIGRATE = ["--schedule.migrate", "--evaluation.prompts", "1"]
 
@@ -25,8 +25,7 @@ def busy(talk):
 
     Each token took 0.1 s for each running sample.
     """
-    worker = FakeWorker(talk)
-    worker.join(capacity=20)
+    worker = joined(FakeWorker(talk), capacity=20)
     for grant in (grants := worker.grants()):
         if grant.evaluation:
             worker.complete(grant)
@@ -49,8 +48,7 @@ def busy(talk):
 
 @pytest.fixture
 def idle(talk, busy):
-    worker = FakeWorker(talk, "w1")
-    worker.join()
+    worker = joined(FakeWorker(talk, "w1"))
     talk.tick(1.0)
     return worker
 

@@ -14,6 +14,7 @@ from tests.support.broker_conversation import (
     FakeWorker,
     chunk_arrays,
     finish_evaluation,
+    joined,
     observation,
     training,
 )
@@ -107,8 +108,7 @@ def test_a_malformed_observation_changes_nothing(talk, worker, ids, state, wrong
 
 def test_a_run_without_an_environment_refuses_observations(converse):
     talk = converse()
-    worker = FakeWorker(talk)
-    worker.join()
+    worker = joined(FakeWorker(talk))
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
     observe(worker, grant, 3, 2)
@@ -128,8 +128,7 @@ def test_a_resumed_grant_has_the_turn_and_the_state(talk, worker, restarted, beh
     if restarted:
         talk.restart_broker()
         talk.tick(11.0)
-    successor = FakeWorker(talk, "w0", uid="another-process")
-    successor.join()
+    successor = joined(FakeWorker(talk, "w0", uid="another-process"))
     again = next(g for g in successor.grants() if (g.group, g.index) == (grant.group, grant.index))
     assert (again.turns, again.turn_start, again.state) == (2, 7, b"two")
     assert np.concatenate(again.arrays[1:]).tolist() == chunk_arrays(0, 7 + behind)[0].tolist()
@@ -140,8 +139,7 @@ def test_an_observation_may_end_the_response_and_its_state_goes_to_the_scorer(ta
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 3)
     observe(worker, grant, 3, 2, state=b"end", finish_reason="stop")
-    successor = FakeWorker(talk, "w0", uid="another-process")
-    successor.join()
+    successor = joined(FakeWorker(talk, "w0", uid="another-process"))
     again = next(g for g in successor.grants() if (g.group, g.index) == (grant.group, grant.index))
     assert again.scoring and again.finish_reason == "stop" and again.state == b"end"
     successor.report(closings=[wire.Scored(again.lease_id, [1.0], [{}])])
@@ -164,8 +162,7 @@ def test_a_reward_of_a_group_gets_the_state_of_each_response(converse):
 
 
 def test_the_learner_gets_observations_outside_the_segments(talk, worker):
-    learner = FakeLearner(talk)
-    learner.join()
+    learner = joined(FakeLearner(talk))
     grants = finish_evaluation(worker)
     while talk.ledger.steps.next == 0:
         grant = grants.pop(0)
@@ -198,9 +195,7 @@ def test_a_failed_environment_is_a_failed_attempt_and_counted(talk, worker):
 def test_an_observation_that_ends_a_response_hands_it_over_to_a_scorer_with_its_state(converse):
     overrides = ["--reward.where", "scorer", "--evaluation.prompts", "1"]
     talk = converse(*(ENVIRONMENT + overrides))
-    worker, scorer = FakeWorker(talk), FakeScorer(talk)
-    worker.join()
-    scorer.join()
+    worker, scorer = joined(FakeWorker(talk)), joined(FakeScorer(talk))
     grant = training(worker.grants())[0]
     worker.chunk(grant, 0, 3)
     observe(worker, grant, 3, 2, state=b"end", finish_reason="stop")

@@ -5,7 +5,15 @@ import orjson
 import pytest
 
 from april import wire
-from tests.support.broker_conversation import FakeLearner, FakeWorker, Peer, finish_evaluation, make_batch, training
+from tests.support.broker_conversation import (
+    FakeLearner,
+    FakeWorker,
+    Peer,
+    finish_evaluation,
+    joined,
+    make_batch,
+    training,
+)
 
 
 @pytest.fixture
@@ -21,9 +29,7 @@ def operator(talk):
 @pytest.fixture
 def worker(talk):
     FakeLearner(talk).join()
-    worker = FakeWorker(talk)
-    worker.join()
-    return worker
+    return joined(FakeWorker(talk))
 
 
 def join_operator(talk):
@@ -102,8 +108,7 @@ def test_a_drained_broker_is_drained_when_it_comes_back(talk, operator, worker):
     drain(operator)
     talk.restart_broker()
     operator = join_operator(talk)
-    worker = FakeWorker(talk)
-    worker.join()
+    worker = joined(FakeWorker(talk))
     assert worker.grants() == []
     talk.tick(talk.config.broker.readopt_s)
     assert status(operator)["drain"] == "drained"
@@ -126,8 +131,7 @@ def test_a_delivered_batch_stays_and_is_trained_while_drained(talk, operator, wo
     for grant in make_batch(worker):
         worker.report(closings=[wire.GiveBack(grant.lease_id, 0, "abort")])
     drain(operator)
-    learner = FakeLearner(talk)
-    learner.join()
+    learner = joined(FakeLearner(talk))
     assert learner.fetch(0)
     learner.consume(0)
     worker.hold(1)

@@ -6,7 +6,7 @@ import pytest
 from april import wire
 from april.broker.ledger.events import RowsAccepted
 from april.wire.rows import ROW, pack_rows
-from tests.support.broker_conversation import FakeWorker, chunk, chunk_arrays, training
+from tests.support.broker_conversation import FakeWorker, chunk, chunk_arrays, joined, training
 
 
 @pytest.fixture
@@ -77,8 +77,7 @@ def test_a_report_ends_leases_behind_their_last_tokens(worker, leases):
 
 
 def test_a_prompt_travels_once_however_many_of_its_samples_are_granted(talk):
-    worker = FakeWorker(talk)
-    worker.join()
+    worker = joined(FakeWorker(talk))
     (received,) = worker.take(wire.Grants)
     grants, tasks = received.message.grants, received.message.tasks
     assert len({task.group for task in tasks}) == len(tasks) < len(grants)

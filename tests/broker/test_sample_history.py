@@ -2,7 +2,7 @@
 
 from april import wire
 from april.broker.journal.snapshot import freeze
-from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, training
+from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, joined, training
 
 
 def history(batch):
@@ -32,8 +32,7 @@ def test_spans_survive_a_kill_and_a_snapshot(talk, worker, learner):
     worker.chunk(first, 0, 5)
     worker.hold(0, capacity=1)
     worker.report(closings=[wire.GiveBack(first.lease_id, 5, "leave")])
-    other = FakeWorker(talk, "w1", uid="w1/0123")
-    other.join()
+    other = joined(FakeWorker(talk, "w1", uid="w1/0123"))
     other.waiting = training(other.grants())
     assert (first.group, first.index) in {(grant.group, grant.index) for grant in other.waiting}
     until_batch(talk, other, worker)

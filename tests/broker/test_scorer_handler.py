@@ -4,7 +4,7 @@ import pytest
 
 from april import wire
 from april.broker.ledger.samples import SampleState
-from tests.support.broker_conversation import FakeLearner, FakeScorer, FakeWorker, chunk_arrays, training
+from tests.support.broker_conversation import FakeLearner, FakeScorer, FakeWorker, chunk_arrays, joined, training
 
 
 @pytest.fixture
@@ -14,9 +14,7 @@ def talk(converse):
 
 @pytest.fixture
 def scorer(talk):
-    scorer = FakeScorer(talk)
-    scorer.join()
-    return scorer
+    return joined(FakeScorer(talk))
 
 
 def sample_of(talk, grant):
@@ -44,8 +42,7 @@ def test_the_lease_of_a_worker_ends_with_the_response_and_a_scorer_gets_another(
 
 
 def test_workers_get_nothing_to_score_and_scorers_nothing_to_generate(talk, worker):
-    scorer = FakeScorer(talk)
-    scorer.join()
+    scorer = joined(FakeScorer(talk))
     assert scorer.grants() == []
     scorer.say(wire.Goodbye())
     worker.chunk(training(worker.grants())[0], 0, 4, "stop")
@@ -64,8 +61,7 @@ def test_a_lost_scorer_s_responses_are_scored_by_another_with_all_their_tokens(t
     grant = training(worker.grants())[0]
     worker.chunk(grant, 0, 4, "stop")
     (first,) = scorer.grants()
-    other = FakeScorer(talk, "s1")
-    other.join()
+    other = joined(FakeScorer(talk, "s1"))
     talk.service.end_session(talk.service.peers.holder(scorer.uid), "cut off", talk.now)
     talk.tick()
     (second,) = other.grants()
@@ -91,9 +87,7 @@ def test_a_failed_score_is_tried_again_and_dead_in_the_end(talk, worker, scorer)
 
 
 def test_the_least_loaded_scorer_gets_the_next_response_up_to_its_capacity(talk, worker):
-    small, large = FakeScorer(talk, "s0"), FakeScorer(talk, "s1")
-    small.join(capacity=1)
-    large.join(capacity=4)
+    small, large = joined(FakeScorer(talk, "s0"), capacity=1), joined(FakeScorer(talk, "s1"), capacity=4)
     for grant in training(worker.grants())[:6]:
         worker.chunk(grant, 0, 2, "stop")
     assert len(small.grants()) == 1 and len(large.grants()) == 4
@@ -115,8 +109,7 @@ def test_a_restarted_broker_leaves_scorers_what_they_hold(talk, worker, scorer):
 
 
 def test_the_end_of_the_run_stops_scorers_and_the_broker_waits_for_them(talk, worker, scorer):
-    learner = FakeLearner(talk)
-    learner.join()
+    learner = joined(FakeLearner(talk))
     talk.service.stop("seen enough", "stopped", talk.now)
     talk.deliver()
     assert scorer.take(wire.Stop)
@@ -129,9 +122,7 @@ def test_the_end_of_the_run_stops_scorers_and_the_broker_waits_for_them(talk, wo
 
 def test_a_broker_whose_workers_score_gives_scorers_nothing(converse):
     talk = converse()
-    worker, scorer = FakeWorker(talk), FakeScorer(talk)
-    scorer.join()
-    worker.join()
+    scorer, worker = joined(FakeScorer(talk)), joined(FakeWorker(talk))
     grant, other = training(worker.grants())[:2]
     worker.chunk(grant, 0, 4, "stop")
     worker.report(closings=[wire.GiveBack(grant.lease_id, 4, "scoring_failed", "no such unit")])
@@ -179,8 +170,7 @@ def test_a_group_waits_until_it_is_whole_and_goes_to_one_scorer_as_one_lease(con
 
 def test_without_scorers_a_worker_scores_the_group(converse):
     talk = together(converse, "worker")
-    worker = FakeWorker(talk)
-    worker.join()
+    worker = joined(FakeWorker(talk))
     first, second = group_of(worker.grants())
     assert first.hand_over
     for grant in (first, second):

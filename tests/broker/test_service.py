@@ -20,6 +20,7 @@ from tests.support.broker_conversation import (
     FakeWorker,
     Peer,
     finish_evaluation,
+    joined,
     make_batch,
     training,
 )
@@ -48,8 +49,7 @@ def test_a_reconnected_peer_has_to_say_hello_before_it_is_heard(talk, worker):
 def test_session_ids_are_never_reused(talk, worker):
     before = [worker.session, *(FakeWorker(talk, f"early-{number}").hello().session for number in range(3))]
     talk.restart_broker()
-    other = FakeWorker(talk, "w1")
-    other.join()
+    other = joined(FakeWorker(talk, "w1"))
     assert other.session > max(before)
     worker.conversation.peers[b"w0"] = worker
     worker.say(wire.WorkerCapacity(Version(0, 0), 999))
@@ -93,8 +93,7 @@ def test_a_restarted_broker_remembers_everything_it_acknowledged(talk, worker, l
     worker = FakeWorker(talk)
     welcome = worker.join(step=0, leases=[aborted, 99])
     assert welcome.lost_lease_ids == [99] and welcome.watermark >= aborted
-    again = FakeLearner(talk)
-    again.join(step=0)
+    again = joined(FakeLearner(talk), step=0)
     assert again.fetch(0) == batch
 
 
@@ -208,8 +207,7 @@ def test_status_and_metrics_agree_with_the_ledger(talk, worker, learner, config_
 def test_a_broker_of_a_finished_run_waits_for_the_learner_that_has_yet_to_export_its_policy(talk):
     talk.service.stop("all steps are done", "finished", talk.now)
     assert not talk.service.everyone_left()
-    learner = FakeLearner(talk)
-    learner.join()
+    learner = joined(FakeLearner(talk))
     learner.say(wire.Goodbye())
     assert talk.service.everyone_left()
     talk.restart_broker()
@@ -221,8 +219,7 @@ def test_a_broker_of_a_finished_run_waits_for_the_learner_that_has_yet_to_export
 
 def test_absurd_counts_of_workers_do_not_break_the_status(talk):
     for number in range(3):
-        worker = FakeWorker(talk, f"w{number}")
-        worker.join()
+        worker = joined(FakeWorker(talk, f"w{number}"))
         worker.say(wire.Heartbeat([], 2**53))
         worker.say(wire.Goodbye())
     talk.service.recorder.unacknowledged_before = 2**64
@@ -244,8 +241,7 @@ def test_a_damaged_summary_does_not_keep_a_broker_from_starting(talk, worker, le
 def test_the_run_ends_when_its_steps_are_trained_and_the_last_evaluation_is_in(talk, worker, learner):
     for step in range(3):
         make_batch(worker)
-        for lease_id in list(talk.ledger.leases):
-            worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
+        worker.abort_all()
         assert learner.fetch(step)
         learner.consume(step)
         learner.say(wire.Fetch(step + 1))

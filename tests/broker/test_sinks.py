@@ -15,7 +15,7 @@ import pytest
 
 from april.broker.telemetry import SINKS
 from april.observe.report.run_folder import read_records
-from tests.support.broker_conversation import FakeLearner, FakeWorker, make_batch
+from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch
 
 ROOT = Path(__file__).parents[2]
 WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/accuracy"
@@ -119,9 +119,7 @@ def test_steps_and_evaluations_reach_the_tool_as_one_run(converse, request, tool
     options = ["--evaluation.prompts", "1", "--schedule.max_steps", "2", "--operations.sinks", f'["{tool}"]']
     talk = converse(*options)
     for step in range(2):
-        worker, learner = FakeWorker(talk), FakeLearner(talk)
-        worker.join(step)
-        learner.join(step)
+        worker, learner = joined(FakeWorker(talk), step), joined(FakeLearner(talk), step)
         make_batch(worker)
         learner.fetch(step)
         learner.consume(step, loss=0.5 + step)
@@ -158,9 +156,7 @@ def test_an_unreachable_service_is_dropped_and_the_run_continues(converse, monke
     options = ["--evaluation.prompts", "1", "--operations.sinks", '["wandb", "tensorboard"]']
     talk = converse(*options)
     talk.service.recorder.sinks._sinks["wandb"]._thread.join()
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    worker.join()
-    learner.join()
+    worker, learner = joined(FakeWorker(talk)), joined(FakeLearner(talk))
     make_batch(worker)
     learner.fetch(0)
     learner.consume(0)

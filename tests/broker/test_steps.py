@@ -5,7 +5,7 @@ import pytest
 
 from april import wire
 from april.broker.telemetry.recorder import Recorder
-from tests.support.broker_conversation import FakeLearner, FakeWorker, make_batch, metrics_lines, train
+from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch, metrics_lines, train
 
 MAX_STEPS = 8
 
@@ -31,9 +31,7 @@ def test_the_estimated_time_left_uses_steps_since_the_broker_started(talk, worke
     assert eta_s(talk) == 4.0 * (MAX_STEPS - 3)
     talk.now += 3600.0
     talk.restart_broker()
-    learner, worker = FakeLearner(talk), FakeWorker(talk)
-    learner.join(step=3)
-    worker.join(step=3)
+    learner, worker = joined(FakeLearner(talk), step=3), joined(FakeWorker(talk), step=3)
     for step in (3, 4):
         assert eta_s(talk) is None
         talk.tick(8.0)

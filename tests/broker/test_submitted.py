@@ -6,7 +6,7 @@ import pytest
 
 from april import wire
 from april.broker.journal.snapshot import live_positions
-from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, training
+from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, joined, training
 
 SUBMITTED = ["--data.source", "submitted", "--evaluation.prompts", "1", "--schedule.over_sampling_batch_size", "6"]
 
@@ -125,7 +125,6 @@ def test_a_submission_with_an_invalid_prompt_is_refused_as_a_whole(talk, learner
 
 
 def test_a_run_that_draws_from_files_takes_no_prompts(converse):
-    learner = FakeLearner(converse())
-    learner.join()
+    learner = joined(FakeLearner(converse()))
     assert submit(learner, 0, 1) == []
     assert "set data.source to 'submitted'" in learner.take(wire.Refused)[-1].message.reason

@@ -4,15 +4,13 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from april.observe.report.run_folder import read_records
-from tests.support.broker_conversation import FakeLearner, FakeWorker, make_batch
+from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch
 
 
 def test_steps_and_evaluations_become_scalars(converse):
     options = ["--evaluation.prompts", "1", "--operations.sinks", '["tensorboard"]']
     talk = converse(*options)
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    worker.join()
-    learner.join()
+    worker, learner = joined(FakeWorker(talk)), joined(FakeLearner(talk))
     make_batch(worker)
     learner.fetch(0)
     learner.consume(0, version_share_0=1.0)

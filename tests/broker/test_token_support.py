@@ -13,6 +13,7 @@ from tests.support.broker_conversation import (
     chunk,
     chunk_arrays,
     finish_evaluation,
+    joined,
     make_batch,
     observation,
     support_arrays,
@@ -40,8 +41,7 @@ def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_t
     worker.chunk(grant, 0, 3)
     worker.report([observation(grant.lease_id, 3, chunk_arrays(3, 2)[0])])
     talk.restart_broker()
-    worker = FakeWorker(talk, worker.name)
-    worker.join(leases=[grant.lease_id])
+    worker = joined(FakeWorker(talk, worker.name), leases=[grant.lease_id])
     worker.report(closings=[wire.GiveBack(grant.lease_id, 5, "leave")])
     mine = (grant.group, grant.index)
     granted = {(one.group, one.index): one for one in worker.grants()}
@@ -100,8 +100,7 @@ def test_only_training_tokens_of_a_cut_distribution_have_supports(converse):
     """Supports of evaluation tokens, and of tokens sampled from the whole distribution, are refused."""
     for overrides, evaluation, wrong in ((CUT, True, "no others do"), (CUT[-4:], False, "no more")):
         talk = converse("--run.name", f"run-{evaluation}", *overrides)
-        worker = FakeWorker(talk)
-        worker.join()
+        worker = joined(FakeWorker(talk))
         grant = next(grant for grant in worker.grants() if grant.evaluation == evaluation)
         ids, logprobs = chunk_arrays(0, 3)
         worker.report([chunk(grant.lease_id, 0, worker.version, [ids, logprobs, *support_arrays(ids)])])
@@ -118,9 +117,7 @@ def test_a_run_does_not_change_between_whole_and_cut(converse):
 
 def test_a_whole_distribution_costs_no_arrays(converse):
     talk = converse("--evaluation.prompts", "1")
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    worker.join()
-    learner.join()
+    worker, learner = joined(FakeWorker(talk)), joined(FakeLearner(talk))
     make_batch(worker)
     batch, arrays = learner.fetch(0)
     assert len(arrays) == sum(1 + 2 * len(group.samples) for group in batch.groups)

@@ -11,6 +11,7 @@ from tests.support.broker_conversation import (
     FakeWorker,
     chunk,
     finish_evaluation,
+    joined,
     make_batch,
     training,
 )
@@ -107,8 +108,7 @@ def test_the_budget_counts_what_was_acknowledged_before(talk, worker):
 
 def test_a_lease_is_its_holder_s_alone(talk, worker):
     grant = worker.grants()[0]
-    other = FakeWorker(talk, "w1")
-    other.join()
+    other = joined(FakeWorker(talk, "w1"))
     other.chunk(grant, 0, 3)
     assert "not current" in other.answers("rejects")[-1][1]
     assert talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"] == 0
@@ -141,8 +141,7 @@ def test_a_version_that_was_never_published_is_refused(talk, worker):
 
 
 def test_a_worker_without_room_gets_nothing(talk):
-    worker = FakeWorker(talk)
-    worker.join(capacity=0)
+    worker = joined(FakeWorker(talk), capacity=0)
     assert worker.grants() == []
 
 
@@ -165,16 +164,14 @@ def test_a_sample_that_came_in_several_chunks_goes_on_with_all_of_them(talk, wor
     for start, count in ((0, 3), (3, 1), (4, 2)):
         worker.chunk(grant, start, count)
     worker.say(wire.Goodbye())
-    other = FakeWorker(talk, "w1")
-    other.join()
+    other = joined(FakeWorker(talk, "w1"))
     resumed = {(g.group, g.index): g for g in other.grants()}[grant.group, grant.index]
     assert np.concatenate(resumed.arrays[1:]).tolist() == [2, 3, 4, 5, 6, 7]
 
 
 def test_a_restarted_worker_frees_its_predecessor_s_samples_at_once(talk, worker):
     held = {(grant.group, grant.index) for grant in worker.grants()}
-    successor = FakeWorker(talk, "w0", uid="another-process")
-    successor.join()
+    successor = joined(FakeWorker(talk, "w0", uid="another-process"))
     assert {(grant.group, grant.index) for grant in successor.grants()} == held
 
 
@@ -195,8 +192,7 @@ def test_a_predecessor_that_still_lives_is_told_to_stop(talk, worker):
 def test_what_was_generated_but_not_scored_is_only_scored_again(talk, worker):
     grant = finish_evaluation(worker)[0]
     worker.chunk(grant, 0, 5, "stop")
-    successor = FakeWorker(talk, "w0", uid="another-process")
-    successor.join()
+    successor = joined(FakeWorker(talk, "w0", uid="another-process"))
     again = next(g for g in successor.grants() if (g.group, g.index) == (grant.group, grant.index))
     assert again.scoring and again.finish_reason == "stop"
     assert [len(array) for array in again.arrays[1:]] == [5]
@@ -265,8 +261,7 @@ def test_an_older_version_than_the_lease_s_is_refused(talk, worker, learner):
     learner.fetch(0)
     learner.consume(0)
     worker.say(wire.Goodbye())
-    fresh = FakeWorker(talk, "w9")
-    fresh.join(step=1)
+    fresh = joined(FakeWorker(talk, "w9"), step=1)
     grant = training(fresh.grants())[0]
     fresh.chunk(grant, 24 - grant.max_new_tokens, 1, version=Version(0, 0))
     assert fresh.answers("rejects")
@@ -301,9 +296,7 @@ def test_a_session_whose_connections_are_gone_is_granted_nothing_more(talk, work
 
 def test_with_a_smaller_least_group_the_dead_sample_s_tokens_are_counted_apart(converse):
     talk = converse("--schedule.min_group_size", "1", "--broker.attempts", "1")
-    worker, learner = FakeWorker(talk), FakeLearner(talk)
-    worker.join()
-    learner.join()
+    worker, learner = joined(FakeWorker(talk)), joined(FakeLearner(talk))
     victim = finish_evaluation(worker)[0]
     worker.chunk(victim, 0, 5)
     worker.report(closings=[wire.GiveBack(victim.lease_id, 5, "generation_failed", "no")])

@@ -198,6 +198,12 @@ class FakeWorker(Holder):
         arrays = [*arrays, *support_arrays(arrays[0])] if cut else arrays
         return chunk(grant.lease_id, start, version or self.version, arrays, finish_reason)
 
+    def abort_all(self):
+        """Hand back every lease of the run as aborted."""
+        leases = self.conversation.ledger.leases
+        for lease_id, lease in list(leases.items()):
+            self.report(closings=[wire.GiveBack(lease_id, lease.sample.length, "abort")])
+
     def complete(self, grant, count=4, reward=1.0, **details):
         self.chunk(grant, 0, count, "stop")
         self.score(grant, reward, **details)
@@ -320,6 +326,12 @@ def fields(struct):
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
+def joined(peer, *arguments, **options):
+    """The peer, once it has joined."""
+    peer.join(*arguments, **options)
+    return peer
+
+
 def training(grants):
     return [grant for grant in grants if not grant.evaluation]
 
@@ -345,8 +357,7 @@ def make_batch(worker):
 
 def train(talk, worker, learner, step):
     make_batch(worker)
-    for lease_id in list(talk.ledger.leases):
-        worker.report(closings=[wire.GiveBack(lease_id, talk.ledger.leases[lease_id].sample.length, "abort")])
+    worker.abort_all()
     learner.fetch(step)
     learner.consume(step)
     worker.hold(step + 1)
