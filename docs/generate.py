@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 from april import wire
 from april.broker.alarms.alarm import ALARMS
 from april.broker.ledger.events import AnyEvent
-from april.broker.views.metrics import METRICS, SYNC_BUCKETS_S, Exporter, Histogram, MetricsSnapshot
+from april.broker.views.metrics import METRICS, Exporter, Histogram, histogram_family
 from april.config import Config, SourceSection, known_keys
 from april.config.data import EvaluationSetSection
 from april.config.loading import FLAGS
@@ -172,11 +172,11 @@ def metrics_page() -> str:
 
 
 def metrics_of_the_exporter() -> list[tuple[str, str, str]]:
-    """(name, kind, meaning) of the metrics that it adds to a snapshot without any series."""
+    """(name, kind, meaning) of the metrics that it adds to those of `METRICS`."""
     exporter = Exporter("127.0.0.1", 0, stuck_after_s=1.0)
     try:
-        exporter.snapshot = MetricsSnapshot(None, {}, Histogram((0,) * (len(SYNC_BUCKETS_S) + 1), 0.0))
-        return [(family.name, family.type, family.documentation) for family in exporter.collect()]
+        families = [*exporter.collect(), histogram_family(Histogram())]
+        return [(family.name, family.type, family.documentation) for family in families]
     finally:
         exporter.close()
 

@@ -22,8 +22,8 @@ from april.broker.journal.journal import Journal
 from april.broker.peers import Outgoing
 from april.broker.prompts import PromptBook, open_prompts
 from april.broker.service import Service
-from april.broker.views.metrics import Exporter, MetricsReader, MetricsSnapshot, SyncTimes
-from april.broker.views.status import health_snapshot
+from april.broker.views.metrics import Exporter, Histogram, MetricsSnapshot
+from april.broker.views.status import RunStatus, read_status
 from april.config import Config, is_loopback
 from april.util import clock, resources
 from april.util.files import replace_file
@@ -121,7 +121,8 @@ class Server:
             self._release()
             raise
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._metrics_reader, self._sync_times = MetricsReader(), SyncTimes()
+        self._syncs = Histogram()
+        """Durations of the journal's syncs since the broker started."""
         self._leave_s = max(LEAVE_S, config.learner.load_s)
         self._signal = ""
         self._trimmer = HeapTrimmer()
@@ -183,7 +184,7 @@ class Server:
             while over_since is None or clock.now() - over_since < self._leave_s:
                 self.serve_once()
                 if self.steps_aside:
-                    why = self.service.run.read_only or ("drained" if self.service.ledger.draining else "synced")
+                    why = self.service.run.read_only or ("drained" if self.service.ledger.rounds.draining else "synced")
                     return log.info("told to leave by %s, %s: peers wait for the next broker", self._signal, why)
                 if self.service.everyone_left():
                     break
@@ -204,7 +205,7 @@ class Server:
         """Whether the broker exits without ending the run, which another broker continues from the journal: after a
         signal to step aside, or a signal to exit while drained or read-only."""
         run = self.service.run
-        aside = self._signal == STEP_ASIDE.name or self.service.ledger.draining
+        aside = self._signal == STEP_ASIDE.name or self.service.ledger.rounds.draining
         return bool(self._signal and (run.read_only or (aside and not run.over)))
 
     def serve_once(self) -> None:
@@ -221,7 +222,7 @@ class Server:
         if self.service.run.read_only and clock.now() >= self._retry_at:
             self._recover()
         if self.exporter:
-            self.exporter.passed(clock.now(), self._read_metrics)
+            self.exporter.passed(clock.now(), self._take_snapshot)
         self._trimmer.trim_if_due()
 
     def _wait(self, timeout_ms: int) -> None:
@@ -257,16 +258,14 @@ class Server:
         """Wait for the running sync to end, and send the answers that it covers."""
         if self.journal.syncing:
             self.journal.finish_sync()
-            self._sync_times.observe(self.journal.sync_s)
+            self._syncs = self._syncs.add(self.journal.sync_s)
             self.service.synced(self._in_sync)
         unsent, self._unsent = self._unsent, []
         self._send(unsent)
 
-    def _read_metrics(self) -> MetricsSnapshot:
-        outbox_messages = sum(len(outbox) for outbox in self._outboxes.values())
-        now = clock.now()
-        series = self._metrics_reader.read(self.service.context, outbox_messages, now)
-        return MetricsSnapshot(health_snapshot(self.service.context, now), series, self._sync_times.histogram())
+    def _take_snapshot(self, before: RunStatus | None) -> MetricsSnapshot:
+        run = read_status(self.service.context, clock.now(), bottleneck=False)
+        return MetricsSnapshot(run, before, sum(map(len, self._outboxes.values())), self._syncs)
 
     def _fail(self, error: JournalError | OSError) -> None:
         """Become read-only after a disk error: acknowledge nothing, answer status requests, and wait for disk space."""
@@ -296,7 +295,7 @@ class Server:
             self.service.begin(clock.now())
             if self._ended:
                 self.service.stop(*self._ended, clock.now())
-            log.warning("the journal can be written again; going on as start %d", self.service.ledger.starts)
+            log.warning("the journal can be written again; going on as start %d", self.service.ledger.serials.starts)
 
     def _drain(self) -> bool:
         """Handle messages for up to `DRAIN_S`, and send the immediate answers; True if no message is left."""

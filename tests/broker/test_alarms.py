@@ -11,8 +11,6 @@ from april import wire
 from april.broker.alarms.alarm import ALARMS, Alarms
 from april.broker.alarms.operation import EngineGapAlarm
 from april.broker.telemetry.sinks import step_metrics
-from april.broker.views.metrics import MetricsReader
-from april.broker.views.status import status
 from april.learner.diagnostics import is_repetitive
 from april.observe.dashboard.steps import Steps
 from april.observe.report.facts import alarms as reported
@@ -49,7 +47,7 @@ def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_t
     assert step_metrics(lines(talk)[-1])["alarms/nothing_trained"] == 1, "to every sink"
     assert told in reported(RunFolder(talk.config.run_dir, "", {}, lines(talk), {})), "in table and report"
     console = Console(width=1000, file=StringIO())
-    console.print(render_live(status(talk.service.context, talk.now)))
+    console.print(render_live(talk.status()))
     assert told in console.file.getvalue(), "in `april status`"
     shown = Steps(talk.config.run_dir)
     shown.follow(60.0)
@@ -93,9 +91,8 @@ def test_an_engine_gap_raises_an_alarm_that_names_the_worker(talk, worker, learn
     )
     assert lines(talk)[2]["engine_gaps"]["w0"] == {"step": 1, "age": 1, "tokens": 200, "mean": 9.0, "largest": 90.0}
     assert not [name for line in lines(talk) for name in line["learner"] if name.startswith("engine_gap")]
-    context = talk.service.context
-    assert status(context, talk.now)["workers"][0]["gap"]["mean"] == 0.01
-    series = MetricsReader().read(context, 0, talk.now)
+    assert talk.status()["workers"][0]["gap"]["mean"] == 0.01
+    series = talk.metrics()
     assert series["april_alarms"] == {(name,): name == "engine_gap" for name in ALARMS.shipped}
     assert series["april_engine_gap_nats"]["my_w", "mean"] == 0.09 and series["april_engine_gap_age_steps"]["w0",] == 0
 
@@ -121,7 +118,7 @@ def test_what_takes_ten_times_as_long_as_usual_raises_an_alarm(talk, worker, lea
     def status_when_it_has_been_there(seconds):
         learner.say(wire.Heartbeat(loop_position="a micro-batch", loop_elapsed_s=seconds, loop_usual_s=3.0))
         talk.tick(1.0)
-        return status(talk.service.context, talk.now)
+        return talk.status()
 
     assert status_when_it_has_been_there(28.0)["alarms"] == []
     told = status_when_it_has_been_there(70.0)

@@ -4,13 +4,12 @@ sentence about it."""
 import pytest
 
 from april import wire
-from april.broker.views.status import status
 from april.observe.report.timeline import waiting_for
 from tests.support.broker_conversation import FakeWorker, training
 
 
 def look(talk):
-    return status(talk.service.context, talk.now)
+    return talk.status()
 
 
 def test_the_bottleneck_shows_missing_groups_and_who_has_their_stragglers(talk, worker, learner):
@@ -26,7 +25,7 @@ def test_the_bottleneck_shows_missing_groups_and_who_has_their_stragglers(talk, 
     assert standing["groups"][0]["group"] == first[0].group
     assert (straggler["tokens"], straggler["with"], straggler["state"]) == (3, "w0", "leased")
     assert straggler["for_s"] >= 7.0
-    assert standing["queue"]["training"]["leased"] == talk.ledger.generating
+    assert standing["queue"]["training"]["leased"] == talk.ledger.leases.generating
     batch = standing["batch"]
     assert batch["ready"] + batch["missing"] == batch["needed"] == said["groups_needed"]
     (does,) = [one["does"] for one in said["workers"]]
@@ -54,9 +53,9 @@ def test_idle_slots_have_a_cause(talk, learner):
     worker.hold(0, capacity=100)
     talk.tick()
     assert look(talk)["workers"][0]["does"]["why"] == "nothing to hand out"
-    talk.ledger.next_step = 1
+    talk.ledger.steps.next = 1
     assert look(talk)["workers"][0]["does"]["why"] == "barrier"
-    talk.ledger.consumed = 1
+    talk.ledger.steps.consumed = 1
     assert look(talk)["workers"][0]["does"]["why"] == "weights"
     talk.ledger.start_drain()
     assert look(talk)["workers"][0]["does"]["why"] == "drain"

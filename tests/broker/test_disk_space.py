@@ -4,7 +4,6 @@ import pytest
 
 from april import config as configuration
 from april.broker.journal.files import JournalError
-from april.broker.views.metrics import MetricsReader
 from tests.support.broker_conversation import FakeLearner
 from tests.support.filling_journal import SETTINGS, Run
 
@@ -34,10 +33,10 @@ def test_a_snapshot_that_cannot_be_written_costs_neither_space_nor_the_restart(r
     run.train(segments=2)
     assert run.snapshots() == snapshots
     assert int(run.segments()[0].stem) >= snapshots[0], "what lies below both was given back all the same"
-    assert MetricsReader().read(run.service.context, 0, run.now)["april_snapshots_failed_total"][()] > 0
-    account, step = run.ledger.account(), run.ledger.consumed
+    assert run.metrics()["april_snapshots_failed_total"][()] > 0
+    account, step = run.ledger.account.summary(), run.ledger.steps.consumed
     run.restart_broker()
-    assert run.ledger.account() == account
+    assert run.ledger.account.summary() == account
     run.join(step)
     in_the_way.rmdir()
     run.train(segments=4)

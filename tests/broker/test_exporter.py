@@ -1,15 +1,14 @@
 """The HTTP endpoints /metrics and /health: of a real broker process, and of an exporter in each condition that a broker
 can be in."""
 
-import dataclasses
-
+import msgspec
 import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from april import config as configuration
-from april.broker.views.metrics import SYNC_BUCKETS_S, Exporter, MetricsSnapshot, SyncTimes
-from april.broker.views.status import HealthSnapshot
+from april.broker.views.metrics import SYNC_BUCKETS_S, Exporter, Histogram, MetricsSnapshot, histogram_family
+from april.broker.views.status import RunStatus
 from april.util import clock
 from tests.support.http_get import get
 from tests.support.page_client import Client, Worker
@@ -94,9 +93,11 @@ def test_http_none_serves_nothing(config_file):
 
 # --- health in every condition ------------------------------------------------------------------------------
 
-WORKING = HealthSnapshot(
-    run="small", state="running", phase="generating", step=3, over="", read_only="", workers=2, learner_silent_s=0.2
-)
+WORKING = {
+    "run": "small", "state": "running", "phase": "generating", "step": 3, "over": "", "read_only": "",
+    "workers": ["w0", "w1"], "learner_silent_s": 0.2,
+}  # fmt: skip
+UNKNOWN = RunStatus(**dict.fromkeys(RunStatus.__struct_fields__))
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +116,9 @@ def exporter(serving):
 
 def show(exporter, now=None, **changes):
     """Let the broker's loop pass at time `now` in the condition given by `changes`; returns the answer of /health."""
-    snapshot = MetricsSnapshot(dataclasses.replace(WORKING, **changes), {}, SyncTimes().histogram())
+    snapshot = MetricsSnapshot(msgspec.structs.replace(UNKNOWN, **WORKING | changes))
     exporter._next_snapshot = 0.0
-    exporter.passed(clock.now() if now is None else now, lambda: snapshot)
+    exporter.passed(clock.now() if now is None else now, lambda _: snapshot)
     return health(exporter.address)
 
 
@@ -136,9 +137,9 @@ def test_before_its_first_pass_a_broker_is_starting():
         ({"phase": "handing out"}, "they have no room"),
         ({"phase": "draining"}, "leases are still coming back"),
         ({"phase": "drained"}, "april drain --end"),
-        ({"phase": "drained", "learner_silent_s": None, "workers": 0}, "april drain --end"),
+        ({"phase": "drained", "learner_silent_s": None, "workers": []}, "april drain --end"),
         ({"learner_silent_s": None}, "no learner is connected"),
-        ({"workers": 0, "phase": "waiting for weights"}, "no worker is connected"),
+        ({"workers": [], "phase": "waiting for weights"}, "no worker is connected"),
         ({"phase": "finished", "state": "finished", "over": "all steps are done"}, "the run is over"),
     ],
 )
@@ -171,12 +172,12 @@ def test_a_stalled_loop_is_reported_by_the_http_thread(exporter, monkeypatch):
 # --- figures ------------------------------------------------------------------------------------------------
 
 
-def test_sync_times_are_a_cumulative_histogram(exporter):
-    times = SyncTimes()
+def test_sync_times_are_a_cumulative_histogram():
+    times = Histogram()
     for seconds in (0.0001, 0.0005, 0.003, 99.0):
-        times.observe(seconds)
-    exporter.passed(clock.now(), lambda: MetricsSnapshot(WORKING, {}, times.histogram()))
-    found = scrape(exporter.address)
-    counts = [found["april_journal_sync_seconds_bucket", bound] for bound in (*map(str, SYNC_BUCKETS_S), "+Inf")]
-    assert counts[0] == 2 and counts[-2] == 3 and counts[-1] == 4 and counts == sorted(counts)
-    assert found["april_journal_sync_seconds_sum",] == pytest.approx(99.0036)
+        times = times.add(seconds)
+    *buckets, count, total = histogram_family(times).samples
+    assert [bucket.labels["le"] for bucket in buckets] == [*map(str, SYNC_BUCKETS_S), "+Inf"]
+    counts = [bucket.value for bucket in buckets]
+    assert counts[0] == 2 and counts[-2] == 3 and counts[-1] == count.value == 4 and counts == sorted(counts)
+    assert total.value == pytest.approx(99.0036)

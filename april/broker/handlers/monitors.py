@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -12,7 +13,7 @@ from april.broker.context import BrokerContext, MessageTable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.dead_letters import DeadLetter
 from april.broker.peers import Peer
-from april.broker.views.status import status
+from april.broker.views.status import read_status
 from april.util.files import replace_file
 from april.util.logs import Failures
 from april.wire import limits
@@ -37,7 +38,7 @@ class MonitorHandler:
         self._logged_deaths = context.ledger.dead_letters.total
 
     def on_status_request(self, peer: Peer, received: wire.Received, now: float) -> None:
-        self._answer_json(peer, received, wire.Status(), status(self.context, now))
+        self._answer_json(peer, received, wire.Status(), read_status(self.context, now))
 
     def on_stop_run(self, peer: Peer, received: wire.Received, now: float) -> None:
         self._stop(limits.clip(received.message.reason), received.message.state, now)
@@ -46,11 +47,11 @@ class MonitorHandler:
     def on_drain(self, peer: Peer, received: wire.Received, now: float) -> None:
         if self._refuses(peer, received):
             return
-        if received.message.on and not self.ledger.draining:
+        if received.message.on and not self.ledger.rounds.draining:
             self.ledger.start_drain()
             self._abort(now)
             log.info("drained for maintenance by %s: nothing is handed out", peer.name)
-        elif not received.message.on and self.ledger.draining:
+        elif not received.message.on and self.ledger.rounds.draining:
             self.ledger.end_drain()
             log.info("the drain is ended by %s", peer.name)
         self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
@@ -111,11 +112,11 @@ class MonitorHandler:
 
     # --- answers --------------------------------------------------------------------------------------------
 
-    def _answer_json(self, peer: Peer, received: wire.Received, answer: wire.Message, content: dict) -> None:
+    def _answer_json(self, peer: Peer, received: wire.Received, answer: wire.Message, content: Any) -> None:
         if not self.peers.has_credit(peer, self.context.credit_bytes):
             reason = "answers beyond 'broker.credit_mb' are unread; read them, and say so in a heartbeat"
             return self.peers.refuse("unread", reason, peer.data_route, peer.id, received.sequence)
-        data = np.frombuffer(orjson.dumps(content), np.uint8)
+        data = np.frombuffer(msgspec.json.encode(content), np.uint8)
         self.peers.send(peer, answer, [data], received.sequence)
 
     def _refuses(self, peer: Peer, received: wire.Received) -> bool:

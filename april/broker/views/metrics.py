@@ -1,284 +1,357 @@
-"""Prometheus metrics of a broker: their definitions, a reader of their values, and the HTTP server of /metrics and
-/health."""
+"""What a broker serves over HTTP: its Prometheus metrics at /metrics and its health at /health, both made from the
+newest `RunStatus`."""
 
 import bisect
 import socketserver
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from april.broker.context import BrokerContext
 from april.broker.telemetry.evaluation import sets_of
-from april.broker.views.status import HealthSnapshot, judge_health
+from april.broker.views.status import USES, RunStatus
 from april.util import clock
+
+SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class Histogram(NamedTuple):
+    counts: tuple[int, ...] = (0,) * (len(SYNC_BUCKETS_S) + 1)
+    """Number of observations in each bucket of SYNC_BUCKETS_S, and last of those above all buckets."""
+    sum_s: float = 0.0
+    """Sum of all observations in seconds."""
+
+    def add(self, seconds: float) -> "Histogram":
+        """The histogram with one more observation, such as the duration of a sync of the journal."""
+        counts = list(self.counts)
+        counts[bisect.bisect_left(SYNC_BUCKETS_S, seconds)] += 1
+        return Histogram(tuple(counts), self.sum_s + seconds)
+
+
+class MetricsSnapshot(NamedTuple):
+    """What the metrics are made from."""
+
+    run: RunStatus
+    before: RunStatus | None = None
+    """The status of the snapshot before, about a second older."""
+    outbox_messages: int = 0
+    """Messages queued for peers that do not read at present."""
+    syncs: Histogram = Histogram()
+    """Durations of the journal's syncs since the broker started."""
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
 
 Series = dict[tuple[str, ...], float]
 """Values of one metric, by the values of its labels."""
-
-USES = ("training", "evaluation")
-SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+Values = float | Mapping[str, float] | Mapping[tuple[str, str], float] | None
+"""Values of a metric without labels, with one label or with two; None while it has none."""
 
 
 @dataclass(frozen=True)
 class MetricSpec:
     kind: Literal["gauge", "counter"]
     help: str
-    labels: tuple[str, ...] = ()
+    read: Callable[[MetricsSnapshot], Values]
+    labels: tuple[str, ...]
+
+    def series(self, snapshot: MetricsSnapshot) -> Series | None:
+        values = self.read(snapshot)
+        if values is None:
+            return None
+        if not isinstance(values, Mapping):
+            return {(): values}
+        return {key if isinstance(key, tuple) else (key,): value for key, value in values.items()}
 
 
-METRICS = {
-    "april_broker_starts": MetricSpec("gauge", "Starts of the broker in this run; a rise is a restart"),
-    "april_steps": MetricSpec(
-        "gauge",
+def of_status(
+    kind: Literal["gauge", "counter"], help: str, read: Callable[[RunStatus], Values], *labels: str
+) -> MetricSpec:
+    """A metric whose values come from the run's status."""
+    return MetricSpec(kind, help, lambda snapshot: read(snapshot.run), labels)
+
+
+gauge, counter = partial(of_status, "gauge"), partial(of_status, "counter")
+
+METRICS: dict[str, MetricSpec] = {
+    "april_broker_starts": gauge(
+        "Starts of the broker in this run; a rise is a restart", lambda run: run.starts["broker"]
+    ),
+    "april_steps": gauge(
         "Batches delivered, consumed by the learner, in its newest checkpoint, and wanted in the run",
-        ("kind",),
+        lambda run: {"delivered": run.delivered, "consumed": run.step, "durable": run.durable, "wanted": run.max_steps},
+        "kind",
     ),
-    "april_round": MetricSpec("gauge", "The current round, from 0"),
-    "april_samples": MetricSpec("gauge", "Samples of open groups by state", ("use", "state")),
-    "april_groups": MetricSpec("gauge", "Training groups that are open, ready or delivered", ("state",)),
-    "april_oldest_waiting_seconds": MetricSpec(
-        "gauge", "Seconds since the oldest group with a waiting sample was opened"
+    "april_round": gauge("The current round, from 0", lambda run: run.round),
+    "april_samples": gauge(
+        "Samples of open groups by state",
+        lambda run: {(use, state): count for use in USES for state, count in getattr(run.queues, use).items()},
+        "use",
+        "state",
     ),
-    "april_oldest_waiting_steps": MetricSpec("gauge", "Age of the oldest waiting sample's group in policy steps"),
-    "april_oldest_ready_steps": MetricSpec("gauge", "Age of the oldest complete group in policy steps"),
-    "april_leases": MetricSpec("gauge", "Leases by what they are for: training, evaluation, or scoring only", ("use",)),
-    "april_longest_lease_seconds": MetricSpec(
-        "gauge", "Seconds since the oldest lease was granted, or the broker started"
+    "april_groups": gauge("Training groups that are open, ready or delivered", lambda run: run.groups, "state"),
+    "april_oldest_waiting_seconds": gauge(
+        "Seconds since the oldest group with a waiting sample was opened", lambda run: run.queues.oldest_waiting_s
     ),
-    "april_chunks_accepted_total": MetricSpec("counter", "Chunks on disk since the broker started", ("use",)),
-    "april_tokens_accepted_total": MetricSpec(
-        "counter", "Tokens of the chunks on disk since the broker started", ("use",)
+    "april_oldest_waiting_steps": gauge(
+        "Age of the oldest waiting sample's group in policy steps", lambda run: run.queues.oldest_waiting_steps
     ),
-    "april_tokens_resumed_total": MetricSpec(
-        "counter",
+    "april_oldest_ready_steps": gauge(
+        "Age of the oldest complete group in policy steps", lambda run: run.queues.oldest_ready_steps
+    ),
+    "april_leases": gauge(
+        "Leases by what they are for: training, evaluation, or scoring only",
+        lambda run: {
+            "training": run.leased,
+            "evaluation": run.evaluating,
+            "scoring": run.leases - run.leased - run.evaluating,
+        },
+        "use",
+    ),
+    "april_longest_lease_seconds": gauge(
+        "Seconds since the oldest lease was granted, or the broker started", lambda run: run.queues.longest_lease_s
+    ),
+    "april_chunks_accepted_total": counter(
+        "Chunks on disk since the broker started", lambda run: run.accepted["chunks"], "use"
+    ),
+    "april_tokens_accepted_total": counter(
+        "Tokens of the chunks on disk since the broker started", lambda run: run.accepted["tokens"], "use"
+    ),
+    "april_tokens_resumed_total": counter(
         "Prefixes leased again: to the worker that handed them back under the same weights (cached, where its engine "
         "has a prefix cache), or moved",
-        ("prefix",),
+        lambda run: run.resumed,
+        "prefix",
     ),
-    "april_samples_moved_total": MetricSpec(
-        "counter", "Stragglers asked back for a worker with room, and moved there, since the broker started", ("what",)
+    "april_samples_moved_total": counter(
+        "Stragglers asked back for a worker with room, and moved there, since the broker started",
+        lambda run: run.moves,
+        "what",
     ),
-    "april_tokens": MetricSpec(
-        "gauge", "Generated training tokens by where they are now, without the discarded ones", ("place",)
+    "april_tokens": gauge(
+        "Generated training tokens by where they are now, without the discarded ones",
+        lambda run: {place: run.tokens[place] for place in ("trained", "delivered", "ready", "open")},
+        "place",
     ),
-    "april_tokens_discarded_total": MetricSpec("counter", "Training tokens discarded", ("reason",)),
-    "april_groups_discarded_total": MetricSpec("counter", "Training groups discarded", ("reason",)),
-    "april_tokens_lost_total": MetricSpec(
-        "counter", "Tokens that engines sampled and that were never acknowledged, or were refused", ("why",)
+    "april_tokens_discarded_total": counter("Training tokens discarded", lambda run: run.tokens["discarded"], "reason"),
+    "april_groups_discarded_total": counter("Training groups discarded", lambda run: run.groups_discarded, "reason"),
+    "april_tokens_lost_total": counter(
+        "Tokens that engines sampled and that were never acknowledged, or were refused",
+        lambda run: {"unacknowledged": run.tokens["emitted_unacked"], "refused": run.tokens["refused"]},
+        "why",
     ),
-    "april_ledger_closed": MetricSpec("gauge", "1 while generated = trained + delivered + ready + open + discarded"),
-    "april_journal_bytes": MetricSpec("gauge", "Size of the journal on disk"),
-    "april_journal_failed": MetricSpec("gauge", "1 while the journal cannot be written and the broker is read only"),
-    "april_snapshots_failed_total": MetricSpec(
-        "counter", "Snapshots that could not be written; each makes a restart read one more journal file"
+    "april_ledger_closed": gauge(
+        "1 while generated = trained + delivered + ready + open + discarded", lambda run: run.ledger_closed
     ),
-    "april_staleness_steps": MetricSpec(
-        "gauge", "Age in policy steps of the tokens of the newest trained batch, and its bound", ("kind",)
+    "april_journal_bytes": gauge("Size of the journal on disk", lambda run: run.journal_bytes),
+    "april_journal_failed": gauge(
+        "1 while the journal cannot be written and the broker is read only", lambda run: bool(run.read_only)
     ),
-    "april_length_drift": MetricSpec(
-        "gauge",
+    "april_snapshots_failed_total": counter(
+        "Snapshots that could not be written; each makes a restart read one more journal file",
+        lambda run: run.failed_snapshots,
+    ),
+    "april_staleness_steps": gauge(
+        "Age in policy steps of the tokens of the newest trained batch, and its bound",
+        lambda run: (
+            {"bound": run.max_staleness}
+            | ({kind: run.staleness[kind] for kind in ("mean", "max")} if run.reward is not None else {})
+        ),
+        "kind",
+    ),
+    "april_length_drift": gauge(
         "Kolmogorov-Smirnov distance between recently trained and recently created lengths, and the band of chance",
-        ("kind",),
+        lambda run: run.length_drift and {kind: run.length_drift[kind] for kind in ("distance", "band")},
+        "kind",
     ),
-    "april_length_alarm": MetricSpec(
-        "gauge", "1 while the distance is outside the band of chance: training lengths are biased"
+    "april_length_alarm": gauge(
+        "1 while the distance is outside the band of chance: training lengths are biased",
+        lambda run: run.length_drift and run.length_drift["alarm"],
     ),
-    "april_alarms": MetricSpec(
-        "gauge", "1 if the newest step raised the alarm, or its condition holds now", ("alarm",)
+    "april_alarms": gauge(
+        "1 if the newest step raised the alarm, or its condition holds now",
+        lambda run: dict.fromkeys(run.alarm_names, 0) | {alarm["name"]: 1 for alarm in (*run.step_alarms, *run.alarms)},
+        "alarm",
     ),
-    "april_engine_gap_nats": MetricSpec(
-        "gauge",
+    "april_engine_gap_nats": gauge(
         "Difference between the learner's and a worker's log-probabilities, of its newest tokens in the newest batch",
-        ("worker", "kind"),
+        lambda run: {
+            (worker, kind): gap[kind]
+            for worker, gap in run.engine_gaps.items()
+            for kind in ("mean", "largest")
+            if gap[kind] is not None
+        },
+        "worker",
+        "kind",
     ),
-    "april_engine_gap_age_steps": MetricSpec(
-        "gauge",
+    "april_engine_gap_age_steps": gauge(
         "Age in policy steps of the tokens behind april_engine_gap_nats; above 0 the policy has changed since",
+        lambda run: {worker: gap["age"] for worker, gap in run.engine_gaps.items()},
+        "worker",
+    ),
+    "april_reward": gauge("Mean reward of the newest trained batch", lambda run: run.reward),
+    "april_replayed_steps_total": counter(
+        "Steps trained again after a restart, by whether the loss equals the logged one",
+        lambda run: run.replays,
+        "loss",
+    ),
+    "april_evaluation_accuracy": gauge(
+        "Accuracy of the newest evaluation", lambda run: newest_evaluation(run).get("accuracy")
+    ),
+    "april_evaluation_set_accuracy": gauge(
+        "Accuracy of the newest evaluation, by set of held-out prompts",
+        lambda run: {
+            name: scored["accuracy"]
+            for name, scored in sets_of(newest_evaluation(run)).items()
+            if scored.get("accuracy") is not None
+        },
+        "set",
+    ),
+    "april_evaluation_step": gauge(
+        "Policy step of the newest evaluation", lambda run: newest_evaluation(run).get("step")
+    ),
+    "april_sessions": gauge("Peers that are connected", lambda run: run.sessions, "role"),
+    "april_worker_leases": gauge(
+        "Samples that a worker generates", lambda run: {worker.name: worker.leased for worker in run.workers}, "worker"
+    ),
+    "april_worker_capacity": gauge(
+        "Samples that a worker takes at once",
+        lambda run: {worker.name: worker.capacity for worker in run.workers},
+        "worker",
+    ),
+    "april_worker_tokens_per_second": MetricSpec(
+        "gauge",
+        "Tokens acknowledged per second, since the last reading about a second ago",
+        lambda snapshot: acknowledged_per_second(snapshot.run, snapshot.before),
         ("worker",),
     ),
-    "april_reward": MetricSpec("gauge", "Mean reward of the newest trained batch"),
-    "april_replayed_steps_total": MetricSpec(
-        "counter", "Steps trained again after a restart, by whether the loss equals the logged one", ("loss",)
+    "april_worker_policy_step": gauge(
+        "Policy step of the weights that a worker samples from",
+        lambda run: {worker.name: worker.policy_step for worker in run.workers if worker.policy_step is not None},
+        "worker",
     ),
-    "april_evaluation_accuracy": MetricSpec("gauge", "Accuracy of the newest evaluation"),
-    "april_evaluation_set_accuracy": MetricSpec(
-        "gauge", "Accuracy of the newest evaluation, by set of held-out prompts", ("set",)
+    "april_scorer_leases": gauge(
+        "Responses, or whole groups, that a scorer scores",
+        lambda run: {scorer.name: scorer.leased for scorer in run.scorers},
+        "scorer",
     ),
-    "april_evaluation_step": MetricSpec("gauge", "Policy step of the newest evaluation"),
-    "april_sessions": MetricSpec("gauge", "Peers that are connected", ("role",)),
-    "april_worker_leases": MetricSpec("gauge", "Samples that a worker generates", ("worker",)),
-    "april_worker_capacity": MetricSpec("gauge", "Samples that a worker takes at once", ("worker",)),
-    "april_worker_tokens_per_second": MetricSpec(
-        "gauge", "Tokens acknowledged per second, since the last reading about a second ago", ("worker",)
+    "april_scorer_capacity": gauge(
+        "Leases that a scorer takes at once",
+        lambda run: {scorer.name: scorer.capacity for scorer in run.scorers},
+        "scorer",
     ),
-    "april_worker_policy_step": MetricSpec(
-        "gauge", "Policy step of the weights that a worker samples from", ("worker",)
+    "april_refusals_total": counter("Messages that were not accepted", lambda run: run.refusals, "cause"),
+    "april_failed_handshakes_total": counter(
+        "Connections refused in the CURVE handshake", lambda run: run.failed_handshakes, "cause"
     ),
-    "april_scorer_leases": MetricSpec("gauge", "Responses, or whole groups, that a scorer scores", ("scorer",)),
-    "april_scorer_capacity": MetricSpec("gauge", "Leases that a scorer takes at once", ("scorer",)),
-    "april_refusals_total": MetricSpec("counter", "Messages that were not accepted", ("cause",)),
-    "april_failed_handshakes_total": MetricSpec("counter", "Connections refused in the CURVE handshake", ("cause",)),
-    "april_outbox_messages": MetricSpec("gauge", "Messages queued for peers that do not read at present"),
-    "april_environment_failures_total": MetricSpec("counter", "Turns that an environment failed to answer"),
-    "april_dead_letters_total": MetricSpec("counter", "Samples that failed for good, after their last attempt"),
-    "april_dead_letters": MetricSpec(
-        "gauge", "Groups of dead letters that can be re-queued, or wait to be drawn again", ("state",)
+    "april_outbox_messages": MetricSpec(
+        "gauge",
+        "Messages queued for peers that do not read at present",
+        lambda snapshot: snapshot.outbox_messages,
+        (),
     ),
-    "april_sinks_failed_total": MetricSpec(
-        "counter", "Metrics sinks that raised an exception and were dropped", ("sink",)
+    "april_environment_failures_total": counter(
+        "Turns that an environment failed to answer", lambda run: run.environment_failures
     ),
-    "april_drained": MetricSpec("gauge", "0 in operation, 1 while draining, 2 when nothing is leased any more"),
+    "april_dead_letters_total": counter(
+        "Samples that failed for good, after their last attempt", lambda run: run.dead_letters["total"]
+    ),
+    "april_dead_letters": gauge(
+        "Groups of dead letters that can be re-queued, or wait to be drawn again",
+        lambda run: {state: run.dead_letters[state] for state in ("to_requeue", "waiting")},
+        "state",
+    ),
+    "april_sinks_failed_total": counter(
+        "Metrics sinks that raised an exception and were dropped",
+        lambda run: dict.fromkeys(run.failed_sinks, 1),
+        "sink",
+    ),
+    "april_drained": gauge(
+        "0 in operation, 1 while draining, 2 when nothing is leased any more",
+        lambda run: bool(run.drain) + bool(run.drain and not run.leases),
+    ),
 }
 """Metrics by name. The exporter adds two more: the histogram april_journal_sync_seconds and
 april_last_pass_age_seconds."""
 
 
-@dataclass(frozen=True)
-class Histogram:
-    counts: tuple[int, ...]
-    """Number of observations in each bucket of SYNC_BUCKETS_S, and last of those above all buckets."""
-    sum_s: float
-    """Sum of all observations in seconds."""
+def series(snapshot: MetricsSnapshot) -> dict[str, Series]:
+    """The values of all metrics that have any, by name."""
+    found = ((name, spec.series(snapshot)) for name, spec in METRICS.items())
+    return {name: values for name, values in found if values is not None}
 
 
-class SyncTimes:
-    """Durations of the journal's syncs since the broker started."""
-
-    def __init__(self):
-        self._counts = [0] * (len(SYNC_BUCKETS_S) + 1)
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect.bisect_left(SYNC_BUCKETS_S, seconds)] += 1
-        self._sum_s += seconds
-
-    def histogram(self) -> Histogram:
-        return Histogram(tuple(self._counts), self._sum_s)
+def newest_evaluation(run: RunStatus) -> dict[str, Any]:
+    """Result of the evaluation at the latest step; empty before the first."""
+    return max(run.evaluation, key=lambda result: result["step"], default={})
 
 
-class MetricsReader:
-    """Reads a broker's metrics. Results are never changed afterwards, so that other threads may read them."""
-
-    def __init__(self):
-        self._acknowledged: dict[str, int] = {}
-        """Number of acknowledged tokens by worker uid at the last read."""
-        self._read_at = 0.0
-
-    def read(self, context: BrokerContext, outbox_messages: int, now: float) -> dict[str, Series]:
-        ledger, queues, letters = context.ledger, context.queue_scanner.latest, context.ledger.dead_letters
-        evaluating = sum(count for (_, evaluation), count in ledger.load.items() if evaluation)
-        generating = ledger.generating
-        account, acknowledged = context.recorder.account(ledger), context.recorder.acknowledged
-        step = context.recorder.steps.get(ledger.consumed - 1, {})
-        discarded = {reason: ledger.counts[reason] for reason in ledger.discarded}
-        series: dict[str, Series] = {
-            "april_broker_starts": single(ledger.starts),
-            "april_steps": by_name(
-                delivered=ledger.next_step,
-                consumed=ledger.consumed,
-                durable=ledger.durable,
-                wanted=context.config.schedule.max_steps,
-            ),
-            "april_round": single(ledger.round),
-            "april_samples": {
-                **{("training", state): count for state, count in queues.training.items()},
-                **{("evaluation", state): count for state, count in queues.evaluation.items()},
-            },
-            "april_groups": {(state,): ledger.counts[state] for state in ("open", "ready", "delivered")},
-            "april_oldest_waiting_seconds": single(queues.oldest_waiting_s),
-            "april_oldest_waiting_steps": single(queues.oldest_waiting_steps),
-            "april_oldest_ready_steps": single(queues.oldest_ready_steps),
-            "april_leases": by_name(
-                training=generating, evaluation=evaluating, scoring=len(ledger.leases) - generating - evaluating
-            ),
-            "april_longest_lease_seconds": single(queues.longest_lease_s),
-            "april_chunks_accepted_total": {(use,): acknowledged.get(("chunks", use), 0) for use in USES},
-            "april_tokens_accepted_total": {(use,): acknowledged.get(("tokens", use), 0) for use in USES},
-            "april_tokens_resumed_total": by_name(cached=ledger.resumed["cached"], moved=ledger.resumed["moved"]),
-            "april_samples_moved_total": {(phase,): context.recorder.moves[phase] for phase in ("asked", "done")},
-            "april_tokens": by_name(**{name: account[name] for name in ("trained", "delivered", "ready", "open")}),
-            "april_tokens_discarded_total": by_name(**account["discarded"]),
-            "april_groups_discarded_total": by_name(**discarded),
-            "april_tokens_lost_total": by_name(unacknowledged=account["emitted_unacked"], refused=account["refused"]),
-            "april_ledger_closed": single(ledger.closed),
-            "april_journal_bytes": single(context.journal.bytes_on_disk),
-            "april_journal_failed": single(bool(context.run.read_only)),
-            "april_snapshots_failed_total": single(context.snapshots.failures),
-            "april_staleness_steps": by_name(bound=ledger.rules.max_staleness),
-            "april_replayed_steps_total": by_name(**context.recorder.replays),
-            "april_sessions": by_name(**Counter(peer.role for peer in context.peers.by_id.values())),
-            "april_refusals_total": by_name(**context.peers.refusals),
-            "april_failed_handshakes_total": by_name(**context.failed_handshakes),
-            "april_outbox_messages": single(outbox_messages),
-            "april_environment_failures_total": single(context.recorder.environment["failed"]),
-            "april_dead_letters_total": single(letters.total),
-            "april_dead_letters": by_name(to_requeue=len(letters.discarded_groups()), waiting=len(letters.requeued)),
-            "april_sinks_failed_total": {(name,): 1 for name in context.recorder.sinks.failed},
-            "april_drained": single(ledger.draining + (ledger.draining and not ledger.leases)),
-        }
-        if step:
-            series["april_reward"] = single(step["reward"])
-            series["april_staleness_steps"] |= by_name(mean=step["staleness"]["mean"], max=step["staleness"]["max"])
-            alarms, gaps = context.recorder.alarms, step.get("engine_gaps", {})
-            raised = {alarm["name"] for alarm in (*step.get("alarms", ()), *alarms.raised)}
-            series["april_alarms"] = {(name,): name in raised for name in alarms.names}
-            series["april_engine_gap_nats"] = {
-                (worker, kind): gap[kind] for worker, gap in gaps.items() for kind in ("mean", "largest")
-            }
-            series["april_engine_gap_age_steps"] = {(worker,): gap["age"] for worker, gap in gaps.items()}
-            if drift := step["lengths"].get("drift"):
-                series["april_length_drift"] = by_name(distance=drift["distance"], band=drift["band"])
-                series["april_length_alarm"] = single(drift["alarm"])
-        if ledger.evaluated:
-            newest = ledger.evaluated[max(ledger.evaluated)]
-            series["april_evaluation_step"] = single(newest["step"])
-            series["april_evaluation_set_accuracy"] = {
-                (name,): scored["accuracy"]
-                for name, scored in sets_of(newest).items()
-                if scored["accuracy"] is not None
-            }
-            if newest["accuracy"] is not None:
-                series["april_evaluation_accuracy"] = single(newest["accuracy"])
-        return series | self._workers(context, now)
-
-    def _workers(self, context: BrokerContext, now: float) -> dict[str, Series]:
-        ledger, workers, scorers = context.ledger, context.peers.workers(), context.peers.scorers()
-        acknowledged = {peer.uid: context.peers.tallies[peer.uid].acknowledged for peer in workers}
-        since_s, before = now - self._read_at, self._acknowledged
-        self._acknowledged, self._read_at = acknowledged, now
-        return {
-            "april_worker_leases": {
-                (peer.name,): ledger.load[peer.uid, False] + ledger.load[peer.uid, True] for peer in workers
-            },
-            "april_worker_capacity": {(peer.name,): peer.capacity for peer in workers},
-            "april_worker_tokens_per_second": {
-                (peer.name,): (acknowledged[peer.uid] - before[peer.uid]) / since_s
-                for peer in workers
-                if peer.uid in before
-            },
-            "april_worker_policy_step": {(peer.name,): peer.version.step for peer in workers if peer.version},
-            "april_scorer_leases": {(peer.name,): len(ledger.held.get(peer.uid, ())) for peer in scorers},
-            "april_scorer_capacity": {(peer.name,): peer.capacity for peer in scorers},
-        }
+def acknowledged_per_second(run: RunStatus, before: RunStatus | None) -> dict[str, float]:
+    """Tokens acknowledged per second between two statuses, by name of the workers that are in both."""
+    known = {worker.uid: worker.acknowledged for worker in before.workers} if before else {}
+    return {
+        worker.name: (worker.acknowledged - known[worker.uid]) / (run.at - before.at)
+        for worker in run.workers
+        if before and worker.uid in known
+    }
 
 
-def single(value: float) -> Series:
-    """The single value of a metric without labels, as a series."""
-    return {(): value}
+# --- health -----------------------------------------------------------------------------------------------------------
 
 
-def by_name(**values: float) -> Series:
-    """Values of a metric with one label, by the label's value, as a series."""
-    return {(name,): value for name, value in values.items()}
+PAUSE_REASONS = {
+    "waiting for weights": "no worker holds weights that it may sample from; the learner has to publish them",
+    "handing out": "nothing is leased, though workers have weights; if that lasts, they have no room",
+    "training": "the learner has the next batch to train; generation goes on when its weights arrive",
+    "scoring": "everything that was generated waits for its score",
+    "draining": "drained by an operator: leases are still coming back",
+    "drained": "drained by an operator: nothing is handed out until `april drain --end`",
+    "finished": "the run is over; workers and learner are leaving",
+}
+
+
+def judge_health(run: RunStatus, pass_age_s: float, stuck_after_s: float) -> tuple[bool, dict[str, Any]]:
+    """Judge the broker's health: (healthy, body of /health). `pass_age_s`: seconds since the last pass of the broker's
+    loop."""
+    if pass_age_s > stuck_after_s:
+        problem = (
+            f"the broker's loop has not come round for {pass_age_s:.0f} s; its disk may hang, or it may be stopped"
+        )
+    else:
+        problem = run.read_only or (f"the run has failed: {run.over}" if run.state == "failed" else "")
+    return not problem, {
+        "status": "failing" if problem else "ok",
+        "reason": problem or pause_reason(run),
+        "run": run.run,
+        "state": run.state,
+        "phase": run.phase,
+        "step": run.step,
+        "workers": len(run.workers),
+        "learner_silent_s": run.learner_silent_s,
+        "last_pass_age_s": round(pass_age_s, 1),
+    }
+
+
+def pause_reason(run: RunStatus) -> str:
+    """Reason for which nothing is generated or scored at the moment; empty if generation goes on."""
+    if run.phase in ("draining", "drained", "finished"):
+        return PAUSE_REASONS[run.phase]
+    if run.learner_silent_s is None:
+        return "no learner is connected; generation goes on as far as the staleness bound permits"
+    if not run.workers:
+        return "no worker is connected"
+    if run.lacks_scorers:
+        return "no scorer is connected; responses wait for their scores"
+    return PAUSE_REASONS.get(run.phase, "")
 
 
 # --- HTTP server ------------------------------------------------------------------------------------------------------
@@ -291,21 +364,12 @@ CLIENT_TIMEOUT_S = 10.0
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 
-@dataclass(frozen=True)
-class MetricsSnapshot:
-    """Metrics and health of the broker at one moment; immutable."""
-
-    health: HealthSnapshot
-    series: dict[str, Series]
-    syncs: Histogram
-
-
 class Exporter:
     """HTTP server of /metrics and /health, owned by the broker's loop; the server's threads only read `snapshot` and
     `passed_at`.
 
     exporter = Exporter("127.0.0.1", 0, stuck_after_s=30.0)     # OSError: the address cannot be used
-    exporter.passed(now, read_snapshot)                         # once a pass of the loop
+    exporter.passed(now, take_snapshot)                         # once a pass of the loop
     """
 
     def __init__(self, host: str, port: int, stuck_after_s: float):
@@ -319,11 +383,12 @@ class Exporter:
         self.address = f"http://{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="http", daemon=True).start()
 
-    def passed(self, now: float, read_snapshot: Callable[[], MetricsSnapshot]) -> None:
-        """Record the time of a pass of the broker's loop, and take a metrics snapshot if one is due."""
+    def passed(self, now: float, take_snapshot: Callable[[RunStatus | None], MetricsSnapshot]) -> None:
+        """Record the time of a pass of the broker's loop, and take a metrics snapshot if one is due: `take_snapshot` is
+        called with the status in the last one."""
         self.passed_at = now
         if now >= self._next_snapshot:
-            self.snapshot = read_snapshot()
+            self.snapshot = take_snapshot(self.snapshot and self.snapshot.run)
             self._next_snapshot = now + SNAPSHOT_S
 
     def close(self) -> None:
@@ -342,7 +407,7 @@ class Exporter:
         snapshot = self.snapshot
         if snapshot is None:
             return 503, {"status": "starting", "reason": "the broker has not come round for the first time"}
-        healthy, body = judge_health(snapshot.health, self.pass_age_s, self.stuck_after_s)
+        healthy, body = judge_health(snapshot.run, self.pass_age_s, self.stuck_after_s)
         return (200 if healthy else 503), body
 
     def collect(self) -> Iterator[Metric]:
@@ -353,10 +418,10 @@ class Exporter:
         snapshot = self.snapshot
         if snapshot is None:
             return
-        for name, series in snapshot.series.items():
+        for name, values in series(snapshot).items():
             spec = METRICS[name]
             family = FAMILIES[spec.kind](name, spec.help, labels=spec.labels)
-            for labels, value in series.items():
+            for labels, value in values.items():
                 family.add_metric(labels, value)
             yield family
         yield histogram_family(snapshot.syncs)

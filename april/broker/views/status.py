@@ -1,94 +1,249 @@
-"""The status of a run, the dictionary that `april status`, the live view and the dashboard read; and the health of its
-broker, which /health answers."""
+"""How a run stands: one struct, `RunStatus`, read from the broker's components at one moment.
 
-import dataclasses
+As JSON it is the answer to `april status`, the live view and the dashboard; /metrics and /health are made from it in
+`metrics.py`.
+"""
+
+import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from april import wire
 from april.broker.context import BrokerContext
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import GroupState, SampleState
+from april.broker.ledger.samples import ENDED, Group, GroupState, Lease, Sample, SampleState
 from april.broker.peers import Peer
-from april.broker.views.bottleneck import Bottleneck, slot_usage
+from april.broker.telemetry.census import QueueSnapshot
+from april.broker.telemetry.recorder import discarded_groups
+
+USES = ("training", "evaluation")
 
 
-def status(context: BrokerContext, now: float) -> dict[str, Any]:
-    ledger, schedule = context.ledger, context.config.schedule
-    last = context.recorder.newest
-    return {
-        "run": context.config.run.name,
-        "state": context.run.state,
-        "read_only": context.run.read_only,
-        "step": ledger.consumed,
-        "max_steps": schedule.max_steps,
-        "round": ledger.round,
-        "groups_complete": len(ledger.ready) if ledger.round_open else schedule.rollout_batch_size,
-        "groups_needed": schedule.rollout_batch_size,
-        "groups_open": ledger.counts[GroupState.OPEN],
-        "partials_waiting": ledger.open_samples.count(SampleState.PARTIAL),
-        "leased": ledger.generating,
-        "phase": phase(context),
-        "elapsed_s": round(now - context.started_at, 1),
-        "eta_s": eta_s(context.recorder.step_times, schedule.max_steps - ledger.consumed),
-        "reward": last.get("reward"),
-        "rollout_tokens_per_s": last.get("rollout_tokens_per_s", 0.0),
-        "staleness": last.get("staleness", {"mean": 0.0, "max": 0}),
-        "evaluation": list(ledger.evaluated.values()),
-        "workers": [
-            {
-                "name": peer.name,
-                "version": str(peer.version) if peer.version else "loading",
-                "slots": max(0, peer.capacity - context.config.worker.prefetch),
-                "leased": ledger.load[peer.uid, False] + ledger.load[peer.uid, True],
-                "tokens_per_s": round(peer.tokens_per_s(now), 1),
-                "gap": last.get("engine_gaps", {}).get(peer.name),
-                "does": slot_usage(context, peer),
-                "loop": loop_state(peer, now),
-            }
-            for peer in sorted(context.peers.workers(), key=lambda peer: peer.name)
+class HolderStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A connected process that holds leases: a scorer, or one with agents."""
+
+    name: str
+    capacity: int
+    """Most leases that it holds at once."""
+    leased: int
+    """Leases that it holds; of a worker only those to generate."""
+
+
+class WorkerStatus(HolderStatus, frozen=True, kw_only=True):
+    """A connected worker."""
+
+    uid: str
+    version: str
+    """Policy version of its weights; "loading" before the first."""
+    policy_step: int | None
+    slots: int
+    """Samples that it generates at once: its capacity without the samples that it prefetches."""
+    tokens_per_s: float
+    """Tokens accepted from it per second, in the last seconds."""
+    acknowledged: int
+    """Tokens that it has been told to be on disk."""
+    gap: dict[str, float] | None
+    """Its entry of `RunStatus.engine_gaps`."""
+    does: dict[str, Any] | None
+    """Use of its slots, as `slot_usage` describes it; None in a status without the bottleneck."""
+    loop: dict[str, Any] | None
+    """Position of its main loop, as `loop_state` describes it."""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run stands at one moment. It is not changed afterwards, so that other threads may read it."""
+
+    at: float
+    """Time at which it was read, Unix seconds."""
+    run: str
+    state: str
+    over: str
+    read_only: str
+    phase: str
+    """What the run does, in a few words."""
+    starts: dict[str, int]
+    elapsed_s: float
+    """Seconds since the broker started."""
+    eta_s: float | None
+    """Estimated seconds for the remaining steps."""
+
+    step: int
+    """Steps that the learner has consumed."""
+    max_steps: int
+    delivered: int
+    """Batches handed to the learner."""
+    durable: int
+    """Steps in the learner's newest checkpoint."""
+    replays: dict[str, int]
+    reward: float | None
+    """Mean reward of the newest recorded step; None before the first."""
+    rollout_tokens_per_s: float
+    staleness: dict[str, Any]
+    """Staleness of the newest step's tokens, in steps."""
+    max_staleness: int
+    length_drift: dict[str, Any] | None
+    engine_gaps: dict[str, dict[str, float]]
+    """Figures on how far a worker's log-probabilities are from the learner's, by worker, in the newest step."""
+    evaluation: list[dict[str, Any]]
+
+    round: int
+    groups_complete: int
+    groups_needed: int
+    groups_open: int
+    groups: dict[str, int]
+    """Number of training groups that are open, ready and delivered."""
+    groups_discarded: dict[str, int]
+    partials_waiting: int
+    leases: int
+    leased: int
+    """Leases to generate training samples."""
+    evaluating: int
+    """Leases to generate evaluation samples."""
+    resumed: dict[str, int]
+    moves: dict[str, int]
+    drain: str
+    queues: QueueSnapshot
+    dead_letters: dict[str, int]
+    data: dict[str, int]
+
+    tokens: dict[str, Any]
+    ledger_closed: bool
+    accepted: dict[str, dict[str, int]]
+    """Chunks and tokens on disk since the broker started, training and evaluation apart."""
+    journal_bytes: int
+    failed_snapshots: int
+    failed_sinks: list[str]
+
+    workers: list[WorkerStatus]
+    scorers: list[HolderStatus]
+    lacks_scorers: bool
+    """Whether scorers are needed and none is connected."""
+    agents: list[HolderStatus]
+    sessions: dict[str, int]
+    learner_silent_s: float | None
+    """Seconds since the learner's last message (the learner sends one every second); None without a learner."""
+    learner_loop: dict[str, Any] | None
+    refusals: dict[str, int]
+    failures: dict[str, dict[str, Any]]
+    failed_handshakes: dict[str, int]
+    environment_failures: int
+
+    alarms: list[dict[str, str]]
+    """Alarms whose condition holds now."""
+    step_alarms: list[dict[str, str]]
+    """Alarms that the newest step raised."""
+    alarm_names: list[str]
+    standing: dict[str, Any] | None
+    """The bottleneck, as `Bottleneck` describes it; None in a status without it."""
+
+
+def read_status(context: BrokerContext, now: float, bottleneck: bool = True) -> RunStatus:
+    """Read how a run stands. `bottleneck`: also look for what delays the next batch, which takes time in proportion to
+    the open groups."""
+    ledger, recorder, schedule = context.ledger, context.recorder, context.config.schedule
+    peers, letters, last = context.peers, ledger.dead_letters, recorder.newest
+    engine_gaps, learner = last.get("engine_gaps", {}), peers.learner()
+    return RunStatus(
+        at=now,
+        run=context.config.run.name,
+        state=context.run.state,
+        over=context.run.over,
+        read_only=context.run.read_only,
+        phase=phase(context),
+        starts={"broker": ledger.serials.starts, "learner": ledger.learner.incarnation + 1},
+        elapsed_s=round(now - context.started_at, 1),
+        eta_s=eta_s(recorder.step_times, schedule.max_steps - ledger.steps.consumed),
+        step=ledger.steps.consumed,
+        max_steps=schedule.max_steps,
+        delivered=ledger.steps.next,
+        durable=ledger.steps.durable,
+        replays=dict(recorder.replays),
+        reward=last.get("reward"),
+        rollout_tokens_per_s=last.get("rollout_tokens_per_s", 0.0),
+        staleness=last.get("staleness", {"mean": 0.0, "max": 0}),
+        max_staleness=ledger.rules.max_staleness,
+        length_drift=last.get("lengths", {}).get("drift"),
+        engine_gaps=engine_gaps,
+        evaluation=list(ledger.evaluated.values()),
+        round=ledger.rounds.number,
+        groups_complete=len(ledger.ready) if ledger.rounds.open else schedule.rollout_batch_size,
+        groups_needed=schedule.rollout_batch_size,
+        groups_open=ledger.account.counts[GroupState.OPEN],
+        groups={state: ledger.account.counts[state] for state in ("open", "ready", "delivered")},
+        groups_discarded=discarded_groups(ledger),
+        partials_waiting=ledger.open_samples.count(SampleState.PARTIAL),
+        leases=len(ledger.leases),
+        leased=ledger.leases.generating,
+        evaluating=evaluating(ledger),
+        resumed={kind: ledger.account.resumed[kind] for kind in ("cached", "moved")},
+        moves={kind: recorder.moves[kind] for kind in ("asked", "done")},
+        drain=drain_state(ledger),
+        queues=context.queue_scanner.latest,
+        dead_letters={
+            "total": letters.total,
+            "to_requeue": len(letters.discarded_groups()),
+            "waiting": len(letters.requeued),
+        },
+        data=context.prompts.counts(),
+        tokens=recorder.account(ledger),
+        ledger_closed=ledger.account.closed,
+        accepted={
+            what: {use: recorder.acknowledged.get((what, use), 0) for use in USES} for what in ("chunks", "tokens")
+        },
+        journal_bytes=context.journal.bytes_on_disk,
+        failed_snapshots=context.snapshots.failures,
+        failed_sinks=list(recorder.sinks.failed),
+        workers=[
+            WorkerStatus(
+                name=peer.name,
+                capacity=peer.capacity,
+                leased=ledger.leases.load[peer.uid, False] + ledger.leases.load[peer.uid, True],
+                uid=peer.uid,
+                version=str(peer.version) if peer.version else "loading",
+                policy_step=peer.version.step if peer.version else None,
+                slots=max(0, peer.capacity - context.config.worker.prefetch),
+                tokens_per_s=round(peer.tokens_per_s(now), 1),
+                acknowledged=peers.tallies[peer.uid].acknowledged,
+                gap=engine_gaps.get(peer.name),
+                does=slot_usage(context, peer) if bottleneck else None,
+                loop=loop_state(peer, now),
+            )
+            for peer in sorted(peers.workers(), key=lambda peer: peer.name)
         ],
-        "scorers": [
-            {"name": peer.name, "capacity": peer.capacity, "leased": len(ledger.held.get(peer.uid, ()))}
-            for peer in sorted(context.peers.scorers(), key=lambda peer: peer.name)
-        ],
-        "agents": [
-            {"name": peer.name, "capacity": peer.capacity, "leased": len(ledger.held.get(peer.uid, ()))}
-            for peer in sorted(context.peers.with_role("agents"), key=lambda peer: peer.name)
-        ],
-        "tokens": context.recorder.account(ledger),
-        "ledger_closed": ledger.closed,
-        "refusals": dict(context.peers.refusals),
-        "failures": {
+        scorers=holders(context, "scorer"),
+        lacks_scorers=ledger.rules.scored_apart and not peers.scorers(),
+        agents=holders(context, "agents"),
+        sessions=dict(Counter(peer.role for peer in peers.by_id.values())),
+        learner_silent_s=round(now - learner.last_seen, 1) if learner else None,
+        learner_loop=loop_state(learner, now),
+        refusals=dict(peers.refusals),
+        failures={
             cause: {"count": count, "last": context.failures.last[cause]}
             for cause, count in context.failures.by_cause.items()
         },
-        "failed_handshakes": dict(context.failed_handshakes),
-        "drain": drain_state(ledger),
-        "leases": len(ledger.leases),
-        "queues": dataclasses.asdict(context.queue_scanner.latest),
-        "sessions": dict(Counter(peer.role for peer in context.peers.by_id.values())),
-        "dead_letters": {
-            "total": ledger.dead_letters.total,
-            "to_requeue": len(ledger.dead_letters.discarded_groups()),
-            "waiting": len(ledger.dead_letters.requeued),
-        },
-        "data": context.prompts.counts(),
-        "replays": dict(context.recorder.replays),
-        "starts": {"broker": ledger.starts, "learner": ledger.incarnation + 1},
-        "learner_silent_s": learner_silent_s(context, now),
-        "standing": Bottleneck(context, now).to_json(),
-        "learner_loop": loop_state(context.peers.learner(), now),
-        "alarms": context.recorder.alarms.raised,
-        "step_alarms": last.get("alarms", []),
-    }
+        failed_handshakes=dict(context.failed_handshakes),
+        environment_failures=recorder.environment["failed"],
+        alarms=recorder.alarms.raised,
+        step_alarms=last.get("alarms", []),
+        alarm_names=recorder.alarms.names,
+        standing=Bottleneck(context, now).describe() if bottleneck else None,
+    )
 
 
-def learner_silent_s(context: BrokerContext, now: float) -> float | None:
-    """Seconds since the learner's last message (the learner sends one every second); None without a learner."""
-    peer = context.peers.learner()
-    return round(now - peer.last_seen, 1) if peer else None
+def holders(context: BrokerContext, role: str) -> list[HolderStatus]:
+    """The connected lease holders of a role, by name."""
+    return [
+        HolderStatus(name=peer.name, capacity=peer.capacity, leased=len(context.ledger.leases.held.get(peer.uid, ())))
+        for peer in sorted(context.peers.with_role(role), key=lambda peer: peer.name)
+    ]
+
+
+def evaluating(ledger: Ledger) -> int:
+    """Number of leases to generate evaluation samples."""
+    return sum(count for (_, evaluation), count in ledger.leases.load.items() if evaluation)
 
 
 def loop_state(peer: Peer | None, now: float) -> dict[str, Any] | None:
@@ -102,7 +257,7 @@ def loop_state(peer: Peer | None, now: float) -> dict[str, Any] | None:
 def drain_state(ledger: Ledger) -> str:
     """State of a drain. draining: some leases have not been handed back yet; drained: none is left; empty: no drain.
     Leases of agent sessions do not count, as they stay."""
-    if not ledger.draining:
+    if not ledger.rounds.draining:
         return ""
     return "draining" if any(not lease.agent for lease in ledger.leases.values()) else "drained"
 
@@ -115,13 +270,13 @@ def phase(context: BrokerContext) -> str:
         return "finished"
     if context.run.read_only:
         return "read-only"
-    if ledger.draining:
+    if ledger.rounds.draining:
         return drain_state(ledger)
-    if ledger.generating:
-        return "generating, training" if ledger.consumed < ledger.next_step else "generating"
-    if any(count for (_, evaluation), count in ledger.load.items() if evaluation):
+    if ledger.leases.generating:
+        return "generating, training" if ledger.steps.consumed < ledger.steps.next else "generating"
+    if evaluating(ledger):
         return "evaluating"
-    if ledger.consumed < ledger.next_step:
+    if ledger.steps.consumed < ledger.steps.next:
         return "training"
     if ledger.queue.has_scoring or any(not lease.agent for lease in ledger.leases.values()):
         return "scoring"
@@ -140,87 +295,179 @@ def eta_s(step_times: Sequence[float], steps_left: int) -> float | None:
     return round(step_s * steps_left, 1)
 
 
-# --- health -----------------------------------------------------------------------------------------------------------
+# --- the bottleneck ---------------------------------------------------------------------------------------------------
 
 
-PAUSE_REASONS = {
-    "waiting for weights": "no worker holds weights that it may sample from; the learner has to publish them",
-    "handing out": "nothing is leased, though workers have weights; if that lasts, they have no room",
-    "training": "the learner has the next batch to train; generation goes on when its weights arrive",
-    "scoring": "everything that was generated waits for its score",
-    "draining": "drained by an operator: leases are still coming back",
-    "drained": "drained by an operator: nothing is handed out until `april drain --end`",
-    "finished": "the run is over; workers and learner are leaving",
-}
+MOST_GROUPS = 64
+"""Most groups described; the groups closest to complete come first."""
+MOST_SAMPLES = 8
+"""Most samples described of a group; the longest come first."""
+MOST_SILENT = 32
+"""Most silent leases described; those that expire next come first."""
+RENEWALS_MISSED = 0.5
+"""Share of `broker.lease_s` without a renewal after which a lease counts as silent."""
+HOLDER_FIGURES = ("groups", "samples", "scoring", "tool", "tokens", "for_s")
 
 
-@dataclass(frozen=True)
-class HealthSnapshot:
-    """State of the broker at one moment, as far as its health depends on it."""
+class Bottleneck:
+    """What delays the next batch, computed from the broker's context at one moment."""
 
-    run: str
-    state: str
-    phase: str
-    step: int
-    over: str
-    read_only: str
-    workers: int
-    learner_silent_s: float | None
-    """Seconds since the learner's last message; None without a learner."""
-    lacks_scorers: bool = False
-    """Whether scorers are needed and none is connected."""
+    def __init__(self, context: BrokerContext, now: float):
+        self.context, self.ledger, self.now = context, context.ledger, now
+        self.names = {peer.uid: peer.name for peer in context.peers.by_id.values()}
+        self.at_tool = {
+            lease_id for peer in context.peers.workers() if peer.slots for lease_id in peer.slots.tool_lease_ids
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """The bottleneck with the keys of `standing` in the status."""
+        unfinished, counts = self._unfinished_groups(), self.ledger.open_samples
+        missing = max(0, self.context.config.schedule.rollout_batch_size - len(self.ledger.ready))
+        nearest = heapq.nsmallest(missing, unfinished, key=lambda group: (group.pending_samples, group.id))
+        return {
+            "at": self.now,
+            "batch": {
+                "step": self.ledger.steps.next + 1,
+                "needed": self.context.config.schedule.rollout_batch_size,
+                "ready": len(self.ledger.ready),
+                "missing": missing,
+                "open": len(unfinished),
+            },
+            "queue": {use: counts.by_state(use == "evaluation") for use in USES},
+            "groups": list(map(self._group, nearest[:MOST_GROUPS])),
+            "holding_up": self._holders(nearest),
+            "learner": self._learner(),
+            "silent": self._silent(),
+            "journal_sync_s": self.context.journal.sync_s,
+        }
+
+    def _unfinished_groups(self) -> list[Group]:
+        """Open training groups with samples that still have to be generated or scored."""
+        return [
+            group
+            for group in self.ledger.groups.values()
+            if group.state is GroupState.OPEN and group.pending_samples and not group.evaluation
+        ]
+
+    def _group(self, group: Group) -> dict[str, Any]:
+        unfinished = [sample for sample in group.samples if sample.state not in ENDED]
+        longest = heapq.nlargest(MOST_SAMPLES, unfinished, key=lambda sample: sample.length)
+        return {
+            "group": group.id,
+            "opened_at": group.opened_at,
+            "samples": len(group.samples),
+            "left": len(unfinished),
+            "waits_for": [self._sample(sample) for sample in longest],
+        }
+
+    def _sample(self, sample: Sample) -> dict[str, Any]:
+        lease = self.ledger.leases.get(sample.lease_id or sample.agent_lease)
+        return {
+            "index": sample.index,
+            "state": "tool" if sample.lease_id in self.at_tool else str(sample.state),
+            "tokens": sample.length,
+            "attempts": sample.attempts,
+            "with": self.names.get(lease.worker, "nobody") if lease else "",
+            "for_s": self._age_s(lease) if lease else None,
+        }
+
+    def _holders(self, groups: list[Group]) -> list[dict[str, Any]]:
+        """Describe, for each lease holder, its part of the unfinished samples in the given groups.
+
+        An entry counts `groups`, `samples`, and those in `scoring` or at a `tool`. `tokens`: length of the longest
+        sample; `for_s`: age of the oldest lease.
+        """
+        held: dict[str, dict[str, Any]] = {}
+        for group in groups:
+            seen = set()
+            for sample in group.samples:
+                if sample.state in ENDED:
+                    continue
+                lease = self.ledger.leases.get(sample.lease_id or sample.agent_lease)
+                name = self.names.get(lease.worker, "nobody") if lease else ""
+                entry = held.setdefault(name, {"with": name} | dict.fromkeys(HOLDER_FIGURES, 0))
+                entry["samples"] += 1
+                entry["groups"] += name not in seen
+                entry["scoring"] += sample.state in (SampleState.GENERATED, SampleState.SCORING)
+                entry["tool"] += sample.lease_id in self.at_tool
+                entry["tokens"] = max(entry["tokens"], sample.length)
+                entry["for_s"] = max(entry["for_s"], self._age_s(lease) or 0.0 if lease else 0.0)
+                seen.add(name)
+        return sorted(held.values(), key=lambda entry: (-entry["groups"], -entry["tokens"]))
+
+    def _age_s(self, lease: Lease) -> float | None:
+        """Seconds since a lease was granted; None for leases without a latest end."""
+        began = lease.ends_at - self.context.config.broker.max_run_s
+        return max(0.0, round(self.now - began, 1)) if began < float("inf") else None
+
+    def _learner(self) -> dict[str, Any]:
+        peer = self.context.peers.learner()
+        steps = self.ledger.steps
+        does = "absent" if peer is None else "training" if steps.consumed < steps.next else "idle"
+        return {
+            "does": does,
+            "step": self.ledger.steps.consumed,
+            "silent_s": peer and round(self.now - peer.last_seen, 1),
+        }
+
+    def _silent(self) -> list[dict[str, Any]]:
+        lease_s = self.context.config.broker.lease_s
+        due = self.now + (1 - RENEWALS_MISSED) * lease_s
+        silent = [lease for lease in self.ledger.leases.values() if lease.expires_at < due]
+        longest = heapq.nsmallest(MOST_SILENT, silent, key=lambda lease: lease.expires_at)
+        return [
+            {
+                "with": self.names.get(lease.worker, "nobody"),
+                "group": lease.sample.group.id,
+                "index": lease.sample.index,
+                "silent_s": round(self.now - lease.expires_at + lease_s, 1),
+                "expires_in_s": max(0.0, round(lease.expires_at - self.now, 1)),
+            }
+            for lease in longest
+        ]
 
 
-def health_snapshot(context: BrokerContext, now: float) -> HealthSnapshot:
-    return HealthSnapshot(
-        run=context.config.run.name,
-        state=context.run.state,
-        phase=phase(context),
-        step=context.ledger.consumed,
-        over=context.run.over,
-        read_only=context.run.read_only,
-        workers=len(context.peers.workers()),
-        learner_silent_s=learner_silent_s(context, now),
-        lacks_scorers=context.ledger.rules.scored_apart and not context.peers.scorers(),
-    )
+def slot_usage(context: BrokerContext, peer: Peer) -> dict[str, Any]:
+    """How a worker's slots are used, by its last heartbeat and its current leases.
 
-
-def judge_health(health: HealthSnapshot, pass_age_s: float, stuck_after_s: float) -> tuple[bool, dict[str, Any]]:
-    """Judge the broker's health: (healthy, body of /health). `pass_age_s`: seconds since the last pass of the broker's
-    loop."""
-    if pass_age_s > stuck_after_s:
-        reason = f"the broker's loop has not come round for {pass_age_s:.0f} s; its disk may hang, or it may be stopped"
-    elif health.read_only:
-        reason = health.read_only
-    elif health.state == "failed":
-        reason = f"the run has failed: {health.over}"
-    else:
-        return True, health_body(health, "ok", pause_reason(health), pass_age_s)
-    return False, health_body(health, "failing", reason, pass_age_s)
-
-
-def pause_reason(health: HealthSnapshot) -> str:
-    """Reason for which nothing is generated or scored at the moment; empty if generation goes on."""
-    if health.phase in ("draining", "drained", "finished"):
-        return PAUSE_REASONS[health.phase]
-    if health.learner_silent_s is None:
-        return "no learner is connected; generation goes on as far as the staleness bound permits"
-    if not health.workers:
-        return "no worker is connected"
-    if health.lacks_scorers:
-        return "no scorer is connected; responses wait for their scores"
-    return PAUSE_REASONS.get(health.phase, "")
-
-
-def health_body(health: HealthSnapshot, status: str, reason: str, pass_age_s: float) -> dict[str, Any]:
+    Samples that are `generating`, wait for `weights` or are at a `tool` have a slot; those in `admission` wait for one.
+    `idle`: number of free slots; `why`: why they are free. A worker that has not reported is taken to generate in every
+    slot.
+    """
+    slots = max(0, peer.capacity - context.config.worker.prefetch)
+    remaining = leased = context.ledger.leases.load[peer.uid, False] + context.ledger.leases.load[peer.uid, True]
+    reported = peer.slots or wire.Slots()
+    at_tool = sum(lease_id in context.ledger.leases for lease_id in reported.tool_lease_ids)
+    does = {}
+    for name, count in (
+        ("tool", at_tool),
+        ("weights", reported.awaiting_weights),
+        ("admission", reported.awaiting_admission),
+    ):
+        does[name] = min(count, remaining)
+        remaining -= does[name]
+    generating = min(remaining, slots)
+    does["admission"] += remaining - generating
+    idle = max(0, slots - leased + does["admission"])
     return {
-        "status": status,
-        "reason": reason,
-        "run": health.run,
-        "state": health.state,
-        "phase": health.phase,
-        "step": health.step,
-        "workers": health.workers,
-        "learner_silent_s": health.learner_silent_s,
-        "last_pass_age_s": round(pass_age_s, 1),
+        "generating": generating,
+        **does,
+        "idle": idle,
+        "why": "" if not idle else "admission" if does["admission"] else idle_reason(context, peer),
+        "unread_bytes": peer.sent_bytes - peer.received_bytes,
+        "credit_bytes": context.config.broker.credit_mb << 20,
     }
+
+
+def idle_reason(context: BrokerContext, peer: Peer) -> str:
+    """Why a worker has idle slots.
+
+    drain: the broker is drained; weights: the worker has to load the weights that waiting samples need; barrier: the
+    learner has not trained those weights yet; any other value: no sample may be leased to the worker.
+    """
+    ledger, floor = context.ledger, context.schedule.floor(context.ledger)
+    if context.run.over or ledger.rounds.draining:
+        return "drain"
+    if peer.step < floor:
+        return "barrier" if ledger.steps.consumed < floor else "weights"
+    return "nothing to hand out"
