@@ -13,11 +13,6 @@ def policy_folder(tmp_path_factory):
     return make_policy(tmp_path_factory.mktemp("policy"))
 
 
-@pytest.fixture(scope="session")
-def untied_folder(tmp_path_factory):
-    return make_policy(tmp_path_factory.mktemp("untied"), tied=False)
-
-
 @pytest.fixture
 def one_rank():
     """A process group whose only rank is this process."""

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from april.learner import model
 from april.learner.attention import (
     PackedAttentionError,
     choose_kernel,
@@ -14,7 +13,7 @@ from april.learner.attention import (
     packed_attention,
     variable_length,
 )
-from april.learner.model import load, score_tokens
+from april.learner.model import load
 from april.learner.packing import pack
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.small_learner import VOCAB, make_config, make_sample, settings
@@ -52,16 +51,6 @@ def test_no_sequence_sees_another(policy, samples):
         before, after = (policy(m)[0] for m in (micro, replace(micro, ids=changed)))
     assert torch.equal(before[others], after[others])
     assert not torch.equal(before[~others], after[~others])
-
-
-def test_later_tokens_do_not_reach_earlier_ones(policy, samples):
-    micro = pack(samples[1:2], CPU)
-    changed = micro.ids.clone()
-    changed[0, 20:] = (changed[0, 20:] + 1) % VOCAB
-    with torch.no_grad():
-        before, after = (policy(m)[0] for m in (micro, replace(micro, ids=changed)))
-    torch.testing.assert_close(before[:20], after[:20])
-    assert not torch.allclose(before[20:], after[20:])
 
 
 def whole_heads(query, key, value, starts, _, longest, __, *, scale, window_size):
@@ -131,19 +120,3 @@ def test_features_it_does_not_compute_are_refused(feature):
     packed_attention(None, q, q, q, seq_lens=[2, 3], sliding_window=None)
     with pytest.raises(PackedAttentionError):
         packed_attention(None, q, q, q, seq_lens=[2, 3], **feature)
-
-
-@pytest.mark.parametrize("logits_per_chunk", [1, 30, 10_000])
-def test_the_head_equals_log_softmax_in_value_and_gradient(monkeypatch, logits_per_chunk):
-    monkeypatch.setattr(model, "LOGITS_PER_CHUNK", logits_per_chunk)
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(9, 5, requires_grad=True), torch.randn(13, 5, requires_grad=True)
-    targets, pull = torch.randint(13, (9,)), torch.randn(9)
-    logprobs, entropies = score_tokens(hidden, weight, targets, TEMPERATURE)
-    ours = torch.autograd.grad((logprobs * pull).sum(), (hidden, weight))
-    rows = torch.log_softmax(hidden @ weight.T / TEMPERATURE, -1)
-    expected = rows[torch.arange(9), targets]
-    torch.testing.assert_close(logprobs, expected)
-    torch.testing.assert_close(entropies, -(rows.exp() * rows).sum(-1))
-    for one, other in zip(ours, torch.autograd.grad((expected * pull).sum(), (hidden, weight)), strict=True):
-        torch.testing.assert_close(one, other)

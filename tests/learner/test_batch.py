@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from april.data.rows import Support
+from april.data.support import Support
 from april.learner.batch import TrainingBatch, TrainSample, decode, encode, share_batch
 from april.wire.message import Version
 from april.wire.training import SampleSpan

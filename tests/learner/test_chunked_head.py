@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from april.data.rows import Support
+from april.data.support import Support
 from april.learner import model
 from april.learner.batch import TrainSample
 from april.learner.packing import pack

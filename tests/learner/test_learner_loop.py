@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from april.learner import checkpoint, loop
-from april.learner.batch import TrainingBatch, TrainSample, decode
+from april.learner.batch import TrainingBatch, decode
 from april.learner.trainer import Trainer
 from april.wire.message import Version
 from tests.support.learner.run_ranks import run_ranks
-from tests.support.learner.small_learner import Diary, job, make_config
+from tests.support.learner.small_learner import Diary, job, make_config, poisoned
 
 
 @pytest.fixture
@@ -127,14 +127,6 @@ def test_weights_are_sent_while_the_next_batch_is_trained(live, monkeypatch):
     assert ("publish", Version(0, 2)) in live(2).events
 
 
-def without_finite_loss(batch):
-    """The same batch with NaN as behaviour log-probabilities."""
-    first, *rest = batch.groups[0]
-    lost = np.full_like(first.logprobs, np.nan)
-    broken = TrainSample(first.tokens, first.prompt_tokens, lost, first.reward, first.segments)
-    return TrainingBatch(batch.step, [[broken, *rest], *batch.groups[1:]])
-
-
 @pytest.fixture
 def poison(monkeypatch):
     """Give the batches of these steps a loss that is not finite."""
@@ -144,7 +136,7 @@ def poison(monkeypatch):
 
         def fetch_poisoned(diary, step):
             batch = fetch(diary, step)
-            return without_finite_loss(batch) if batch and step in steps else batch
+            return poisoned(batch) if batch and step in steps else batch
 
         monkeypatch.setattr(Diary, "fetch", fetch_poisoned)
 
@@ -173,18 +165,6 @@ def test_a_batch_out_of_step_is_refused(live, monkeypatch):
     monkeypatch.setattr(Diary, "fetch", lambda self, step: TrainingBatch(step + 1, []))
     with pytest.raises(ValueError, match="batch 1 arrived where batch 0 was due"):
         live(3)
-
-
-def test_two_ranks_complete_a_run_and_a_replay(policy_folder, tmp_path):
-    config = make_config(policy_folder, tmp_path / "run", checkpoint_every=2, keep_checkpoints=9)
-    (first,) = run_ranks(2, [job(config, [], live={"last_step": 3})], tmp_path / "first")
-    shutil.rmtree(config.run_dir / "checkpoints" / "step_000003")
-    (again,) = run_ranks(
-        2, [job(config, [], live={"last_step": 3, "incarnation": 1, "frontier": 3})], tmp_path / "again"
-    )
-    assert again["events"] == [("start", 2), ("consumed", 2), ("publish", (1, 3)), ("durable", 3, 0)]
-    assert again["losses"] == first["losses"][2:]
-    assert all(torch.equal(value, again["weights"][name]) for name, value in first["weights"].items())
 
 
 @pytest.mark.full

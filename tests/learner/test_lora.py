@@ -271,17 +271,6 @@ def test_a_checkpoint_holds_only_trained_tensors_and_resumes_bitwise(trainer, po
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.full
-def test_another_number_of_ranks_resumes_an_adapter(one_rank, policy_folder, tmp_path):
-    """The 23 rows of the embedding do not divide among the ranks."""
-    config = make_config(policy_folder, tmp_path / "run", lora=LORA | {"embedding": True}, lr=1e-2)
-    batches = [uneven_batch(step, policy_folder) for step in range(2)]
-    (trained,) = run_ranks(2, [job(config, batches, save_after=[2])], tmp_path)
-    again = Trainer(config, CPU)
-    assert again.restore() == 2
-    assert all(torch.equal(value, again.weights()[name]) for name, value in trained["weights"].items())
-
-
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [

@@ -141,12 +141,6 @@ def test_no_gradient_comes_from_the_prediction_of_an_observation(pair_in_turns):
     assert len(others) > sample.prompt_tokens and (rows[:, others] == 0).all()
 
 
-@pytest.mark.parametrize("correction", ["clip", "decoupled"])
-def test_the_dual_clip(pair, correction):
-    for budget, normalisation in zip(BUDGETS, NORMALISATIONS, strict=True):
-        pair.compare(budget, {"normalisation": normalisation} | LOSSES["ppo dual"] | CORRECTIONS[correction])
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
 def test_the_divergence_from_the_reference_policy(pair, estimator, normalisation):
@@ -154,12 +148,6 @@ def test_the_divergence_from_the_reference_policy(pair, estimator, normalisation
         metrics = pair.compare(budget, {"kl_coef": 0.1, "kl_estimator": estimator, "normalisation": normalisation})
     assert metrics["reference_kl"] != 0
     assert metrics["trained_tokens"] == metrics["tokens"], "samples without an advantage have a gradient, too"
-
-
-@pytest.mark.parametrize("normalisation", NORMALISATIONS)
-def test_the_entropy_bonus(pair, normalisation):
-    for budget in BUDGETS:
-        pair.compare(budget, {"entropy_coef": 0.05, "normalisation": normalisation})
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)

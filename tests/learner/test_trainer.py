@@ -2,22 +2,13 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from april.learner.batch import TrainingBatch, TrainSample
+from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
 from tests.support.learner.run_ranks import run_ranks
-from tests.support.learner.small_learner import flat_batch, job, make_config, uneven_batch
-
-
-def poisoned(batch: TrainingBatch) -> TrainingBatch:
-    first, *rest = batch.groups[0]
-    broken = TrainSample(
-        first.tokens, first.prompt_tokens, np.full_like(first.logprobs, np.nan), first.reward, first.segments
-    )
-    return TrainingBatch(batch.step, [[broken, *rest], *batch.groups[1:]])
+from tests.support.learner.small_learner import flat_batch, job, make_config, poisoned, uneven_batch
 
 
 def test_a_step_that_is_not_finite_never_reaches_the_optimizer(one_rank, policy_folder, tmp_path):

@@ -69,11 +69,6 @@ def test_a_seed_gives_the_same_weights_again_and_another_seed_others(policy, tmp
     assert not same(weights(policy), weights(other))
 
 
-def test_seeds_differ_in_their_first_weights():
-    assert not same(build_model(64, 1, 0).state_dict(), build_model(64, 1, 1).state_dict())
-    assert same(build_model(64, 1, 0).state_dict(), build_model(64, 1, 0).state_dict())
-
-
 def test_a_policy_that_is_there_is_returned_at_once(policy, monkeypatch):
     monkeypatch.setattr(module, "warm_start", None)
     assert make_policy(policy, 0, SMALL) == policy

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from april.config import Config
 from april.config.training import AlgorithmSection
-from april.data.rows import Support
+from april.data.support import Support
 from april.learner import checkpoint
 from april.learner.batch import TrainingBatch, TrainSample, encode
 from april.weights.base import AdapterWeights, BaseWeights
@@ -171,6 +171,12 @@ def far_batch(policy: Path) -> TrainingBatch:
 
     groups = stale_batch(policy).groups
     return TrainingBatch(6, [[moved(place, sample) for place, sample in enumerate(group)] for group in groups])
+
+
+def poisoned(batch: TrainingBatch) -> TrainingBatch:
+    """The batch with NaN as behaviour log-probabilities of its first sample, so that its loss is not finite."""
+    (first, *rest), *others = batch.groups
+    return TrainingBatch(batch.step, [[replace(first, logprobs=np.full_like(first.logprobs, np.nan)), *rest], *others])
 
 
 class Diary:
