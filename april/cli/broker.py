@@ -18,7 +18,6 @@ def broker(config: list[Path], overrides: list[str]) -> int:
     from april.broker.journal.files import JournalError
     from april.broker.server import BindError, Server
     from april.config.checks import check_schedule
-    from april.config.naming import is_shipped
     from april.data.tokenizer import import_without_torch
     from april.simulate.tune import resolve_as_recorded
     from april.util.lifetime import die_with_parent
@@ -29,7 +28,7 @@ def broker(config: list[Path], overrides: list[str]) -> int:
     check_schedule(loaded.schedule)
     loaded, why_automatic = resolve_as_recorded(loaded)
     log_to_stderr("broker", loaded.operations.log_format, run=loaded.run.name)
-    if all(is_shipped(loaded, key) for key in BROKER_PARTS):
+    if all(loaded.is_shipped(key) for key in BROKER_PARTS):
         import_without_torch()
     if why_automatic:
         logging.getLogger(__name__).info(why_automatic)

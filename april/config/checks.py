@@ -6,7 +6,6 @@ from collections.abc import Collection
 from april.config.addresses import check_addresses, check_checkpoint_store, check_listening
 from april.config.broker import BrokerSection
 from april.config.data import DataSection, check_evaluation, check_set_paths
-from april.config.naming import is_shipped, part_names, shipped_part
 from april.config.schedule import ScheduleSection
 from april.config.sections import Config
 from april.config.sharing import check_memory_division, check_sharing, check_time_sharing
@@ -34,7 +33,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     them. `april.launch.check` checks them, and so does each process that uses one.
     """
     check_names(config)
-    check_schedule(config.schedule, imported=is_shipped(config, "schedule.kind"))
+    check_schedule(config.schedule, imported=config.is_shipped("schedule.kind"))
     check_minibatches(config)
     check_sampling(config)
     check_evaluation(config.evaluation, config.evaluation_sets)
@@ -43,10 +42,10 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_lora(config.lora)
     check_checkpoint_store(config.learner.checkpoint_store)
     check_sharing(config)
-    backend = shipped_part(config, "learner.backend")
+    backend = config.shipped_part("learner.backend")
     if backend:
         backend.check(config)
-    check_time_sharing(config, shipped_part(config, "schedule.kind"), backend)
+    check_time_sharing(config, config.shipped_part("schedule.kind"), backend)
     check_addresses(config)
     check_leases(config.broker)
     check_reward(config)
@@ -57,14 +56,14 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     if "data" in inputs:
         check_data(config.data)
         check_set_paths(config.evaluation_sets)
-    if is_shipped(config, "worker.engine"):
+    if config.is_shipped("worker.engine"):
         check_engine(config)
 
 
 def check_names(config: Config) -> None:
     """Refuse names of parts that are neither shipped nor of the form `package.module:Name`."""
     for key in REGISTRIES:
-        for name in part_names(config, key):
+        for name in config.part_names(key):
             registry_of(key).check_name(name)
 
 
@@ -128,7 +127,7 @@ def check_sampling(config: Config) -> None:
     """Refuse truncated sampling of training samples where the engine does not return the support of each token."""
     if not config.sampling.is_cut:
         return
-    if is_shipped(config, "worker.engine"):
+    if config.is_shipped("worker.engine"):
         check_supports(config)
     if config.sampling.top_k < 2:
         key, value = first_cut_key(config)
@@ -444,7 +443,7 @@ def check_engine(config: Config) -> None:
 
 def check_external_weights(config: Config) -> None:
     """Refuse externally loaded weights (`weights.transport`) with servers that the external trainer cannot reach."""
-    if not is_shipped(config, "weights.transport"):
+    if not config.is_shipped("weights.transport"):
         return
     if registry_of("weights.transport").find(config.weights.transport).carries_weights:
         return

@@ -2,18 +2,86 @@
 held-out prompts are sampled."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from april.config.section import CONTEXT_TOKENS, Section
 from april.util.errors import refuse
+from april.util.text import final_number
 
-Mapping = Literal["plain", "dapo_math", "deepscaler", "deepmath", "aime", "gsm8k"]
+# --- mappings ---------------------------------------------------------------------------------------------------------
+
+COLUMN_SEPARATOR = ","
+"""Separator in a label key that lists several columns; the label is then a JSON object."""
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Locates the fields of a row in a record. A key may name a nested field, such as `reward_model.ground_truth`."""
+
+    dataset: str
+    """Name of the published dataset, for `--help` and the reference."""
+    prompt: tuple[str, ...] = ("prompt",)
+    """Candidate keys of the prompt; the first one in the record is used."""
+    label: tuple[str, ...] = ("label",)
+    """Candidate keys of the label; the first one in the record is used."""
+    reward: str | None = None
+    """Name of the verifier for records that name none; None: the run's default verifier."""
+    chat: bool = False
+    """Whether a text prompt becomes a user message."""
+    template: str = "{prompt}"
+    """Template around a text prompt, applied before it becomes a message."""
+    answer_of: Callable[[str], str | None] | None = None
+    """Extracts the reference answer from a label that is a whole solution; returns None if there is none."""
+    answer_form: str = ""
+    """Example of the ending that `answer_of` looks for, for the error message."""
+
+    @property
+    def columns(self) -> set[str]:
+        """Top-level fields of a record that may be read."""
+        labels = [key.strip() for label in self.label for key in label.split(COLUMN_SEPARATOR)]
+        return {key.partition(".")[0] for key in (*self.prompt, *labels)} | {"reward"}
+
+
+BOXED = "{prompt}\n\nReason step by step, and put the final answer into \\boxed{}."
+MARKED = (
+    "{prompt}\n\nReason step by step, and end with the final answer on a line of its own: "
+    "#### and then the number alone."
+)
+
+MAPPINGS = {
+    "plain": Mapping("fields prompt and label"),
+    "dapo_math": Mapping(
+        "BytedTsinghua-SIA/DAPO-Math-17k", label=("reward_model.ground_truth", "label"), reward="dapo"
+    ),
+    "deepscaler": Mapping(
+        "agentica-org/DeepScaleR-Preview-Dataset", ("problem",), ("answer",), "deepscaler", chat=True, template=BOXED
+    ),
+    "deepmath": Mapping(
+        "zwhe99/DeepMath-103K", ("question",), ("final_answer",), "math", chat=True, template=BOXED
+    ),
+    "aime": Mapping(
+        "HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024", ("problem", "Problem"), ("answer", "Answer"), "math",
+        chat=True, template=BOXED,
+    ),
+    "gsm8k": Mapping(
+        "openai/gsm8k, with a solution and #### 42 in answer", ("question",), ("answer",), "gsm8k",
+        chat=True, template=MARKED, answer_of=final_number, answer_form="#### 42",
+    ),
+}  # fmt: skip
+"""The mappings that `data.mapping` can name."""
+
+if TYPE_CHECKING:
+    MappingName: TypeAlias = str
+else:
+    MappingName = Literal[tuple(MAPPINGS)]
+
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 class SourceSection(Section):
@@ -24,7 +92,7 @@ class SourceSection(Section):
         description="Rows drawn in an epoch, as a multiple of the source's rows: round(weight * rows). Above 1, rows "
         "repeat within an epoch.",
     )
-    mapping: Mapping | None = Field(
+    mapping: MappingName | None = Field(
         None, description="Published dataset whose field names these files use. None: data.mapping."
     )
     prompt_key: str | None = Field(None, description="Row field of the prompt. None: the mapping's.")
@@ -56,8 +124,11 @@ class DataSection(Section):
         description="Several files of training prompts with a weight each, in place of data.path; each a table "
         "[[data.sources]].",
     )
-    mapping: Mapping = Field(
-        "plain", description="Published dataset whose field names the rows use; plain: prompt and label."
+    mapping: MappingName = Field(
+        "plain",
+        description="Published dataset whose field names the rows use: "
+        + "; ".join(f"{name} ({mapping.dataset})" for name, mapping in MAPPINGS.items())
+        + ".",
     )
     prompt_key: str | None = Field(
         None, description="Row field of the prompt, a text or a list of chat messages. None: the mapping's."
@@ -88,7 +159,7 @@ class DataSection(Section):
         description="Held-out prompts for evaluation: a file or folder as data.path. They are generated at least at "
         "the start and the end. None: no evaluation.",
     )
-    eval_mapping: Mapping | None = Field(
+    eval_mapping: MappingName | None = Field(
         None, description="Published dataset whose field names the held-out rows use. None: data.mapping."
     )
     max_prompt_tokens: int = Field(
@@ -146,7 +217,7 @@ SAMPLING_KEYS = ("prompts", "samples", "temperature", "top_k", "top_p")
 
 class EvaluationSetSection(Section):
     path: Path = Field(description="JSONL, JSON, Parquet or Arrow file of prompts, or a folder of such files.")
-    mapping: Mapping | None = Field(
+    mapping: MappingName | None = Field(
         None, description="Published dataset whose field names these files use. None: data.mapping."
     )
     prompt_key: str | None = Field(None, description="Row field of the prompt. None: the mapping's.")

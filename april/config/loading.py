@@ -1,6 +1,7 @@
 """Loads a configuration: TOML files and overrides become a validated `Config`, or a ConfigError."""
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Collection, Sequence
@@ -11,8 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from april.config.checks import INPUTS, check
-from april.config.naming import make_paths_absolute
-from april.config.section import Section
+from april.config.section import NAME_OR_FILE, Section
 from april.config.sections import Config, RunSection
 from april.util.errors import ConfigError, refuse
 
@@ -290,3 +290,26 @@ def validate(tree: dict[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(error_sentence(error.errors()[0])) from None
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+def make_paths_absolute(tree: Any, folder: Path, model: type[Section] = Config) -> None:
+    """Make the paths in `tree`, the keys of a `model`, absolute in place; they are relative to `folder`."""
+    for name, field in model.model_fields.items() if isinstance(tree, dict) else ():
+        value, kinds = tree.get(name), (field.annotation, *get_args(field.annotation))
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if inner:
+            by_name = isinstance(value, dict) and get_origin(field.annotation) is dict
+            for part in value if isinstance(value, list) else value.values() if by_name else [value]:
+                make_paths_absolute(part, folder, inner)
+        elif isinstance(value, list) and Path in kinds:
+            tree[name] = [absolute_path(item, folder) if isinstance(item, str) else item for item in value]
+        elif isinstance(value, str) and (Path in kinds or (NAME_OR_FILE in field.metadata and Path(value).suffix)):
+            tree[name] = absolute_path(value, folder)
+
+
+def absolute_path(path: str, folder: Path) -> str:
+    """The absolute path. Links are kept: a Python interpreter finds its packages by the path it is called by."""
+    return os.path.normpath(folder.resolve() / os.path.expanduser(path)) if path else path

@@ -7,7 +7,7 @@ AUTO = "auto"
 CONTEXT_TOKENS = 1 << 20
 """Longest prompt, and longest response, that any key admits."""
 NAME_OR_FILE = "a name, or a file where it has an ending"
-"""Marker of a text field that holds a path if its value has a suffix, made absolute by `april.config.naming`, and
+"""Marker of a text field that holds a path if its value has a suffix, made absolute by `april.config.loading`, and
 otherwise a name."""
 
 

@@ -24,6 +24,7 @@ from april.config.workers import (
     ScorerSection,
     WorkerSection,
 )
+from april.util.registry import registry_of
 
 NAME_BYTES = 200
 """Longest name of a run folder in bytes: a file system takes 255, and a taken name gets a number appended."""
@@ -167,6 +168,20 @@ class Config(Section):
         context = self.context_tokens
         room = self.data.max_prompt_tokens if context is None else context - self.sampling.max_response_tokens
         return min(self.data.max_prompt_tokens, room)
+
+    def part_names(self, key: str) -> list[str]:
+        """Names of the parts that a key (section.field) refers to: none for an empty value, several for a list."""
+        section, _, field = key.partition(".")
+        value = getattr(getattr(self, section), field)
+        return ([value] if value else []) if isinstance(value, str) else list(value)
+
+    def is_shipped(self, key: str) -> bool:
+        """Whether all parts that a key refers to ship with April."""
+        return set(self.part_names(key)) <= registry_of(key).shipped.keys()
+
+    def shipped_part(self, key: str) -> Any:
+        """The shipped part that a key names; None if it names a user-defined part, which is not imported here."""
+        return registry_of(key).find(self.part_names(key)[0]) if self.is_shipped(key) else None
 
     def to_toml(self) -> str:
         """The whole configuration as TOML, defaults included; `load` reads it back unchanged."""

@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 
 from april.config import ConfigError, DataSection, SourceSection
+from april.config.data import MAPPINGS, Mapping
 from april.data.records import read_records
-from april.data.rows import MAPPINGS, BadRow, DatasetRow, Mapping, make_row
+from april.data.rows import BadRow, DatasetRow, make_row
 
 log = logging.getLogger(__name__)
 

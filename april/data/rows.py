@@ -1,50 +1,14 @@
-"""Dataset rows, the mappings that locate their fields in a record, the checks of a record, and sampling supports."""
+"""Dataset rows: what a record must have to become one, by the mapping that locates its fields."""
 
-import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from decimal import Decimal
 from typing import Any
 
 import msgspec
-import numpy as np
 import orjson
 
+from april.config.data import COLUMN_SEPARATOR, Mapping
 from april.util.registry import registry_of
-
-# --- numbers in an answer ---------------------------------------------------------------------------------------------
-
-ANSWER_MARK = "####"
-AROUND = r"[ \t$€£*\\]*+"
-"""Regular expression for what may surround a number: spaces, currency signs and the asterisks of bold text."""
-DIGITS = r"(?>[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)"
-LEADING_NUMBER = re.compile(rf"{AROUND}([-+−]?){AROUND}({DIGITS})(?![ \t]*+[/^][ \t]*+[0-9])")
-ANY_NUMBER = re.compile(rf"([-−]?)({DIGITS})")
-
-
-def final_number(text: str) -> str | None:
-    """The number after the last `####` that a number follows, written like `-1080.5`; None if there is none."""
-    numbers = map(leading_number, reversed(text.split(ANSWER_MARK)[1:]))
-    return next(filter(None, numbers), None)
-
-
-def leading_number(text: str) -> str | None:
-    """The number at the start of a text, written like `-1080.5`; None if there is none."""
-    found = LEADING_NUMBER.match(text)
-    return plain_number(*found.groups()) if found else None
-
-
-def last_number(text: str) -> str | None:
-    """The last number in a text, written like `-1080.5`; None if there is none."""
-    found = ANY_NUMBER.findall(text)
-    return plain_number(*found[-1]) if found else None
-
-
-def plain_number(sign: str, digits: str) -> str:
-    return ("-" if sign in ("-", "−") else "") + digits.replace(",", "")
-
-
-# --- rows -------------------------------------------------------------------------------------------------------------
 
 LABEL_CHARACTERS = 200_000
 """Longest label (characters); a label is sent with every sample of its prompt."""
@@ -52,8 +16,6 @@ GROUP_REWARD = "group:"
 """Prefix of the name of a reward that scores all responses of a prompt together."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 """Message roles that chat templates know; most templates silently drop others."""
-COLUMN_SEPARATOR = ","
-"""Separator in a label key that lists several columns; the label is then a JSON object."""
 MISSING = object()
 NO_NUMBERS = ("nan", "inf", "-inf")
 
@@ -71,59 +33,6 @@ class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
     """Reference answer, which the verifier compares with a response."""
     reward: str | None = None
     """Name of the verifier that scores responses to this row; None: the run's default verifier."""
-
-
-@dataclass(frozen=True)
-class Mapping:
-    """Locates the fields of a row in a record. A key may name a nested field, such as `reward_model.ground_truth`."""
-
-    prompt: tuple[str, ...] = ("prompt",)
-    """Candidate keys of the prompt; the first one in the record is used."""
-    label: tuple[str, ...] = ("label",)
-    """Candidate keys of the label; the first one in the record is used."""
-    reward: str | None = None
-    """Name of the verifier for records that name none; None: the run's default verifier."""
-    chat: bool = False
-    """Whether a text prompt becomes a user message."""
-    template: str = "{prompt}"
-    """Template around a text prompt, applied before it becomes a message."""
-    answer_of: Callable[[str], str | None] | None = None
-    """Extracts the reference answer from a label that is a whole solution; returns None if there is none."""
-    answer_form: str = ""
-    """Example of the ending that `answer_of` looks for, for the error message."""
-
-    @property
-    def columns(self) -> set[str]:
-        """Top-level fields of a record that may be read."""
-        labels = [key.strip() for label in self.label for key in label.split(COLUMN_SEPARATOR)]
-        return {key.partition(".")[0] for key in (*self.prompt, *labels)} | {"reward"}
-
-
-BOXED = "{prompt}\n\nReason step by step, and put the final answer into \\boxed{}."
-MARKED = (
-    "{prompt}\n\nReason step by step, and end with the final answer on a line of its own: "
-    "#### and then the number alone."
-)
-
-MAPPINGS = {
-    "plain": Mapping(),
-    "dapo_math": Mapping(label=("reward_model.ground_truth", "label"), reward="dapo"),
-    "deepscaler": Mapping(("problem",), ("answer",), reward="deepscaler", chat=True, template=BOXED),
-    "deepmath": Mapping(("question",), ("final_answer",), reward="math", chat=True, template=BOXED),
-    "aime": Mapping(("problem", "Problem"), ("answer", "Answer"), reward="math", chat=True, template=BOXED),
-    "gsm8k": Mapping(
-        ("question",), ("answer",), reward="gsm8k", chat=True, template=MARKED,
-        answer_of=final_number, answer_form="#### 42",
-    ),
-}  # fmt: skip
-"""Fields of published datasets:
-
-    dapo_math    BytedTsinghua-SIA/DAPO-Math-17k: prompt [{role, content}], reward_model {ground_truth, style}
-    deepscaler   agentica-org/DeepScaleR-Preview-Dataset: problem, answer, solution
-    deepmath     zwhe99/DeepMath-103K: question, final_answer, difficulty, topic, r1_solution_1 .. 3
-    aime         HuggingFaceH4/aime_2024 (problem, answer) and Maxwell-Jia/AIME_2024 (Problem, Answer)
-    gsm8k        openai/gsm8k, and github.com/openai/grade-school-math: question, answer (a solution, then #### 42)
-"""
 
 
 def make_row(
@@ -264,42 +173,3 @@ def checked_reward(reward: Any, allowed: Collection[str]) -> str | None:
 def excerpt(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# --- sampling supports ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Support:
-    """Supports of T tokens, the token ids that each was drawn from, as a ragged array."""
-
-    counts: np.ndarray
-    """int32 [T]: size of each token's support; 0 for a token that was not sampled."""
-    ids: np.ndarray
-    """int32 [sum of counts]: the ids of all supports, concatenated."""
-
-    @classmethod
-    def of(cls, rows: Sequence[np.ndarray]) -> "Support":
-        """Supports from each token's ids, int32; at least one token."""
-        return cls(np.fromiter(map(len, rows), np.int32, len(rows)), np.concatenate(rows))
-
-    @classmethod
-    def none(cls, tokens: int) -> "Support":
-        """Empty supports of `tokens` tokens."""
-        return cls(np.zeros(tokens, np.int32), np.zeros(0, np.int32))
-
-    def fits(self, tokens: int) -> bool:
-        """Whether counts and ids are consistent, and there are `tokens` counts."""
-        return len(self.counts) == tokens and not (self.counts < 0).any() and self.counts.sum() == len(self.ids)
-
-    def holds(self, tokens: np.ndarray) -> bool:
-        """Whether every token, int32 [T], is in its support."""
-        fits = self.fits(len(tokens)) and (self.counts > 0).all()
-        return bool(fits and (self.indices_of(tokens) < self.counts).all())
-
-    def indices_of(self, tokens: np.ndarray) -> np.ndarray:
-        """int64 [T]: index of each token in its support; at least the support's size if absent. No support is empty."""
-        starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
-        found = self.ids == np.repeat(tokens, self.counts)
-        at = np.where(found, np.arange(len(self.ids)), len(self.ids))
-        return np.minimum.reduceat(at, starts) - starts

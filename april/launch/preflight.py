@@ -20,7 +20,7 @@ from april.broker.prompts import open_prompts
 from april.broker.recovery import SyncNote, check_complete, rebuild
 from april.broker.telemetry.recorder import read_summary
 from april.config import Config, ConfigError
-from april.config.naming import make_paths_absolute
+from april.config.loading import make_paths_absolute
 from april.config.stored import store_refused, stored_checkpoints
 from april.launch.check import Findings, check_run
 from april.launch.memory import read_shape

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from april.data.rows import Support
+from april.data.support import Support
 from april.wire.message import Version
 from april.wire.training import GroupHead, SampleSpan
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from april.data.rows import Support
+from april.data.support import Support
 from april.learner.batch import TrainSample
 from april.wire.message import Version
 

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from april import wire
-from april.data.rows import Support
+from april.data.support import Support
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
 from april.util.pulse import MAIN
 from april.wire.security.keys import Keys

@@ -1,4 +1,6 @@
-"""Counts and sizes as text."""
+"""Counts and sizes as text; numbers in the text of an answer."""
+
+import re
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:
@@ -13,3 +15,35 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+# --- numbers in an answer ---------------------------------------------------------------------------------------------
+
+ANSWER_MARK = "####"
+AROUND = r"[ \t$€£*\\]*+"
+"""Regular expression for what may surround a number: spaces, currency signs and the asterisks of bold text."""
+DIGITS = r"(?>[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)"
+LEADING_NUMBER = re.compile(rf"{AROUND}([-+−]?){AROUND}({DIGITS})(?![ \t]*+[/^][ \t]*+[0-9])")
+ANY_NUMBER = re.compile(rf"([-−]?)({DIGITS})")
+
+
+def final_number(text: str) -> str | None:
+    """The number after the last `####` that a number follows, written like `-1080.5`; None if there is none."""
+    numbers = map(leading_number, reversed(text.split(ANSWER_MARK)[1:]))
+    return next(filter(None, numbers), None)
+
+
+def leading_number(text: str) -> str | None:
+    """The number at the start of a text, written like `-1080.5`; None if there is none."""
+    found = LEADING_NUMBER.match(text)
+    return plain_number(*found.groups()) if found else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, written like `-1080.5`; None if there is none."""
+    found = ANY_NUMBER.findall(text)
+    return plain_number(*found[-1]) if found else None
+
+
+def plain_number(sign: str, digits: str) -> str:
+    return ("-" if sign in ("-", "−") else "") + digits.replace(",", "")

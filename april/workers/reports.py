@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from april import wire
-from april.data.rows import Support
+from april.data.support import Support
 from april.util import clock
 from april.wire.limits import MAX_REPORT_BYTES, MAX_REPORT_CLOSINGS, MAX_REPORT_ROWS
 from april.wire.message import Version

@@ -1,13 +1,13 @@
 """The fields that a record needs to be a row, and the mappings of published datasets."""
 
 from decimal import Decimal
-from typing import get_args
 
 import orjson
 import pytest
+from pydantic import ValidationError
 
-from april.config.data import Mapping as MappingName
-from april.data.rows import MAPPINGS, BadRow, DatasetRow, Mapping, make_row
+from april.config.data import MAPPINGS, DataSection, Mapping
+from april.data.rows import BadRow, DatasetRow, make_row
 from tests.support.dataset_records import RECORDS
 
 PLAIN = MAPPINGS["plain"]
@@ -30,16 +30,16 @@ def test_labels_are_text_and_numbers_become_text(written, label):
 
 def test_keys_can_be_configured_and_nested():
     record = {"question": {"text": "p"}, "answer": 4}
-    assert make_row(record, Mapping(("question.text",), ("answer",))) == DatasetRow("p", "4")
+    assert make_row(record, Mapping("own", ("question.text",), ("answer",))) == DatasetRow("p", "4")
 
 
 def test_several_columns_become_one_json_label():
     record = {"prompt": "p", "source": "gsm8k", "model": {"truth": "5"}, "info": {"index": 1, "weight": Decimal("0.5")}}
-    label = make_row(record, Mapping(label=("source, model.truth,info",))).label
+    label = make_row(record, Mapping("own", label=("source, model.truth,info",))).label
     assert orjson.loads(label) == {"source": "gsm8k", "truth": "5", "info": {"index": 1, "weight": 0.5}}
-    assert Mapping(label=("source, model.truth",)).columns == {"prompt", "source", "model", "reward"}
+    assert Mapping("own", label=("source, model.truth",)).columns == {"prompt", "source", "model", "reward"}
     with pytest.raises(BadRow, match="key 'source,more' is missing"):
-        make_row(record, Mapping(label=("source,more",)))
+        make_row(record, Mapping("own", label=("source,more",)))
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,7 @@ def test_a_text_can_become_a_message_and_messages_a_text():
 
 
 def test_every_mapping_can_be_configured():
-    assert set(get_args(MappingName)) == set(MAPPINGS)
+    """One entry of `MAPPINGS` is all that a mapping needs."""
+    assert all(DataSection(mapping=name, eval_mapping=name).mapping == name for name in MAPPINGS)
+    with pytest.raises(ValidationError, match="'gsm8k'"):
+        DataSection(mapping="unknown")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
-from april.data.rows import Support
+from april.data.support import Support
 from april.data.tokenizer import Tokenizer
 from april.observe.report.run_folder import read_records
 from april.observe.report.samples import read_step, sample_files

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from april.data.rows import Support
+from april.data.support import Support
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.conformance.harness import (
     V0,
     V1,
-    VOCABULARY,
     Stream,
     assert_true_logprobs,
     drive,
@@ -20,7 +19,6 @@ from april.workers.engines.conformance.harness import (
     prompt,
 )
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.sglang.engine import SGLangEngine
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
 """the first test on SGLang starts its server"""
@@ -37,19 +35,13 @@ NEAR = 1e-5
 
 
 @pytest.fixture
-def make_engine(sglang_server, tiny_model):
-    made = []
-
+def make_engine(attach_engine, tiny_model):
     def make(**options):
-        options = {"slots": 64, "chunk_tokens": 7, "report_s": 1e9, "stream_tokens": 5} | options
-        made.append(SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=sglang_server.url, **options))
-        made[-1].load_weights(V0, tiny_model().weights())
-        return made[-1]
+        engine = attach_engine(**{"slots": 64, "chunk_tokens": 7} | options)
+        engine.load_weights(V0, tiny_model().weights())
+        return engine
 
-    yield make
-    for engine in made:
-        engine.cancel_all(range(100))
-        engine.close()
+    return make
 
 
 def cut_requests(count, tokens, **cut):

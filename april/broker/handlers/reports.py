@@ -12,7 +12,7 @@ from zlib_ng.zlib_ng import crc32
 from april import wire
 from april.broker.ledger.samples import Lease
 from april.config import Config
-from april.data.rows import Support
+from april.data.support import Support
 from april.wire import limits
 from april.wire.rows import FINISH_REASONS, OBSERVATION, TABLE, padded_sizes
 

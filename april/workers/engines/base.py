@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from april.data.rows import Support
+from april.data.support import Support
 from april.wire.message import Version
 
 if TYPE_CHECKING:

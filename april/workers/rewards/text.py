@@ -5,7 +5,7 @@ import string
 from collections import Counter
 from decimal import Decimal
 
-from april.data.rows import final_number, last_number, leading_number
+from april.util.text import final_number, last_number, leading_number
 
 # --- answers in a response --------------------------------------------------------------------------------------------
 
@@ -20,20 +20,28 @@ def after_thinking(response: str) -> str:
     return response.rpartition(END_OF_THINKING)[2]
 
 
-def last_boxed(text: str) -> str | None:
-    """The content of the last complete `\\boxed{}`, whose braces may be nested and escaped; None if there is none.
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    """(start, end, content) of each complete `\\boxed{}` that is in no other one; braces may be nested and escaped.
 
     Takes linear time, however many boxes are never closed.
     """
-    boxes = {opening.end() - 1 for opening in BOX.finditer(text)}
+    openings = {opening.end() - 1: opening.start() for opening in BOX.finditer(text)}
     opened: list[int] = []
-    start, end = -1, -1
-    for brace in BRACE.finditer(text) if boxes else ():
+    found: list[tuple[int, int, str]] = []
+    for brace in BRACE.finditer(text) if openings else ():
         if brace[0] == "{":
             opened.append(brace.start())
-        elif brace[0] == "}" and opened and (position := opened.pop()) in boxes and position > start:
-            start, end = position, brace.start()
-    return None if start < 0 else text[start + 1 : end].strip()
+        elif brace[0] == "}" and opened and (position := opened.pop()) in openings:
+            while found and found[-1][0] > openings[position]:
+                found.pop()
+            found.append((openings[position], brace.end(), text[position + 1 : brace.start()].strip()))
+    return found
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last complete `\\boxed{}`; None if there is none."""
+    found = boxes(text)
+    return found[-1][2] if found else None
 
 
 def after_phrase(text: str, phrase: str) -> str | None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError, load
-from april.data.rows import Support
+from april.data.support import Support
 from april.learner.batch import TrainingBatch, TrainSample
 from april.trainers.rollouts import LOCAL, connect
 from april.trainers.rollouts.run import Rollouts

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from april.data.rows import Support
+from april.data.support import Support
 from april.wire.limits import MAX_CUT_CHUNK_TOKENS, MAX_SUPPORT_IDS
 from april.wire.message import Version
 from april.workers.engines.base import Chunk, Finish, Request

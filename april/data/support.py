@@ -1,0 +1,42 @@
+"""Sampling supports: the token ids that truncated sampling left to each token of a response."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """Supports of T tokens, the token ids that each was drawn from, as a ragged array."""
+
+    counts: np.ndarray
+    """int32 [T]: size of each token's support; 0 for a token that was not sampled."""
+    ids: np.ndarray
+    """int32 [sum of counts]: the ids of all supports, concatenated."""
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray]) -> "Support":
+        """Supports from each token's ids, int32; at least one token."""
+        return cls(np.fromiter(map(len, rows), np.int32, len(rows)), np.concatenate(rows))
+
+    @classmethod
+    def none(cls, tokens: int) -> "Support":
+        """Empty supports of `tokens` tokens."""
+        return cls(np.zeros(tokens, np.int32), np.zeros(0, np.int32))
+
+    def fits(self, tokens: int) -> bool:
+        """Whether counts and ids are consistent, and there are `tokens` counts."""
+        return len(self.counts) == tokens and not (self.counts < 0).any() and self.counts.sum() == len(self.ids)
+
+    def holds(self, tokens: np.ndarray) -> bool:
+        """Whether every token, int32 [T], is in its support."""
+        fits = self.fits(len(tokens)) and (self.counts > 0).all()
+        return bool(fits and (self.indices_of(tokens) < self.counts).all())
+
+    def indices_of(self, tokens: np.ndarray) -> np.ndarray:
+        """int64 [T]: index of each token in its support; at least the support's size if absent. No support is empty."""
+        starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
+        found = self.ids == np.repeat(tokens, self.counts)
+        at = np.where(found, np.arange(len(self.ids)), len(self.ids))
+        return np.minimum.reduceat(at, starts) - starts
