@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,9 @@ from areal.utils.recover import InValidRecoverInfo, RecoverHandler, RecoverInfo
 from torch import Tensor
 
 from april.config import Config, ConfigError
-from april.config.checks import first_cut_key
 from april.trainers import rollouts
-from april.trainers.adapters.parts import fill_group, read_tensors, sync_folder
-from april.trainers.rollouts import Prompt, PromptsWanted, RolloutBatch, Rollouts
+from april.trainers.adapters.parts import TrainerRun, check_option, check_sampling, fill_group, read_tensors
+from april.trainers.rollouts import Prompt, RolloutBatch, Rollouts
 from april.util.errors import refuse
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def check(config: Config, theirs: Any, rows: Any = None) -> None:
     if config.data.source == "submitted" and rows is None:
         refuse("data.source", "submitted", "wants AReaL's rows", "give train_dataset")
     schedule, sampling = config.schedule, config.sampling
-    wanted = {
+    options = {
         "actor.path": (os.path.abspath(theirs.actor.path), str(config.model.path)),
         "actor.temperature": (theirs.actor.temperature, sampling.temperature),
         "actor.weight_update_mode": (theirs.actor.weight_update_mode, "disk"),
@@ -57,12 +57,9 @@ def check(config: Config, theirs: Any, rows: Any = None) -> None:
         "gconfig.max_new_tokens": (theirs.gconfig.max_new_tokens, sampling.max_response_tokens),
         "dynamic_bs": (theirs.dynamic_bs, False),
     }
-    for name, (value, fitting) in wanted.items():
-        if value != fitting:
-            raise ConfigError(f"AReaL's '{name}' = {value!r} does not fit the run; set it to {fitting!r}")
-    if sampling.is_cut:
-        key, cut = first_cut_key(config)
-        refuse(f"sampling.{key}", cut, "cuts the distribution, which AReaL does not follow", "leave it out")
+    for name, (value, fitting) in options.items():
+        check_option(f"AReaL's '{name}'", value, fitting)
+    check_sampling(config, "AReaL")
 
 
 # --- trainer ----------------------------------------------------------------------------------------------------------
@@ -110,7 +107,7 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
     return Prompt(row["messages"], str(row.get("answer", "")))
 
 
-class ArealEngine(InferenceEngine):
+class ArealEngine(TrainerRun, InferenceEngine):
     """AReaL's inference engine interface, implemented by a run."""
 
     staleness_manager = None
@@ -125,10 +122,8 @@ class ArealEngine(InferenceEngine):
     ):
         """`folder_of`: version -> folder to which AReaL's actor writes its weights; `saved`: returns policy step (0
         without one) and folder of AReaL's newest checkpoint; `prompt`: row -> prompt."""
-        self.run, self._folder_of, self._saved, self._prompt = run, folder_of, saved, prompt
-        self.batch: RolloutBatch | None = None
-        """The batch on which AReaL is training; None if there is none."""
-        self._durable = run.step
+        super().__init__(run)
+        self._folder_of, self._saved, self._prompt = folder_of, saved, prompt
         self._has_weights = False
         """Whether any weights have been published to the run yet."""
         self._server: ThreadingHTTPServer | None = None
@@ -145,21 +140,12 @@ class ArealEngine(InferenceEngine):
         config = self.run.config
         if not self._has_weights:
             self._publish(config.model.path)
-        self._report_checkpoint()
-        schedule = config.schedule
-        ahead = max(schedule.groups_per_round, schedule.rollout_batch_size)
-        wanted = self.run.step * schedule.rollout_batch_size + ahead
-        while config.data.source == "submitted" and self.run.submitted < wanted:
-            self._submit_prompts(dataloader)
-        while True:
-            try:
-                self.batch = self.run.take()
-                break
-            except PromptsWanted:
-                self._submit_prompts(dataloader)
-        if self.batch is None:
-            raise RuntimeError(f"the run is over after {self.run.step} batches; lower total_train_steps to that")
-        return trajectories(self.batch, schedule.n_samples_per_prompt)
+        self.report_checkpoint(*self._saved())
+        if config.data.source == "submitted":
+            batch = self.take_submitted(partial(self._submit_prompts, dataloader), "total_train_steps")
+        else:
+            batch = self.take("total_train_steps")
+        return trajectories(batch, config.schedule.n_samples_per_prompt)
 
     def _submit_prompts(self, rows: CountingLoader) -> None:
         """Submit the next rows; those submitted before a crash are skipped."""
@@ -179,8 +165,7 @@ class ArealEngine(InferenceEngine):
             raise RuntimeError(
                 f"AReaL is at version {version} and the run at {self.run.step}; go on from the same checkpoint"
             )
-        if self.batch:
-            self.run.consumed(self.batch, {"reward": self.batch.rewards.mean().item()})
+        self.report_consumed()
         folder = Path(self._folder_of(version))
         self._publish(folder)
         shutil.rmtree(folder)
@@ -191,14 +176,6 @@ class ArealEngine(InferenceEngine):
     def _publish(self, folder: Path) -> None:
         self.run.publish(read_tensors(folder))
         self._has_weights = True
-
-    def _report_checkpoint(self) -> None:
-        """Report AReaL's newest checkpoint as durable once it is synced to disk."""
-        step, folder = self._saved()
-        if self._durable < step <= self.run.step:
-            sync_folder(folder)
-            self.run.durable(step)
-            self._durable = step
 
     @property
     def callback_addr(self) -> str:
@@ -222,10 +199,8 @@ class ArealEngine(InferenceEngine):
         """Close the connection; after the last step the run ends."""
         if self._server is not None:
             self._server.shutdown()
-        self._report_checkpoint()
-        if self.run.step >= self.run.config.schedule.max_steps:
-            self.run.take()
-        self.run.__exit__(None, None, None)
+        self.report_checkpoint(*self._saved())
+        self.close()
 
 
 class CallbackHandler(BaseHTTPRequestHandler):

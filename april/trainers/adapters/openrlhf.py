@@ -17,18 +17,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from april import config as configuration
 from april.config import Config, ConfigError
-from april.config.checks import first_cut_key
 from april.learner.batch import TrainSample
 from april.trainers import rollouts
-from april.trainers.adapters.parts import fill_group, read_tensors, sync_folder
+from april.trainers.adapters.parts import (
+    check_option,
+    check_own_prompts,
+    check_sampling,
+    figures,
+    full_groups,
+    latest_step,
+    read_tensors,
+    step_folders,
+    sync_folder,
+)
 from april.trainers.rollouts import Prompt, RolloutBatch, aio
-from april.util.errors import refuse
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
@@ -74,7 +81,7 @@ def check(config: Config, theirs: dict[str, Any]) -> None:
     ConfigError."""
     schedule, sampling = config.schedule, config.sampling
     groups = schedule.rollout_batch_size
-    wanted: dict[str, tuple] = {
+    options: dict[str, tuple] = {
         "actor.model_name_or_path": (config.model.path,),
         "rollout.batch_size": (groups,),
         "rollout.vllm_generate_batch_size": (None, groups),
@@ -91,21 +98,10 @@ def check(config: Config, theirs: dict[str, Any]) -> None:
         "train.colocate_all": (False,),
         "algo.dynamic_filtering_enable": (False,),
     }
-    for name, fitting in wanted.items():
-        if theirs[name] not in fitting:
-            fix = "leave it out" if fitting[0] in (None, False) else f"set it to {' or '.join(map(str, fitting))}"
-            raise ConfigError(f"OpenRLHF's '--{name}' = {theirs[name]} does not fit the run; {fix}")
-    if sampling.is_cut:
-        key, value = first_cut_key(config)
-        refuse(f"sampling.{key}", value, "cuts the distribution, which OpenRLHF does not follow", "leave it out")
-    only_their_prompts = schedule.groups_per_round == groups and not schedule.filters_groups
-    if config.data.source == "submitted" and not only_their_prompts:
-        refuse(
-            "data.source",
-            "submitted",
-            "trains the prompts of each of OpenRLHF's batches and no others",
-            "leave out schedule.over_sampling_batch_size and filters, or let April draw the prompts: data.path",
-        )
+    for name, fitting in options.items():
+        check_option(f"OpenRLHF's '--{name}'", theirs[name], *fitting)
+    check_sampling(config, "OpenRLHF")
+    check_own_prompts(config, "OpenRLHF")
 
 
 # --- trainer ----------------------------------------------------------------------------------------------------------
@@ -208,26 +204,22 @@ class OpenRlhfEngine:
             await run.publish(read_tensors(Path(config.model.path)))
             self._has_weights = True
         await self._report_checkpoint()
-        draws_own_prompts = config.data.source != "submitted"
-        if not draws_own_prompts:
+        submits = config.data.source == "submitted"
+        if submits:
             prompts = [
                 Prompt(encode(request.tokenizer, request.prompt), str(request.label or "")) for request in pending
             ]
             await run.submit(prompts, first=run.step * len(pending))
         self.batch = await run.take()
         assert self.batch, "the run has more batches"
-        groups, size = self.batch.groups, config.schedule.n_samples_per_prompt
-        if not draws_own_prompts:
-            groups = [groups[index] for index in np.argsort(self.batch.prompts)]
         responses = []
-        for request, group in zip(pending, groups, strict=True):
-            prompt = (
-                request.tokenizer.decode(group[0].tokens[: group[0].prompt_tokens])
-                if draws_own_prompts
-                else request.prompt
-            )
-            origin = {"prompt": prompt, "label": "" if draws_own_prompts else request.label}
-            responses.append([origin | to_response(sample) for sample in fill_group(group, size)])
+        for request, group in zip(pending, full_groups(self.batch, config.schedule.n_samples_per_prompt), strict=True):
+            drawn = group[0].tokens[: group[0].prompt_tokens]
+            origin = {
+                "prompt": request.prompt if submits else request.tokenizer.decode(drawn),
+                "label": request.label if submits else "",
+            }
+            responses.append([origin | to_response(sample) for sample in group])
         return responses
 
     # --- weights ------------------------------------------------------------------------------------------------
@@ -277,7 +269,7 @@ class OpenRlhfEngine:
         """Publish the weights trained on the last batch to April's workers; after the last step the run ends."""
         run = self.run
         if self.batch:
-            await run.consumed(self.batch, {"reward": self.batch.rewards.mean().item()})
+            await run.consumed(self.batch, figures(self.batch))
         await run.publish(weights)
         self._has_weights = True
         if run.step >= run.config.schedule.max_steps:
@@ -289,9 +281,9 @@ class OpenRlhfEngine:
         """Report OpenRLHF's newest checkpoint as durable once it is synced to disk."""
         saved = newest_step(self.checkpoints)
         if self._durable < saved <= self.run.step:
-            sync_folder(self.checkpoints / f"{STEP_PREFIX}{saved}")
-            kept = [step_of(folder.name) for folder in self.checkpoints.glob(f"{STEP_PREFIX}[0-9]*")]
-            await self.run.durable(saved, oldest=min(kept))
+            folders = step_folders(self.checkpoints, STEP_PREFIX)
+            sync_folder(folders[saved])
+            await self.run.durable(saved, oldest=min(folders))
             self._durable = saved
 
 
@@ -318,12 +310,7 @@ def to_response(sample: TrainSample) -> dict[str, Any]:
 
 def newest_step(checkpoints: Path) -> int:
     """Policy step of the newest checkpoint; 0 without one."""
-    path = checkpoints / LATEST_FILE
-    return step_of(path.read_text().strip()) if path.is_file() else 0
-
-
-def step_of(tag: str) -> int:
-    return int(tag.removeprefix(STEP_PREFIX))
+    return latest_step(checkpoints / LATEST_FILE, STEP_PREFIX) or 0
 
 
 # --- launcher ---------------------------------------------------------------------------------------------------------

@@ -1,27 +1,177 @@
-"""Helpers shared by several adapters: groups of equal size, weights from a folder, checkpoints synced to disk."""
+"""What the adapters share: a run in the hands of another framework's trainer, its options, groups and checkpoints."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from safetensors import safe_open
 from torch import Tensor
 
+from april.config import Config, ConfigError
+from april.config.checks import first_cut_key
 from april.learner.batch import TrainSample
+from april.trainers import rollouts
+from april.trainers.rollouts import PromptsWanted, RolloutBatch, Rollouts
+from april.util.errors import refuse
 from april.util.files import sync
 
 
-def fill_group(group: list[TrainSample], size: int) -> list[TrainSample]:
+class TrainerRun:
+    """A run in the hands of another framework's trainer: the batch that it trains on, its weights and checkpoints."""
+
+    def __init__(self, run: Rollouts):
+        self.run = run
+        self.batch: RolloutBatch | None = None
+        """The batch that is being trained on; None if there is none."""
+        self._durable = run.step
+        """Policy step of the newest checkpoint that was reported."""
+
+    def take(self, limit: str) -> RolloutBatch:
+        """The next batch. Raises RuntimeError if the run is over before the trainer is; `limit`: the trainer's option
+        that bounds its steps."""
+        self.batch = self.run.take()
+        if self.batch is None:
+            raise RuntimeError(f"the run is over after {self.run.step} batches; lower {limit} to that")
+        return self.batch
+
+    def take_submitted(self, submit_prompts: Callable[[], None], limit: str) -> RolloutBatch:
+        """As `take`, where the trainer submits the prompts. `submit_prompts` submits the next of them; it is called
+        until a whole round has its prompts, and again for each group that the run discards."""
+        schedule = self.run.config.schedule
+        ahead = max(schedule.groups_per_round, schedule.rollout_batch_size)
+        while self.run.submitted < self.run.step * schedule.rollout_batch_size + ahead:
+            submit_prompts()
+        while True:
+            try:
+                return self.take(limit)
+            except PromptsWanted:
+                submit_prompts()
+
+    def report_consumed(self) -> None:
+        """Report that the trainer's weights contain the batch, if there is one."""
+        if self.batch:
+            self.run.consumed(self.batch, figures(self.batch))
+
+    def report_checkpoint(self, step: int, folder: Path, oldest: int | None = None) -> None:
+        """Report a checkpoint of that policy step as durable, once it is synced to disk, unless that was done.
+        `oldest`: step of the oldest kept checkpoint, by default this one."""
+        if self._durable < step <= self.run.step:
+            sync_folder(folder)
+            self.run.durable(step, oldest)
+            self._durable = step
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether all steps of the run are trained."""
+        return self.run.step >= self.run.config.schedule.max_steps
+
+    def close(self) -> None:
+        """Close the connection; a run whose steps are all trained ends, which first evaluates the last weights."""
+        if self.is_trained:
+            self.run.take()
+        self.run.__exit__(None, None, None)
+
+
+def connect_checked(
+    config: Any,
+    checkpoint: int,
+    run: str,
+    check: Callable[[Config], None],
+    overrides: Mapping[str, Any] | None = None,
+) -> Rollouts:
+    """As `april.connect`; the connection is closed again if `check` raises ConfigError."""
+    connected = rollouts.connect(config, checkpoint, run, overrides)
+    try:
+        check(connected.config)
+    except ConfigError as error:
+        connected.__exit__(ConfigError, error, None)
+        raise
+    return connected
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def check_option(option: str, value: Any, *fitting: Any) -> None:
+    """Raises ConfigError unless the value of another framework's option is one of the `fitting` ones. `option`: the
+    framework and its option, such as "verl's 'data.seed'"."""
+    if value not in fitting:
+        fix = "leave it out" if fitting[0] in (None, False) else f"set it to {' or '.join(map(repr, fitting))}"
+        raise ConfigError(f"{option} = {value!r} does not fit the run; {fix}")
+
+
+def check_sampling(config: Config, framework: str) -> None:
+    """Raises ConfigError for truncated sampling, after which the framework's log-probabilities differ from April's."""
+    if config.sampling.is_cut:
+        key, value = first_cut_key(config)
+        refuse(f"sampling.{key}", value, f"cuts the distribution, which {framework} does not follow", "leave it out")
+
+
+def check_own_prompts(config: Config, framework: str) -> None:
+    """Raises ConfigError for a run that would discard prompts of a framework that trains on all of a batch's."""
+    schedule = config.schedule
+    trains_all = schedule.groups_per_round == schedule.rollout_batch_size and not schedule.filters_groups
+    if config.data.source == "submitted" and not trains_all:
+        refuse(
+            "data.source",
+            "submitted",
+            f"trains the prompts of each of {framework}'s batches and no others",
+            "leave out schedule.over_sampling_batch_size and filters, or let April draw the prompts: data.path",
+        )
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def figures(batch: RolloutBatch) -> dict[str, float]:
+    """Metrics of a batch that every adapter reports."""
+    return {"reward": batch.rewards.mean().item()}
+
+
+def fill_group(group: list[Any], size: int) -> list[Any]:
     """Repeat samples of a group that has lost some, up to `size`, for trainers that need groups of equal size."""
     return list(itertools.islice(itertools.cycle(group), size))
+
+
+def full_groups(batch: RolloutBatch, size: int) -> list[list[TrainSample]]:
+    """The batch's groups of `size` samples each, in the order in which their prompts were submitted, if they were."""
+    numbers = np.argsort(batch.prompts) if batch.prompts else range(len(batch.groups))
+    return [fill_group(batch.groups[number], size) for number in numbers]
+
+
+def sampled_mask(sample: TrainSample) -> np.ndarray:
+    """1 at the response's tokens that the policy sampled, 0 at observations; int64 [T]."""
+    mask = np.zeros(sample.response_tokens, np.int64)
+    mask[sample.sampled_positions] = 1
+    return mask
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) pairs of a Hugging Face folder."""
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+        yield from tensors_of(path)
+
+
+def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of a safetensors file."""
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
+
+
+def step_folders(parent: Path, prefix: str) -> dict[int, Path]:
+    """The folders named `prefix` and a number, by that number, such as a trainer's checkpoints by their step."""
+    return {int(folder.name.removeprefix(prefix)): folder for folder in sorted(parent.glob(f"{prefix}[0-9]*"))}
+
+
+def latest_step(file: Path, prefix: str = "") -> int | None:
+    """The step in a file that names a trainer's newest checkpoint, after `prefix`; None without the file."""
+    return int(file.read_text().strip().removeprefix(prefix)) if file.is_file() else None
 
 
 def sync_folder(folder: Path) -> None:

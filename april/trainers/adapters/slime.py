@@ -10,6 +10,7 @@ schedule over-samples, resumes and filters. One batch is one slime step."""
 import atexit
 from argparse import Namespace
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,20 @@ import numpy as np
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.types import Sample
 
-from april.config import Config, ConfigError
+from april.config import Config
 from april.data.tokenizer import Tokenizer
 from april.learner.batch import TrainSample
 from april.trainers import rollouts
-from april.trainers.adapters.parts import fill_group, read_tensors, sync_folder
-from april.trainers.rollouts import Prompt, PromptsWanted, RolloutBatch, Rollouts
+from april.trainers.adapters.parts import (
+    TrainerRun,
+    connect_checked,
+    fill_group,
+    latest_step,
+    read_tensors,
+    sampled_mask,
+    step_folders,
+)
+from april.trainers.rollouts import Prompt, RolloutBatch, Rollouts
 from april.util.errors import refuse
 
 WEIGHTS_PREFIX = "weight_v"
@@ -32,15 +41,13 @@ SPREAD_FILTERS = "nonzero_std"
 """Suffix of the names of slime's dynamic-sampling filters that drop groups whose rewards are all equal."""
 
 
-class SlimeRollouts:
+class SlimeRollouts(TrainerRun):
     """Adapter through which slime's rollout manager takes batches from a run."""
 
     def __init__(self, args: Namespace, run: Rollouts):
-        self.args, self.run = args, run
-        self.batch: RolloutBatch | None = None
-        """The batch on which slime is training; None if there is none."""
+        super().__init__(run)
+        self.args = args
         self._tokenizer = Tokenizer(run.config.model.path)
-        self._durable = run.step
 
     def generate(self, rollout_id: int, source: Any) -> RolloutFnTrainOutput:
         """The groups of slime's step `rollout_id`. Unfinished samples of other groups stay with the broker and are
@@ -50,29 +57,19 @@ class SlimeRollouts:
                 f"slime is at {rollout_id} and the run at {self.run.step}; go on from the same checkpoint"
             )
         self.publish()
-        schedule = self.run.config.schedule
-        ahead = max(schedule.groups_per_round, schedule.rollout_batch_size)
-        while self.run.submitted < rollout_id * schedule.rollout_batch_size + ahead:
-            self._submit_prompts(source, ahead)
-        while True:
-            try:
-                self.batch = self.run.take()
-                break
-            except PromptsWanted:
-                self._submit_prompts(source, ahead)
-        if self.batch is None:
-            raise RuntimeError(f"the run is over after {self.run.step} batches; lower --num-rollout to that")
-        size = schedule.n_samples_per_prompt
+        batch = self.take_submitted(partial(self._submit_prompts, source), "--num-rollout")
+        size = self.run.config.schedule.n_samples_per_prompt
         groups = [
             self._samples(fill_group(group, size), origin)
-            for group, origin in zip(self.batch.groups, self.batch.extras, strict=True)
+            for group, origin in zip(batch.groups, batch.extras, strict=True)
         ]
-        return RolloutFnTrainOutput(samples=groups, metrics={"rollout/april/staleness": staleness(self.batch)})
+        return RolloutFnTrainOutput(samples=groups, metrics={"rollout/april/staleness": staleness(batch)})
 
-    def _submit_prompts(self, source: Any, count: int) -> None:
-        """Submit the next `count` groups of slime's data source, numbered as there; groups submitted before a restart
-        are skipped."""
-        groups = source.get_samples(count)
+    def _submit_prompts(self, source: Any) -> None:
+        """Submit the next groups of slime's data source, as many as a round has, numbered as there; groups submitted
+        before a restart are skipped."""
+        schedule = self.run.config.schedule
+        groups = source.get_samples(max(schedule.groups_per_round, schedule.rollout_batch_size))
         self.run.submit([prompt_of(group) for group in groups], first=groups[0][0].group_index)
 
     def _samples(self, group: list[TrainSample], origin: dict[str, Any]) -> list[Sample]:
@@ -84,11 +81,10 @@ class SlimeRollouts:
 
     def _fill_sample(self, slime_sample: Sample, sample: TrainSample) -> Sample:
         response = sample.tokens[sample.prompt_tokens :]
-        mask = np.zeros(sample.response_tokens, np.int64)
-        mask[sample.sampled_positions] = 1
         slime_sample.tokens, slime_sample.response_length = sample.tokens.tolist(), sample.response_tokens
         slime_sample.response = self._tokenizer.decode(response)
-        slime_sample.loss_mask, slime_sample.rollout_log_probs = mask.tolist(), sample.logprobs.tolist()
+        slime_sample.loss_mask = sampled_mask(sample).tolist()
+        slime_sample.rollout_log_probs = sample.logprobs.tolist()
         slime_sample.weight_versions = [str(version.step) for _, _, version in sample.segments]
         slime_sample.reward = {self.args.reward_key: sample.reward} if self.args.reward_key else sample.reward
         slime_sample.status = Sample.Status.TRUNCATED if sample.finish_reason == "length" else Sample.Status.COMPLETED
@@ -99,30 +95,23 @@ class SlimeRollouts:
 
     def publish(self) -> None:
         """Report the last batch as consumed, and publish the newest weights that slime's actor has written."""
-        if self.batch:
-            self.run.consumed(self.batch, {"reward": self.batch.rewards.mean().item()})
-        self._report_checkpoint()
-        folders = sorted(Path(self.args.update_weight_disk_dir).glob(f"{WEIGHTS_PREFIX}[0-9]*"))
+        self.report_consumed()
+        self.report_checkpoint(saved_step(self.args.save), Path(self.args.save or ""))
+        folders = step_folders(Path(self.args.update_weight_disk_dir), WEIGHTS_PREFIX)
         if not folders:
             raise RuntimeError(
                 f"slime has written no weights to {self.args.update_weight_disk_dir}; give it "
                 "--update-weight-transport disk and --update-weight-disk-keep-files"
             )
-        self.run.publish(read_tensors(folders[-1]))
-
-    def _report_checkpoint(self) -> None:
-        saved = saved_step(self.args.save)
-        if self._durable < saved <= self.run.step:
-            sync_folder(Path(self.args.save))
-            self.run.durable(saved)
-            self._durable = saved
+        self.run.publish(read_tensors(folders[max(folders)]))
 
     def finish(self) -> None:
         """Publish the last weights if slime has trained all steps, and close the connection."""
-        if self.run.step >= self.run.config.schedule.max_steps and self.batch:
+        if self.is_trained and self.batch:
             self.publish()
-            self.run.take()
-        self.run.__exit__(None, None, None)
+            self.close()
+        else:
+            self.run.__exit__(None, None, None)
 
 
 current: list[SlimeRollouts] = []
@@ -149,13 +138,8 @@ def connect(args: Namespace) -> SlimeRollouts:
     if not getattr(args, "run_config", None):
         refuse("run_config", None, "is missing", "name the TOML file of the run in --custom-config-path")
     address = getattr(args, "run_address", None) or rollouts.LOCAL
-    run = rollouts.connect(args.run_config, args.start_rollout_id or 0, address)
-    try:
-        check(args, run.config)
-    except ConfigError as error:
-        run.__exit__(ConfigError, error, None)
-        raise
-    return SlimeRollouts(args, run)
+    step = args.start_rollout_id or 0
+    return SlimeRollouts(args, connect_checked(args.run_config, step, address, partial(check, args)))
 
 
 def check(args: Namespace, config: Config) -> None:
@@ -171,19 +155,19 @@ def check(args: Namespace, config: Config) -> None:
         )
     if config.data.source != "submitted":
         refuse("data.source", config.data.source, "leaves out the prompts that slime brings", "set it to 'submitted'")
-    for option, given, wanted in (
-        ("rollout-batch-size", args.rollout_batch_size, schedule.rollout_batch_size),
-        ("over-sampling-batch-size", args.over_sampling_batch_size, schedule.groups_per_round),
-        ("n-samples-per-prompt", args.n_samples_per_prompt, schedule.n_samples_per_prompt),
-        ("partial-rollout", args.partial_rollout, schedule.partial_rollout),
-        ("dynamic-sampling-filter-path", spread, schedule.dynamic_sampling),
-        ("num-rollout", args.num_rollout, schedule.max_steps),
-        ("rollout-temperature", args.rollout_temperature, sampling.temperature),
-        ("rollout-top-p", args.rollout_top_p, sampling.top_p),
-        ("rollout-max-response-len", args.rollout_max_response_len, sampling.max_response_tokens),
-    ):
-        if given != wanted:
-            refuse(f"--{option}", None, f"is {given!r} in slime and {wanted!r} in the run", "make them the same")
+    for option, (given, fitting) in {
+        "rollout-batch-size": (args.rollout_batch_size, schedule.rollout_batch_size),
+        "over-sampling-batch-size": (args.over_sampling_batch_size, schedule.groups_per_round),
+        "n-samples-per-prompt": (args.n_samples_per_prompt, schedule.n_samples_per_prompt),
+        "partial-rollout": (args.partial_rollout, schedule.partial_rollout),
+        "dynamic-sampling-filter-path": (spread, schedule.dynamic_sampling),
+        "num-rollout": (args.num_rollout, schedule.max_steps),
+        "rollout-temperature": (args.rollout_temperature, sampling.temperature),
+        "rollout-top-p": (args.rollout_top_p, sampling.top_p),
+        "rollout-max-response-len": (args.rollout_max_response_len, sampling.max_response_tokens),
+    }.items():
+        if given != fitting:
+            refuse(f"--{option}", None, f"is {given!r} in slime and {fitting!r} in the run", "make them the same")
 
 
 def prompt_of(group: list[Sample]) -> Prompt:
@@ -196,8 +180,8 @@ def prompt_of(group: list[Sample]) -> Prompt:
 
 def saved_step(save: str | None) -> int:
     """Policy step of slime's newest checkpoint, one above its rollout id; 0 without one."""
-    path = Path(save or "", LATEST_FILE)
-    return int(path.read_text()) + 1 if save and path.is_file() else 0
+    latest = latest_step(Path(save, LATEST_FILE)) if save else None
+    return 0 if latest is None else latest + 1
 
 
 def staleness(batch: RolloutBatch) -> float:

@@ -16,7 +16,7 @@ log-probabilities, trains and saves. One batch is one optimizer step. TRL's chec
 `train` resumes from the newest.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,13 +32,19 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from april.config import Config, ConfigError
-from april.config.checks import first_cut_key
+from april.config import Config
 from april.learner.batch import TrainSample
 from april.trainers import rollouts
-from april.trainers.adapters.parts import fill_group, sync_folder
-from april.trainers.rollouts import RolloutBatch, Rollouts
-from april.util.errors import refuse
+from april.trainers.adapters.parts import (
+    TrainerRun,
+    check_option,
+    check_sampling,
+    connect_checked,
+    full_groups,
+    sampled_mask,
+    step_folders,
+)
+from april.trainers.rollouts import Rollouts
 
 REWARD_COLUMN = "april_reward"
 """Column in which TRL passes each sample's reward to `TrlRollouts.reward`."""
@@ -48,15 +54,13 @@ Score: TypeAlias = Callable[..., Scores]
 """TRL's scoring function, which returns log-probabilities [B, C], entropies [B, C] and an auxiliary loss."""
 
 
-class TrlRollouts:
+class TrlRollouts(TrainerRun):
     """Dataset, reward and rollout functions for GRPOTrainer, backed by a run."""
 
     def __init__(self, run: Rollouts, arguments: GRPOConfig, resumed_from: str | None = None):
         """`resumed_from`: TRL's checkpoint from which the trainer resumes."""
-        self.run, self.arguments, self.resumed_from = run, arguments, resumed_from
-        self.batch: RolloutBatch | None = None
-        """The batch on which TRL is training; None if there is none."""
-        self._batches: Iterator[RolloutBatch] = run.batches()
+        super().__init__(run)
+        self.arguments, self.resumed_from = arguments, resumed_from
 
     @property
     def dataset(self) -> Dataset:
@@ -78,11 +82,8 @@ class TrlRollouts:
             raise RuntimeError(
                 "TRL cannot evaluate on April's rollouts; set eval_strategy='no', evaluation.every is April's"
             )
-        self.batch = next(self._batches, None)
-        if self.batch is None:
-            raise RuntimeError(f"the run is over after {self.run.step} batches; lower max_steps to that")
-        size = self.run.config.schedule.n_samples_per_prompt
-        samples = [sample for group in self.batch.groups for sample in fill_group(group, size)]
+        groups = full_groups(self.take("max_steps"), self.run.config.schedule.n_samples_per_prompt)
+        samples = [sample for group in groups for sample in group]
         first = (dist.get_rank() if dist.is_initialized() else 0) * len(prompts)
         return to_trl(samples[first : first + len(prompts)])
 
@@ -105,11 +106,6 @@ class TrlRollouts:
         """Run `trainer.train` from the newest checkpoint in `output_dir`, if there is one."""
         self.attach(trainer)
         return trainer.train(resume_from_checkpoint=self.resumed_from)
-
-    def finish(self) -> None:
-        """If all steps are trained, let the run end, which first evaluates the last weights."""
-        if self.run.step >= self.run.config.schedule.max_steps:
-            next(self._batches, None)
 
     def __enter__(self) -> "TrlRollouts":
         self.run.__enter__()
@@ -136,19 +132,17 @@ class ProgressCallback(TrainerCallback):
         self.owner, self.trainer = owner, trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        batch = self.owner.batch
-        assert batch, "every step trains a batch"
-        self.owner.run.consumed(batch, {"reward": batch.rewards.mean().item()})
+        self.owner.report_consumed()
 
     def on_save(self, arguments: GRPOConfig, *_: Any, **__: Any) -> None:
         if self.owner.batch:
-            folders = checkpoints(arguments.output_dir)
-            sync_folder(folders[self.owner.run.step])
-            self.owner.run.durable(self.owner.batch, oldest=min(folders))
+            folders, step = step_folders(Path(arguments.output_dir), CHECKPOINT_PREFIX), self.owner.run.step
+            self.owner.report_checkpoint(step, folders[step], oldest=min(folders))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.trainer.vllm_generation.sync_weights()
-        self.owner.finish()
+        if self.owner.is_trained:
+            self.owner.run.take()
 
 
 def connect(
@@ -159,14 +153,10 @@ def connect(
 ) -> TrlRollouts:
     """As `april.connect`, at the newest complete checkpoint in `arguments.output_dir`. Raises ConfigError for arguments
     that do not fit the run."""
-    complete = {step: folder for step, folder in checkpoints(arguments.output_dir).items() if is_complete(folder)}
+    folders = step_folders(Path(arguments.output_dir), CHECKPOINT_PREFIX)
+    complete = {step: folder for step, folder in folders.items() if is_complete(folder, step)}
     step = max(complete, default=0)
-    connected = rollouts.connect(config, step, run, overrides)
-    try:
-        check(connected.config, arguments)
-    except ConfigError as error:
-        connected.__exit__(ConfigError, error, None)
-        raise
+    connected = connect_checked(config, step, run, partial(check, arguments=arguments), overrides)
     return TrlRollouts(connected, arguments, str(complete[step]) if complete else None)
 
 
@@ -174,24 +164,16 @@ def check(config: Config, arguments: GRPOConfig) -> None:
     """Check that one batch is one optimizer step, and that both sides define log-probabilities alike. Raises
     ConfigError."""
     schedule = config.schedule
-    for name, wanted, why in (
-        ("num_generations", schedule.n_samples_per_prompt, "schedule.n_samples_per_prompt"),
-        (
-            "generation_batch_size",
-            schedule.rollout_batch_size * schedule.n_samples_per_prompt,
-            "the samples of a batch of the run",
-        ),
-        ("steps_per_generation", arguments.gradient_accumulation_steps, "gradient_accumulation_steps"),
-        ("num_iterations", 1, "one step a batch"),
-        ("max_steps", schedule.max_steps, "schedule.max_steps"),
-        ("temperature", config.sampling.temperature, "sampling.temperature"),
-    ):
-        if (given := getattr(arguments, name)) != wanted:
-            raise ConfigError(f"GRPOConfig's '{name}' = {given!r} does not fit the run; set it to {wanted!r}, {why}")
-
-    if config.sampling.is_cut:
-        key, value = first_cut_key(config)
-        refuse(f"sampling.{key}", value, "cuts the distribution, which TRL does not follow", "leave it out")
+    for name, fitting in {
+        "num_generations": schedule.n_samples_per_prompt,
+        "generation_batch_size": schedule.rollout_batch_size * schedule.n_samples_per_prompt,
+        "steps_per_generation": arguments.gradient_accumulation_steps,
+        "num_iterations": 1,
+        "max_steps": schedule.max_steps,
+        "temperature": config.sampling.temperature,
+    }.items():
+        check_option(f"GRPOConfig's '{name}'", getattr(arguments, name), fitting)
+    check_sampling(config, "TRL")
 
 
 def score_by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int, **options: Any) -> Scores:
@@ -254,35 +236,19 @@ def is_shared(value: Any) -> bool:
 
 def to_trl(samples: list[TrainSample]) -> dict[str, list[Any]]:
     """The samples as the columns that TRL expects of a `rollout_func`."""
-    masks = []
-    for sample in samples:
-        mask = [0] * sample.response_tokens
-        for position in sample.sampled_positions.tolist():
-            mask[position] = 1
-        masks.append(mask)
     return {
         "prompt_ids": [sample.tokens[: sample.prompt_tokens].tolist() for sample in samples],
         "completion_ids": [sample.tokens[sample.prompt_tokens :].tolist() for sample in samples],
         "logprobs": [sample.logprobs.tolist() for sample in samples],
-        "env_mask": masks,
+        "env_mask": [sampled_mask(sample).tolist() for sample in samples],
         REWARD_COLUMN: [float(sample.reward) for sample in samples],
     }
 
 
-def checkpoints(output_dir: str) -> dict[int, Path]:
-    """TRL's checkpoint folders by policy step."""
-    folders = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}[0-9]*")
-    return {step_of(folder): folder for folder in folders}
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(CHECKPOINT_PREFIX))
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether the checkpoint is complete: a trainer killed while saving has not written the state file, the last
-    one."""
+def is_complete(checkpoint: Path, step: int) -> bool:
+    """Whether TRL's checkpoint of that step is complete: a trainer killed while saving has not written the state file,
+    the last one."""
     try:
-        return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step == step_of(checkpoint)
+        return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step == step
     except (OSError, ValueError, TypeError):
         return False

@@ -13,13 +13,13 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
@@ -28,12 +28,22 @@ from verl import DataProto
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
 from verl.utils.ray_utils import auto_await
 
-from april.config import Config, ConfigError
-from april.config.checks import first_cut_key
+from april.config import Config
 from april.learner.batch import TrainSample
 from april.trainers import rollouts
-from april.trainers.adapters.parts import fill_group, sync_folder
-from april.trainers.rollouts import Prompt, RolloutBatch, Rollouts
+from april.trainers.adapters.parts import (
+    TrainerRun,
+    check_option,
+    check_own_prompts,
+    check_sampling,
+    connect_checked,
+    full_groups,
+    latest_step,
+    sampled_mask,
+    step_folders,
+    tensors_of,
+)
+from april.trainers.rollouts import Prompt, Rollouts
 from april.util.errors import refuse
 
 BACKEND = "april"
@@ -43,7 +53,7 @@ EMPTY_FIELDS = ("turn_scores", "tool_rewards", "extras")
 """Non-tensor fields that verl expects of every trajectory and that April leaves empty."""
 
 
-class AgentLoopManager:
+class AgentLoopManager(TrainerRun):
     """Replaces verl's agent loop manager: starts no agent loops, and takes batches of the run."""
 
     current: "AgentLoopManager | None" = None
@@ -60,16 +70,9 @@ class AgentLoopManager:
                 refuse(
                     "actor_rollout_ref.rollout.custom.april.config", None, "is missing", "name the TOML file of the run"
                 )
-            run = rollouts.connect(own["config"], resumed_step(config.trainer), own.get("run", rollouts.LOCAL))
-        self.run = run
-        try:
-            check(run.config, config)
-        except ConfigError as error:
-            run.__exit__(ConfigError, error, None)
-            raise
-        self.batch: RolloutBatch | None = None
-        """The batch on which verl is training; None if there is none."""
-        self._durable = run.step
+            address = own.get("run", rollouts.LOCAL)
+            run = connect_checked(own["config"], resumed_step(config.trainer), address, partial(check, options=config))
+        super().__init__(run)
         AgentLoopManager.current = self
 
     @classmethod
@@ -95,40 +98,30 @@ class AgentLoopManager:
         started, step = time.perf_counter(), int(prompts.meta_info["global_steps"]) - 1
         if step != self.run.step:
             raise RuntimeError(f"verl is at step {step} and the run at {self.run.step}; go on from the same checkpoint")
-        self._report_checkpoint()
+        self._report_newest()
         schedule = self.run.config.schedule
         if self.run.config.data.source == "submitted":
             first = step * schedule.rollout_batch_size
             self.run.submit(prompts_of(prompts, schedule.n_samples_per_prompt), first=first)
-        self.batch = self.run.take()
-        if self.batch is None:
-            raise RuntimeError(f"the run is over after {self.run.step} batches; lower trainer.total_training_steps")
-        groups, numbers = self.batch.groups, self.batch.prompts
-        if numbers:
-            groups = [groups[index] for index in np.argsort(numbers)]
-        samples = [sample for group in groups for sample in fill_group(group, schedule.n_samples_per_prompt)]
+        groups = full_groups(self.take("trainer.total_training_steps"), schedule.n_samples_per_prompt)
+        samples = [sample for group in groups for sample in group]
         output = to_proto(samples, self.rollout.prompt_length, self.rollout.response_length)
         output.meta_info["timing"] = {"agent_loop/april/take": time.perf_counter() - started}
         return output
 
-    def _report_checkpoint(self) -> None:
+    def _report_newest(self) -> None:
         """Report verl's newest checkpoint as durable once it is synced to disk."""
-        saved = newest_step(self.checkpoints)
-        if saved > self._durable:
-            sync_folder(self.checkpoints / f"{STEP_FOLDER}{saved}")
-            kept = [step_of(folder) for folder in self.checkpoints.glob(f"{STEP_FOLDER}[0-9]*")]
-            self.run.durable(saved, oldest=min(kept))
-            self._durable = saved
+        if saved := newest_step(self.checkpoints):
+            folders = step_folders(self.checkpoints, STEP_FOLDER)
+            self.report_checkpoint(saved, folders[saved], oldest=min(folders))
 
     def publish(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Publish the trainer's current weights; after the last step the run ends."""
-        if self.batch:
-            self.run.consumed(self.batch, {"reward": self.batch.rewards.mean().item()})
+        self.report_consumed()
         self.run.publish(weights)
-        if self.run.step >= self.run.config.schedule.max_steps:
-            self._report_checkpoint()
-            self.run.take()
-            self.run.__exit__(None, None, None)
+        if self.is_trained:
+            self._report_newest()
+            self.close()
 
 
 @CheckpointEngineRegistry.register(BACKEND)
@@ -174,8 +167,7 @@ class CheckpointManager(CheckpointEngineManager):
         own = (self.config.engine_kwargs or {}).get(BACKEND, {})
         path = snapshot_folder(own.get("folder", "")) / f"{global_steps}.safetensors"
         assert AgentLoopManager.current, "verl makes the manager of rollouts first"
-        with safe_open(path, "pt") as file:
-            AgentLoopManager.current.publish((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+        AgentLoopManager.current.publish(tensors_of(path))
         path.unlink()
         return {}
 
@@ -198,26 +190,16 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
 def check(config: Config, options: Any) -> None:
     """Check that one batch is one verl step, and that both sides define log-probabilities alike. Raises ConfigError."""
     schedule, rollout = config.schedule, options.actor_rollout_ref.rollout
-    given = {
+    theirs = {
         "data.train_batch_size": (options.data.train_batch_size, schedule.rollout_batch_size),
         "actor_rollout_ref.rollout.n": (rollout.n, schedule.n_samples_per_prompt),
         "actor_rollout_ref.rollout.temperature": (rollout.temperature, config.sampling.temperature),
         "actor_rollout_ref.rollout.response_length": (rollout.response_length, config.sampling.max_response_tokens),
     }
-    for name, (value, wanted) in given.items():
-        if value != wanted:
-            raise ConfigError(f"verl's '{name}' = {value!r} does not fit the run; set it to {wanted!r}")
-    if config.sampling.is_cut:
-        key, value = first_cut_key(config)
-        refuse(f"sampling.{key}", value, "cuts the distribution, which verl does not follow", "leave it out")
-    only_verl_prompts = schedule.groups_per_round == schedule.rollout_batch_size and not schedule.filters_groups
-    if config.data.source == "submitted" and not only_verl_prompts:
-        refuse(
-            "data.source",
-            "submitted",
-            "trains the prompts of each of verl's batches and no others",
-            "leave out schedule.over_sampling_batch_size and filters, or let April draw the prompts: data.path",
-        )
+    for name, (value, fitting) in theirs.items():
+        check_option(f"verl's '{name}'", value, fitting)
+    check_sampling(config, "verl")
+    check_own_prompts(config, "verl")
 
 
 def to_proto(samples: Sequence[TrainSample], prompt_length: int, response_length: int) -> DataProto:
@@ -233,13 +215,11 @@ def to_proto(samples: Sequence[TrainSample], prompt_length: int, response_length
     for sample in samples:
         first, length = sample.prompt_tokens, sample.response_tokens
         ids, left, right = torch.tensor(sample.tokens).long(), prompt_length - first, response_length - length
-        sampled = torch.zeros(length, dtype=torch.int64)
-        sampled[torch.from_numpy(sample.sampled_positions)] = 1
         score = torch.zeros(response_length)
         score[length - 1] = sample.reward
         columns["prompts"].append(pad(ids[:first], (left, 0)))
         columns["responses"].append(pad(ids[first:], (0, right)))
-        columns["response_mask"].append(pad(sampled, (0, right)))
+        columns["response_mask"].append(pad(torch.from_numpy(sampled_mask(sample)), (0, right)))
         columns["attention_mask"].append(pad(torch.ones(len(ids), dtype=torch.int64), (left, right)))
         columns["rollout_log_probs"].append(pad(torch.tensor(sample.logprobs), (0, right)))
         columns["rm_scores"].append(score)
@@ -264,17 +244,12 @@ def turn_starts(sample: TrainSample) -> list[int]:
 
 def newest_step(checkpoints: Path) -> int:
     """Policy step of the newest checkpoint; 0 without one."""
-    path = checkpoints / LATEST_FILE
-    return int(path.read_text()) if path.is_file() else 0
+    return latest_step(checkpoints / LATEST_FILE) or 0
 
 
 def resumed_step(trainer: Any) -> int:
     if trainer.resume_mode == "disable":
         return 0
     if trainer.resume_mode == "resume_path":
-        return step_of(Path(trainer.resume_from_path))
+        return int(Path(trainer.resume_from_path).name.removeprefix(STEP_FOLDER))
     return newest_step(Path(trainer.default_local_dir))
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix(STEP_FOLDER))

@@ -112,7 +112,7 @@ def test_options_that_do_not_fit_the_run_are_refused_by_areal_s_own_names(areal,
     ):  # fmt: skip
         theirs = options(config, tmp_path)
         setattr(getattr(theirs, section), name, value)
-        with pytest.raises(ConfigError, match=rf"AReaL's '{section}\.{name}' = {value!r} does not fit the run; set it"):
+        with pytest.raises(ConfigError, match=rf"AReaL's '{section}\.{name}' = {value!r} does not fit the run; "):
             areal.check(config, theirs)
     monkeypatch.setenv("AREAL_SPMD_MODE", "1")
     with pytest.raises(ConfigError, match=r"start AReaL with scheduler\.type=local"):
