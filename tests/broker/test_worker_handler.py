@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from april import wire
 from april.wire.message import Version
@@ -89,21 +90,16 @@ def test_an_older_holder_is_refused_for_ever_and_its_tokens_counted(talk, worker
     assert talk.ledger.account.closed
 
 
-def test_a_budget_that_is_exceeded_is_a_failed_lease_not_more_tokens(talk, worker):
+@pytest.mark.parametrize("chunks", [[25], [24], [20, 5]], ids=["exceeded", "full without a finish reason", "twice"])
+def test_the_budget_counts_what_was_acknowledged_before(talk, worker, chunks):
+    """A response beyond its budget is a failed lease, and no more tokens."""
     grant = worker.grants()[0]
-    generated = talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"]
-    worker.chunk(grant, 0, 25)
+    for index, count in enumerate(chunks):
+        worker.chunk(grant, sum(chunks[:index]), count)
     assert "invalid" in worker.answers("rejects")[-1][1]
-    assert talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"] == generated
+    tokens = talk.ledger.account.tokens
+    assert tokens["generated"] + tokens["evaluation"] == sum(chunks[:-1])
     assert grant.lease_id not in talk.ledger.leases
-
-
-def test_the_budget_counts_what_was_acknowledged_before(talk, worker):
-    grant = worker.grants()[0]
-    worker.chunk(grant, 0, 20)
-    worker.chunk(grant, 20, 5)
-    assert "invalid" in worker.answers("rejects")[-1][1]
-    assert talk.ledger.account.tokens["generated"] + talk.ledger.account.tokens["evaluation"] == 20
 
 
 def test_a_lease_is_its_holder_s_alone(talk, worker):
@@ -125,12 +121,6 @@ def test_a_lease_s_number_is_never_used_again(talk, worker):
         seen |= set(talk.ledger.leases)
 
 
-def test_a_full_budget_without_a_finish_reason_is_refused(worker):
-    grant = worker.grants()[0]
-    worker.chunk(grant, 0, 24)
-    assert "invalid" in worker.answers("rejects")[-1][1]
-
-
 def test_a_version_that_was_never_published_is_refused(talk, worker):
     grant = worker.grants()[0]
     worker.chunk(grant, 0, 3, version=Version(0, 1))
@@ -138,11 +128,6 @@ def test_a_version_that_was_never_published_is_refused(talk, worker):
     worker.say(wire.WorkerCapacity(Version(0, 1), 5))
     assert "never published" in worker.take(wire.Refused)[-1].message.reason
     assert next(iter(talk.service.peers.workers())).version == Version(0, 0)
-
-
-def test_a_worker_without_room_gets_nothing(talk):
-    worker = joined(FakeWorker(talk), capacity=0)
-    assert worker.grants() == []
 
 
 def test_a_lost_worker_s_sample_goes_on_elsewhere_with_every_acknowledged_token(talk, worker):
@@ -267,18 +252,11 @@ def test_an_older_version_than_the_lease_s_is_refused(talk, worker, learner):
     assert fresh.answers("rejects")
 
 
-def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worker):
-    assert talk.ledger.leases
+@pytest.mark.parametrize("replay_s", [0.0, 60.0])
+def test_leases_of_workers_that_do_not_come_back_end_after_a_restart(talk, worker, replay_s):
+    """What the replay takes is no part of their time."""
     talk.restart_broker()
-    talk.tick(5.0)
-    assert talk.ledger.leases
-    talk.tick(6.0)
-    assert not talk.ledger.leases
-
-
-def test_what_the_replay_takes_is_no_part_of_the_time_to_come_back(talk, worker):
-    talk.restart_broker()
-    talk.now += 60.0
+    talk.now += replay_s
     talk.service.begin(talk.now)
     talk.tick(5.0)
     assert talk.ledger.leases

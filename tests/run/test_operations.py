@@ -11,6 +11,7 @@ from april.util.lifetime import STEPPED_ASIDE
 from april.util.versions import FILE
 from tests.support.broker_conversation import Conversation, FakeWorker, make_batch
 from tests.support.page_client import Client, Worker
+from tests.support.refusals import refusal
 from tests.support.run_processes import wait_until
 
 OVERRIDES = ["--evaluation.prompts", "1", "--broker.attempts", "1", "--operations.log_format", "json"]
@@ -145,9 +146,7 @@ def test_an_operator_drains_restarts_and_requeues(start_broker, run_dir, capsys,
     ],
 )
 def test_arguments_that_name_no_run_are_refused_with_a_sentence(arguments, named, capsys):
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert named in error and error.count("\n") == 1
+    assert named in refusal(capsys, *arguments)
 
 
 def test_a_stale_address_does_not_lead_to_another_run_s_broker(start_broker, run_dir, capsys):

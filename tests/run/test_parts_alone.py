@@ -1,12 +1,15 @@
 """Broker, workers and learner started one by one, as on several machines: workers join, die and are replaced."""
 
+import socket
 import sys
 
 import pytest
 
 from april import config as configuration
+from april.cli import main
 from april.launch.preflight import lock_run_folder, make_run_folder
 from tests.support.listening_addresses import listeners
+from tests.support.refusals import refusal
 from tests.support.run_processes import APRIL, assert_closed, steps_recorded, wait_until
 
 
@@ -37,8 +40,6 @@ def test_workers_join_a_run_and_a_killed_one_loses_only_its_last_chunk(start, st
     [["run"], ["broker"], ["worker"], ["scorer"], ["status"], ["report"], ["drain"], ["dead-letters"], ["make-policy"]],
 )
 def test_every_command_prints_its_help(command, capsys):
-    from april.cli import main
-
     with pytest.raises(SystemExit) as end:
         main([*command, "--help"])
     assert end.value.code == 0
@@ -47,23 +48,11 @@ def test_every_command_prints_its_help(command, capsys):
 
 
 def test_a_broken_dataset_is_refused_before_any_process_starts(config_file, tmp_path, capsys):
-    from april.cli import main
-
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\nnot json\n')
     (tmp_path / "empty.jsonl").write_text("")
     for name, named in (("bad", "line 2"), ("empty", "no rows")):
-        assert main(["run", str(config_file), "--data.path", str(tmp_path / f"{name}.jsonl")]) == 2
-        assert named in capsys.readouterr().err
+        assert named in refusal(capsys, "run", config_file, "--data.path", tmp_path / f"{name}.jsonl")
     assert not (tmp_path / "runs").exists()
-
-
-def refusal(capsys, *arguments):
-    from april.cli import main
-
-    assert main(list(arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "Traceback" not in error
-    return error
 
 
 def test_a_policy_folder_without_weights_or_tokeniser_is_refused_before_any_process_starts(
@@ -75,58 +64,42 @@ def test_a_policy_folder_without_weights_or_tokeniser_is_refused_before_any_proc
         for path in policy_folder.iterdir():
             if path.name != missing:
                 (broken / path.name).write_bytes(path.read_bytes())
-        error = refusal(capsys, "run", str(config_file), "--model.path", str(broken))
-        assert str(broken) in error
+        assert str(broken) in refusal(capsys, "run", config_file, "--model.path", broken)
     assert not (tmp_path / "runs").exists()
 
 
 def test_prompts_that_are_all_too_long_are_refused(config_file, capsys):
-    assert "between 1 and 3 tokens" in refusal(capsys, "run", str(config_file), "--data.max_prompt_tokens", "3")
+    assert "between 1 and 3 tokens" in refusal(capsys, "run", config_file, "--data.max_prompt_tokens", "3")
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused(config_file, tmp_path, capsys):
-    assert "run.dir" in refusal(capsys, "run", str(config_file), "--run.dir", str(config_file))
+    assert "run.dir" in refusal(capsys, "run", config_file, "--run.dir", config_file)
 
 
 def test_a_run_that_does_not_exist_cannot_be_resumed(config_file, capsys):
-    assert "names no run" in refusal(capsys, "run", str(config_file), "--resume")
+    assert "names no run" in refusal(capsys, "run", config_file, "--resume")
 
 
 def test_a_running_run_cannot_be_resumed(config_file, capsys):
     config = make_run_folder(configuration.load(config_file))
     before = {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")}
     with lock_run_folder(config):
-        assert "another `april run` has under way" in refusal(capsys, "run", str(config_file), "--resume")
+        assert "another `april run` has under way" in refusal(capsys, "run", config_file, "--resume")
     assert {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")} == before
-    assert "another" not in refusal(capsys, "run", str(config_file), "--resume"), "it has ended by now"
+    assert "another" not in refusal(capsys, "run", config_file, "--resume"), "it has ended by now"
 
 
 @pytest.mark.parametrize("address", ["garbage", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "http://127.0.0.1:5"])
 def test_an_address_that_is_none_is_refused(config_file, capsys, address):
-    assert address in refusal(capsys, "worker", str(config_file), "--connect", address)
+    assert address in refusal(capsys, "worker", config_file, "--connect", address)
 
 
 def test_a_scorer_without_rewards_to_compute_is_refused(config_file, capsys):
-    error = refusal(capsys, "scorer", str(config_file), "--connect", "tcp://127.0.0.1:5")
+    error = refusal(capsys, "scorer", config_file, "--connect", "tcp://127.0.0.1:5")
     assert "key 'reward.where' = 'worker'" in error and "'scorer'" in error
 
 
-def test_a_port_in_use_is_refused_with_a_sentence(config_file, capsys, tmp_path):
-    import socket
-
-    from april.cli import main
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_a_port_in_use_is_refused_with_a_sentence(config_file, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        assert main(["broker", str(config_file), "--broker.bind", address]) == 2
-    assert f"key 'broker.bind' = '{address}'" in capsys.readouterr().err
-
-
-def test_an_unknown_verifier_is_refused_before_any_process_starts(config_file, capsys):
-    from april.cli import main
-
-    assert main(["run", str(config_file), "--reward.name", "vibes"]) == 2
-    error = capsys.readouterr().err
-    assert "vibes" in error and "final_answer" in error and error.count("\n") == 1
+        assert f"key 'broker.bind' = '{address}'" in refusal(capsys, "broker", config_file, "--broker.bind", address)

@@ -10,11 +10,11 @@ import zmq
 from april import __version__, wire
 from april.broker.journal.journal import Journal
 from april.broker.server import Server
-from april.cli import main
 from april.config import load
 from april.util.versions import FILE, JOURNAL, PROTOCOLS, RUN_FOLDER, OtherApril, minor
 from april.wire.sockets import base
 from april.wire.sockets.broker import AccessDenied, BrokerConnection
+from tests.support.refusals import refusal
 from tests.support.run_processes import APRIL
 
 EVENT = ["RunStarted", "small", "a dataset", 0, 4, 2, 5, 5, None, 24, False, 1.0]
@@ -44,13 +44,6 @@ def run_dir(config):
 
 def contents(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def refusal(capsys, *arguments):
-    assert main(list(map(str, arguments))) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
 
 
 @pytest.mark.parametrize("table", [JOURNAL.aprils, RUN_FOLDER.aprils, PROTOCOLS], ids=["journal", "folder", "protocol"])

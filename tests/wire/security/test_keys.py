@@ -9,13 +9,7 @@ from april.config import ConfigError
 from april.wire.security import keygen
 from april.wire.security.allow_list import AllowList
 from april.wire.security.keys import ALLOW_LIST, ROLES, is_open_to_others, load_keys
-
-
-def refusal(capsys, *arguments):
-    assert main(list(arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "Traceback" not in error
-    return error
+from tests.support.refusals import refusal
 
 
 def test_one_command_makes_the_keys_of_all_parts_and_nobody_else_may_read_them(tmp_path, capsys):
