@@ -21,7 +21,7 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, JournalError, Reference, file_path, read_records
-from april.broker.journal.records import LARGE_ROW_BYTES, Appended, RecentRecords
+from april.broker.journal.records import RecentRecords
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import AnyEvent, Event, EventArray
 from april.util.files import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
@@ -69,10 +69,6 @@ class Journal:
             self._close_files()
             raise
         self._pending: list[bytes | memoryview] = []
-        self._unwritten: dict[int, Appended] = {}
-        self._in_sync: dict[int, Appended] = {}
-        """Records that may not be on disk yet, by position: those appended since the last sync began, and those that
-        this sync writes."""
         self._recent = RecentRecords()
         self._records = 0
         self.known_synced = 0
@@ -128,9 +124,7 @@ class Journal:
         pieces, length = records.encode(self._synced, self._encoder.encode(event), arrays)
         reference = (self.end, length)
         self._pending += pieces
-        self._unwritten[self.end] = appended = event, list(arrays), length
-        if length >= LARGE_ROW_BYTES * event.weight:
-            self._recent.keep(self.end, appended)
+        self._recent.add(self.end, (event, list(arrays), length))
         self._records += event.weight
         self.end += length
         return reference
@@ -163,8 +157,7 @@ class Journal:
             large = self._recent.begin_sync() >= max(UNCACHED_FROM_BYTES, self.unsynced_bytes / 2)
             uncached = self._uncached if large else None
             sync = partial(write_and_sync, self._files[start], self._pending, self._synced - start, old, uncached)
-            self._pending, self._unwritten, self._in_sync = [], {}, self._unwritten
-            self._in_thread, self._syncing = None, (self.end, sync)
+            self._pending, self._in_thread, self._syncing = [], None, (self.end, sync)
             if in_thread:
                 self._in_thread = self._syncer.submit(sync)
                 self._syncing = (self.end, self._in_thread.result)
@@ -181,7 +174,7 @@ class Journal:
             raise self.fail(error) from error
         self.bytes_on_disk += end - self._synced
         self._synced = end
-        self._in_sync = {}
+        self._recent.end_sync(end)
 
     def _old_pages(self) -> list[tuple[int, int, int]]:
         """(file, offset, bytes) of each range of old journal data to release from the page cache."""
@@ -256,7 +249,7 @@ class Journal:
     def read(self, reference: Reference) -> tuple[Event, list[EventArray]]:
         """The event of a reference from `append` or `replay`, and its arrays. Raises Damaged."""
         position, length = reference
-        if appended := self._in_memory(position):
+        if appended := self._recent.records.get(position):
             return appended[:2]
         record = records.decode(self._read(position, length))
         if record is None or record.length != length:
@@ -269,8 +262,8 @@ class Journal:
         file = begins = ends = 0
         for ref in refs:
             record, offset, size, checksum, _, _, _, _ = ref
-            if record >= self._synced or record in kept:
-                _, [*_, (_, data)], length = self._unwritten.get(record) or self._in_sync.get(record) or kept[record]
+            if appended := kept.get(record):
+                _, [*_, (_, data)], length = appended
                 begin = offset - (length - len(data))
                 yield ref, memoryview(data)[begin : begin + size]
                 continue
@@ -286,7 +279,7 @@ class Journal:
     def read_event(self, position: int) -> tuple[Event | None, int]:
         """(event, offset of its last array from the record's start) of the record at a position; (None, 0) if it cannot
         be read."""
-        if appended := self._in_memory(position):
+        if appended := self._recent.records.get(position):
             event, [*_, (_, last)], length = appended
             return event, length - len(last)
         head = records.decode_head(self._read(position, records.HEAD.size))
@@ -294,9 +287,6 @@ class Journal:
         if head is None or records.event_checksum(head.synced, written) != head.checksum:
             return None, 0
         return self._decoder.decode(written), records.HEAD.size + head.size + records.ARRAY_HEAD.size
-
-    def _in_memory(self, position: int) -> Appended | None:
-        return self._recent.records.get(position) or self._unwritten.get(position) or self._in_sync.get(position)
 
     def _read(self, position: int, length: int) -> bytes:
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]

@@ -107,7 +107,7 @@ def _checksum_of_position(synced: int) -> int:
 
 
 CACHE_BYTES = 64 << 20
-"""Most bytes of records in the cache."""
+"""Most bytes of records that are on disk in the cache."""
 LARGE_ROW_BYTES = 16 << 10
 """A record is cached as large if its rows have at least this many bytes on average."""
 
@@ -116,25 +116,35 @@ Appended = tuple[Event, list[EventArray], int]
 
 
 class RecentRecords:
-    """In-memory cache of the newest records with large rows."""
+    """In-memory cache of the newest records: all that may not be on disk yet and, up to `CACHE_BYTES`, those with large
+    rows. Records with small rows are read back from the page cache."""
 
     def __init__(self) -> None:
         self.records: dict[int, Appended] = {}
         """Cached records, by their position in the journal."""
-        self._oldest_first: deque[int] = deque()
-        self._bytes = 0
-        self._unwritten_bytes = 0
+        self._small: deque[int] = deque()
+        self._large: deque[int] = deque()
+        """Positions of the cached records with small and with large rows, oldest first."""
+        self._large_bytes = self._unwritten_large_bytes = 0
 
-    def keep(self, position: int, appended: Appended) -> None:
-        """Cache a record, and drop the oldest ones beyond `CACHE_BYTES`."""
-        self.records[position] = appended
-        self._oldest_first.append(position)
-        self._bytes += appended[2]
-        self._unwritten_bytes += appended[2]
-        while self._bytes > CACHE_BYTES:
-            self._bytes -= self.records.pop(self._oldest_first.popleft())[2]
+    def add(self, position: int, appended: Appended) -> None:
+        """Cache a record that has just been appended."""
+        event, _, length = self.records[position] = appended
+        if length >= LARGE_ROW_BYTES * event.weight:
+            self._large.append(position)
+            self._large_bytes += length
+            self._unwritten_large_bytes += length
+        else:
+            self._small.append(position)
 
     def begin_sync(self) -> int:
-        """Note that a sync begins; returns the bytes of the cached records appended since the previous sync began."""
-        unwritten_bytes, self._unwritten_bytes = self._unwritten_bytes, 0
+        """Note that a sync begins; returns the bytes of the large records appended since the previous sync began."""
+        unwritten_bytes, self._unwritten_large_bytes = self._unwritten_large_bytes, 0
         return unwritten_bytes
+
+    def end_sync(self, end: int) -> None:
+        """Drop the records before position `end`, which are on disk now, except the newest ones with large rows."""
+        while self._small and self._small[0] < end:
+            del self.records[self._small.popleft()]
+        while self._large_bytes > CACHE_BYTES and self._large[0] < end:
+            self._large_bytes -= self.records.pop(self._large.popleft())[2]
