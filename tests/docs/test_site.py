@@ -133,16 +133,6 @@ def test_the_rewards_of_the_pages_reward():
     assert examples_of("start/own-reward.md")["grade"]("3+4=7#7", "7", "stop", 10) == (0.99, {"correct": 1.0})
     rewards = examples_of("rewards.md")
     assert rewards["brief"]("so 8</think>it is 7", "8", "stop", 10) == (-0.001, {"right": 0.0})
-    assert rewards["shorter_is_better"](["7", "8", "7!"], "7", ["stop"] * 3, [2, 1, 1]) == [0.75, 0.0, 1.0]
-
-
-def test_the_environment_of_the_page_answers():
-    from april.workers.environments import EnvironmentTurn
-
-    guess = examples_of("environments.md")["guess"]
-    wrong = guess(EnvironmentTurn(text="5", number=0, complete=True, state=None, prompt="", label="7"))
-    right = guess(EnvironmentTurn(text="7", number=1, complete=True, state=wrong.state, prompt="", label="7"))
-    assert (wrong.text, wrong.done) == ("more", False) and (right.state, right.done) == ({"reward": 0.9}, True)
 
 
 def test_the_filter_of_the_page_gives_a_reason():

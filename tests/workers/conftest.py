@@ -4,12 +4,14 @@ import os
 
 import pytest
 
-from april.workers.engines.conformance.harness import TinyModels
+from april.workers.engines.conformance.harness import VOCABULARY, TinyModels
+from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.server import ServerSettings
 from april.workers.engines.vllm.engine import VLLMSettings
 from april.workers.rewards.messages import RewardRules
 from april.workers.rewards.pool import RewardPool
 from tests.support.attached_servers import SGLANG_PYTHON, VLLM_PYTHON, serve
+from tests.support.server_faults import bring_back
 
 CORES = os.sched_getaffinity(0)
 
@@ -58,3 +60,27 @@ def vllm_server(tiny_model, tmp_path_factory):
     """The same of vLLM."""
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     yield from serve(VLLMSettings(VLLM_PYTHON, tiny_model().folder, log, slots=64, context_tokens=640))
+
+
+@pytest.fixture
+def attach_engine(sglang_server, tiny_model):
+    """attach_engine(**options) -> an engine on the SGLang server of all tests."""
+    made = []
+
+    def make(**options):
+        options = {"slots": 8, "chunk_tokens": 50, "stream_tokens": 5, "report_s": 1e9} | options
+        made.append(SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=sglang_server.url, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.cancel_all(range(100))
+        engine.close()
+
+
+@pytest.fixture
+def held(engine, tiny_model):
+    """The module's engine, which its tests harm, with weights loaded."""
+    bring_back(engine, tiny_model())
+    yield engine
+    engine.cancel_all(range(100))

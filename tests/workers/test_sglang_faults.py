@@ -76,14 +76,6 @@ def engine(tiny_model, tmp_path_factory, loop, step_signal):
 
 
 @pytest.fixture
-def held(engine, tiny_model):
-    """The engine, with weights loaded."""
-    bring_back(engine, tiny_model())
-    yield engine
-    engine.cancel_all(range(100))
-
-
-@pytest.fixture
 def fleet(held, tiny_model, sglang_server, loop, step_signal):
     """A fleet of the engine and another server, which stays unharmed."""
     options = OPTIONS | {"url": sglang_server.url}

@@ -30,13 +30,6 @@ def engine(tiny_model, tmp_path_factory):
     engine.close()
 
 
-@pytest.fixture
-def held(engine, tiny_model):
-    bring_back(engine, tiny_model())
-    yield engine
-    engine.cancel_all(range(100))
-
-
 def calls(engine, path):
     return engine._server.settings.log.read_text().count(f"POST {path}")
 

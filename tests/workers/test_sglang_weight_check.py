@@ -6,10 +6,9 @@ from april.config import WeightsSection
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.harness import V0, V1, V2, VOCABULARY, Stream, drive, join, prompt
+from april.workers.engines.conformance.harness import V0, V1, V2, Stream, drive, join, prompt
 from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.sglang.channel import ServerWeightChannel, ServerWeightLoader
-from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.sglang.weights import DiskSnapshot
 from april.workers.engines.weight_intake import WeightCheck, WrongWeights
 from tests.support.published_weights import Learner, Receiver
@@ -30,19 +29,12 @@ class Faulty(DiskSnapshot):
 
 
 @pytest.fixture
-def make_loader(sglang_server, tiny_model):
-    made = []
-
+def make_loader(attach_engine, tiny_model):
     def make(**options):
-        options = {"slots": 8, "chunk_tokens": 50, "stream_tokens": 5, "report_s": 1e9} | options
         push = Faulty(tiny_model().folder)
-        made.append(SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=sglang_server.url, push=push, **options))
-        return ServerWeightLoader(made[-1], Receiver(), WeightCheck()), push
+        return ServerWeightLoader(attach_engine(push=push, **options), Receiver(), WeightCheck()), push
 
-    yield make
-    for engine in made:
-        engine.cancel_all(range(100))
-        engine.close()
+    return make
 
 
 @pytest.fixture

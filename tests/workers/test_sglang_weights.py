@@ -29,25 +29,10 @@ PATIENCE_S = 120.0
 
 
 @pytest.fixture
-def make_engine(sglang_server, tiny_model):
-    made = []
-
-    def make(**options):
-        options = {"slots": 8, "chunk_tokens": 50, "stream_tokens": 5, "report_s": 1e9} | options
-        made.append(SGLangEngine(tiny_model().folder, VOCABULARY, 640, url=sglang_server.url, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.cancel_all(range(100))
-        engine.close()
-
-
-@pytest.fixture
-def learner(make_engine):
+def learner(attach_engine):
     """(publish, engine, receiver): of a publisher whose lane the server itself has joined, over which the model goes in
     several buckets; the engine that watches over the server; and its worker's side of the lane."""
-    engine = make_engine()
+    engine = attach_engine()
     publisher = WeightPublisher(WeightsSection(publish_deadline_s=PATIENCE_S), "test", "cpu")
     publisher.bucket_bytes = 20_000
     receiver = WeightReceiver(
@@ -95,9 +80,9 @@ def checked_weights(engine):
 
 @pytest.mark.parametrize("way", [DiskSnapshot, LocalTensors])
 @pytest.mark.parametrize(("pause", "stream_tokens"), [("abort", 5), ("retract", 1)])
-def test_running_requests_survive_an_update(make_engine, tiny_model, way, pause, stream_tokens):
+def test_running_requests_survive_an_update(attach_engine, tiny_model, way, pause, stream_tokens):
     models = {V0: tiny_model(seed=0), V1: tiny_model(seed=1)}
-    engine = make_engine(push=way(tiny_model().folder), pause=pause, stream_tokens=stream_tokens)
+    engine = attach_engine(push=way(tiny_model().folder), pause=pause, stream_tokens=stream_tokens)
     engine.load_weights(V0, models[V0].weights())
     requests = [Request(i, prompt(3 + i, seed=i), 600, seed=i) for i in range(6)]
     before = drive(engine, requests, tokens=150, begun=range(6))
@@ -203,9 +188,9 @@ def test_a_server_of_another_model_is_refused_at_once(sglang_server, tiny_model,
         SGLangEngine(tmp_path, 64, 640, url=sglang_server.url)
 
 
-def test_a_checksum_mismatch_with_the_sent_weights_is_detected(make_engine, tiny_model, monkeypatch):
+def test_a_checksum_mismatch_with_the_sent_weights_is_detected(attach_engine, tiny_model, monkeypatch):
     """The engine treats its server as lost: nothing is generated with weights of an unknown version."""
-    engine = make_engine()
+    engine = attach_engine()
     truth = tiny_model().weights()
     monkeypatch.setattr(
         "april.workers.engines.sglang.engine.checksums_in_server",
@@ -216,8 +201,8 @@ def test_a_checksum_mismatch_with_the_sent_weights_is_detected(make_engine, tiny
     assert engine.version is None and not engine.ready and engine.capacity == 0
 
 
-def test_the_first_update_is_compared_also_after_a_refusal_or_a_restart(make_engine, tiny_model, monkeypatch):
-    engine, weights = make_engine(), tiny_model().weights()
+def test_the_first_update_is_compared_also_after_a_refusal_or_a_restart(attach_engine, tiny_model, monkeypatch):
+    engine, weights = attach_engine(), tiny_model().weights()
 
     async def refuse(*arguments):
         raise EngineError("no")
@@ -235,8 +220,8 @@ def test_the_first_update_is_compared_also_after_a_refusal_or_a_restart(make_eng
             assert calls.count("/weights_checker") == 1
 
 
-def test_a_missing_snapshot_folder_leaves_the_old_weights(make_engine, tiny_model, monkeypatch):
-    engine = make_engine()
+def test_a_missing_snapshot_folder_leaves_the_old_weights(attach_engine, tiny_model, monkeypatch):
+    engine = attach_engine()
     engine.load_weights(V0, tiny_model().weights())
     whole = drive(engine, [Request(1, prompt(), 200, temperature=0.0)])[1]
     before = drive(engine, [Request(1, prompt(), 200, temperature=0.0)], tokens=20)
@@ -247,8 +232,8 @@ def test_a_missing_snapshot_folder_leaves_the_old_weights(make_engine, tiny_mode
     assert engine.version == V0 and stream.tokens == whole.tokens and set(stream.versions) == {V0}
 
 
-def test_tokens_of_an_unknown_version_are_refused(make_engine, tiny_model):
-    mine, other = make_engine(), make_engine()
+def test_tokens_of_an_unknown_version_are_refused(attach_engine, tiny_model):
+    mine, other = attach_engine(), attach_engine()
     mine.load_weights(V0, tiny_model().weights())
     other.load_weights(Version(7, 7), tiny_model(seed=1).weights())
     mine.submit(Request(1, prompt(), 50))
@@ -270,8 +255,8 @@ def calls_of(engine, monkeypatch, answer=None):
     return paths
 
 
-def test_refused_weights_interrupt_no_request(make_engine, tiny_model, monkeypatch):
-    engine = make_engine()
+def test_refused_weights_interrupt_no_request(attach_engine, tiny_model, monkeypatch):
+    engine = attach_engine()
     engine.load_weights(V0, tiny_model().weights())
     drive(engine, [Request(1, prompt(), 600)], tokens=20)
     calls = calls_of(engine, monkeypatch)
@@ -280,9 +265,9 @@ def test_refused_weights_interrupt_no_request(make_engine, tiny_model, monkeypat
     assert calls == [] and engine.live == 1
 
 
-def test_a_server_that_does_not_answer_an_abort_is_lost(make_engine, tiny_model, monkeypatch):
+def test_a_server_that_does_not_answer_an_abort_is_lost(attach_engine, tiny_model, monkeypatch):
     """The abort may arrive late, and would then hit later requests."""
-    engine = make_engine()
+    engine = attach_engine()
     engine.load_weights(V0, tiny_model().weights())
     parts = drive(engine, [Request(i, prompt(), 600, temperature=0.0) for i in (1, 2)], tokens=50)
     sampled = engine.generated_tokens
@@ -299,10 +284,10 @@ def test_a_server_that_does_not_answer_an_abort_is_lost(make_engine, tiny_model,
     assert sum(tokens) == engine.generated_tokens >= sampled
 
 
-def test_a_pause_that_keeps_the_cache_has_wrong_logprobs_and_is_not_the_default(make_engine, tiny_model):
+def test_a_pause_that_keeps_the_cache_has_wrong_logprobs_and_is_not_the_default(attach_engine, tiny_model):
     """in_place keeps the cache of the old weights, so that later log-probabilities are of neither version."""
     models = {V0: tiny_model(seed=0), V1: tiny_model(seed=1)}
-    engine = make_engine(pause="in_place", stream_tokens=1)
+    engine = attach_engine(pause="in_place", stream_tokens=1)
     engine.load_weights(V0, models[V0].weights())
     request = Request(1, prompt(), 300, seed=1)
     before = drive(engine, [request], tokens=50)

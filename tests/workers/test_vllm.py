@@ -51,14 +51,6 @@ def engine(settings):
     engine.close()
 
 
-@pytest.fixture
-def held(engine, tiny_model):
-    """The engine, with weights loaded."""
-    bring_back(engine, tiny_model())
-    yield engine
-    engine.cancel_all(range(100))
-
-
 HARM = {
     "whole server killed": kill_all,
     "engine killed": lambda engine: send(engine, "EngineCore", signal.SIGKILL),

@@ -6,15 +6,7 @@ from april import config as configuration
 from april.config import ConfigError
 from april.data.tokenizer import Tokenizer
 from april.launch.preflight import examine
-from april.workers.environments import ENVIRONMENTS
 from april.workers.environments.turns import turn_end_ids
-
-
-def test_an_unknown_environment_is_refused_with_the_known_names():
-    with pytest.raises(ConfigError, match=r"'environment.name' = 'abacus'.*'calculator', 'scratchpad'"):
-        ENVIRONMENTS.find("abacus")
-    with pytest.raises(ConfigError, match="no_such_module"):
-        ENVIRONMENTS.find("no_such_module:f")
 
 
 def test_a_turn_ends_with_one_token(in_turns, babbling_policy):
