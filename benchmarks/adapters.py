@@ -114,9 +114,7 @@ def gain_of(run_dir: Path, log: Path) -> Gain:
     own_speed = sum(theirs.tokens[1:]) / generated_s
     speed = sum(line["rollout_tokens"] for line in rollouts) / sum(line["rollout_s"] for line in rollouts)
     return Gain(
-        ours.tokens_per_s / theirs.tokens_per_s,
-        generated_s / (theirs.times[-1] - theirs.times[0]),
-        speed / own_speed,
+        ours.tokens_per_s / theirs.tokens_per_s, generated_s / (theirs.times[-1] - theirs.times[0]), speed / own_speed
     )
 
 

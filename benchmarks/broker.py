@@ -158,12 +158,7 @@ FIGURES: dict[tuple[str, ...], Callable[[Turns], list[Row]]] = {
     ("curve_ratio_16x8",): curve_rows,
     ("restart_10gb_s",): restart_rows,
     ("worker_cpu_us_per_chunk",): worker_rows,
-    (
-        "redis_ratio_stream",
-        "cpu_us_per_chunk_16x256",
-        "gpus_per_broker_16x256",
-        "submit_p99_ms_stream",
-    ): batched_rows,
+    ("redis_ratio_stream", "cpu_us_per_chunk_16x256", "gpus_per_broker_16x256", "submit_p99_ms_stream"): batched_rows,
 }
 """Measurements by the names of their rows with a goal."""
 SOAK = {("rss_growth_ratio_10min", "bytes_per_inflight_sample", "cpu_us_per_chunk"): soak_rows}

@@ -320,10 +320,7 @@ def loading_row(folder: Path, quick: bool) -> Row:
 
 def memory_rows(quick: bool) -> list[Row]:
     peaks = [peak_memory.head_peak_bytes(score, quick) for score in (peak_memory.chunked_head, peak_memory.full_head)]
-    return [
-        Row("logits_memory_ratio", [peaks[0] / peaks[1]], "ratio"),
-        Row("logits_memory", [peaks[0] / 2**20], "MiB"),
-    ]
+    return [Row("logits_memory_ratio", [peaks[0] / peaks[1]], "ratio"), Row("logits_memory", [peaks[0] / 2**20], "MiB")]
 
 
 def main() -> None:

@@ -26,10 +26,9 @@ from end_to_end import REWARD, SEEDS, WINDOW_STEPS, Course, configuration_file, 
 
 from april.data.arithmetic import draw_task, make_data
 from april.data.tokenizer import Tokenizer
-from april.observe.report.drawing import BLUE, GREEN, ORANGE, new_figure
 from april.observe.report.run_folder import read_run
 from april.simulate.probe import load_folder_weights
-from april.simulate.sweep import write_picture
+from april.simulate.sweep import BLUE, GREEN, ORANGE, new_figure, write_picture
 from april.wire.message import Version
 from april.workers.engines.base import Request
 from april.workers.engines.embedded.engine import TorchEngine

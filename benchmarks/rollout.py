@@ -243,8 +243,7 @@ def main() -> int:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--processes", type=int, default=2, help="simulations at a time [default 2]")
     arguments.add_argument(
-        "--part",
-        help="a cost model's rows alone, or those of extreme lengths (extreme), of alarms [default all]",
+        "--part", help="a cost model's rows alone, or those of extreme lengths (extreme), of alarms [default all]"
     )
     arguments.add_argument("--seeds", type=int, default=3, help="of lengths; a row's n [default 3]")
     options = arguments.parse_args()

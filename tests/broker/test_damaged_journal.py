@@ -7,13 +7,7 @@ import pytest
 from april import wire
 from april.broker.ledger.samples import GroupState
 from april.broker.verification import JournalVerifier
-from tests.support.broker_conversation import (
-    FakeLearner,
-    FakeWorker,
-    damage,
-    finish_evaluation,
-    make_batch,
-)
+from tests.support.broker_conversation import FakeLearner, FakeWorker, damage, finish_evaluation, make_batch
 
 
 def damage_tokens(talk, sample):

@@ -111,10 +111,7 @@ def test_a_broker_or_learner_that_keeps_dying_ends_the_run_with_its_last_lines(r
 
 @pytest.mark.parametrize(
     "victims",
-    [
-        {"broker": "april.cli broker"},
-        full({"learner": "-u -m april.learner", "worker-0": "--name worker-0"}),
-    ],
+    [{"broker": "april.cli broker"}, full({"learner": "-u -m april.learner", "worker-0": "--name worker-0"})],
     ids=" and ".join,
 )
 @pytest.mark.timeout(900)

@@ -87,11 +87,7 @@ def make_records(steps: int, workers: int, rng: random.Random) -> list[dict]:
                     "created_histogram": histogram(created),
                 },
                 "tokens_ledger": make_ledger(ledger),
-                "round": {
-                    "partials_waiting": rng.randrange(60, 130),
-                    "surplus_groups": 2,
-                    "aborted_samples": 118,
-                },
+                "round": {"partials_waiting": rng.randrange(60, 130), "surplus_groups": 2, "aborted_samples": 118},
                 "lanes": lanes,
                 "reward_details": {"correct": 0.9 - 0.5 * math.exp(-step / 9), "brief": 0.3 + 0.1 * rng.random()},
                 "gradient": {"tokens": 0.0 if step % 9 == 0 else rng.uniform(0.5, 1), "groups": rng.uniform(0.4, 0.9)},
@@ -137,12 +133,7 @@ def worker_tracks(step: int, workers: int, start_s: float, rollout_s: float, rng
         lanes.append({"worker": worker, "kind": "generate", "start": start_s, "end": stop_s - rng.uniform(0, 0.1)})
         lanes.append(instant(worker, "abort", stop_s))
         lanes.append(
-            {
-                "worker": worker,
-                "kind": "weights",
-                "start": stop_s + 0.6,
-                "end": stop_s + 0.6 + rng.uniform(0.03, 0.12),
-            }
+            {"worker": worker, "kind": "weights", "start": stop_s + 0.6, "end": stop_s + 0.6 + rng.uniform(0.03, 0.12)}
         )
     return lanes, stop_s + 0.75
 
@@ -169,13 +160,7 @@ def make_ledger(ledger: dict) -> dict:
 def make_summary(records: list[dict]) -> dict:
     summary = {"run": "demo", "state": "finished", "max_steps": len(records), "steps": len(records)}
     if not records:
-        return summary | {
-            "state": "running",
-            "max_steps": 30,
-            "wall_s": 0.4,
-            "tokens": None,
-            "evaluation": [],
-        }
+        return summary | {"state": "running", "max_steps": 30, "wall_s": 0.4, "tokens": None, "evaluation": []}
     rewards = [record["reward"] for record in records]
     by_age = {age: sum(record["staleness"]["tokens_by_age"][age] for record in records) for age in "012"}
     steps_of_first_set = resumed_after(len(records)) or len(records) + 1

@@ -111,10 +111,7 @@ CONFIGURED = (
     "broker.py", "clusters.py", "data.py", "learner.py", "presets.py", "schedule.py", "sections.py", "training.py",
     "workers.py",
 )  # fmt: skip
-CONFIGURATION = {
-    *(PACKAGE / "config" / name for name in CONFIGURED),
-    *(PACKAGE / "trainers/convert").glob("*.py"),
-}
+CONFIGURATION = {*(PACKAGE / "config" / name for name in CONFIGURED), *(PACKAGE / "trainers/convert").glob("*.py")}
 """Files that mention names as defaults and presets, or as translations of other frameworks' names."""
 ANOTHER_MEANING = {
     ("april/trainers/adapters/openrlhf.py", "truncated"): "a field of OpenRLHF's responses",

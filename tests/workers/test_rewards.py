@@ -190,8 +190,7 @@ def test_an_answer_too_expensive_to_compare_is_wrong(make_pool, answer):
 
 
 @pytest.mark.parametrize(
-    ("verifier", "reason"),
-    [("crash", "exit code 3"), ("leave", "exit code 0"), ("segfault", "SIGSEGV")],
+    ("verifier", "reason"), [("crash", "exit code 3"), ("leave", "exit code 0"), ("segfault", "SIGSEGV")]
 )
 def test_a_process_that_dies_affects_only_its_item(make_pool, verifier, reason):
     pool = make_pool()

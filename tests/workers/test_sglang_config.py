@@ -40,17 +40,11 @@ REFUSED = {
     ),
     "heads that cannot be split": (["--engine.server.tp_size", "3"], "2 heads and 1 key-value heads"),
     "unknown way": (["--engine.weights", "post"], "'disk', 'tensor' or 'broadcast'"),
-    "supports without a bound": (
-        ["--sampling.top_p", "0.9"],
-        "'sampling.top_p' = 0.9",
-    ),
+    "supports without a bound": (["--sampling.top_p", "0.9"], "'sampling.top_p' = 0.9"),
     "min_p alone": (["--sampling.min_p", "0.1"], "'sampling.min_p' = 0.1"),
     "greedy training": (["--sampling.top_k", "1"], "sampling.top_k"),
     "supports too large": (["--sampling.top_k", "1025"], "less than or equal to 1024"),
-    "supports of a draft": (
-        ["--sampling.top_k", "20", "--engine.server.speculative_algorithm", "NGRAM"],
-        "'NGRAM'",
-    ),
+    "supports of a draft": (["--sampling.top_k", "20", "--engine.server.speculative_algorithm", "NGRAM"], "'NGRAM'"),
     "min_p by a seed": (
         ["--sampling.top_k", "20", "--sampling.min_p", "0.1", "--engine.server.enable_deterministic_inference"],
         "use sampling.top_p",

@@ -9,15 +9,7 @@ import torch
 
 from april.data.support import Support
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.conformance.harness import (
-    V0,
-    V1,
-    Stream,
-    assert_true_logprobs,
-    drive,
-    join,
-    prompt,
-)
+from april.workers.engines.conformance.harness import V0, V1, Stream, assert_true_logprobs, drive, join, prompt
 from april.workers.engines.embedded.engine import TorchEngine
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.sglang]
