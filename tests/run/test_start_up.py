@@ -9,8 +9,8 @@ from types import SimpleNamespace as Has
 import pytest
 
 from april import config as configuration
-from april.broker.telemetry.discards import failed_share
 from april.broker.telemetry.evaluation import describe_evaluation
+from april.broker.telemetry.recorder import failed_share
 from april.config import ConfigError
 from april.launch import preflight
 from april.launch.start_up import StartUp
@@ -68,7 +68,7 @@ def test_a_process_that_only_tokenises_imports_no_torch(policy_folder):
 
 
 def test_too_many_failed_prompts_make_a_finished_run_a_failure(tmp_path, config_file):
-    ledger = Has(counts={"dead_sample": 2, "trained": 6}, evaluated={})
+    ledger = Has(account=Has(counts={"dead_sample": 2, "trained": 6}), evaluated={})
     assert failed_share(ledger) == {"training": 0.25, "evaluation": 0.0}
     result = {"step": 4, "accuracy": 0.5, "prompts": 9, "failed": 1}
     ledger.evaluated = {0: result | {"failed": 9}, 4: result}

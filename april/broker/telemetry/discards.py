@@ -1,5 +1,4 @@
-"""Discarded groups that are delivered with a batch for the sample logs (the first of each reason since the last batch),
-and the share of prompts that failed for good.
+"""Discarded groups that are delivered with a batch for the sample logs: the first of each reason since the last batch.
 
 A discarded group waits for the next delivery, and belongs to that step from then on, until no learner can restart from
 before the step. Only the group's description and the journal references of its tokens are kept.
@@ -8,15 +7,12 @@ before the step. Only the group's description and the journal references of its 
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import msgspec
 
 from april import wire
 from april.broker.journal.files import Reference
 from april.broker.ledger.chunk_refs import chunk_refs_in
-from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import GroupState
 
 MOST_PER_REASON, MOST_PER_STEP = 2, 16
 """Most discards kept per reason and per step; a discard is a group, or the discarded part of an agent session."""
@@ -100,22 +96,3 @@ class DiscardedGroups:
         self._by_step, self._waiting = by_step, waiting
         self._reasons = Counter(_decoder.decode(packed).head.discarded for packed in waiting)
         self._bytes = sum(map(len, chain(waiting, *by_step.values())))
-
-
-DEAD_SAMPLE = "dead_sample"
-
-
-def failed_share(ledger: Ledger) -> dict[str, float]:
-    """Share of prompts that failed for good; it reveals a reward function that fails on one kind of label.
-
-    `training`: share of the groups that were trained or discarded for a dead sample. `evaluation`: share of the prompts
-    of the last evaluation. Both are 0 without such groups or prompts.
-    """
-    dead, trained = ledger.account.counts[DEAD_SAMPLE], ledger.account.counts[GroupState.TRAINED]
-    last: dict[str, Any] = ledger.evaluated[max(ledger.evaluated)] if ledger.evaluated else {}
-    failed, done = last.get("failed", 0), last.get("prompts", 0)
-    return {"training": failed_fraction(dead, trained), "evaluation": failed_fraction(failed, done)}
-
-
-def failed_fraction(failed: int, done: int) -> float:
-    return round(failed / (failed + done), 6) if failed else 0.0

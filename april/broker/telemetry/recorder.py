@@ -13,10 +13,10 @@ import orjson
 
 from april.broker.alarms.alarm import Alarms
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import Group, Sample, SampleState
+from april.broker.ledger.samples import Group, GroupState, Sample, SampleState
+from april.broker.ledger.state import DEAD_SAMPLE
 from april.broker.peers import Peers
 from april.broker.telemetry.census import SlotMeans
-from april.broker.telemetry.discards import failed_share
 from april.broker.telemetry.evaluation import describe_set, versions_of
 from april.broker.telemetry.lengths import LengthDrift, describe_lengths, drift_of, length_histogram, summarise_cohorts
 from april.broker.telemetry.metrics_file import MetricsFile, without_lanes
@@ -405,6 +405,18 @@ def gradient_shares(learner: dict[str, float]) -> dict[str, float]:
 def discarded_groups(ledger: Ledger) -> dict[str, int]:
     """Groups discarded since the run began, by reason."""
     return {reason: ledger.account.counts[reason] for reason in sorted(ledger.account.discarded)}
+
+
+def failed_share(ledger: Ledger) -> dict[str, float]:
+    """Share of prompts that failed for good; it reveals a reward function that fails on one kind of label.
+
+    `training`: share of the groups that were trained or discarded for a dead sample. `evaluation`: share of the prompts
+    of the last evaluation. Both are 0 without such groups or prompts.
+    """
+    counts, last = ledger.account.counts, ledger.evaluated[max(ledger.evaluated)] if ledger.evaluated else {}
+    failed = {"training": counts[DEAD_SAMPLE], "evaluation": last.get("failed", 0)}
+    done = {"training": counts[GroupState.TRAINED], "evaluation": last.get("prompts", 0)}
+    return {use: round(failed[use] / max(1, failed[use] + done[use]), 6) for use in failed}
 
 
 def mean_details(samples: list[Sample]) -> dict[str, float]:
