@@ -27,7 +27,7 @@ from torch import Tensor
 
 from april.config import Config, ConfigError
 from april.trainers import rollouts
-from april.trainers.adapters.parts import TrainerRun, check_option, check_sampling, fill_group, read_tensors
+from april.trainers.adapters.parts import TrainerRun, check_options, fill_group, read_tensors
 from april.trainers.rollouts import Prompt, RolloutBatch, Rollouts
 from april.util.errors import refuse
 
@@ -57,9 +57,7 @@ def check(config: Config, theirs: Any, rows: Any = None) -> None:
         "gconfig.max_new_tokens": (theirs.gconfig.max_new_tokens, sampling.max_response_tokens),
         "dynamic_bs": (theirs.dynamic_bs, False),
     }
-    for name, (value, fitting) in options.items():
-        check_option(f"AReaL's '{name}'", value, fitting)
-    check_sampling(config, "AReaL")
+    check_options(config, "AReaL", options)
 
 
 # --- trainer ----------------------------------------------------------------------------------------------------------

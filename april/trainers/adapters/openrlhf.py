@@ -25,9 +25,8 @@ from april.config import Config, ConfigError
 from april.learner.batch import TrainSample
 from april.trainers import rollouts
 from april.trainers.adapters.parts import (
-    check_option,
+    check_options,
     check_own_prompts,
-    check_sampling,
     figures,
     full_groups,
     latest_step,
@@ -98,9 +97,7 @@ def check(config: Config, theirs: dict[str, Any]) -> None:
         "train.colocate_all": (False,),
         "algo.dynamic_filtering_enable": (False,),
     }
-    for name, fitting in options.items():
-        check_option(f"OpenRLHF's '--{name}'", theirs[name], *fitting)
-    check_sampling(config, "OpenRLHF")
+    check_options(config, "OpenRLHF", {f"--{name}": (theirs[name], *fitting) for name, fitting in options.items()})
     check_own_prompts(config, "OpenRLHF")
 
 

@@ -94,19 +94,16 @@ def connect_checked(
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def check_option(option: str, value: Any, *fitting: Any) -> None:
-    """Raises ConfigError unless the value of another framework's option is one of the `fitting` ones. `option`: the
-    framework and its option, such as "verl's 'data.seed'"."""
-    if value not in fitting:
-        fix = "leave it out" if fitting[0] in (None, False) else f"set it to {' or '.join(map(repr, fitting))}"
-        raise ConfigError(f"{option} = {value!r} does not fit the run; {fix}")
-
-
-def check_sampling(config: Config, framework: str) -> None:
-    """Raises ConfigError for truncated sampling, after which the framework's log-probabilities differ from April's."""
+def check_options(config: Config, framework: str, options: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ConfigError for options of a framework that do not fit the run, and for truncated sampling, after which
+    its log-probabilities differ from April's. `options`: (value, fitting values) by name."""
+    for name, (value, *fitting) in options.items():
+        if value not in fitting:
+            fix = "leave it out" if fitting[0] in (None, False) else f"set it to {' or '.join(map(repr, fitting))}"
+            raise ConfigError(f"{framework}'s {name!r} = {value!r} does not fit the run; {fix}")
     if config.sampling.is_cut:
-        key, value = first_cut_key(config)
-        refuse(f"sampling.{key}", value, f"cuts the distribution, which {framework} does not follow", "leave it out")
+        key, cut = first_cut_key(config)
+        refuse(f"sampling.{key}", cut, f"cuts the distribution, which {framework} does not follow", "leave it out")
 
 
 def check_own_prompts(config: Config, framework: str) -> None:

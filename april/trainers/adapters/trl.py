@@ -37,8 +37,7 @@ from april.learner.batch import TrainSample
 from april.trainers import rollouts
 from april.trainers.adapters.parts import (
     TrainerRun,
-    check_option,
-    check_sampling,
+    check_options,
     connect_checked,
     full_groups,
     sampled_mask,
@@ -164,16 +163,16 @@ def check(config: Config, arguments: GRPOConfig) -> None:
     """Check that one batch is one optimizer step, and that both sides define log-probabilities alike. Raises
     ConfigError."""
     schedule = config.schedule
-    for name, fitting in {
+    fitting = {
         "num_generations": schedule.n_samples_per_prompt,
         "generation_batch_size": schedule.rollout_batch_size * schedule.n_samples_per_prompt,
         "steps_per_generation": arguments.gradient_accumulation_steps,
         "num_iterations": 1,
         "max_steps": schedule.max_steps,
         "temperature": config.sampling.temperature,
-    }.items():
-        check_option(f"GRPOConfig's '{name}'", getattr(arguments, name), fitting)
-    check_sampling(config, "TRL")
+    }
+    options = {f"GRPOConfig.{name}": (getattr(arguments, name), value) for name, value in fitting.items()}
+    check_options(config, "TRL", options)
 
 
 def score_by_length(score: Score, model: Any, ids: Tensor, mask: Tensor, logits_to_keep: int, **options: Any) -> Scores:

@@ -33,9 +33,8 @@ from april.learner.batch import TrainSample
 from april.trainers import rollouts
 from april.trainers.adapters.parts import (
     TrainerRun,
-    check_option,
+    check_options,
     check_own_prompts,
-    check_sampling,
     connect_checked,
     full_groups,
     latest_step,
@@ -196,9 +195,7 @@ def check(config: Config, options: Any) -> None:
         "actor_rollout_ref.rollout.temperature": (rollout.temperature, config.sampling.temperature),
         "actor_rollout_ref.rollout.response_length": (rollout.response_length, config.sampling.max_response_tokens),
     }
-    for name, (value, fitting) in theirs.items():
-        check_option(f"verl's '{name}'", value, fitting)
-    check_sampling(config, "verl")
+    check_options(config, "verl", theirs)
     check_own_prompts(config, "verl")
 
 
