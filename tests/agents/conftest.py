@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from importlib.util import find_spec
 
 import numpy as np
 import openai
@@ -22,8 +21,6 @@ from april.wire.rows import chunk_row
 from tests.support.agent_gateway import PLAIN_HTTP, SESSION
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
-NEEDED = {"test_frameworks.py": ("agents", "langgraph", "langchain_openai"), "test_gymnasium.py": ("gymnasium",)}
-collect_ignore = [name for name, packages in NEEDED.items() if not all(map(find_spec, packages))]
 
 
 class Policy:

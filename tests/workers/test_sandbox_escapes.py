@@ -1,7 +1,4 @@
-"""What programs under test try, and what each attempt must get: no verdict but its own, and nothing of the host's.
-
-Attempts on files need Landlock, and are collected where the kernel has it.
-"""
+"""What programs under test try, and what each attempt must get: no verdict but its own, and nothing of the host's."""
 
 import ctypes
 import json
@@ -204,23 +201,27 @@ def test_no_program_opens_a_socket_a_namespace_or_unlimited_memory(tmp_path):
     assert got(tmp_path, FILTERED) == []
 
 
-if LANDLOCK:
+needs_landlock = pytest.mark.skipif(not LANDLOCK, reason="needs Landlock in the kernel")
 
-    def test_no_program_gets_anything_of_the_host(tmp_path):
-        assert got(tmp_path, HOST) == []
 
-    def test_a_program_cannot_count_its_runs():
-        count = (
-            "import glob, os, tempfile\n"
-            "runs = 1\n"
-            "for folder in ('.', '/tmp', '/dev/shm', '/var/tmp', tempfile.gettempdir()):\n"
-            "    try:\n"
-            "        runs = max(runs, len(glob.glob(f'{folder}/april-run-*')) + 1)\n"
-            "        open(f'{folder}/april-run-{runs}', 'w').close()\n"
-            "    except OSError: pass\n"
-            "print(6765 if runs == 1 else 1)"
-        )
-        assert reward(count, STREAMS) == 0.0
+@needs_landlock
+def test_no_program_gets_anything_of_the_host(tmp_path):
+    assert got(tmp_path, HOST) == []
+
+
+@needs_landlock
+def test_a_program_cannot_count_its_runs():
+    count = (
+        "import glob, os, tempfile\n"
+        "runs = 1\n"
+        "for folder in ('.', '/tmp', '/dev/shm', '/var/tmp', tempfile.gettempdir()):\n"
+        "    try:\n"
+        "        runs = max(runs, len(glob.glob(f'{folder}/april-run-*')) + 1)\n"
+        "        open(f'{folder}/april-run-{runs}', 'w').close()\n"
+        "    except OSError: pass\n"
+        "print(6765 if runs == 1 else 1)"
+    )
+    assert reward(count, STREAMS) == 0.0
 
 
 # --- limits -------------------------------------------------------------------------------------------------
