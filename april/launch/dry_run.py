@@ -1,6 +1,5 @@
 """`april run --dry-run`: describes what a configuration would start, and the resources that it needs."""
 
-import importlib.util
 from collections.abc import Sequence
 
 from april.broker.filters.filters import zero_spread
@@ -17,7 +16,6 @@ from april.workers.engines.entry import devices_wanted
 
 JOURNAL_BYTES = 8
 """Journal bytes per token: its id and its log-probability."""
-NO_REPORT = "none without matplotlib; `pip install 'april-rl[report]'`"
 
 
 def describe(config: Config, devices: Sequence[str]) -> str:
@@ -44,7 +42,6 @@ def describe(config: Config, devices: Sequence[str]) -> str:
         "channels": describe_channels(config, shape, placed),
         "groups": indented(describe_groups(config)),
         "journal": f"up to {format_bytes(samples * longest_bytes)} a step",
-        "report": "" if importlib.util.find_spec("matplotlib") else NO_REPORT,
         "advice": advice(config),
     }
     return "\n".join(f"{label:{LABEL_WIDTH}}{text}" for label, text in lines.items() if text)

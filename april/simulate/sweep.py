@@ -13,7 +13,6 @@ import numpy as np
 
 from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.lengths import describe_lengths
-from april.observe.report.drawing import AGES, BLUE, GREEN, MUTED, ORANGE, STYLE, new_figure
 from april.simulate.scenario import Scenario
 from april.simulate.variants import (
     SimulationResult,
@@ -182,6 +181,21 @@ def versions_experiment(scenario: Scenario, kind: str = "") -> tuple[str, Simula
 
 # --- charts -----------------------------------------------------------------------------------------------------------
 
+INK, MUTED, GRID = "#1c2129", "#59636f", "#e2e6eb"
+BLUE, ORANGE, GREEN = "#2f6fdf", "#c8590d", "#1a7f4c"
+AGES = ["#c5daf6", "#93b9ef", "#5f95e5", "#3672ca", "#2050a1", "#133473", "#0a2150"]
+"""Colors of token ages 0 to 5 in policy steps, and of everything older."""
+STYLE = {
+    "font.family": "sans-serif", "font.size": 9,
+    "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID, "axes.linewidth": 1,
+    "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlecolor": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
+    "xtick.color": GRID, "ytick.color": GRID, "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0, "legend.frameon": False, "legend.labelcolor": INK, "legend.fontsize": 8.5,
+    "path.simplify": True,
+}  # fmt: skip
+WIDTH_IN = 5.6
 MAX_STEPS = 200
 
 
@@ -197,6 +211,17 @@ def write_picture(path: Path, picture: Callable[[], Any]) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=140, facecolor="white")
     return str(path)
+
+
+def new_figure(height_in: float, panels: int = 1):
+    """A matplotlib figure and its `panels` axes, stacked vertically."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained", facecolor="none")
+    axes = list(figure.subplots(panels, squeeze=False)[:, 0])
+    for panel in axes:
+        panel.set_facecolor("none")
+    return figure, axes
 
 
 def sweep_picture(sweep: Sweep):

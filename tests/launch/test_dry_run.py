@@ -364,13 +364,6 @@ def test_a_dry_run_says_that_nothing_is_missing(config_file, capsys):
     assert not (config_file.parent / "runs").exists()
 
 
-def test_a_run_starts_without_the_packages_of_its_report_but_says_so(config_file, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    assert cli.main(["run", str(config_file), "--dry-run"]) == 0
-    assert "none without matplotlib; `pip install 'april-rl[report]'`" in capsys.readouterr().out
-
-
 def test_later_files_win_and_overrides_win_over_all(config_file, tmp_path):
     (tmp_path / "more.toml").write_text("[schedule]\nmax_steps = 7\n[learner]\nlr = 0.5\n")
     config = configuration.load([config_file, tmp_path / "more.toml"], ["--learner.lr", "0.25"])

@@ -143,7 +143,7 @@ def add_step(run):
     return more["step"]
 
 
-WIDE = {"width": 1280, "height": 900}
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
 
 
 def steps_read(client, name="demo"):

@@ -25,7 +25,7 @@ PREPARED = (
     "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint.filesystem",
     "transformers.conversion_mapping", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_tokenizers", "aiohttp",
-    "jinja2.sandbox", "matplotlib.backends.backend_svg", "matplotlib.pyplot", "msgspec", "orjson",
+    "jinja2.sandbox", "msgspec", "orjson",
     "prometheus_client", "pydantic.json_schema", "rich.live", "zmq.asyncio",
 )  # fmt: skip
 """Modules of other packages to import in advance; each program imports April's own modules itself."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.cookies import SimpleCookie
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-import numpy as np
 import orjson
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
@@ -22,14 +22,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from april.config import ConfigError
-from april.observe.dashboard import query, sample_reader
+from april.observe.dashboard import query, run_page, sample_reader
 from april.observe.dashboard.folder import Runs, WatchedRun
 from april.observe.dashboard.index import SampleIndex
 from april.observe.dashboard.sample_reader import TokenTexts
-from april.observe.dashboard.steps import Steps, compact, evaluations, shared_prompts
-from april.observe.report.facts import token_totals
+from april.observe.dashboard.steps import Steps, shared_prompts
 from april.observe.report.run_folder import RunFolder, read_summary
-from april.observe.report.timeline import merge_spans, thin_out, worker_tracks
+from april.observe.report.samples import example_samples
+from april.observe.report.timeline import whole_timeline
 
 # --- access control ---------------------------------------------------------------------------------------------------
 
@@ -106,65 +106,14 @@ def host_of(header: str) -> str:
     return header.partition(":")[0]
 
 
-# --- timeline ---------------------------------------------------------------------------------------------------------
-
-RESOLUTION = 1500
-"""Timeline resolution: spans and marks closer together than the window's length divided by this number are merged."""
-MARK_WIDTH = 40
-"""Smallest distance between two steps' labels, in units of the window's length divided by RESOLUTION."""
-MAX_LINES = 200
-"""Most lines of metrics.jsonl that are read for one picture; from more lines an evenly spaced selection is read."""
-STEPS_AT_FIRST = 8
-"""Number of steps in the timeline's default window: the last ones of the run."""
-
-
-def timeline_window(steps: Steps, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
-    """Timeline of workers and learner between two times (Unix seconds), small enough to draw.
-
-    By default it covers the last STEPS_AT_FIRST steps.
-    """
-    table = steps.table(["step", "time", "learner.train_s"])
-    zeros = np.zeros_like(table["step"])
-    columns = [np.nan_to_num(zeros if column is None else column).tolist() for column in table.values()]
-    ended = [(time_s, step, train_s) for step, time_s, train_s in zip(*columns, strict=True) if time_s]
-    if not ended:
-        return {"begin": 0, "end": 0, "lanes": [], "learner": [], "steps": [], "whole": True}
-    if begin_s is None or end_s is None:
-        begin_s = ended[-STEPS_AT_FIRST - 1][0] if len(ended) > STEPS_AT_FIRST else None
-        end_s = ended[-1][0]
-    inside = [step for step in ended if (begin_s is None or step[0] >= begin_s) and step[0] <= end_s]
-    events = [
-        event
-        for line in steps.between(begin_s or 0.0, end_s, MAX_LINES)
-        for event in line.get("lanes") or []
-        if event.get("worker") and event.get("start") is not None
-    ]
-    if begin_s is None:
-        begin_s = min([event["start"] for event in events] + [ended[0][0] - (ended[0][2] or 1.0)])
-    smallest_s = (end_s - begin_s) / RESOLUTION
-    marked = set(thin_out([time_s for time_s, _, _ in inside], MARK_WIDTH * smallest_s))
-    spans = [(max(begin_s, time_s - train_s), time_s) for time_s, _, train_s in inside if train_s]
-    return {
-        "begin": begin_s,
-        "end": end_s,
-        "lanes": [
-            {"worker": track.worker, "spans": track.spans, "instants": track.instants}
-            for track in worker_tracks(events, begin_s, end_s, RESOLUTION)
-        ],
-        "learner": merge_spans(spans, smallest_s),
-        "steps": [[time_s, step] for time_s, step, _ in inside if time_s in marked],
-        "whole": len(inside) <= MAX_LINES,
-    }
-
-
 # --- server -----------------------------------------------------------------------------------------------------------
 
 STATIC = Path(__file__).parent / "static"
 POLL_S = 0.5
 """Interval at which a stream of server-sent events checks for changes, seconds."""
 MAX_EXCERPTS = 200
-ENDS = ("from", "to")
-"""Names of the query parameters for begin and end of a time window, whose values are Unix seconds."""
+WINDOW = ("from", "to", "workers")
+"""Query parameters of a timeline: begin and end in Unix seconds, and the most workers."""
 
 
 def make_app(runs: Runs, token: str = "") -> Starlette:
@@ -175,6 +124,8 @@ def make_app(runs: Runs, token: str = "") -> Starlette:
         Route("/api/runs/{run}", json_endpoint(api.run)),
         Route("/api/runs/{run}/steps", json_endpoint(api.steps)),
         Route("/api/runs/{run}/timeline", json_endpoint(api.timeline)),
+        Route("/api/runs/{run}/lanes", json_endpoint(api.lanes)),
+        Route("/api/runs/{run}/examples", json_endpoint(api.examples)),
         Route("/api/runs/{run}/now", json_endpoint(api.now)),
         Route("/api/runs/{run}/samples", json_endpoint(api.samples)),
         Route("/api/runs/{run}/search", api.search),
@@ -234,33 +185,39 @@ class RunApi:
             raise ConfigError("only a broker's address was given; give the run's folder to see its samples")
         return index
 
-    def run(self, request: Request) -> dict[str, Any]:
-        """The run's summary, configuration, token ledger, evaluations and alarms."""
+    def _steps(self, request: Request) -> Steps:
         run, path = self._folder(request)
-        summary = read_summary(path / "summary.json")
-        return {
-            "name": run.name,
-            "summary": summary,
-            "config": run.config,
-            "ledger": token_totals(RunFolder(path, "", run.config, [], summary)),
-            "evaluation": evaluations(path),
-            "alarms": run.steps.alarms if run.steps else {},
-            "columns": list(run.steps.columns) if run.steps else [],
-        } | run.progress()
+        return Steps(path) if run.steps is None else run.steps
+
+    def run(self, request: Request) -> dict[str, Any]:
+        """The run's summary, facts, configuration, token ledger, evaluations and alarms."""
+        run, path = self._folder(request)
+        steps = self._steps(request)
+        summary, text = read_summary(path / "summary.json"), run_page.read_config_text(path)
+        return run_page.describe(RunFolder(path, text, run.config, steps.records(), summary), steps) | run.progress()
 
     def steps(self, request: Request) -> dict[str, Any]:
-        run, _ = self._folder(request)
         params = request.query_params
-        names = ["step", *params["columns"].split(",")] if "columns" in params else None
         after = int(query.number("after", params.get("after", "0")))
-        if not run.steps:
-            return {"step": []}
-        return {name: compact(column) for name, column in run.steps.table(names, after).items()}
+        return run_page.table(self._steps(request), params.get("columns"), after)
 
     def timeline(self, request: Request) -> dict[str, Any]:
-        run, _ = self._folder(request)
-        ends = [query.number(name, text) if (text := request.query_params.get(name)) else None for name in ENDS]
-        return timeline_window(run.steps, *ends) if run.steps else {}
+        params = request.query_params
+        begin_s, end_s, workers = (query.number(name, params[name]) if params.get(name) else None for name in WINDOW)
+        return run_page.timeline_window(self._steps(request), begin_s, end_s, None if workers is None else int(workers))
+
+    def lanes(self, request: Request) -> dict[str, Any]:
+        """Timeline of the whole run; {} if it has more steps than are read for one picture."""
+        _, path = self._folder(request)
+        steps = self._steps(request)
+        if len(steps) > run_page.MAX_LINES:
+            return {}
+        lines = list(steps.between(0.0, math.inf, run_page.MAX_LINES))
+        return whole_timeline(RunFolder(path, "", {}, lines, {}))
+
+    def examples(self, request: Request) -> list[dict[str, Any]]:
+        _, path = self._folder(request)
+        return example_samples(path)
 
     def now(self, request: Request) -> dict[str, Any]:
         return self._run(request).live.get()

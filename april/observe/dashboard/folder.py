@@ -51,6 +51,8 @@ class LiveStatus:
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
+VIEWS = ["run", "now", "timeline", "samples", "compare"]
+"""Views of a run whose folder is at hand."""
 LIVE = "live"
 """Dashboard name of a run that is known only by its broker's address."""
 PAUSE_S = 0.5
@@ -195,11 +197,11 @@ class Runs:
     def _describe(self, name: str) -> dict[str, Any]:
         path = self.single or (self.folder / name if self.folder else None)
         if path is None:
-            return {"name": name, "state": "running", "steps": None, "reward": None, "live": True, "folder": False}
+            return {"name": name, "state": "running", "steps": None, "reward": None, "live": True, "views": ["now"]}
         summary, config = summary_or_empty(path), read_config(path)
         return {
             "name": name,
-            "folder": True,
+            "views": VIEWS,
             "state": summary.get("state") or "running",
             "steps": summary.get("steps"),
             "max_steps": summary.get("max_steps") or dig(config, "schedule", "max_steps"),

@@ -17,11 +17,16 @@ import orjson
 from april.config.stored import is_step
 from april.observe.dashboard.index import GONE, SampleIndex
 from april.observe.dashboard.sample_reader import excerpts
-from april.observe.report.run_folder import read_summary, records_from
+from april.observe.report.run_folder import records_from
 
-SKIPPED_KEYS = ("lanes", "alarms", "tokens_by_age", "trained_histogram", "created_histogram")
-"""Keys of a step's record in metrics.jsonl that are not drawn as curves."""
+SKIPPED_KEYS = ("lanes", "alarms")
+"""Keys of a step's record in metrics.jsonl that have no columns."""
+HISTOGRAMS = ("trained_histogram", "created_histogram")
+"""Keys whose values are counts by bin; their columns are no figures of their own."""
+OLDEST_AGE = 6
+"""Age in policy steps from which tokens are counted together."""
 MAX_COLUMNS = 256
+"""Most columns that are figures of their own, and as many of histograms' bins."""
 VERSION_SHARE = "version_share_"
 """Prefix of keys that name a policy version, skipped because they would add a column per step."""
 
@@ -69,11 +74,15 @@ class Steps:
         self.columns: dict[str, array[float]] = {"step": array("d")}
         self.alarms: dict[int, list[dict[str, str]]] = {}
         """Alarms by step, for steps in which alarms were raised."""
+        self._engine_gaps: dict[str, dict[str, Any]] = {}
+        """The largest differences between learner and engine on fresh tokens so far, by worker."""
         self._rows: dict[int, int] = {}
         """Index of each step's row in the columns, by step."""
         self._line_offsets: array[int] = array("q")
         """Byte offset in the file of each row's line."""
         self._offset = self._lines = 0
+        self._rooms = {False: MAX_COLUMNS, True: MAX_COLUMNS}
+        """Number of further columns that are figures of their own, or bins."""
 
     def _add(self, record: dict[str, Any], line_offset: int) -> None:
         step = record["step"]
@@ -86,13 +95,51 @@ class Steps:
         self._line_offsets[row] = line_offset
         for name, value in figures(record):
             if name not in self.columns:
-                if len(self.columns) == MAX_COLUMNS:
+                if self._rooms[is_bin(name)] == 0:
                     continue
+                self._rooms[is_bin(name)] -= 1
                 self.columns[name] = array("d", [math.nan]) * len(self._line_offsets)
             self.columns[name][row] = value
         self.alarms.pop(step, None)
         if raised := record.get("alarms"):
             self.alarms[step] = raised
+        for worker, gap in (record.get("engine_gaps") or {}).items():
+            if gap["age"] == 0 and gap["mean"] is not None:
+                worst = self._engine_gaps.setdefault(worker, gap)
+                self._engine_gaps[worker] = gap | {key: max(gap[key], worst[key]) for key in ("mean", "largest")}
+
+    @property
+    def figure_names(self) -> list[str]:
+        """Names of the columns that are figures of their own."""
+        return [name for name in list(self.columns) if not is_bin(name)]
+
+    def histogram(self, name: str) -> dict[int, float]:
+        """Counts by bin, summed over all steps, of a histogram such as `lengths.trained_histogram`."""
+        columns = self.table([column for column in list(self.columns) if column.startswith(f"{name}.")])
+        counts: dict[int, float] = {}
+        for column_name, column in columns.items():
+            index = max(int(column_name.rpartition(".")[2]), 0)
+            counts[index] = counts.get(index, 0.0) + (0.0 if column is None else float(np.nansum(column)))
+        return counts
+
+    def records(self) -> list[dict[str, Any]]:
+        """A record for each step with only those keys that the facts about a run need."""
+        table = self.table(["step", "rollout_s", "gradient.tokens", "learner.train_s"])
+        columns = [None if column is None else np.nan_to_num(column, nan=-1.0).tolist() for column in table.values()]
+        missing = [-1.0] * len(columns[0] or [])
+        records: list[dict[str, Any]] = [
+            {
+                "step": int(step),
+                "rollout_s": max(0.0, rollout_s),
+                "gradient": {"tokens": None if tokens < 0 else tokens},
+                "learner": {"train_s": max(0.0, train_s)},
+                "alarms": self.alarms.get(int(step)),
+            }
+            for step, rollout_s, tokens, train_s in zip(*(column or missing for column in columns), strict=True)
+        ]
+        if records:
+            records[-1]["engine_gaps"] = dict(self._engine_gaps)
+        return records
 
     def table(self, names: list[str] | None = None, after: int = 0) -> dict[str, np.ndarray | None]:
         """All or the named columns, in order of the steps, for steps after `after`; None for an unknown column."""
@@ -122,38 +169,31 @@ class Steps:
                 yield orjson.loads(file.readline())
 
 
+def is_bin(name: str) -> bool:
+    """Whether the column has the counts of one bin of a histogram."""
+    return any(f".{key}." in name for key in HISTOGRAMS)
+
+
 def figures(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield each number in a nested record with its dotted name, such as `learner.loss`."""
     for key, value in tree.items():
         if key in SKIPPED_KEYS or key.startswith(VERSION_SHARE):
             continue
+        if key == "tokens_by_age" and value:
+            value = limited_ages(value)
         if isinstance(value, dict):
             yield from figures(value, f"{prefix}{key}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + key, float(value)
 
 
-def compact(column: np.ndarray | None) -> np.ndarray | None:
-    """The column as float32 where its values are below 1e6, to shorten the JSON."""
-    if column is None or (np.abs(column) >= 1e6).any():
-        return column
-    return column.astype(np.float32)
-
-
-def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Held-out evaluations of the run's summary, in order: `step`, `accuracy`, and the accuracy of each set in
-    `sets`."""
-    recorded = read_summary(run_dir / "summary.json").get("evaluation") or []
-    points = [
-        {
-            "step": point.get("step") or 0,
-            "accuracy": point["accuracy"],
-            "sets": {name: scores.get("accuracy") for name, scores in (point.get("sets") or {}).items()},
-        }
-        for point in recorded
-        if point.get("accuracy") is not None
-    ]
-    return sorted(points, key=lambda point: point["step"])
+def limited_ages(tokens_by_age: dict[str, int | None]) -> dict[str, int]:
+    """Tokens by age in policy steps, where the ages from OLDEST_AGE on are counted together."""
+    limited: dict[str, int] = {}
+    for age, tokens in tokens_by_age.items():
+        key = str(min(int(age), OLDEST_AGE))
+        limited[key] = limited.get(key, 0) + (tokens or 0)
+    return limited
 
 
 # --- comparison of two runs -------------------------------------------------------------------------------------------

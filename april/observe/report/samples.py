@@ -1,7 +1,6 @@
-"""Read the samples that a run has kept, select some, and render them for the terminal and the report."""
+"""Read the samples that a run has kept, select some, and render them for the terminal and the run page."""
 
 import random
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +8,15 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from april.config import ConfigError
+from april.observe.dashboard.sample_reader import to_rows
 from april.observe.report.facts import number
-from april.observe.report.run_folder import RunFolder
 from april.util.errors import refuse
 
 Sample = dict[str, Any]
 """A row of `samples/step_*.parquet`, with the columns of `april.learner.samples.schema`."""
 
 MAX_CHARACTERS = 1200
-"""Most characters of a sample's text that the report shows."""
-MAX_REPORT_STEPS = 3
-"""Number of steps of which the report shows samples: first, middle and newest."""
+"""Most characters of a sample's prompt, and of its response, on the run page."""
 SHORT_COLUMNS = ("step", "group", "index", "prompt", "response", "reward", "advantage", "trained", "finish_reason")
 
 
@@ -47,7 +44,7 @@ def read_step(run_dir: Path, step: int | None = None, columns: tuple[str, ...] |
     try:
         with parquet.ParquetFile(path) as file:
             names = [name for name in file.schema_arrow.names if columns is None or name in columns]
-            rows = file.read(names).to_pylist()
+            rows = to_rows(file.read(names))
         return [dict.fromkeys(columns or ()) | row for row in rows]
     except (OSError, ValueError) as error:
         raise ConfigError(f"samples {path} cannot be read ({str(error).splitlines()[0]}); remove that file") from None
@@ -100,32 +97,33 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def samples_section(run: RunFolder) -> str:
-    """HTML of the best, the worst and a random sample of a few steps, or a note that no samples are kept."""
-    steps = sorted(sample_files(run.path))
+def example_samples(run_dir: Path) -> list[dict[str, Any]]:
+    """The worst, the best and a random sample of the first, the middle and the newest step, for the run page: its
+    `kind`, a `headline`, and the shortened `prompt` and `response`. [] if no samples are kept. Raises ConfigError."""
+    steps = sorted(sample_files(run_dir))
     if not steps:
-        return '<p class="note">No samples are kept.</p>'
-    chosen_steps = sorted({steps[0], steps[len(steps) // 2], steps[-1]})[-MAX_REPORT_STEPS:]
-    try:
-        return "\n".join(step_section(run.path, step) for step in chosen_steps)
-    except ConfigError as error:
-        return f'<p class="note">{escape(str(error))}</p>'
+        return []
+    chosen_steps = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    return [
+        {
+            "kind": kind,
+            "headline": headline(sample),
+            "prompt": shortened(sample["prompt"]),
+            "response": shortened(sample["response"]),
+        }
+        for step in chosen_steps
+        for kind, sample in examples_of_step(run_dir, step)
+    ]
 
 
-def step_section(run_dir: Path, step: int) -> str:
+def examples_of_step(run_dir: Path, step: int) -> list[tuple[str, Sample]]:
     samples = read_step(run_dir, step, SHORT_COLUMNS)
     chosen = [("worst", sample) for sample in select(samples, 1, None, None)]
     chosen += [("best", sample) for sample in select(samples, None, 1, None)]
     others = [sample for sample in samples if all(sample is not other for _, other in chosen)]
-    chosen += [("random", sample) for sample in random.Random(step).sample(others, min(1, len(others)))]
-    return "".join(
-        f'<details class="sample"{" open" if kind == "worst" else ""}><summary>{kind}: {escape(headline(sample))}'
-        f'</summary><pre dir="auto"><span class="prompt">{shortened(sample["prompt"])}</span>'
-        f"{shortened(sample['response'])}</pre></details>"
-        for kind, sample in chosen
-    )
+    return chosen + [("random", sample) for sample in random.Random(step).sample(others, min(1, len(others)))]
 
 
 def shortened(text: str) -> str:
-    cut = len(text) - MAX_CHARACTERS
-    return escape(text if cut <= 0 else f"{text[:MAX_CHARACTERS]} … and {cut:,} characters more")
+    left_out = len(text) - MAX_CHARACTERS
+    return text if left_out <= 0 else f"{text[:MAX_CHARACTERS]} … and {left_out:,} characters more"

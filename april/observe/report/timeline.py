@@ -1,38 +1,19 @@
-"""Timeline of each worker's activities and waits, the report's pictures of these timelines, and a sentence about what a
-live run waits for.
+"""Timeline of each worker's activities and waits, as the run page draws it, and a sentence about what a live run waits
+for.
 
-Pauses between resumes of a run are cut out of its pictures.
+Pauses between resumes of a run are cut out of the timeline of a whole run.
 """
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from april.observe.report.drawing import (
-    BLUE,
-    GREEN,
-    MUTED,
-    ORANGE,
-    RED,
-    VIOLET,
-    WAITING,
-    draw_boxes,
-    new_figure,
-    themed,
-    to_svg,
-)
 from april.observe.report.facts import count, duration
-from april.observe.report.pictures import MANY_STEPS, legend
 from april.observe.report.run_folder import RunFolder, dig
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 # --- tracks of workers ------------------------------------------------------------------------------------------------
 
@@ -105,15 +86,9 @@ def intersect(spans: list[Span], others: list[Span]) -> list[Span]:
 
 def subtract(spans: list[Span], others: list[Span]) -> list[Span]:
     """The time of `spans` that is not in `others` (each disjoint and in order)."""
-    remaining = []
-    for start, end in spans:
-        for begin, stop in intersect([(start, end)], others):
-            if begin > start:
-                remaining.append((start, begin))
-            start = stop
-        if end > start:
-            remaining.append((start, end))
-    return remaining
+    edges = [-math.inf, *(at_s for span in others for at_s in span), math.inf]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    return [(start, end) for start, end in intersect(spans, gaps) if start < end]
 
 
 def thin_out(times: list[float], gap_s: float) -> list[float]:
@@ -130,28 +105,31 @@ def natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- timeline of a run ------------------------------------------------------------------------------------------------
 
+RESOLUTION = 1500
+"""Timeline resolution: spans and marks closer together than the window's length divided by this number are merged."""
+MARK_WIDTH = 40
+"""Smallest distance between two steps' labels, in units of the window's length divided by RESOLUTION."""
 MAX_DRAWN_WORKERS = 24
-ZOOM_STEPS = 10
-SPAN_RESOLUTION = 1000
-"""Timeline resolution: spans and marks closer together than the drawn time divided by this number are merged."""
+"""Most workers of the timeline of a whole run; the first ones are kept."""
+MANY_STEPS = 60
+"""Number of steps above which the timeline of a whole run has shares of time instead of spans."""
 SHARE_INTERVALS = 120
-"""Number of intervals into which a long run's timeline is divided; each is drawn as shares of time by activity."""
+"""Number of intervals into which a long run's timeline is divided; each has shares of time by activity."""
 PAUSE_S = 1.0
 """Seconds to which a pause between two starts of the run is shortened."""
 SHORTEST_WAIT_S = 1e-3
-BARS = [
-    ("generate", "generating", BLUE, 0.26),
-    ("weights", "weight update", ORANGE, 0.38),
-    ("wait-others", "waits: others generate", WAITING["wait-others"], 0.2),
-    ("wait-learner", "waits: the learner trains", WAITING["wait-learner"], 0.2),
-    ("wait-weights", "waits: weights are sent", WAITING["wait-weights"], 0.2),
-    ("wait-else", "waits: broker, scores", WAITING["wait-else"], 0.2),
-]
-"""(kind of span, label in the legend, color, half height of the bar in rows) of each activity."""
-LEGEND_ROW_IN = 0.19
-WAITS = [kind for kind, *_ in BARS if kind.startswith("wait")]
+ACTIVITIES = {
+    "generate": "generating",
+    "weights": "loading weights",
+    "wait-others": "waits: others generate",
+    "wait-learner": "waits: the learner trains",
+    "wait-weights": "waits: weights are sent",
+    "wait-else": "waits: broker, scores",
+}
+"""What is said of a worker's activity, by kind of span."""
+WAITS = [kind for kind in ACTIVITIES if kind.startswith("wait")]
 
 
 @dataclass
@@ -169,7 +147,13 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        return max(1e-3, *(event["end"] for event in self.events))
+        return max(1e-3, *(event["end"] for event in self.events), *(at_s for _, at_s in self.steps))
+
+    def tracks(self, resolution: float = math.inf) -> list[WorkerTrack]:
+        """What each worker did and waited for, over the whole run."""
+        tracks = worker_tracks(self.events, 0.0, self.end_s, resolution)
+        add_idle_spans(tracks, self.learner, 0.0, self.end_s)
+        return tracks
 
 
 def timeline_of(run: RunFolder) -> Timeline:
@@ -229,127 +213,72 @@ def absent_spans(track: WorkerTrack, begin_s: float, end_s: float) -> list[Span]
     return merge_spans([span for span in away if span[1] > span[0]], 0.0)
 
 
-def activity_shares(run: RunFolder) -> str:
-    """Shares of the workers' time by activity, in one sentence; "" without worker events."""
-    if not run.worker_events:
-        return ""
-    timeline = timeline_of(run)
-    tracks = worker_tracks(timeline.events, 0.0, timeline.end_s, math.inf)
-    add_idle_spans(tracks, timeline.learner, 0.0, timeline.end_s)
-    seconds_by_kind = {kind: sum(b - a for track in tracks for a, b in track.spans.get(kind, [])) for kind, *_ in BARS}
+def activity_shares(tracks: list[WorkerTrack]) -> str:
+    """Shares of the workers' time by activity, in one clause; "" without any."""
+    seconds_by_kind = {
+        kind: sum(b - a for track in tracks for a, b in track.spans.get(kind, [])) for kind in ACTIVITIES
+    }
     total = sum(seconds_by_kind.values())
     shares = [
         f"{seconds_by_kind[kind] / total:.0%} {label}"
-        for kind, label, *_ in BARS
+        for kind, label in ACTIVITIES.items()
         if total and seconds_by_kind[kind] / total >= 0.005
     ]
     return ", ".join(shares)
 
 
-@themed
-def workers_picture(run: RunFolder) -> str | None:
-    """Picture of all workers' timelines over the whole run."""
-    return draw_workers(run, lambda timeline: (0.0, timeline.end_s), whole=True)
+def drawn_tracks(tracks: list[WorkerTrack]) -> list[dict[str, Any]]:
+    """The tracks as the lanes of a picture, with times in milliseconds' precision."""
+    return [
+        {
+            "worker": track.worker,
+            "spans": {
+                kind: [(round(a, 3), round(b, 3)) for a, b in spans] for kind, spans in track.spans.items() if spans
+            },
+            "instants": {kind: [round(at_s, 3) for at_s in times] for kind, times in track.instants.items()},
+        }
+        for track in tracks
+    ]
 
 
-@themed
-def last_steps_workers_picture(run: RunFolder) -> str | None:
-    """Picture of all workers' timelines over the last ZOOM_STEPS steps; None where the run is hardly longer."""
-
-    def window(timeline: Timeline) -> Span | None:
-        steps = timeline.steps
-        return (steps[-ZOOM_STEPS - 1][1], steps[-1][1]) if len(steps) > ZOOM_STEPS + 2 else None
-
-    return draw_workers(run, window, whole=False)
+def drawn_steps(steps: list[tuple[int, float]], length_s: float) -> list[tuple[float, int]]:
+    """(time, step) of the steps that a picture of a window of `length_s` seconds has room to name."""
+    named = set(thin_out([at_s for _, at_s in steps], MARK_WIDTH * length_s / RESOLUTION))
+    return [(at_s, step) for step, at_s in steps if at_s in named]
 
 
-def draw_workers(run: RunFolder, window: Callable[[Timeline], Span | None], whole: bool) -> str | None:
+def whole_timeline(run: RunFolder) -> dict[str, Any]:
+    """Timeline of a whole run, small enough to draw: of up to MANY_STEPS steps the spans of each worker and of the
+    learner, of more the shares of time by activity in SHARE_INTERVALS intervals. {} without worker events."""
     if not run.worker_events:
-        return None
+        return {}
     timeline = timeline_of(run)
-    drawn_window = window(timeline)
-    if drawn_window is None:
-        return None
-    begin_s, end_s = drawn_window
-    draws_spans = not whole or len(timeline.steps) <= MANY_STEPS
-    tracks = worker_tracks(timeline.events, begin_s, end_s, SPAN_RESOLUTION if draws_spans else math.inf)
-    add_idle_spans(tracks, timeline.learner, begin_s, end_s)
-    tracks = tracks[:MAX_DRAWN_WORKERS]
-    row_in = 0.34 if len(tracks) <= 8 else 0.24
-    figure, (axes,) = new_figure(row_in * len(tracks))
-    if draws_spans:
-        draw_spans(axes, tracks)
-    else:
-        draw_shares(axes, tracks, np.linspace(begin_s, end_s, SHARE_INTERVALS + 1))
-    numbered = not whole or len(timeline.steps) <= ZOOM_STEPS + 2
-    if numbered:
-        draw_instants(axes, tracks, "abort", VIOLET, "|", 12)
-        mark_steps(axes, [(step, at_s) for step, at_s in timeline.steps if begin_s <= at_s <= end_s])
-    draw_instants(axes, tracks, "joined", GREEN, "^", 6.5)
-    draw_instants(axes, tracks, "lost", RED, "X", 7)
-    for at_s, pause_s in timeline.pauses:
-        if begin_s <= at_s <= end_s:
-            axes.axvline(at_s, color=MUTED, lw=1, ls=(0, (1, 2)), label="paused")
-            note_above(axes, at_s, duration(pause_s))
-    axes.set_xlim(begin_s - 0.01 * (end_s - begin_s), end_s + 0.005 * (end_s - begin_s))
-    axes.set_yticks(range(len(tracks)), [track.worker for track in tracks])
-    axes.set_ylim(len(tracks) - 0.4, -0.6)
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("seconds since the first worker's event" + (", pauses left out" if timeline.pauses else ""))
-    rows = legend(axes, lift_in=0.2 if numbered or timeline.pauses else 0.0)
-    figure.set_figheight(row_in * len(tracks) + 0.95 + LEGEND_ROW_IN * rows)
-    return to_svg(figure, "what every worker did over time" if whole else "what every worker did in the last steps")
-
-
-def draw_spans(axes: "Axes", tracks: list[WorkerTrack]) -> None:
-    for kind, label, color, half_height in BARS:
-        boxes = [
-            (left, right, float(row)) for row, track in enumerate(tracks) for left, right in track.spans.get(kind, [])
+    end_s, tracks = timeline.end_s, timeline.tracks()
+    answer = {
+        "begin": 0.0,
+        "end": end_s,
+        "steps": drawn_steps(timeline.steps, end_s),
+        "pauses": timeline.pauses,
+        "workers": len(tracks),
+        "activity": activity_shares(tracks),
+        "learner": [],
+    }
+    if len(timeline.steps) > MANY_STEPS:
+        edges_s = np.linspace(0.0, end_s, SHARE_INTERVALS + 1)
+        tracks = tracks[:MAX_DRAWN_WORKERS]
+        shares = [
+            {kind: busy_share(spans, edges_s).round(3) for kind, spans in track.spans.items() if spans}
+            for track in tracks
         ]
-        draw_boxes(axes, boxes, color, half_height, label)
-
-
-def draw_shares(axes: "Axes", tracks: list[WorkerTrack], edges_s: np.ndarray) -> None:
-    """Draw each worker's row as stacked shares of time by activity, one stack per interval between `edges_s`."""
-    labelled = set()
-    for row, track in enumerate(tracks):
-        level = np.full(len(edges_s) - 1, row + 0.38)
-        for kind, label, color, _ in BARS:
-            if not track.spans.get(kind):
-                continue
-            above = level - 0.76 * busy_share(track.spans[kind], edges_s)
-            new_label = None if kind in labelled else label
-            axes.stairs(above, edges_s, baseline=level, fill=True, color=color, lw=0, label=new_label)
-            labelled.add(kind)
-            level = above
-
-
-def draw_instants(axes: "Axes", tracks: list[WorkerTrack], kind: str, color: str, marker: str, size: float) -> None:
-    points = [(at_s, row) for row, track in enumerate(tracks) for at_s in track.instants.get(kind, [])]
-    if points:
-        x, y = zip(*points, strict=True)
-        edge = 1.8 if marker == "|" else 0
-        axes.plot(x, y, ls="", marker=marker, ms=size, mew=edge, color=color, clip_on=False, label=kind)
-
-
-def mark_steps(axes: "Axes", steps: list[tuple[int, float]]) -> None:
-    """Draw a thin line where each step was recorded, with its number above."""
-    for step, at_s in steps:
-        axes.axvline(at_s, color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=0.5)
-        note_above(axes, at_s, f"{step}")
-
-
-def note_above(axes: "Axes", at_s: float, text: str) -> None:
-    axes.annotate(
-        text,
-        (at_s, 1),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="center",
-        color=MUTED,
-        fontsize=8,
-    )
+        for track in tracks:
+            track.spans = {}
+            track.instants.pop("abort", None)
+            track.instants = {kind: thin_out(times, end_s / RESOLUTION) for kind, times in track.instants.items()}
+        lanes = [lane | {"shares": share} for lane, share in zip(drawn_tracks(tracks), shares, strict=True)]
+    else:
+        lanes = drawn_tracks(timeline.tracks(RESOLUTION)[:MAX_DRAWN_WORKERS])
+        answer["learner"] = merge_spans(timeline.learner, end_s / RESOLUTION)
+    return answer | {"lanes": lanes}
 
 
 # --- what a run waits for ---------------------------------------------------------------------------------------------

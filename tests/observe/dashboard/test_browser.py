@@ -9,10 +9,12 @@ import orjson
 import pytest
 
 from april.observe.report.timeline import waiting_for
+from tests.support.browser_page import fits, wrong_for_assistance
 from tests.support.dashboard_runs import (
     BROKEN,
     GROUPS,
     HOSTILE,
+    NARROW,
     SIZE,
     WIDE,
     add_step,
@@ -28,7 +30,6 @@ from tests.support.run_processes import steps_recorded, summary, wait_until
 
 pytestmark = pytest.mark.browser
 
-NARROW = {"width": 400, "height": 800}
 PICTURE = {"x": 0, "y": 0, "width": 1280, "height": 720}
 NAMES_PX = 116
 """of the lanes, left of the first moment"""
@@ -56,19 +57,6 @@ def picture(page, name):
 
 def go(page, view):
     page.get_by_role("link", name=view, exact=True).click()
-
-
-def wrong_for_assistance(page):
-    """What axe, the checker of accessibility, finds: names, roles, contrast, what the keyboard cannot reach, …"""
-    from axe_playwright_python.sync_playwright import Axe
-
-    found = Axe().run(page).response["violations"]
-    return [(one["id"], node["html"], node["failureSummary"]) for one in found for node in one["nodes"]]
-
-
-def fits(page):
-    """Nothing but what scrolls by itself is wider than the window, once it is laid out."""
-    page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs_folder):

@@ -1,7 +1,6 @@
 """What is drawn of many spans and many lengths is still true."""
 
 import math
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.observe.report.drawing import new_figure, to_svg
+from april.observe.dashboard.run_page import held_out_curves, length_density, timeline_window
+from april.observe.dashboard.steps import Steps
 from april.observe.report.facts import accuracy, facts
-from april.observe.report.learner_pictures import corrections_picture, learner_picture, version_dots
-from april.observe.report.pictures import length_density, reward_picture
-from april.observe.report.run_folder import RunFolder
+from april.observe.report.run_folder import RunFolder, read_run
 from april.observe.report.timeline import (
     PAUSE_S,
     activity_shares,
@@ -26,15 +24,13 @@ from april.observe.report.timeline import (
     subtract,
     thin_out,
     timeline_of,
+    whole_timeline,
     worker_tracks,
 )
+from tests.support.synthetic_run import write_run
 
 TIMES = st.floats(0, 100, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES).map(sorted).map(tuple), max_size=30)
-
-
-def run_with(histogram: dict) -> RunFolder:
-    return RunFolder(Path("demo"), "", {}, [{"step": 1, "lengths": {"trained_histogram": histogram}}], {})
 
 
 @given(SPANS, st.floats(0, 20))
@@ -64,24 +60,13 @@ def test_a_worker_outside_the_window_keeps_its_row_in_natural_order():
     assert [track.spans for track in tracks] == [{}, {}, {"generate": [(10, 11)]}]
 
 
-def test_coordinates_are_shortened_and_what_is_read_is_not():
-    matplotlib = pytest.importorskip("matplotlib")
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure, (axes,) = new_figure(2.0)
-        axes.plot([0.9, 0.91], [0, 1])
-        axes.set_xticks([0.900, 0.905, 0.910], ["0.900", "0.905", "0.910"])
-        svg = to_svg(figure, "ticks")
-    assert all(f">{label}</text>" in svg for label in ("0.900", "0.905", "0.910"))
-    assert not re.search(r"<[^>]*\d\.\d{3}[^>]*>", svg)
-
-
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200))
 def test_length_density_integrates_to_one(lengths):
-    histogram: dict[str, int] = {}
+    histogram: dict[int, int] = {}
     for length in lengths:
-        index = str(math.floor(4 * math.log2(length) + 1e-9))
+        index = math.floor(4 * math.log2(length) + 1e-9)
         histogram[index] = histogram.get(index, 0) + 1
-    edges, density = length_density(run_with(histogram), "trained_histogram")
+    edges, density = length_density(histogram)
     assert (density * np.diff(np.log2(edges))).sum() == pytest.approx(1.0)
     assert edges[0] == 1 and edges[-1] > max(lengths)
 
@@ -89,22 +74,42 @@ def test_length_density_integrates_to_one(lengths):
 def test_equally_likely_lengths_are_drawn_without_steps_from_rounding():
     """Of lengths with probability 1/k, every doubling holds the same share, whatever whole numbers a bin has."""
     weights = {k: math.log2((k + 1) / k) for k in range(1, 1024)}
-    histogram: dict[str, float] = {}
+    histogram: dict[int, float] = {}
     for length, weight in weights.items():
-        index = str(math.floor(4 * math.log2(length) + 1e-9))
+        index = math.floor(4 * math.log2(length) + 1e-9)
         histogram[index] = histogram.get(index, 0) + weight
-    _, density = length_density(run_with(histogram), "trained_histogram")
+    _, density = length_density(histogram)
     assert density == pytest.approx(np.full(len(density), 0.1))
 
 
-def test_a_dot_for_every_version_that_has_sampled_a_part_of_a_batch():
-    shares = {"version_share_3": 0.75, "version_share_1": 0.25, "version_share_older": 0.0, "ess": 0.9}
-    records = [{"step": 3, "learner": shares}, {"step": 4, "learner": {"loss": 0.1}}, {"step": 5}]
-    run = RunFolder(Path("demo"), "", {}, records, {})
-    assert version_dots(run).tolist() == [[3, 3, 0.75], [3, 1, 0.25]]
-    picture = corrections_picture(run)
-    assert "effective: ratios" in picture and "effective: weights" not in picture
-    assert corrections_picture(RunFolder(Path("demo"), "", {}, records[1:], {})) is None
+def test_what_steps_keep_in_memory_is_enough_for_the_facts_of_a_run(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=4)
+    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    for line in lines:
+        if "groups" in line:
+            gap = {"age": 0, "mean": 0.01 * (4 - line["step"]), "largest": 0.1 * line["step"]}
+            line["engine_gaps"] = {"worker-0": gap, "worker-1": gap | {"age": 1}}
+            line["alarms"] = [{"name": "looping", "sentence": f"in step {line['step']}", "page": "docs/watching.md"}]
+            line["staleness"]["tokens_by_age"] |= {"7": 5, "9": None, "11": 6}
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    run, steps = read_run(run_dir), Steps(run_dir)
+    steps.follow()
+    assert facts(RunFolder(run.path, run.config_text, run.config, steps.records(), run.summary)) == facts(run)
+    assert (
+        "learner and engine apart" in dict(facts(run))
+        and steps.columns["staleness.tokens_by_age.6"].tolist() == [11] * 4
+    )
+    assert sum(steps.histogram("lengths.created_histogram").values()) == 4 * 256
+    assert not any("histogram" in name for name in steps.figure_names)
+
+
+def test_a_window_s_first_workers_are_drawn_and_all_are_counted(tmp_path):
+    steps = Steps(write_run(tmp_path / "demo", steps=20, workers=5))
+    steps.follow()
+    shown = timeline_window(steps, max_workers=2)
+    assert [lane["worker"] for lane in shown["lanes"]] == ["worker-0", "worker-1"] and shown["workers"] == 5
+    assert [step for _, step in shown["steps"]][-1] == 20 and shown["whole"]
+    assert all(lane["spans"]["generate"] and lane["spans"]["wait-learner"] for lane in shown["lanes"])
 
 
 @given(SPANS, SPANS)
@@ -153,7 +158,9 @@ def test_hours_between_two_starts_are_not_on_the_axis_and_the_change_is_said(tmp
     timeline = timeline_of(run)
     assert timeline.pauses == [(5.0, 7196.0)]
     assert timeline.steps == [(1, 5.0), (2, pytest.approx(12.0 + PAUSE_S))]
-    assert "wait" not in activity_shares(run).replace("waits", "") and "generating" in activity_shares(run)
+    said = activity_shares(timeline.tracks())
+    assert "wait" not in said.replace("waits", "") and "generating" in said
+    assert whole_timeline(run)["pauses"] == timeline.pauses
     assert dict(facts(run))["resumed"] == "after step 1 with evaluation.prompts: 8 -> 4"
 
 
@@ -162,16 +169,11 @@ def test_accuracies_on_other_prompts_are_neither_joined_nor_compared(tmp_path):
     run = RunFolder(tmp_path, "", {}, [{"step": step, "reward": 0.5} for step in (1, 2)], {"evaluation": points})
     assert [[point["step"] for point in points] for points in run.evaluation_sets] == [[0, 1, 2], [3, 4]]
     assert accuracy(run) == "0.300 → 0.400 (steps 3 → 4, 4 prompts)"
-    assert "held-out accuracy, set 2" in reward_picture(run)
+    assert [(curve["label"], curve["steps"]) for curve in held_out_curves(run)] == [
+        ("held-out", [0, 1, 2]),
+        ("held-out, set 2", [3, 4]),
+    ]
     resumed = RunFolder(
         write_resume(tmp_path, time=0.0, step=1, changed=["data.eval_path: a -> b"]), "", {}, [], run.summary
     )
     assert [len(points) for points in resumed.evaluation_sets] == [2, 1, 2]
-
-
-def test_a_curve_has_one_name_however_many_steps_it_has(tmp_path):
-    for steps in (30, 90, 900):
-        learner = [{"loss": 0.1, "ess": 1.0, f"version_share_{step}": 1.0} for step in range(steps)]
-        run = RunFolder(tmp_path, "", {}, [{"step": k + 1, "learner": one} for k, one in enumerate(learner)], {})
-        assert corrections_picture(run).count("effective: ratios") == 1
-        assert "loss" in learner_picture(run)

@@ -27,7 +27,12 @@ export function renew(element, ...children) {
   return element;
 }
 
+/** The answers that a report carries, by path without query; the dashboard's page asks its server. */
+const carried = JSON.parse(document.getElementById("answers")?.textContent ?? "null");
+export const isReport = carried !== null;
+
 export async function ask(path, signal) {
+  if (isReport) return carried[path.split("?")[0]];
   const answer = await fetch(path, { signal, headers: { accept: "application/json" } });
   const content = await answer.json().catch(() => {
     throw signal?.aborted ? signal.reason : new Error(`the dashboard answered ${answer.status}, and not to the end`);

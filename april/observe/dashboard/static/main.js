@@ -1,6 +1,6 @@
 // Routing: the address holds the run, the view and its settings, so that every view can be linked to.
 
-import { addressOf, ask, fill, h, note, problem, readAddress, unlessLeft } from "./lib.js";
+import { addressOf, ask, fill, h, isReport, note, problem, readAddress, unlessLeft } from "./lib.js";
 import { compareView } from "./compare.js";
 import { nowView } from "./now.js";
 import { runView } from "./run.js";
@@ -30,7 +30,7 @@ async function show() {
   if (runs.length === 0) runs = await ask("api/runs");
   if (signal.aborted) return;
   const address = readAddress();
-  if (!address.run && runs.length === 1) return location.replace(addressOf(runs[0].name, runs[0].steps === null ? "now" : "run"));
+  if (!address.run && runs.length === 1) return location.replace(addressOf(runs[0].name, runs[0].views[0]));
   if (address.run && !address.view) return location.replace(addressOf(address.run));
   header(address);
   const run = runs.find((run) => run.name === address.run);
@@ -55,6 +55,7 @@ const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.t
 
 /** Call take(topic, content) for each change of a run, until the view is left. */
 function follow(name, take, signal, now) {
+  if (isReport) return;
   const source = new EventSource(`events/${encodeURIComponent(name)}${now ? "?now=1" : ""}`);
   for (const topic of ["news", "now"])
     source.addEventListener(topic, (event) => {
@@ -71,8 +72,8 @@ function header({ run, view: current, query }) {
   fill(select, runs.length > 1 && h("option", { value: "", selected: !run }, "All runs"),
     runs.map(({ name }) => h("option", { value: name, selected: name === run }, name)));
   select.onchange = () => { location.hash = select.value ? addressOf(select.value, VIEWS.some(([name]) => name === current) ? current : "run") : "#/"; };
-  const views = VIEWS.filter(([name]) => name === "now" || runs.find(({ name }) => name === run)?.folder);
-  fill(document.getElementById("tabs"), run && views.map(([name, text]) =>
+  const known = runs.find(({ name }) => name === run)?.views ?? [];
+  fill(document.getElementById("tabs"), known.length > 1 && VIEWS.filter(([name]) => known.includes(name)).map(([name, text]) =>
     h("a", { href: addressOf(run, name), "aria-current": name === current ? "page" : undefined }, text)));
   document.title = run ? `${run} · ${VIEWS.find(([name]) => name === current)?.[1] ?? ""} · April` : "April";
   state(runs.find(({ name }) => name === run)?.state ?? "");
@@ -98,12 +99,12 @@ function theme(chosen) {
   button.setAttribute("aria-label", `Colours: ${THEMES[chosen][1]}`);
 }
 button.onclick = () => {
-  const [next] = THEMES[localStorage.getItem("april-theme") ?? ""];
-  localStorage.setItem("april-theme", next);
+  const [next] = THEMES[document.documentElement.dataset.theme ?? ""];
   theme(next);
   show();
+  localStorage.setItem("april-theme", next);
 };
-theme(localStorage.getItem("april-theme") ?? "");
+theme(document.documentElement.dataset.theme ?? "");
 
 const safely = () => {
   const showing = show(), { signal } = leave;

@@ -1,28 +1,23 @@
-// Run view: curves over the steps of one or several runs, and the figures of one selected step or two.
+// Run view: curves over the steps of one or several runs, the figures of one selected step or two, the lanes of the workers,
+// some samples, and all that is known of the run. A report is this view with its data inside.
 
-import { addressOf, apiOf, ask, choices, duration, fill, h, number, short, unlessLeft } from "./lib.js";
+import { addressOf, apiOf, ask, choices, colour, duration, fill, h, note, number, short, unlessLeft } from "./lib.js";
 import { chart } from "./charts.js";
+import { drawLanes, KINDS, legendOf, MARKS, rowsOf, tellLanes } from "./lanes.js";
+import { CHARTS, COLUMNS } from "./pictures.js";
 
-const CHARTS = [
-  { title: "Reward", series: [{ column: "reward", label: "trained" }, { column: "accuracy", label: "held-out", points: true }] },
-  { title: "Response length", unit: "tokens", from: 0, series: [{ column: "lengths.trained.mean", label: "mean" }, { column: "lengths.trained.p95", label: "p95" }] },
-  { title: "Staleness as trained", unit: "policy steps", from: 0, series: [{ column: "staleness.mean", label: "mean of tokens" }, { column: "staleness.max", label: "oldest" }] },
-  { title: "Rollout speed", unit: "tokens/s", from: 0, series: [{ column: "rollout_tokens_per_s", label: "tokens/s" }] },
-  { title: "Learner − engine gap", unit: "nats, k3", series: [{ column: "learner.k3", label: "k3" }], hint: "The learner says nothing of the gap." },
-  { title: "Entropy", unit: "nats", series: [{ column: "learner.entropy", label: "entropy" }] },
-  { title: "Loss", series: [{ column: "learner.loss", label: "loss" }] },
-  { title: "Gradient", unit: "share of tokens", from: 0, series: [{ column: "gradient.tokens", label: "with gradient" }, { column: "learner.clip_fraction", label: "clipped" }] },
-  { title: "Effective sample size", unit: "share", from: 0, series: [{ column: "learner.sequence_ess", label: "responses" }, { column: "learner.ess", label: "tokens" }, { column: "learner.weight_ess", label: "weights" }] },
-  { title: "Tokens under way", unit: "ledger", from: 0, series: [{ column: "tokens_ledger.open", label: "open" }, { column: "tokens_ledger.ready", label: "ready" }, { column: "tokens_ledger.delivered", label: "delivered" }] },
-];
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000];
 const AXES = {
   step: { label: "Step", of: (table) => table.step, write: (value) => short(value), incrs: WHOLE },
-  samples: { label: "Samples", of: (table) => running(table.samples), write: (value) => short(value) },
+  samples: { label: "Samples", of: (table) => running(table.samples).map((count) => count * (table.steps_a_row ?? 1)), write: (value) => short(value) },
   time: { label: "Time", of: (table) => since(table.time), write: (value) => `${short(value)} min` },
 };
-const PLACES = [["trained", "Trained"], ["delivered", "Delivered"], ["ready", "Ready"], ["open", "Open"]];
-const COLUMNS = ["time", "samples", ...new Set(CHARTS.flatMap(({ series }) => series.filter((one) => !one.points).map((one) => one.column)))];
+const MEANINGS = {
+  trained: "in batches that the learner has consumed", delivered: "handed to the learner, not yet consumed",
+  ready: "in complete groups that wait for a batch", open: "in groups that are still being generated",
+};
+/** Steps up to which the lanes of the whole run are enough. */
+const FEW_STEPS = 12;
 
 function running(counts) {
   let sum = 0;
@@ -43,12 +38,16 @@ export async function runView(place, { run, runs, address, signal, follow }) {
   const names = [run.name, ...(query.get("with") ?? "").split(",").filter((name) => runs.some((other) => other.name === name) && name !== run.name)];
   let picked = (query.get("steps") ?? "").split(",").map(Number).filter(Boolean).slice(0, 2);
   const loaded = new Map();
+  let drawParts = () => {};
 
   const top = h("section", { class: "facts", "aria-label": "Figures" });
   const alarms = h("section", { class: "alarms", "aria-live": "polite" });
   const ledger = h("section", { class: "ledger", "aria-label": "Where every generated token is" });
   const chosen = h("section", { class: "chosen", "aria-label": "Chosen steps" });
   const charts = h("section", { class: "charts", "aria-label": "Curves" });
+  const workers = h("section", { class: "panel lanes", "aria-label": "Workers" });
+  const examples = h("section", { class: "panel", "aria-label": "Some samples" });
+  const rest = h("section", { class: "panel", "aria-label": "Summary" });
   const more = h("select", { "aria-label": "Another figure to draw" });
   const go = (change) => { location.hash = addressOf(run.name, "run", [], { x: axis === "step" ? "" : axis, with: names.slice(1).join(","), more: extra.join(","), steps: picked.join(","), ...change }); };
   const others = runs.filter(({ name, live, steps }) => name !== run.name && !(live && steps === null));
@@ -64,7 +63,7 @@ export async function runView(place, { run, runs, address, signal, follow }) {
       h("label", { class: "step-choice" }, "Step ", h("input", { type: "number", min: 1, onchange: (event) => { if (event.target.value) choose(Number(event.target.value)); event.target.value = ""; } })),
       h("span", { class: "note grow" }, "Click a curve to choose a step; two are compared. Drag to zoom, double click to see all."),
       names.length > 1 && h("span", { class: "legend" }, names.map((name, n) => h("span", { vars: { "--of": `var(--line-${n + 1})` } }, h("i", {}), name)))),
-    chosen, charts);
+    chosen, charts, workers, examples, rest);
   const remember = () => history.replaceState(null, "", addressOf(run.name, "run", [], { x: axis === "step" ? "" : axis, with: names.slice(1).join(","), more: extra.join(","), steps: picked.join(",") }));
 
   const specs = [...CHARTS, ...extra.map((column) => ({ title: column, series: [{ column, label: column.split(".").at(-1) }] }))];
@@ -86,10 +85,13 @@ export async function runView(place, { run, runs, address, signal, follow }) {
     const tables = names.map((name, n) => {
       const { about, table } = loaded.get(name);
       const x = AXES[axis].of(table);
-      const at = new Map(table.step.map((step, row) => [step, x[row]]));
-      const held = about.evaluation.filter(({ step }) => at.has(step) || (step === 0 && x.length));
-      return { name, colour: `${getComputedStyle(document.documentElement).getPropertyValue(`--line-${n + 1}`).trim()}`, table, x,
-        points: { accuracy: [held.map(({ step }) => (step === 0 ? (axis === "step" ? 0 : x[0] - 1e-6) : at.get(step))), held.map(({ accuracy }) => accuracy)] } };
+      const at = (step) => (!x.length ? undefined : step === 0 ? (axis === "step" ? 0 : x[0] - 1e-6) : x[table.step.findIndex((other) => other >= step)]);
+      const heldOut = about.held_out.map(({ label, steps, accuracy }) => {
+        const known = steps.map((step, n) => [at(step), accuracy[n]]).filter(([x]) => x !== undefined);
+        return { label, x: known.map(([x]) => x), y: known.map(([, y]) => y) };
+      });
+      const marks = about.resumes.map((step) => table.step.findLastIndex((other) => other <= step)).map((row) => (x[row] + (x[row + 1] ?? x[row])) / 2);
+      return { name, colour: colour(`--line-${n + 1}`), table, x, heldOut, marks, lengths: about.lengths };
     });
     drawn.forEach((one) => one.draw(tables, AXES[axis]));
   }
@@ -98,7 +100,7 @@ export async function runView(place, { run, runs, address, signal, follow }) {
     const { about, table } = loaded.get(run.name);
     const { summary } = about;
     const last = (column) => table[column]?.findLast((value) => value !== null);
-    const held = about.evaluation.at(-1);
+    const held = about.evaluation;
     const max = summary.max_steps ?? run.max_steps;
     const shown = [
       ["Step", number(last("step")), max && `of ${number(max)}`],
@@ -109,21 +111,54 @@ export async function runView(place, { run, runs, address, signal, follow }) {
       ["Time", duration(summary.wall_s), about.all_read ? "" : "still reading"],
     ];
     fill(top, shown.map(([name, value, beside]) => h("div", { class: "fact" }, h("span", { class: "name" }, name), h("span", { class: "value" }, value), h("span", { class: "beside" }, beside || " "))));
-    const raised = Object.entries(about.alarms);
-    const latest = raised.at(-1);
-    fill(alarms, about.problem && h("p", { class: "problem" }, about.problem),
-      latest && h("details", { open: Number(latest[0]) >= last("step") - 2 }, h("summary", {}, `Alarms in ${raised.length} steps, last in step ${latest[0]}`),
-        h("ul", {}, latest[1].map(({ name, sentence, page }) => h("li", {}, h("b", {}, name.replaceAll("_", " ")), ` ${sentence} `, h("span", { class: "note" }, page))))));
+    const raised = about.alarms;
+    fill(alarms, about.problem && h("p", { class: "problem" }, about.problem), summary.failure && h("p", { class: "problem failure" }, summary.failure),
+      raised && h("details", { open: raised.step >= last("step") - 2 }, h("summary", {}, `Alarms in ${raised.steps} steps, last in step ${raised.step}`),
+        h("ul", {}, raised.raised.map(({ name, sentence, page }) => h("li", {}, h("b", {}, name.replaceAll("_", " ")), ` ${sentence} `, h("span", { class: "note" }, page))))));
     drawLedger(about.ledger);
+    fill(rest, h("h2", {}, "Summary"), h("div", { class: "scroll inner", tabindex: 0, role: "region", "aria-label": "What is known of the run" }, h("table", { class: "rows", "aria-label": "Summary" }, h("tbody", {}, about.facts.map(([name, text]) => h("tr", {}, h("th", { scope: "row", class: "path" }, name), h("td", { class: "wide" }, text)))))),
+      h("details", {}, h("summary", {}, "Resolved configuration"), h("pre", { tabindex: 0 }, about.config)));
   }
 
   function drawLedger(book) {
-    if (!book || !book.generated) return fill(ledger);
-    const parts = [...PLACES.map(([key, label]) => [key, label, book[key]]), ...Object.entries(book.discarded).map(([reason, count]) => ["discarded", `Discarded: ${reason.replaceAll("_", " ")}`, count])].filter(([, , count]) => count);
-    const closes = parts.reduce((sum, [, , count]) => sum + count, 0) === book.generated;
-    fill(ledger, h("div", { class: "bar", "aria-hidden": "true" }, parts.map(([key, , count]) => h("i", { class: key, vars: { "--share": `${(100 * count) / book.generated}%` } }))),
-      h("p", {}, h("b", {}, short(book.generated)), " tokens generated ", parts.map(([key, label, count]) => h("span", { class: `part ${key}`, title: number(count) }, h("i", {}), `${label} ${short(count)}`)),
-        h("span", { class: closes ? "closes" : "open problem" }, closes ? "the ledger closes" : "the ledger does not close")));
+    if (!book || !book.generated) return fill(ledger, note("No token has been generated yet."));
+    const states = book.states.filter(([, count]) => count);
+    const classOf = (name) => (name in MEANINGS ? name : "discarded");
+    const percent = (count) => `${((100 * count) / book.generated).toFixed(1)} %`;
+    const line = (name, count, share, meaning, kind = "") => h("tr", { class: kind }, h("th", { scope: "row" }, name), h("td", { class: "figure" }, number(count)), h("td", { class: "figure" }, share), h("td", { class: "wide note" }, meaning));
+    fill(ledger, h("div", { class: "bar", "aria-hidden": "true" }, states.map(([name, count]) => h("i", { class: classOf(name), vars: { "--share": `${(100 * count) / book.generated}%` } }))),
+      h("p", {}, h("b", {}, short(book.generated)), " tokens generated ", states.map(([name, count]) => h("span", { class: `part ${classOf(name)}`, title: number(count) }, h("i", {}), `${name.replaceAll("_", " ")} ${short(count)}`)),
+        h("span", { class: book.closed ? "closes" : "open problem" }, book.closed ? "the ledger closes" : "the ledger does not close")),
+      h("details", {}, h("summary", {}, "Where every token is"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tokens by state" }, h("table", { class: "rows", "aria-label": "Tokens by state" },
+        h("thead", {}, h("tr", {}, ["Tokens", "Count", "Share", "Where they are"].map((text, n) => h("th", { scope: "col", class: n === 1 || n === 2 ? "figure" : "" }, text)))),
+        h("tbody", {}, line("generated", book.generated, percent(book.generated), "acknowledged policy tokens", "sum"),
+          book.states.map(([name, count]) => [line(name.replaceAll("_", " "), count, percent(count), MEANINGS[name] ?? "in groups that were given up, with the reason"),
+            name === "trained" && book.with_gradient !== null && line("– of them with a gradient", book.with_gradient, percent(book.with_gradient), "which have moved the weights")]),
+          line("sum of all states", sum(book), percent(sum(book)), "equals generated if the ledger closes", "sum"),
+          book.outside.map(([name, count]) => line(name, count, "", "counted beside the ledger")))))));
+  }
+
+  const sum = ({ states }) => states.reduce((total, [, count]) => total + count, 0);
+
+  /** The lanes of the last steps and of the whole run. */
+  async function drawWorkers() {
+    const { about } = loaded.get(run.name);
+    const [last, whole] = await Promise.all(["timeline?workers=24", "lanes"].map((what) => ask(`${apiOf(run.name)}/${what}`, signal)));
+    const pictures = [whole.lanes && ["Of the whole run", whole], (!whole.lanes || about.steps > FEW_STEPS) && last.lanes.length > 0 && ["Of the last steps", last]].filter(Boolean);
+    const toTimeline = run.views.includes("timeline") && h("a", { class: "button", href: addressOf(run.name, "timeline") }, "Timeline");
+    const parts = pictures.map(([title, shown]) => ({ title, shown, rows: rowsOf(shown), canvas: h("canvas", { class: "lanes", role: "img", "aria-label": `Lanes of the workers: ${title.toLowerCase()}` }), words: h("div", { class: "hidden" }) }));
+    fill(workers, h("div", { class: "tools" }, h("h2", {}, "Workers"), parts.length ? legendOf(KINDS, MARKS) : note("Nothing of them yet."), toTimeline),
+      parts.map(({ title, shown, canvas, words }) => h("figure", {}, h("figcaption", { class: "note" }, `${title}, ${duration(shown.end - shown.begin)}${shown.pauses?.length ? ", pauses left out" : ""}${shown.workers > shown.lanes.length ? `; the first ${number(shown.lanes.length)} of ${number(shown.workers)} workers` : ""}.${shown.activity ? ` Of all workers' time: ${shown.activity}.` : ""}`), h("div", {}, canvas), words)));
+    drawParts = () => parts.forEach(({ shown, rows, canvas }) => drawLanes(canvas, shown, rows));
+    drawParts();
+    parts.forEach(({ shown, rows, words }) => tellLanes(words, shown, rows));
+  }
+
+  async function drawExamples() {
+    const found = await ask(`${apiOf(run.name)}/examples`, signal).catch((error) => ({ error: error.message }));
+    if (signal.aborted) return;
+    fill(examples, h("h2", {}, "Some samples"), found.error ? note(found.error) : found.length ? found.map(({ kind, headline, prompt, response }) => h("details", { open: kind === "worst" }, h("summary", {}, `${kind}: ${headline}`),
+      h("pre", { dir: "auto", tabindex: 0 }, h("span", { class: "path" }, prompt), response))) : note("No samples are kept."));
   }
 
   async function choose(step) {
@@ -139,9 +174,10 @@ export async function runView(place, { run, runs, address, signal, follow }) {
     if (at.length === 0) return fill(chosen);
     const columns = Object.keys(table).filter((name) => name !== "step" && name !== "time" && at.some((row) => table[name]?.[row] != null));
     fill(chosen, h("div", { class: "head" }, h("h2", {}, at.length > 1 ? "Two steps" : `Step ${picked[0]}`),
-      at.map((row) => h("a", { class: "button", href: addressOf(run.name, "samples", [], { "step.min": table.step[row], "step.max": table.step[row] }) }, `Samples of step ${table.step[row]}`)),
+      table.steps_a_row > 1 && note(`Means of ${table.steps_a_row} steps.`),
+      run.views.includes("samples") && at.map((row) => h("a", { class: "button", href: addressOf(run.name, "samples", [], { "step.min": table.step[row], "step.max": table.step[row] }) }, `Samples of step ${table.step[row]}`)),
       h("button", { type: "button", onclick: () => { picked = []; remember(); fill(chosen); } }, "Close")),
-    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Figures of the chosen steps" }, h("table", { class: "rows figures" },
+    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Figures of the chosen steps" }, h("table", { class: "rows figures", "aria-label": "Figures of the chosen steps" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Figure"), at.map((row) => h("th", { scope: "col", class: "figure" }, `Step ${table.step[row]}`)), at.length > 1 && h("th", { scope: "col", class: "figure" }, "Difference"))),
       h("tbody", {}, columns.map((name) => {
         const values = at.map((row) => table[name][row]);
@@ -156,7 +192,10 @@ export async function runView(place, { run, runs, address, signal, follow }) {
   more.onchange = () => go({ more: [...extra, more.value].join(",") });
   facts();
   draw();
-  await showChosen();
+  await Promise.all([showChosen(), drawWorkers(), drawExamples()]);
+  const observer = new ResizeObserver(() => drawParts());
+  observer.observe(workers);
+  signal.addEventListener("abort", () => observer.disconnect());
   let busy = false, said = "", seen = "";
   follow((topic, news) => {
     if (topic !== "news") return;
@@ -173,7 +212,9 @@ export async function runView(place, { run, runs, address, signal, follow }) {
         const before = loaded.get(run.name).table.step.length;
         await load(run.name);
         facts();
-        if (loaded.get(run.name).table.step.length !== before) draw();
+        if (loaded.get(run.name).table.step.length === before) continue;
+        draw();
+        await Promise.all([drawWorkers(), drawExamples()]);
       }
     } catch (error) {
       if (error.name !== "AbortError") throw error;

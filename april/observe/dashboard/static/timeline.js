@@ -2,11 +2,9 @@
 // above or by dragging.
 
 import { addressOf, apiOf, ask, colour, duration, fill, h, note, sampleName, sampleOf } from "./lib.js";
+import { drawLanes, GAP, KINDS, legendOf, MARKS, NAMES, ROW, rowsOf, sized, tellLanes, TOP } from "./lanes.js";
 
-const ROW = 22, GAP = 5, NAMES = 116, TOP = 24;
-const KINDS = [["generate", "--line-1", "generating"], ["weights", "--line-3", "loading weights"], ["train", "--line-2", "training"]];
 const OF_A_SAMPLE = [["score", "--line-4", "scoring"], ["act", "--line-5", "with its agent"]];
-const MARKS = [["abort", "--muted", "abort"], ["joined", "--line-1", "joined"], ["lost", "--bad", "lost"]];
 const CHUNK = ["chunk", "--ink", "its tokens come"];
 const LEAST_S = 0.05;
 
@@ -28,7 +26,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
   const move = (share) => shown && choose(shown.begin + share * (shown.end - shown.begin), shown.end + share * (shown.end - shown.begin));
   fill(place, h("h1", { class: "hidden" }, `Timeline of ${run.name}`),
     h("div", { class: "tools" }, [["Earlier", () => move(-0.5)], ["Later", () => move(0.5)], ["Closer", () => zoom(0.5)], ["Wider", () => zoom(2)], ["All", () => shown && choose(table.time[0] - 60, table.time.at(-1))], ["Newest", () => choose(null, null)]].map(([text, act]) => h("button", { type: "button", onclick: act }, text)),
-      h("span", { class: "legend" }, [...kinds, ...marks].map(([, line, text]) => h("span", { vars: { "--of": `var(${line})` } }, h("i", {}), text)))),
+      legendOf(kinds, marks)),
     strip, said, h("div", { class: "scroll" }, lanes), words);
 
   let table = await ask(`${apiOf(run.name)}/steps?columns=time,rollout_tokens_per_s,reward`, signal);
@@ -50,26 +48,14 @@ export async function timelineView(place, { run, address, signal, follow }) {
       if (error.name === "AbortError") return;
       throw error;
     }
-    drawStrip();
-    drawLanes();
-    sayPointed();
+    drawAll();
   }
 
-  const rows = () => [...(sample ? [laneOf(sample, shown)] : []), { worker: "learner", spans: { train: shown.learner }, instants: {} }, ...shown.lanes];
+  const rows = () => [...(sample ? [laneOf(sample, shown)] : []), ...rowsOf(shown)];
   const stays = (lane) => (sample?.stays ?? []).filter(({ where, began, ended }) => where === lane.worker && ended >= shown.begin && began <= shown.end);
-  const canvas = (element, height) => {
-    const width = element.parentElement.clientWidth, ratio = devicePixelRatio || 1;
-    element.style.width = `${width}px`;
-    element.style.height = `${height}px`;
-    [element.width, element.height] = [width * ratio, height * ratio];
-    const pen = element.getContext("2d");
-    pen.scale(ratio, ratio);
-    pen.font = "12px system-ui, sans-serif";
-    return [pen, width];
-  };
 
   function drawStrip() {
-    const [pen, width] = canvas(strip, 56);
+    const [pen, width] = sized(strip, 56);
     const [first, last] = [table.time[0], table.time.at(-1)];
     const at = (time) => ((time - first) / Math.max(1e-6, last - first)) * width;
     const speeds = table.rollout_tokens_per_s ?? [];
@@ -92,43 +78,14 @@ export async function timelineView(place, { run, address, signal, follow }) {
     strip.setAttribute("aria-valuetext", `${duration(shown.end - shown.begin)} from ${duration(Math.max(0, shown.begin - first))} on`);
   }
 
-  function drawLanes() {
-    const all = rows();
-    const [pen, width] = canvas(lanes, TOP + all.length * (ROW + GAP) + 6);
-    const at = (time) => NAMES + ((time - shown.begin) / (shown.end - shown.begin)) * (width - NAMES - 8);
-    pen.textBaseline = "middle";
-    for (const [time, step] of shown.steps) {
-      pen.fillStyle = colour("--grid");
-      pen.fillRect(at(time), TOP - 6, 1, all.length * (ROW + GAP) + 6);
-      pen.fillStyle = colour("--muted");
-      pen.textAlign = "right";
-      pen.fillText(step, at(time) - 2, TOP - 12);
-    }
-    pen.textAlign = "left";
-    all.forEach((lane, n) => {
-      const y = TOP + n * (ROW + GAP);
-      pen.fillStyle = colour("--muted");
-      pen.fillText(lane.worker.length > 15 ? `…${lane.worker.slice(-14)}` : lane.worker, 10, y + ROW / 2);
-      pen.fillStyle = colour("--grid");
-      pen.fillRect(NAMES, y + ROW - 1, width - NAMES - 8, 1);
-      for (const [kind, line] of kinds)
-        for (const [begin, end] of lane.spans[kind] ?? []) {
-          pen.fillStyle = colour(line);
-          pen.fillRect(at(begin), y + (kind === "weights" ? 2 : 4), Math.max(1, at(end) - at(begin)), ROW - (kind === "weights" ? 4 : 8));
-        }
-      pen.fillStyle = colour("--ink");
-      for (const { began, ended } of stays(lane))
-        pen.fillRect(at(Math.max(began, shown.begin)), y + ROW - 3, Math.max(2, at(Math.min(ended, shown.end)) - at(Math.max(began, shown.begin))), 3);
-      for (const [kind, line] of marks)
-        for (const time of lane.instants[kind] ?? []) {
-          pen.fillStyle = colour(line);
-          pen.fillRect(at(time) - 0.75, y, 1.5, ROW);
-        }
-    });
+  function drawAll() {
+    drawStrip();
+    drawLanes(lanes, shown, rows(), kinds, marks, (lane) => stays(lane).map(({ began, ended }) => [Math.max(began, shown.begin), Math.min(ended, shown.end)]));
     const length = shown.end - shown.begin;
-    said.textContent = `${duration(length)}, ${shown.lanes.length} workers.${shown.whole ? "" : " Too much to read all of it: some steps are left out; look closer to see every one."}`;
+    said.textContent = `${duration(length)}, ${shown.lanes.length} workers.${shown.whole ? "" : " Too much to read all of it: some steps are left out, and what idle workers wait for; look closer to see every one."}`;
     lanes.setAttribute("aria-label", `Lanes of the learner and ${shown.lanes.length} workers over ${duration(length)}`);
-    fill(words, h("ul", {}, all.map((lane) => h("li", {}, `${lane.worker}: ${kinds.map(([kind, , text]) => [text, (lane.spans[kind] ?? []).reduce((sum, [begin, end]) => sum + end - begin, 0)]).filter(([, s]) => s).map(([text, s]) => `${text} ${Math.round((100 * s) / length)} %`).join(", ") || "nothing"}`))));
+    tellLanes(words, shown, rows(), kinds);
+    sayPointed();
   }
 
   /** Select a time window by dragging over a canvas; `time(x)` converts a position to a time. */
@@ -161,7 +118,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
     const act = { ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), "+": () => zoom(0.5), "-": () => zoom(2) }[event.key];
     if (act) { event.preventDefault(); act(); }
   });
-  const observer = new ResizeObserver(() => shown && (drawStrip(), drawLanes(), sayPointed()));
+  const observer = new ResizeObserver(() => shown && drawAll());
   observer.observe(place);
   signal.addEventListener("abort", () => observer.disconnect());
 
