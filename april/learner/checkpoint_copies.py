@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -246,16 +246,20 @@ WRITER = re.compile(r"__(\d+)_.*")
 """Regular expression for the name of a checkpoint file that a single rank wrote; group 1 is the rank."""
 
 
-class CheckpointCopies(Protocol):
-    """Interface of the mechanisms that keep copies of checkpoints (on neighbouring disks, in an object store). Every
-    method except `export` is collective."""
+class CheckpointCopies:
+    """Copies of checkpoints: what a mechanism does not override, it has nothing to do for. Every method except `export`
+    is collective."""
 
-    on_disks: int
+    on_disks = 1
     """Number of disks on which each file is kept, if there are that many disks."""
+
+    def __init__(self, disks: Disks):
+        self.disks = disks
 
     @property
     def retries(self) -> int | None:
         """Number of this rank's object-store calls that were retried so far; None without an object store."""
+        return None
 
     def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
         """Copy a checkpoint that has just been written; returns once all copies exist. `written` lists the files of
@@ -263,12 +267,14 @@ class CheckpointCopies(Protocol):
 
     def steps(self) -> set[int]:
         """Policy steps of the checkpoints that can be restored from copies alone."""
+        return set()
 
     def fetch_missing(
         self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
     ) -> RankInventory | None:
         """Fetch from the copies the files that no disk has; returns this rank's updated inventory. `own` is this rank's
         inventory, `inventories` has those of all ranks."""
+        return own
 
     def repair(self, found: FoundCheckpoint, folder: Path) -> None:
         """Make missing copies of a checkpoint that the disks hold completely."""
@@ -283,44 +289,23 @@ class CheckpointCopies(Protocol):
         """Copy an exported model folder. Not collective: one rank calls it."""
 
 
-class NeighbourDiskCopies:
+class NeighbourDiskCopies(CheckpointCopies):
     """Copies each file to the next disk, if there is one: any single disk may be lost."""
 
     on_disks = 2
-    retries = None
-
-    def __init__(self, disks: Disks):
-        self.disks = disks
 
     def add(self, step: int, folder: Path, written: Sequence[Sequence[str]], sums: Sums) -> None:
         self.disks.transfer(self.disks.neighbour_copies(written), folder, sums)
 
-    def steps(self) -> set[int]:
-        return set()
 
-    def fetch_missing(
-        self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
-    ) -> RankInventory | None:
-        return own
-
-    def repair(self, found: FoundCheckpoint, folder: Path) -> None: ...
-
-    def set_aside(self, step: int) -> None: ...
-
-    def prune(self, keep: int, besides: Collection[int]) -> None: ...
-
-    def export(self, folder: Path) -> None: ...
-
-
-class ObjectStoreCopies:
+class ObjectStoreCopies(CheckpointCopies):
     """Copies in an object store, where every rank uploads its files: all disks may be lost. Files that the disks still
     have are not fetched."""
 
-    on_disks = 1
-
     def __init__(self, stored: StoredCheckpoints, disks: Disks):
         """Check the object store from every machine. Raises ConfigError if a machine cannot use the store."""
-        self.stored, self.disks = stored, disks
+        super().__init__(disks)
+        self.stored = stored
         try:
             if disks.is_leader:
                 stored.objects.probe()
@@ -349,27 +334,18 @@ class ObjectStoreCopies:
     def steps(self) -> set[int]:
         return self.disks.all_gather(self.stored.steps() if self.disks.rank == 0 else set())[0]
 
+    def _checksum_lists(self, step: int) -> list[Sums]:
+        """Checksum lists of the uploads of `step`, as rank 0 finds them in the store. Collective."""
+        return self.disks.all_gather(self.stored.checkpoint_sums(step) if self.disks.rank == 0 else [])[0]
+
     def fetch_missing(
         self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
     ) -> RankInventory | None:
-        checksum_lists = self.disks.all_gather(self.stored.checkpoint_sums(step) if self.disks.rank == 0 else [])[0]
-        on_disk = [
-            sums for sums in checksum_lists if any(inventory and inventory.sums == sums for inventory in inventories)
-        ]
-        return (
-            self._fetch_missing(step, folder, own, inventories, [*on_disk, *checksum_lists][0])
-            if checksum_lists
-            else own
-        )
-
-    def _fetch_missing(
-        self,
-        step: int,
-        folder: Path,
-        own: RankInventory | None,
-        inventories: Sequence[RankInventory | None],
-        sums: Sums,
-    ) -> RankInventory:
+        checksum_lists = self._checksum_lists(step)
+        if not checksum_lists:
+            return own
+        on_disks = [inventory.sums for inventory in inventories if inventory]
+        sums = next((sums for sums in checksum_lists if sums in on_disks), checksum_lists[0])
         if own is None or own.sums != sums:
             own = RankInventory(sums, ())
             if self.disks.is_leader:
@@ -383,10 +359,7 @@ class ObjectStoreCopies:
         return RankInventory(sums, {*own.whole, *fetched}, [name for name in own.damaged if name not in on_own_disk])
 
     def repair(self, found: FoundCheckpoint, folder: Path) -> None:
-        checksum_lists = self.disks.all_gather(self.stored.checkpoint_sums(found.step) if self.disks.rank == 0 else [])[
-            0
-        ]
-        if found.sums not in checksum_lists:
+        if found.sums not in self._checksum_lists(found.step):
             share = [name for name, disks in sorted(found.disks.items()) if disks[0] == self.disks.own]
             self._put(found.step, folder, self.disks.share(share), found.sums)
 

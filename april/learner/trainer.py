@@ -27,9 +27,15 @@ from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.critic import Critic
 from april.learner.diagnostics import StepTotals
 from april.learner.losses.columns import bounded
-from april.learner.micro import ResponseGradientLoss, TrainMicroBatch
 from april.learner.model import uses_bf16
-from april.learner.objective import Objective, Prepared, ResponseTokens, ScoringPass
+from april.learner.objective import (
+    Objective,
+    Prepared,
+    ResponseGradientLoss,
+    ResponseTokens,
+    ScoringPass,
+    TrainMicroBatch,
+)
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
 from april.learner.performance import PhaseSeconds, Seconds
 from april.learner.store import CheckpointStore

@@ -205,10 +205,7 @@ class WeightPublisher:
         deadline = clock.now() + self.config.publish_deadline_s
         self._transport.expect()
         with self._changed:
-            self._snapshot = pack(version, {}, canary)
-            self._changed.notify_all()
-            while (running := self._running(version)) and clock.now() < deadline:
-                self._changed.wait(min(0.1, max(0.0, deadline - clock.now())))
+            running = self._wait_for(self._running, pack(version, {}, canary), deadline)
         if running:
             names = ", ".join(sorted(channel.worker for channel in running))
             raise RuntimeError(
@@ -231,11 +228,7 @@ class WeightPublisher:
         """Publish a snapshot, and wait for the workers as `publish` does; returns the same figures."""
         version, deadline = snapshot.version, clock.now() + self.config.publish_deadline_s
         with self._changed:
-            self._snapshot = snapshot
-            self._changed.notify_all()
-            while self._behind(version) and clock.now() < deadline:
-                self._changed.wait(min(0.1, max(0.0, deadline - clock.now())))
-            late = self._behind(version)
+            late = self._wait_for(self._behind, snapshot, deadline)
             reached = sum(channel.acknowledged == version for channel in self._channels.values())
             lost, self._lost = self._lost, 0
             wrong, self._wrong = self._wrong, 0
@@ -249,6 +242,17 @@ class WeightPublisher:
             "publish_lost": lost,
             "publish_wrong": wrong,
         }
+
+    def _wait_for(
+        self, pending: Callable[[Version], list[WeightChannel]], snapshot: Snapshot, deadline: float
+    ) -> list[WeightChannel]:
+        """Offer a snapshot to all channels, and wait until none is `pending` or the deadline has passed; returns those
+        that still are. Called with `_changed` held."""
+        self._snapshot = snapshot
+        self._changed.notify_all()
+        while (still := pending(snapshot.version)) and clock.now() < deadline:
+            self._changed.wait(min(0.1, max(0.0, deadline - clock.now())))
+        return still
 
     def _behind(self, version: Version) -> list[WeightChannel]:
         """Open channels whose worker has not loaded `version` yet."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -49,19 +49,19 @@ class HalfLoaded(RuntimeError):
     """The server may hold tensors of two versions, and must not generate with them."""
 
 
-class WeightPush(Protocol):
-    """A way to transfer tensors into a server."""
+class WeightPush:
+    """A way to transfer tensors into a server. It validates them against the model's folder, since SGLang skips unknown
+    names and does not notice missing ones."""
 
-    @property
-    def expected(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the model's tensors, by name."""
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output projection is the embedding."""
+    def __init__(self, model: Path):
+        self.expected, self.tied = folder_tensors(model)
+        """Shapes of the model's tensors by name, and whether the output projection is the embedding."""
 
     def check(self, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """Validate tensors and return those to load, before generation is interrupted. Raises EngineError."""
+        """Validate tensors and return those to load, before generation is interrupted: contiguous, without a tied
+        output projection. Raises EngineError."""
+        check_tensors(self.expected, self.tied, tensors)
+        return {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name in self.expected}
 
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
         """Load tensors returned by `check` into the paused server.
@@ -69,23 +69,13 @@ class WeightPush(Protocol):
         `change`: SGLang's fields `weight_version` and `flush_cache`. `ranks`: the server's tensor-parallel ranks.
         Raises EngineError if the server keeps its old weights, otherwise HalfLoaded.
         """
+        raise NotImplementedError
 
-    def close(self) -> None: ...
-
-
-class CheckedPush:
-    """Validates tensors against the model's folder: SGLang skips unknown names, and does not notice missing ones."""
-
-    def __init__(self, model: Path):
-        self.expected, self.tied = folder_tensors(model)
-
-    def check(self, tensors: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-        """As `WeightPush.check`; the tensors are made contiguous, and a tied output projection is left out."""
-        check_tensors(self.expected, self.tied, tensors)
-        return {name: tensor.detach().contiguous() for name, tensor in tensors.items() if name in self.expected}
+    def close(self) -> None:
+        """Free what the transfers have used."""
 
 
-class DiskSnapshot(CheckedPush):
+class DiskSnapshot(WeightPush):
     """Writes a safetensors file to a temporary folder, in shared memory if there is any, and has the server read it."""
 
     def __init__(self, model: Path, folder: Path | None = None):
@@ -135,7 +125,7 @@ def remove_stale(folder: Path, idle_s: float = STALE_S) -> None:
             shutil.rmtree(folder)
 
 
-class LocalTensors(CheckedPush):
+class LocalTensors(WeightPush):
     """Shares memory with the server: pickled handles as SGLang expects them, one for each tensor-parallel rank."""
 
     async def load(self, client: SGLangClient, tensors: "Mapping[str, torch.Tensor]", change: dict, ranks: int) -> None:
@@ -145,8 +135,6 @@ class LocalTensors(CheckedPush):
     async def _send(self, client: SGLangClient, payloads: list[str], change: dict) -> None:
         body = {"serialized_named_tensors": payloads} | change
         await client.call("/update_weights_from_tensor", body, CALL_S)
-
-    def close(self) -> None: ...
 
 
 async def within_update(client: SGLangClient, load) -> None:
