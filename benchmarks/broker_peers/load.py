@@ -15,7 +15,6 @@ import numpy as np
 from common import processor_s
 
 RECORD_TOKENS = 8192
-RECORD_BYTES = RECORD_TOKENS * 8
 """A result: this many ids (int32) and log-probabilities (float32), 64 KB in one piece."""
 PROMPT_TOKENS = 128
 

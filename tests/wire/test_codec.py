@@ -17,7 +17,6 @@ GRANT = wire.Grant(
 )  # fmt: skip
 REPORT = wire.Report([wire.Scored(7, [1.0], [{"right": 1.0}]), wire.GiveBack(8, 3, "leave")])
 HEAD = wire.SampleHead(0, 3, 1.0, "stop", [(0, 3, Version(0, 1))])
-BATCH_ARRAYS = [np.arange(2, dtype="i4"), np.arange(3, dtype="i4"), np.ones(3, "f4")]
 EXAMPLES = [
     (wire.Hello("worker", "w0", "u", [1, 2]), []),
     (wire.Grants([TASK], [GRANT]), [np.arange(5, dtype="i4"), np.arange(2, dtype="i4")]),

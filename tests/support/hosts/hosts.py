@@ -4,7 +4,6 @@ Needs root, iproute2, and for Slurm munge and slurm-wlm.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ OWNER = os.getpid()
 """Process id in the names of the hosts, since other processes may have hosts of their own at the same time."""
 SUBNET = "10.77.0"
 SWITCH = f"{PREFIX}-{OWNER}-switch"
-SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
 SLURM_CONFIG = """
 ClusterName=april
 SlurmctldHost={first}({first_address})
@@ -55,14 +53,6 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 PartitionName=first Nodes={first} MaxTime=INFINITE State=UP
 PartitionName=others Nodes={others} MaxTime=INFINITE State=UP
 """
-
-
-def can_make_hosts() -> bool:
-    return os.geteuid() == 0 and shutil.which("ip") is not None
-
-
-def has_slurm() -> bool:
-    return can_make_hosts() and all(map(shutil.which, SLURM))
 
 
 def run(*command: str) -> str:

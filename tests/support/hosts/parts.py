@@ -45,9 +45,8 @@ class Parts:
         across = [f"--nodes={len(hosts)}", f"--node={node}"]
         self._start(f"learner-{node}", hosts[node], "learner", *self._joining, *across)
 
-    def join(self, role: str, host: int, name: str = "") -> None:
-        name = name or role
-        self._start(name, host, role, *self._joining, f"--name={name}")
+    def join(self, role: str, host: int) -> None:
+        self._start(role, host, role, *self._joining)
 
     @property
     def _joining(self) -> list[str]:
@@ -61,19 +60,15 @@ class Parts:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
-    def wait(self, timeout_s: float = PATIENCE_S) -> dict[str, float]:
-        """Wait until every part has ended with status 0; returns the time at which each ended, by name (Unix
-        seconds)."""
-        ends: dict[str, float] = {}
+    def wait(self, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until every part has ended with status 0."""
         deadline = time.monotonic() + timeout_s
-        while len(ends) < len(self.processes):
-            assert time.monotonic() < deadline, f"still running: {self.processes.keys() - ends.keys()}\n{self.said()}"
-            for name in self.processes.keys() - ends.keys():
-                if (status := self.processes[name].poll()) is not None:
-                    assert status == 0, f"{name} ended with status {status}\n{self.said()}"
-                    ends[name] = time.time()
-            time.sleep(0.01)
-        return ends
+        for name, process in self.processes.items():
+            try:
+                status = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{name} still runs\n{self.said()}") from None
+            assert status == 0, f"{name} ended with status {status}\n{self.said()}"
 
     def steps(self) -> list[dict]:
         """Records of the trained steps in metrics.jsonl so far, without the lines of evaluations."""
