@@ -14,7 +14,7 @@ import msgspec
 from april import wire
 from april.broker.context import BrokerContext
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import ENDED, Group, GroupState, Lease, Sample, SampleState
+from april.broker.ledger.samples import ENDED, GroupState, Sample, SampleState
 from april.broker.peers import Peer
 from april.broker.telemetry.census import QueueSnapshot
 from april.broker.telemetry.recorder import discarded_groups
@@ -217,7 +217,7 @@ def read_status(context: BrokerContext, now: float, bottleneck: bool = True) -> 
         lacks_scorers=ledger.rules.scored_apart and not peers.scorers(),
         agents=holders(context, "agents"),
         sessions=dict(Counter(peer.role for peer in peers.by_id.values())),
-        learner_silent_s=round(now - learner.last_seen, 1) if learner else None,
+        learner_silent_s=silent_s(learner, now),
         learner_loop=loop_state(learner, now),
         refusals=dict(peers.refusals),
         failures={
@@ -244,6 +244,11 @@ def holders(context: BrokerContext, role: str) -> list[HolderStatus]:
 def evaluating(ledger: Ledger) -> int:
     """Number of leases to generate evaluation samples."""
     return sum(count for (_, evaluation), count in ledger.leases.load.items() if evaluation)
+
+
+def silent_s(peer: Peer | None, now: float) -> float | None:
+    """Seconds since a peer's last message; None without the peer."""
+    return round(now - peer.last_seen, 1) if peer else None
 
 
 def loop_state(peer: Peer | None, now: float) -> dict[str, Any] | None:
@@ -310,7 +315,10 @@ HOLDER_FIGURES = ("groups", "samples", "scoring", "tool", "tokens", "for_s")
 
 
 class Bottleneck:
-    """What delays the next batch, computed from the broker's context at one moment."""
+    """What delays the next batch: which groups, where their stragglers are, and which leases have missed renewals.
+
+    Computed from the broker's context at one moment.
+    """
 
     def __init__(self, context: BrokerContext, now: float):
         self.context, self.ledger, self.now = context, context.ledger, now
@@ -321,93 +329,59 @@ class Bottleneck:
 
     def describe(self) -> dict[str, Any]:
         """The bottleneck with the keys of `standing` in the status."""
-        unfinished, counts = self._unfinished_groups(), self.ledger.open_samples
-        missing = max(0, self.context.config.schedule.rollout_batch_size - len(self.ledger.ready))
+        ledger, steps, learner = self.ledger, self.ledger.steps, self.context.peers.learner()
+        unfinished = [
+            group
+            for group in ledger.groups.values()
+            if group.state is GroupState.OPEN and group.pending_samples and not group.evaluation
+        ]
+        needed = self.context.config.schedule.rollout_batch_size
+        missing = max(0, needed - len(ledger.ready))
         nearest = heapq.nsmallest(missing, unfinished, key=lambda group: (group.pending_samples, group.id))
+        stragglers = [
+            [self._describe(sample) for sample in group.samples if sample.state not in ENDED] for group in nearest
+        ]
         return {
             "at": self.now,
             "batch": {
-                "step": self.ledger.steps.next + 1,
-                "needed": self.context.config.schedule.rollout_batch_size,
-                "ready": len(self.ledger.ready),
+                "step": steps.next + 1,
+                "needed": needed,
+                "ready": len(ledger.ready),
                 "missing": missing,
                 "open": len(unfinished),
             },
-            "queue": {use: counts.by_state(use == "evaluation") for use in USES},
-            "groups": list(map(self._group, nearest[:MOST_GROUPS])),
-            "holding_up": self._holders(nearest),
-            "learner": self._learner(),
+            "queue": {use: ledger.open_samples.by_state(use == "evaluation") for use in USES},
+            "groups": [
+                {
+                    "group": group.id,
+                    "opened_at": group.opened_at,
+                    "samples": len(group.samples),
+                    "left": len(samples),
+                    "waits_for": heapq.nlargest(MOST_SAMPLES, samples, key=lambda sample: sample["tokens"]),
+                }
+                for group, samples in zip(nearest[:MOST_GROUPS], stragglers, strict=False)
+            ],
+            "holding_up": sum_by_holder(stragglers),
+            "learner": {
+                "does": "absent" if learner is None else "training" if steps.consumed < steps.next else "idle",
+                "step": steps.consumed,
+                "silent_s": silent_s(learner, self.now),
+            },
             "silent": self._silent(),
             "journal_sync_s": self.context.journal.sync_s,
         }
 
-    def _unfinished_groups(self) -> list[Group]:
-        """Open training groups with samples that still have to be generated or scored."""
-        return [
-            group
-            for group in self.ledger.groups.values()
-            if group.state is GroupState.OPEN and group.pending_samples and not group.evaluation
-        ]
-
-    def _group(self, group: Group) -> dict[str, Any]:
-        unfinished = [sample for sample in group.samples if sample.state not in ENDED]
-        longest = heapq.nlargest(MOST_SAMPLES, unfinished, key=lambda sample: sample.length)
-        return {
-            "group": group.id,
-            "opened_at": group.opened_at,
-            "samples": len(group.samples),
-            "left": len(unfinished),
-            "waits_for": [self._sample(sample) for sample in longest],
-        }
-
-    def _sample(self, sample: Sample) -> dict[str, Any]:
+    def _describe(self, sample: Sample) -> dict[str, Any]:
+        """An unfinished sample, the name of its lease holder, and the age of the lease in seconds."""
         lease = self.ledger.leases.get(sample.lease_id or sample.agent_lease)
+        began = lease.ends_at - self.context.config.broker.max_run_s if lease else float("inf")
         return {
             "index": sample.index,
             "state": "tool" if sample.lease_id in self.at_tool else str(sample.state),
             "tokens": sample.length,
             "attempts": sample.attempts,
             "with": self.names.get(lease.worker, "nobody") if lease else "",
-            "for_s": self._age_s(lease) if lease else None,
-        }
-
-    def _holders(self, groups: list[Group]) -> list[dict[str, Any]]:
-        """Describe, for each lease holder, its part of the unfinished samples in the given groups.
-
-        An entry counts `groups`, `samples`, and those in `scoring` or at a `tool`. `tokens`: length of the longest
-        sample; `for_s`: age of the oldest lease.
-        """
-        held: dict[str, dict[str, Any]] = {}
-        for group in groups:
-            seen = set()
-            for sample in group.samples:
-                if sample.state in ENDED:
-                    continue
-                lease = self.ledger.leases.get(sample.lease_id or sample.agent_lease)
-                name = self.names.get(lease.worker, "nobody") if lease else ""
-                entry = held.setdefault(name, {"with": name} | dict.fromkeys(HOLDER_FIGURES, 0))
-                entry["samples"] += 1
-                entry["groups"] += name not in seen
-                entry["scoring"] += sample.state in (SampleState.GENERATED, SampleState.SCORING)
-                entry["tool"] += sample.lease_id in self.at_tool
-                entry["tokens"] = max(entry["tokens"], sample.length)
-                entry["for_s"] = max(entry["for_s"], self._age_s(lease) or 0.0 if lease else 0.0)
-                seen.add(name)
-        return sorted(held.values(), key=lambda entry: (-entry["groups"], -entry["tokens"]))
-
-    def _age_s(self, lease: Lease) -> float | None:
-        """Seconds since a lease was granted; None for leases without a latest end."""
-        began = lease.ends_at - self.context.config.broker.max_run_s
-        return max(0.0, round(self.now - began, 1)) if began < float("inf") else None
-
-    def _learner(self) -> dict[str, Any]:
-        peer = self.context.peers.learner()
-        steps = self.ledger.steps
-        does = "absent" if peer is None else "training" if steps.consumed < steps.next else "idle"
-        return {
-            "does": does,
-            "step": self.ledger.steps.consumed,
-            "silent_s": peer and round(self.now - peer.last_seen, 1),
+            "for_s": max(0.0, round(self.now - began, 1)) if began < float("inf") else None,
         }
 
     def _silent(self) -> list[dict[str, Any]]:
@@ -425,6 +399,26 @@ class Bottleneck:
             }
             for lease in longest
         ]
+
+
+def sum_by_holder(groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Sum up, for each lease holder, its part of the unfinished samples of groups, as `Bottleneck` describes them.
+
+    An entry counts `groups`, `samples`, and those in `scoring` or at a `tool`. `tokens`: length of the longest sample;
+    `for_s`: age of the oldest lease.
+    """
+    held: dict[str, dict[str, Any]] = {}
+    for samples in groups:
+        for name in {sample["with"] for sample in samples}:
+            held.setdefault(name, {"with": name} | dict.fromkeys(HOLDER_FIGURES, 0))["groups"] += 1
+        for sample in samples:
+            entry = held[sample["with"]]
+            entry["samples"] += 1
+            entry["scoring"] += sample["state"] in (SampleState.GENERATED, SampleState.SCORING)
+            entry["tool"] += sample["state"] == "tool"
+            entry["tokens"] = max(entry["tokens"], sample["tokens"])
+            entry["for_s"] = max(entry["for_s"], sample["for_s"] or 0.0)
+    return sorted(held.values(), key=lambda entry: (-entry["groups"], -entry["tokens"], entry["with"]))
 
 
 def slot_usage(context: BrokerContext, peer: Peer) -> dict[str, Any]:
