@@ -9,7 +9,7 @@ from april.util.errors import refuse
 @command(RUN)
 def report(run: Path) -> int:
     """Write the report of a run, one HTML file in its folder."""
-    from april.observe.report.html import write_report
+    from april.observe.dashboard.report import write_report
 
     print(write_report(run))
     return 0

@@ -187,7 +187,7 @@ def check_trainer(config: "Config", without_learner: bool) -> None:
 def report_end(run_dir: Path, state: str, why: str) -> None:
     """Record how the run ended, print its status and write its report; a failure here does not change the outcome."""
     from april.launch.preflight import mark_ended
-    from april.observe.report.html import write_report
+    from april.observe.dashboard.report import write_report
 
     try:
         mark_ended(run_dir, state, why)

@@ -7,7 +7,7 @@ import pytest
 from april import cli
 from april.launch import preflight
 from april.launch.supervisor import RunFailed, Supervisor
-from april.observe.report import html
+from april.observe.dashboard import report
 
 
 def no_space(*arguments):
@@ -20,7 +20,7 @@ def obstacle(request, monkeypatch):
     if request.param == "damaged":
         return "metrics.jsonl line 1 is not a JSON object with a step"
     monkeypatch.setattr(
-        *(preflight, "mark_ended") if request.param == "disk full" else (html, "write_report"), no_space
+        *(preflight, "mark_ended") if request.param == "disk full" else (report, "write_report"), no_space
     )
     return "No space left on device"
 

@@ -1,11 +1,11 @@
 """Read single samples with all their columns, by position in a step's Parquet file, and the texts of their tokens."""
 
-import math
 import threading
 from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError
+from april.observe.report.samples import to_rows
 
 # --- token texts ------------------------------------------------------------------------------------------------------
 
@@ -91,29 +91,6 @@ def read_rows_at(
         reason = "is not kept" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise ConfigError(f"the file of step {step} {reason}; look for another step's") from None
     return [rows[position] for position in positions if position in rows]
-
-
-def to_rows(table: Any) -> list[dict[str, Any]]:
-    """Rows as dictionaries; invalid UTF-8 becomes U+FFFD, and numbers that are not finite become None."""
-    import pyarrow as arrow
-
-    columns: dict[str, list[Any]] = {}
-    for name in table.column_names:
-        column = table[name]
-        if arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type):
-            texts = column.cast(arrow.binary()).to_pylist()
-            columns[name] = [None if text is None else text.decode(errors="replace") for text in texts]
-        else:
-            columns[name] = [finite(value) for value in column.to_pylist()]
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return value
 
 
 def positions_of(

@@ -1,5 +1,6 @@
 """Read the samples that a run has kept, select some, and render them for the terminal and the run page."""
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from april.config import ConfigError
-from april.observe.dashboard.sample_reader import to_rows
 from april.observe.report.facts import number
 from april.util.errors import refuse
 
@@ -48,6 +48,29 @@ def read_step(run_dir: Path, step: int | None = None, columns: tuple[str, ...] |
         return [dict.fromkeys(columns or ()) | row for row in rows]
     except (OSError, ValueError) as error:
         raise ConfigError(f"samples {path} cannot be read ({str(error).splitlines()[0]}); remove that file") from None
+
+
+def to_rows(table: Any) -> list[dict[str, Any]]:
+    """Rows as dictionaries; invalid UTF-8 becomes U+FFFD, and numbers that are not finite become None."""
+    import pyarrow as arrow
+
+    columns: dict[str, list[Any]] = {}
+    for name in table.column_names:
+        column = table[name]
+        if arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type):
+            texts = column.cast(arrow.binary()).to_pylist()
+            columns[name] = [None if text is None else text.decode(errors="replace") for text in texts]
+        else:
+            columns[name] = [finite(value) for value in column.to_pylist()]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return value
 
 
 def select(samples: list[Sample], worst: int | None, best: int | None, group: int | None) -> list[Sample]:

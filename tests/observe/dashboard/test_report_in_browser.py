@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from april.observe.report.html import write_report
+from april.observe.dashboard.report import write_report
 from tests.support.browser_page import fits, wrong_for_assistance
 from tests.support.dashboard_runs import NARROW, WIDE, make_run, rows_of, tokenizer, write_rows
 

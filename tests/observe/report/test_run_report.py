@@ -10,8 +10,8 @@ from rich.console import Console
 
 from april.config import ConfigError
 from april.launch.preflight import mark_ended
+from april.observe.dashboard.report import write_report
 from april.observe.report.facts import facts, token_totals
-from april.observe.report.html import write_report
 from april.observe.report.operations import render_status
 from april.observe.report.run_folder import read_run, records_from
 from tests.support.synthetic_run import write_run
