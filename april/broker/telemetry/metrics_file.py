@@ -32,7 +32,34 @@ LineCheck = tuple[int, int]
 """(length of a line in bytes, crc32 of the line)."""
 
 
-class MetricsSummary(msgspec.Struct):
+class StepSums(msgspec.Struct):
+    """Sums over the records of trained steps."""
+
+    generating_s: float = 0.0
+    rollout_tokens: int = 0
+    first_reward: float | None = None
+    """Mean reward of step 1."""
+    gradient_tokens: int = 0
+    """Trained tokens that had a gradient; like `empty_steps`, only if the learner reports them."""
+    empty_steps: int = 0
+    """Steps in which no token had a gradient."""
+    tokens_by_age: dict[int, int] = {}
+    """Trained tokens by staleness in steps."""
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add the record of a step."""
+        self.generating_s += record["rollout_s"]
+        self.rollout_tokens += record["rollout_tokens"]
+        if record["step"] == 1:
+            self.first_reward = record["reward"]
+        if (share := (record.get("gradient") or {}).get("tokens")) is not None:
+            self.gradient_tokens += round(share * record["tokens"])
+            self.empty_steps += share == 0
+        for age, tokens in record["staleness"]["tokens_by_age"].items():
+            self.tokens_by_age[int(age)] = self.tokens_by_age.get(int(age), 0) + tokens
+
+
+class MetricsSummary(StepSums):
     """Sums over the first lines of metrics.jsonl: those of steps before which no learner can restart."""
 
     offset: int = 0
@@ -43,32 +70,18 @@ class MetricsSummary(msgspec.Struct):
     """Crc32 of the last summed line."""
     step: int = 0
     """Policy step of the last summed step record."""
-    generating_s: float = 0.0
-    rollout_tokens: int = 0
-    first_reward: float | None = None
-    gradient_tokens: int = 0
-    empty_steps: int = 0
-    tokens_by_age: dict[int, int] = msgspec.field(default_factory=dict)
-    evaluated: list[int] = msgspec.field(default_factory=list)
+    evaluated: list[int] = []
     """Policy steps of the evaluations among the summed lines."""
 
-    def add(self, record: dict[str, Any], check: LineCheck) -> None:
+    def add_line(self, record: dict[str, Any], check: LineCheck) -> None:
         """Add the next line of metrics.jsonl to the sums."""
         self.last_bytes, self.last_checksum = check
         self.offset += self.last_bytes
-        if not is_step(record):
+        if is_step(record):
+            self.step = record["step"]
+            self.add(record)
+        else:
             self.evaluated.append(record["step"])
-            return
-        self.step = record["step"]
-        self.generating_s += record["rollout_s"]
-        self.rollout_tokens += record["rollout_tokens"]
-        if record["step"] == 1:
-            self.first_reward = record["reward"]
-        if (share := (record.get("gradient") or {}).get("tokens")) is not None:
-            self.gradient_tokens += round(share * record["tokens"])
-            self.empty_steps += share == 0
-        for age, tokens in record["staleness"]["tokens_by_age"].items():
-            self.tokens_by_age[int(age)] = self.tokens_by_age.get(int(age), 0) + tokens
 
     def matches(self, metrics: BinaryIO) -> bool:
         """Whether metrics.jsonl still has the last summed line at the recorded offset, by length and checksum."""
@@ -207,7 +220,7 @@ class MetricsFile:
     def forget(self, step: int) -> None:
         """Drop the records up to that of `step`, and add them to the sums."""
         while self.summary.step < step:
-            self.summary.add(*self._lines.popleft())
+            self.summary.add_line(*self._lines.popleft())
 
 
 def without_lanes(record: dict[str, Any]) -> dict[str, Any]:

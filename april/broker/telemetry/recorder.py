@@ -5,7 +5,9 @@ import logging
 import math
 import shutil
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from april.broker.peers import Peers
 from april.broker.telemetry.census import SlotMeans
 from april.broker.telemetry.evaluation import describe_set, versions_of
 from april.broker.telemetry.lengths import LengthDrift, describe_lengths, drift_of, length_histogram, summarise_cohorts
-from april.broker.telemetry.metrics_file import MetricsFile, without_lanes
+from april.broker.telemetry.metrics_file import MetricsFile, StepSums, without_lanes
 from april.broker.telemetry.sinks import Sinks
 from april.config.data import EvaluationSet
 from april.util import clock
@@ -50,6 +52,25 @@ class SyncMark(NamedTuple):
     """Copy of `Recorder.accepted` at the beginning of the sync."""
     lines: int
     """Number of bytes in metrics lines that may be written to metrics.jsonl after the sync."""
+
+
+@dataclass
+class StepCounts:
+    """What happens between two steps, for the record of the second."""
+
+    generating_s: float = 0.0
+    """Seconds in which at least one training sample was being generated."""
+    tokens: int = 0
+    """Training tokens accepted."""
+    aborted: int = 0
+    """Samples handed back at an abort."""
+    moved: int = 0
+    """Stragglers moved to another worker."""
+    environment: Counter[str] = field(default_factory=Counter)
+    """Observations, their tokens, and environment answers that failed."""
+    slots: SlotMeans = field(default_factory=SlotMeans)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """Timeline spans of workers."""
 
 
 class Recorder:
@@ -83,17 +104,11 @@ class Recorder:
         """Times at which the newest steps were trained, since the broker started, Unix seconds."""
         first_kept = ledger.first_kept_step
         self.metrics_file = MetricsFile(run_dir / "metrics.jsonl", ledger.steps.frontier, first_kept - LAST_STEPS)
-        older = self.metrics_file.summary
-        self.first_reward = older.first_reward
-        self.generating_s, self.rollout_tokens = older.generating_s, older.rollout_tokens
-        self.gradient = Counter({"tokens": older.gradient_tokens, "empty_steps": older.empty_steps})
-        """`tokens`: trained tokens that had a gradient. `empty_steps`: steps in which no token had one. Both only if
-        the learner reports them."""
+        self.sums: StepSums = deepcopy(self.metrics_file.summary)
+        """Sums over all recorded steps."""
         for record in self.metrics_file.first_steps():
             self.alarms.look(record)
         for record in self.metrics_file.later_steps():
-            self.generating_s += record["rollout_s"]
-            self.rollout_tokens += record["rollout_tokens"]
             self._remember(record, first_kept)
             self.alarms.look(record)
         self.metrics_file.complete(ledger.evaluated)
@@ -111,19 +126,10 @@ class Recorder:
         """Value of `accepted` at the last finished sync: the accepted chunks and tokens that are on disk."""
         self.environment: Counter[str] = Counter()
         """Number of observations, their tokens, and environment answers that failed, since the broker started."""
-        self._environment_before: Counter[str] = Counter()
-        """Value of `environment` at the last step."""
-        self._spans: list[dict[str, Any]] = []
-        """Timeline spans of workers since the last step, for the field `lanes` of the next record."""
-        self._step_generating_s = 0.0
-        self._step_tokens = 0
-        self._aborted_samples = 0
         self.moves: Counter[str] = Counter()
         """Number of stragglers that workers were `asked` to hand back for migration, and of moves that are `done`,
         since the broker started."""
-        self._moves_before = 0
-        """Number of finished moves at the last step."""
-        self._slots = SlotMeans()
+        self._step = StepCounts()
         self._settled = ledger.cohorts.created.copy()
         """Number of created responses by length in tokens, in the cohorts that were settled at the last step."""
         self._drift: LengthDrift | None = None
@@ -133,39 +139,37 @@ class Recorder:
 
     def add_span(self, worker: str, kind: str, start: float, end: float) -> None:
         """Add a span of a worker's timeline (generate, weights) or an instant (abort, joined, lost); Unix seconds."""
-        if len(self._spans) < limits.MAX_ACTIVITY_SPANS:
-            self._spans.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
+        if len(self._step.spans) < limits.MAX_ACTIVITY_SPANS:
+            self._step.spans.append({"worker": worker, "kind": kind, "start": round(start, 4), "end": round(end, 4)})
 
     def add_aborted(self, samples: int) -> None:
-        self._aborted_samples += samples
+        self._step.aborted += samples
 
     def add_move(self, phase: str) -> None:
         """Count a migration of a straggler to another worker; `phase`: asked or done."""
         self.moves[phase] += 1
+        self._step.moved += phase == "done"
 
     def add_generating_time(self, seconds: float) -> None:
         """Add a period, in seconds, in which at least one training sample was being generated."""
-        self._step_generating_s += seconds
-        self.generating_s += seconds
+        self._step.generating_s += seconds
 
     def add_slot_usage(self, busy: int, slots: int, waiting: int) -> None:
         """Add a measurement: number of busy slots of all workers, of all slots, and of training samples that wait for a
         slot."""
-        self._slots.add(busy, slots, waiting)
+        self._step.slots.add(busy, slots, waiting)
 
     def add_accepted(self, chunks: Sequence[int], tokens: Sequence[int]) -> None:
         """Add chunks and tokens accepted for the journal to the counters; each argument is (training, evaluation)."""
         for use, chunk_count, token_count in zip(("training", "evaluation"), chunks, tokens, strict=True):
             self.accepted["chunks", use] += chunk_count
             self.accepted["tokens", use] += token_count
-        self._step_tokens += tokens[0]
-        self.rollout_tokens += tokens[0]
+        self._step.tokens += tokens[0]
 
     def add_observations(self, observations: int, tokens: int, failed: int) -> None:
         """Count observations of environments and their tokens, and turns that an environment failed to answer."""
-        self.environment["observations"] += observations
-        self.environment["tokens"] += tokens
-        self.environment["failed"] += failed
+        for counts in (self.environment, self._step.environment):
+            counts.update(observations=observations, tokens=tokens, failed=failed)
 
     def update_peak(self, ledger: Ledger) -> None:
         """Update the entry `buffer_peak` of summary.json: the most tokens that open and ready groups have held at one
@@ -208,12 +212,8 @@ class Recorder:
         """Keep a step's record without its timeline spans; records of steps that no learner can train again are reduced
         to sums."""
         step = record["step"] - 1
-        if (share := (record.get("gradient") or {}).get("tokens")) is not None:
-            self.gradient["tokens"] += round(share * record["tokens"])
-            self.gradient["empty_steps"] += share == 0
+        self.sums.add(record)
         self.steps[step] = without_lanes(record)
-        if step == 0:
-            self.first_reward = record["reward"]
         while self.steps and (oldest := next(iter(self.steps))) < first_kept - LAST_STEPS:
             del self.steps[oldest]
             self.metrics_file.forget(oldest + 1)
@@ -248,8 +248,8 @@ class Recorder:
         self._settled = ledger.cohorts.created.copy()
         drift = self._measure_drift(ledger, now)
         gaps, learner = split_gaps(learner, step)
-        environment, self._environment_before = self.environment - self._environment_before, self.environment.copy()
-        record = {
+        counts, self._step = self._step, StepCounts()
+        return {
             "step": step + 1,
             "time": round(now, 3),
             "reward": round(sum(sample.reward for sample in samples if sample.reward is not None) / len(samples), 6),
@@ -257,11 +257,11 @@ class Recorder:
             "groups": len(groups),
             "samples": len(samples),
             "tokens": sum(sizes),
-            "rollout_s": round(self._step_generating_s, 4),
-            "rollout_tokens": self._step_tokens,
-            "rollout_tokens_per_s": per_second(self._step_tokens, self._step_generating_s),
+            "rollout_s": round(counts.generating_s, 4),
+            "rollout_tokens": counts.tokens,
+            "rollout_tokens_per_s": per_second(counts.tokens, counts.generating_s),
             "staleness": describe_ages(ages) | {"bound": ledger.rules.max_staleness},
-            "slots": self._slots.means(),
+            "slots": counts.slots.means(),
             "disk_free_bytes": shutil.disk_usage(self.run_dir).free,
             "lengths": {
                 "trained": describe_lengths(lengths),
@@ -273,19 +273,16 @@ class Recorder:
             "round": {
                 "partials_waiting": ledger.open_samples.count(SampleState.PARTIAL),
                 "surplus_groups": len(ledger.ready),
-                "aborted_samples": self._aborted_samples,
-                "moved_samples": self.moves["done"] - self._moves_before,
+                "aborted_samples": counts.aborted,
+                "moved_samples": counts.moved,
             },
-            "environment": {name: environment[name] for name in ("observations", "tokens", "failed")},
+            "environment": {name: counts.environment[name] for name in ("observations", "tokens", "failed")},
             "discarded_groups": discarded_groups(ledger),
             "gradient": gradient_shares(learner),
             "engine_gaps": gaps,
-            "lanes": self._spans,
+            "lanes": counts.spans,
             "learner": learner,
         }
-        self._spans, self._step_generating_s, self._step_tokens, self._aborted_samples = [], 0.0, 0, 0
-        self._slots, self._moves_before = SlotMeans(), self.moves["done"]
-        return record
 
     def _measure_drift(self, ledger: Ledger, now: float) -> LengthDrift | None:
         """Measure the drift of response lengths, at most every `DRIFT_S` seconds, since that blocks the broker's loop
@@ -337,15 +334,19 @@ class Recorder:
             "max_steps": self.max_steps,
             "wall_s": round(self.wall_before_s + now - self.started_at, 2),
             "reward": {
-                "first": self.first_reward if last else None,
+                "first": self.sums.first_reward if last else None,
                 "last3": round(sum(last) / len(last), 6) if last else None,
             },
             "evaluation": [ledger.evaluated[step] for step in sorted(ledger.evaluated)],
             "tokens": self.account(ledger),
-            "gradient": dict(self.gradient) if "tokens" in self.newest.get("gradient", {}) else None,
+            "gradient": {"tokens": self.sums.gradient_tokens, "empty_steps": self.sums.empty_steps}
+            if "tokens" in self.newest.get("gradient", {})
+            else None,
             "ledger_closed": ledger.account.closed,
-            "rollout_tokens_per_s": per_second(self.rollout_tokens, self.generating_s),
-            "staleness": describe_ages(self._ages_until(ledger.steps.consumed)),
+            "rollout_tokens_per_s": per_second(
+                self.sums.rollout_tokens + self._step.tokens, self.sums.generating_s + self._step.generating_s
+            ),
+            "staleness": describe_ages(self.sums.tokens_by_age),
             "buffer_peak": {"tokens": self.peak_tokens, "bytes": self.peak_tokens * BYTES_PER_TOKEN},
             "lengths": summarise_cohorts(ledger.cohorts),
             "data": data,
@@ -356,11 +357,6 @@ class Recorder:
             "starts": {"broker": ledger.serials.starts, "learner": ledger.learner.incarnation + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
-
-    def _ages_until(self, consumed: int) -> Counter[int]:
-        """Number of tokens by staleness in steps, over all batches before `consumed`."""
-        older = Counter(self.metrics_file.summary.tokens_by_age)
-        return sum((ages_of(record) for step, record in self.steps.items() if step < consumed), older)
 
 
 def same_loss(logged: float | None, replayed: float) -> bool:
@@ -440,7 +436,7 @@ def tokens_by_age(groups: list[Group], step: int) -> Counter[int]:
     return ages
 
 
-def describe_ages(ages: Counter[int]) -> dict[str, Any]:
+def describe_ages(ages: Mapping[int, int]) -> dict[str, Any]:
     """Mean and maximum staleness in steps, and number of tokens at each staleness."""
     total = sum(ages.values())
     mean = sum(age * tokens for age, tokens in ages.items()) / total if total else 0.0
@@ -449,11 +445,6 @@ def describe_ages(ages: Counter[int]) -> dict[str, Any]:
         "max": max(ages, default=0),
         "tokens_by_age": {str(age): ages[age] for age in sorted(ages)},
     }
-
-
-def ages_of(record: dict[str, Any]) -> Counter[int]:
-    """Number of tokens by staleness in steps, from a step's record."""
-    return Counter({int(age): tokens for age, tokens in record["staleness"]["tokens_by_age"].items()})
 
 
 def per_second(tokens: int, seconds: float) -> float:
