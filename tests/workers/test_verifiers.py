@@ -1,6 +1,8 @@
 """The reward of each verifier, and the penalties."""
 
 import importlib
+import json
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,20 @@ def test_exact_compares_the_whole_response():
 def test_regex_searches_what_follows_the_reasoning():
     assert regex("so x </think> It is 42.", r"\b4\d\b", "stop") == 1.0
     assert regex("maybe 42 </think> It is 7.", r"\b4\d\b", "stop") == 0.0
+
+
+PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=[f"{pair['response']} for {pair['label']}" for pair in PAIRS])
+def test_an_answer_is_right_iff_it_is_equivalent_to_the_label_however_both_are_written(pair):
+    assert math(pair["response"], pair["label"], "stop")[0] == pair["right"]
+
+
+@pytest.mark.parametrize("label", ["x**2 +", "hello (world", r"\frac{1}{", "(lambda: 7)()", "Solve: x @ y"])
+def test_a_label_that_cannot_be_read_whole_is_never_shrunk_to_its_last_number(label):
+    with pytest.raises(ValueError, match="cannot be read as mathematics"):
+        math(r"\boxed{7}", label, "stop")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +154,8 @@ def test_deepscaler_needs_closed_reasoning_and_a_box_after_it(response, reward):
         ("Answer: -034.50", "-34.5", 1.0), ("Answer: \N{MINUS SIGN}5", "-5", 1.0), ("Answer: .5", "0.5", 1.0),
         ("Answer: .5", "5", -1.0), ("Answer: +7", "7", 1.0), ("Answer: 100", "1", -1.0),
         ("Answer: square", "square", 1.0), ("Answer: square", "points", -1.0), ("Answer: ", "34", -1.0),
-        ("Answer: units", "34", -1.0),
+        ("Answer: units", "34", -1.0), ("Answer: 42,", "42", 1.0), ("Answer: 42<|im_end|>", "42", 1.0),
+        ("Answer: 42 </s>", "42", 1.0), ("Answer: 43<|eot_id|>", "42", -1.0),
     ],
 )  # fmt: skip
 def test_dapo_gives_plus_or_minus_one_for_the_last_answer_line(response, label, reward):
@@ -225,6 +242,9 @@ def test_gsm8k_reads_a_hostile_response_in_linear_time(text):
         ("\\boxed{\\text{(B) 12}}", "B"), ("The answer is A</think>The answer is D", "D"), ("Let me see.\n(C)", "C"),
         ("the answer is a matter of taste", None), (r"\boxed{\mathrm{B}}", "B"), (r"\boxed{\mathbf{(C)}}", "C"),
         (r"\boxed{\left(D\right)}", "D"), (r"\boxed{\frac{A}{2}}", None), (r"Answer: \text{B}", "B"),
+        ("The answer is option B", "B"), ("answer: b", "B"), ("Therefore B.", "B"), (r"\boxed{Answer: B}", "B"),
+        ("答案: C", "C"), ("答案是C", "C"), ("Hence, C", "C"), ("the answer is d", "D"), ("the answer is a bit", None),
+        ("Option A", "A"), ("Answer: a cat", None),
         (r"The answer is $\mathrm{C}$.", "C"), ("My choice is D", "D"), ("My final choice: D", "D"),
         ("The correct option is (B).", "B"), ("I choose C.", "C"),
         ("I would go with option A, as B is too small.", "A"), ("So B is the correct answer.", "B"),

@@ -2,15 +2,19 @@
 
 The `math-verify` library decides equivalence: fractions, units, sets, intervals, equations, matrices. Its own time
 limits use the process's alarm signal, and its errors count as "not equal". Both are turned off: a verifier process has
-a hard time limit, and an error must not become a reward.
+a hard time limit, and an error must not become a reward. A label, and an answer in a box, are read whole or not at all:
+the library's other ways of reading would take the last number of a text that they do not understand.
 """
 
 import logging
+import math as floats
 import re
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from april.workers.rewards.messages import Undecided
-from april.workers.rewards.text import END_OF_THINKING, after_phrase, after_thinking, last_boxed
+from april.workers.rewards.text import END_OF_THINKING, after_phrase, after_thinking, boxes, last_boxed
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -22,8 +26,10 @@ RESPONSE_MARK = "###Response"
 DOLLAR = re.compile(r"(?<!\\)\$")
 """Regular expression for a dollar sign that begins or ends a formula; `\\$` is a currency."""
 
-GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])+(?=\d{3}(?!\d))")
-"""Regular expression for a space between thousands in a number, which the library would read as a product."""
+BETWEEN_BOXES = re.compile(
+    r"(?:[\s$&]|\\[()\[\]]|\\q?quad|\\text\s*\{|\}|[a-zA-Z]\s*=|(?P<joined>[,;]|\b(?:and|or)\b))*"
+)
+"""Regular expression for what stands between two boxes that give one answer together, as in "1 and 2"."""
 
 Detailed = tuple[float, dict[str, float]]
 
@@ -35,8 +41,8 @@ def math(response: str, label: str, finish_reason: str) -> Detailed:
     formula after "the answer is".
     """
     text = after_thinking(response)
-    answer = last_boxed(text)
-    correct = equivalent(label, text if answer is None else boxed(answer))
+    answer = boxed_answer(text)
+    correct = equivalent(label, text if answer is None else answer, whole=answer is not None)
     return float(correct), {"boxed": float(answer is not None)}
 
 
@@ -45,9 +51,9 @@ def deepscaler(response: str, label: str, finish_reason: str) -> Detailed:
     label."""
     mark = END_OF_THINKING if END_OF_THINKING in response else RESPONSE_MARK
     _, found, text = response.rpartition(mark)
-    answer = last_boxed(text) if found else None
+    answer = boxed_answer(text) if found else None
     details = {"closed": float(bool(found)), "boxed": float(answer is not None)}
-    return float(answer is not None and equivalent(label, boxed(answer))), details
+    return float(answer is not None and equivalent(label, answer)), details
 
 
 def dapo(response: str, label: str, finish_reason: str) -> Detailed:
@@ -76,38 +82,209 @@ vars(deepscaler)["example"] = lambda label: f"{END_OF_THINKING}{boxed_label(labe
 vars(dapo).update(wrong=-1.0, example="Answer: {}".format)
 
 
-def equivalent(label: str, text: str) -> bool:
-    """Whether the answer in `text` is equivalent to the label.
+def boxed_answer(text: str) -> str | None:
+    """The content of the last box, or of the last boxes together if only commas or "and" stand between them."""
+    last: list[str] = []
+    end = -1
+    for start, stop, content in boxes(text):
+        between = BETWEEN_BOXES.fullmatch(text, end, start) if last else None
+        last = [*last, content] if between and between["joined"] else [content]
+        end = stop
+    return ", ".join(dict.fromkeys(last)) if last else None
 
-    Raises ValueError for a label that cannot be parsed, Undecided for an answer at which the library fails.
+
+def equivalent(label: str, answer: str, whole: bool = True) -> bool:
+    """Whether an answer is equivalent to the label.
+
+    `whole`: the answer is the content of a box; otherwise a text in which the library looks for the answer. Raises
+    ValueError for a label that cannot be read, Undecided for an answer at which the library fails.
     """
-    from math_verify import parse, verify
-
     gold = parsed_label(label)
+    if len(answer) > ANSWER_CHARACTERS:
+        if whole:
+            return False
+        answer = answer[-ANSWER_CHARACTERS:]
+    if whole and (decided := compared_as_text(label_text(label), answer)) is not None:
+        return decided
     try:
-        answers = parse(GROUPED.sub("", text[-ANSWER_CHARACTERS:]), parsing_timeout=None, raise_on_error=True)
-        return bool(answers) and verify(list(gold), answers, timeout_seconds=None, raise_on_error=True)
+        return _equal(list(gold), read_whole(answer) if whole else read_within(answer))
     except MemoryError:
         raise
     except Exception as error:
-        raise Undecided(f"{type(error).__name__} at the answer {text[-60:]!r}") from error
+        raise Undecided(f"{type(error).__name__} at the answer {answer[-60:]!r}") from error
 
 
 @lru_cache(maxsize=10_000)
 def parsed_label(label: str) -> tuple:
-    from math_verify import parse
-
-    delimited = last_boxed(label) is not None or len(DOLLAR.findall(label)) > 1
-    text = label if delimited else boxed(label)
-    gold = parse(GROUPED.sub("", text), parsing_timeout=None, raise_on_error=True)
-    if not gold:
+    delimited = last_boxed(label) is None and len(DOLLAR.findall(label)) > 1
+    gold = read_within(label) if delimited else read_whole(label_text(label))
+    if not gold or (isinstance(gold[0], str) and not TEXT_LABEL.fullmatch(gold[0])):
         raise ValueError(f"label {label[:80]!r} cannot be read as mathematics")
     return tuple(gold)
 
 
-def boxed(answer: str) -> str:
-    """The answer as boxed TeX for the library; empty if it is longer than ANSWER_CHARACTERS."""
-    return f"$\\boxed{{{answer}}}$" if len(answer) < ANSWER_CHARACTERS - len(r"$\boxed{}$") else ""
+def label_text(label: str) -> str:
+    inside = last_boxed(label)
+    return label if inside is None else inside
+
+
+def read_whole(answer: str) -> list[Any]:
+    """The answer as the library's expressions, if all of it is TeX that the library understands; else as a string."""
+    from math_verify import LatexExtractionConfig, parse
+
+    latex = LatexExtractionConfig(boxed_match_priority=0)
+    return parse(f"$\\boxed{{{spelled(answer)}}}$", [latex], parsing_timeout=None, raise_on_error=True)
+
+
+def read_within(text: str) -> list[Any]:
+    """The answer that the library finds in a text, as its expressions."""
+    from math_verify import parse
+
+    return parse(GROUPED.sub("", SIGN.sub("-", text)), parsing_timeout=None, raise_on_error=True)
+
+
+def _equal(gold: list[Any], answer: list[Any]) -> bool:
+    from math_verify import verify
+    from sympy import nan, zoo
+
+    gold, answer = [list(map(complex_unit, values)) for values in (gold, answer)]
+    if not answer or contradicts(answer[0]) or any(values[0] in (zoo, nan) for values in (gold, answer)):
+        return False
+    if (smallest := magnitude(gold[0])) < TINY:
+        factor = 10 ** -floats.floor(floats.log10(smallest))
+        gold, answer = [[scaled(value, factor) for value in values] for values in (gold, answer)]
+    return verify(gold, answer, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True)
+
+
+# --- how a person writes -> what the library reads ----------------------------------------------------------------
+
+TEXT_LABEL = re.compile(r"[\w\s.,:;'/-]+")
+"""Regular expression for a label that is compared as text when it is no mathematics, such as a time."""
+GROUPED = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f_])+(?=\d{3}(?!\d))")
+"""Regular expression for a space between thousands in a number, which the library would read as a product."""
+SIGN = re.compile("[\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}]")
+SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (SIGN, "-"),
+    (re.compile("\N{DEGREE SIGN}"), r"^\\circ "),
+    (GROUPED, ""),
+    (re.compile(r"(?<=\d)\.(?=\s*(?:$|[,;}]))"), ""),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1\\times 10^{\2}"),
+    (re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])|\N{GREEK SMALL LETTER PI}"), r"\\pi "),
+    (re.compile(r"(?<![a-zA-Z\\])(?:oo|inf|infinity)(?![a-zA-Z])|\N{INFINITY}"), r"\\infty "),
+    (re.compile(r"\\varnothing(?![a-zA-Z])|\N{EMPTY SET}"), r"\\emptyset "),
+    (re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}"), lambda found: repeating(*found.groups())),
+    (re.compile(r"\N{SQUARE ROOT}\s*\(?(\d+)\)?"), r"\\sqrt{\1}"),
+    *(
+        (re.compile(sign), rf"\\{command} ")
+        for sign, command in (
+            ("\N{MULTIPLICATION SIGN}", "times"), ("\N{DOT OPERATOR}|\N{MIDDLE DOT}", "cdot"),
+            ("\N{LESS-THAN OR EQUAL TO}", "le"), ("\N{GREATER-THAN OR EQUAL TO}", "ge"), ("\N{NOT EQUAL TO}", "neq"),
+            ("\N{UNION}", "cup"), ("\N{ELEMENT OF}", "in"), ("\N{PLUS-MINUS SIGN}", "pm"),
+        )
+    ),
+]  # fmt: skip
+"""(regular expression, replacement): ways to write an answer that the library does not read or reads as another one."""
+
+
+def spelled(text: str) -> str:
+    """The text in the spelling that the library reads."""
+    for pattern, replacement in SPELLINGS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def repeating(whole: str, decimals: str, period: str) -> str:
+    """A repeating decimal as a fraction in TeX."""
+    nines = "9" * len(period) + "0" * len(decimals)
+    return rf"\frac{{{int(whole + decimals + period) - int(whole + decimals or '0')}}}{{{nines}}}"
+
+
+NUMERAL = re.compile(r"\(?([0-9A-Za-z]+)\)?_\s*\{?\s*(\d{1,2})\s*\}?")
+"""Regular expression for a number with its base as subscript."""
+TIME = re.compile(r"(?i)\d{1,2}:\d\d(?::\d\d)?(?:[ap]\.?m\.?)?")
+WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z]+(?:[\s'-]+[A-Za-z]+)+")
+FUNCTIONS = re.compile(r"\b(?:a?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|frac|pi)\b")
+
+
+def compared_as_text(label: str, answer: str) -> bool | None:
+    """Whether two texts are equal, if they are words or numbers in a base; None if the library has to compare them.
+
+    The library reads a word as the product of its letters, and does not read the base of a number.
+    """
+    wanted, found = (normalise(SIGN.sub("-", text)) for text in (label, answer))
+    if wanted == found != "" and "=" not in answer:
+        return True
+    if TIME.fullmatch(wanted):
+        return wanted.casefold() == found.casefold()
+    wanted_base, found_base = (NUMERAL.fullmatch(text.strip(" $")) for text in (label, answer))
+    if wanted_base and found_base:
+        return value_in_base(*wanted_base.groups()) == value_in_base(*found_base.groups())
+    if wanted_base:
+        return wanted_base[1].lower() == found.lower()
+    if found_base and wanted.isdigit():
+        return value_in_base(*found_base.groups()) == int(wanted)
+    texts = [unwrapped(text) for text in (label, answer)]
+    if all(WORDS.fullmatch(text) and not FUNCTIONS.search(text) for text in texts):
+        return texts[0].casefold().split() == texts[1].casefold().split()
+    return None
+
+
+def value_in_base(digits: str, base: str) -> int | None:
+    """The value of a number; None for a digit or a base that there is not."""
+    try:
+        return int(digits, int(base))
+    except ValueError:
+        return None
+
+
+# --- expressions --------------------------------------------------------------------------------------------------
+
+TINY = 1e-3
+"""Numbers below are scaled up before they are compared: the library rounds to six decimals, and takes what is smaller
+than that for 0."""
+
+
+def complex_unit(value: Any) -> Any:
+    """An expression in which the letter i, if it is the only symbol, is the imaginary unit."""
+    from sympy import Expr, I
+
+    symbols = value.free_symbols if isinstance(value, Expr) else set()
+    if {str(symbol) for symbol in symbols} != {"i"}:
+        return value
+    return value.subs(dict.fromkeys(symbols, I)).doit()
+
+
+def contradicts(value: Any) -> bool:
+    """Whether an expression is an equation between numbers that differ, such as 7 = 8."""
+    from sympy import And, Eq
+
+    equations = value.args if isinstance(value, And) else [value]
+    return any(
+        isinstance(equation, Eq) and not equation.free_symbols and abs(complex(equation.lhs - equation.rhs)) > 1e-6
+        for equation in equations
+    )
+
+
+def magnitude(value: Any) -> float:
+    """The smallest absolute value of the numbers that an expression is or lists, except 0; infinite without one."""
+    from sympy import Expr, FiniteSet, Tuple
+
+    if isinstance(value, FiniteSet | Tuple):
+        return min(map(magnitude, value.args), default=floats.inf)
+    if not isinstance(value, Expr) or not value.is_number or not value.is_finite:
+        return floats.inf
+    return abs(complex(value.evalf())) or floats.inf
+
+
+def scaled(value: Any, factor: int) -> Any:
+    """An expression with its number or numbers multiplied by a factor."""
+    from sympy import Expr, FiniteSet, Tuple
+
+    if isinstance(value, FiniteSet | Tuple):
+        return value.func(*(scaled(part, factor) for part in value.args))
+    return (value * factor).doit() if isinstance(value, Expr) else value
 
 
 # --- DAPO's text --------------------------------------------------------------------------------------------
@@ -123,6 +300,8 @@ BRACKETS = re.compile(r"\\[()\[\]]")
 """Regular expression for TeX's delimiters of a formula: a backslash and a bracket."""
 SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{,\}(?=\d)|\\(?:q?quad|thinspace)\b")
 """Regular expression for TeX's spacing commands, and for `{,}`, a comma without a space."""
+END_TOKENS = re.compile(r"(?:\s*(?:<\|[^|<>]{1,40}\|>|</?s>|<eos>|<end_of_turn>))+\s*$")
+"""Regular expression for the special tokens with which models end a response."""
 COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
 SIGNS = re.compile(r"\\?%|\^\{?\\circ\}?")
 WRAPPERS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed|overline)\s*\{([^{}]*)\}")
@@ -132,21 +311,29 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
 NUMBER = re.compile(r"([-+]?)0*(\d*)(?:(\.\d*?)0*)?")
 
 
+def unwrapped(answer: str) -> str:
+    """An answer without TeX's commands for text and fonts."""
+    while (bare := WRAPPERS.sub(r"\1", answer)) != answer:
+        answer = bare
+    return answer.strip().rstrip(".").strip()
+
+
 def normalise(answer: str) -> str:
     """Normalise a final answer: drop dollars, units, spacing, thousands' commas, text commands and redundant zeros.
 
     Similar to arXiv 2206.14858, appendix D.1. An answer that is only a unit stays as it is.
     """
-    answer = BRACKETS.sub("", answer)
+    answer = BRACKETS.sub("", END_TOKENS.sub("", answer))
     answer = (
-        CURRENCY.sub("", answer.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-")).strip().rstrip(".").strip()
+        CURRENCY.sub("", answer.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-"))
+        .strip()
+        .rstrip(".,;")
+        .strip()
     )
     if "$" in answer:
         inside = re.search(r"\$([^$]+)\$", answer)
         answer = inside[1] if inside else answer.replace("$", "")
-    answer = SIGNS.sub("", answer)
-    while (bare := WRAPPERS.sub(r"\1", answer)) != answer:
-        answer = bare
+    answer = unwrapped(SIGNS.sub("", answer))
     answer = COMMANDS.sub("", SPACES.sub(comma_or_space, answer.rpartition("=")[2]))
     answer = UNIT_WORDS.sub("", answer) if UNIT_WORDS.sub("", answer).strip() else answer
     answer = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))

@@ -21,7 +21,7 @@ def after_thinking(response: str) -> str:
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, content) of each complete `\\boxed{}` that is in no other one; braces may be nested and escaped.
+    """(start, end, content) of each complete `\\boxed{}` with no other one inside; braces may be nested and escaped.
 
     Takes linear time, however many boxes are never closed.
     """
@@ -31,10 +31,11 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
     for brace in BRACE.finditer(text) if openings else ():
         if brace[0] == "{":
             opened.append(brace.start())
-        elif brace[0] == "}" and opened and (position := opened.pop()) in openings:
-            while found and found[-1][0] > openings[position]:
-                found.pop()
-            found.append((openings[position], brace.end(), text[position + 1 : brace.start()].strip()))
+            continue
+        start = openings.get(opened.pop(), -1) if brace[0] == "}" and opened else -1
+        if start > (found[-1][0] if found else -1):
+            inside = text.index("{", start) + 1
+            found.append((start, brace.end(), text[inside : brace.start()].strip()))
     return found
 
 
@@ -55,17 +56,22 @@ def after_phrase(text: str, phrase: str) -> str | None:
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 FONT = re.compile(r"\\(?:text\w*|math[a-z]+|operatorname|boldsymbol|bold|[mhf]box|left|right|rm|bf|it)(?![a-zA-Z])")
-LETTER = r"\W*?([A-Z])\b(?!')(?!(?<=I)\s+[a-z])"
-"""Regular expression for a letter that stands by itself, and is not the "I" of "I'm" or "I think"."""
-CHOICE_PHRASES = (
-    re.compile(rf"\b(?i:answer)(?i:\s+is)?{LETTER}"),
-    re.compile(rf"\b(?i:choice|option|selection|pick)(?:(?i:\s+is)|\W*?:){LETTER}"),
-    re.compile(rf"\b(?i:(?:choose|pick|select|go\s+with)(?:\s+(?:answer|choice|option))?){LETTER}"),
-    re.compile(
-        r"(?<![\w'])([A-Z])\b\W{0,4}\s(?i:is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option))?)\b"
-    ),
+LETTER = r"(?:\W*?([A-Z])\b(?!')(?!(?<=I)\s+[a-z])|\W*?\b([a-z])(?=\s*\W*(?:\n|$)|[.,;)]))"
+"""Regular expression for a letter that stands by itself: a capital, but not the "I" of "I'm" or "I think"; or a small
+one that ends its line or clause."""
+NOUN = r"(?i:choice|option|selection|letter|pick)"
+CHOICE_PHRASES = tuple(
+    re.compile(phrase)
+    for phrase in (
+        rf"\b(?i:answer)(?:\W*(?i:is|would\s+be))?(?:\W*(?i:the\s+)?{NOUN}(?:\s+(?i:is))?)?{LETTER}",
+        rf"\b{NOUN}(?:(?i:\s+is)|\W*?:){LETTER}",
+        rf"\b(?i:(?:choose|pick|select|go\s+with)(?:\s+(?:answer|choice|option))?){LETTER}",
+        r"(?<![\w'])([A-Z])\b\W{0,4}\s(?i:is\s+(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|choice|option))?)\b",
+        rf"\b(?i:therefore|thus|hence|so)\b\W{{1,3}}(?:(?i:the\s+)?{NOUN}\W{{1,3}})?([A-Z])\b(?=\W*(?:\n|$)|[.,;)])",
+        r"(?:答案|选项|选择|应选|故选|选)(?:是|为|应为|应该是)?\W{0,3}([A-Z])(?![A-Za-z])",
+    )
 )
-LONE_CHOICE = re.compile(r"^\W*([A-Z])\W*$")
+LONE_CHOICE = re.compile(rf"^\W*(?:{NOUN}\W+)?([A-Z])\W*$")
 
 
 def final_answer(response: str, label: str, finish_reason: str) -> float:
@@ -118,13 +124,18 @@ def choice(response: str, label: str, finish_reason: str) -> tuple[float, dict[s
 
 
 def chosen_letter(text: str) -> str | None:
+    """The letter that a response chooses, as a capital; None if it chooses none."""
     if boxed := last_boxed(text):
-        letter = re.match(r"\W*([A-Za-z])\b", FONT.sub("", boxed))
-        return letter[1].upper() if letter else None
+        text = boxed
+        if letter := re.match(r"\W*([A-Za-z])\b", FONT.sub("", boxed)):
+            return letter[1].upper()
     text = FONT.sub("", text)
-    choices = [(found.start(1), found[1]) for phrase in CHOICE_PHRASES for found in phrase.finditer(text)]
+    choices = [
+        (found.start(found.lastindex or 0), found) for phrase in CHOICE_PHRASES for found in phrase.finditer(text)
+    ]
     if choices:
-        return max(choices)[1]
+        _, last = max(choices, key=lambda choice: choice[0])
+        return last[last.lastindex or 0].upper()
     lines = text.strip().splitlines()
     letter = LONE_CHOICE.match(lines[-1]) if lines else None
     return letter[1] if letter else None
