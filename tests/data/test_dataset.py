@@ -127,16 +127,25 @@ def test_bad_rows_are_skipped_with_their_count_and_line_numbers_where_configured
     assert "2 bad rows skipped, 2 rows left" in caplog.text
 
 
-def test_a_bad_row_of_a_table_has_its_number_too(tmp_path):
-    path = write_parquet(tmp_path / "rows.parquet", [*RECORDS[:300], {"prompt": [], "label": "l", "noise": []}])
-    with pytest.raises(ConfigError, match=r"rows\.parquet, row 301: key 'prompt' = \[\]"):
-        load(path)
+NO_PROMPT = [*RECORDS[:300], {"prompt": [], "label": "l", "noise": []}]
+REFUSED = {
+    "a bad row of a table": ("rows.parquet", NO_PROMPT, {}, r"rows\.parquet, row 301: key 'prompt' = \[\]"),
+    "a table without the wanted columns": (
+        "rows.parquet", [{"question": "q", "final_answer": "a"}], {},
+        r"'prompt' is missing .keys there: 'question', 'final_answer'",
+    ),
+    "bad rows alone": (
+        "rows.jsonl", RECORDS, {"bad_rows": "skip", "label_key": "answer"}, r"has no rows; .* 600 were skipped",
+    ),
+    "no rows": ("rows.jsonl", [], {}, "has no rows"),
+}  # fmt: skip
 
 
-def test_a_table_without_the_wanted_columns_is_refused_with_those_it_has(tmp_path):
-    path = write_parquet(tmp_path / "rows.parquet", [{"question": "q", "final_answer": "a"}])
-    with pytest.raises(ConfigError, match=r"'prompt' is missing .keys there: 'question', 'final_answer'"):
-        load(path)
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_dataset_without_usable_rows_is_refused(tmp_path, case):
+    name, records, keys, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=said):
+        load(FORMATS[name](tmp_path / name, records), **keys)
 
 
 def test_gsm8k_is_read_as_it_is_published_and_its_bad_rows_are_counted(tmp_path):
@@ -156,18 +165,6 @@ def test_gsm8k_is_read_as_it_is_published_and_its_bad_rows_are_counted(tmp_path)
 def test_a_mapping_s_answer_is_found_under_another_key_too(tmp_path):
     path = write_lines(tmp_path / "rows.jsonl", [{"question": "q", "solution": "#### 7"}])
     assert load(path, mapping="gsm8k", label_key="solution")[0].label == "7"
-
-
-@pytest.mark.parametrize("text", ["", "\n  \n"])
-def test_an_empty_dataset_is_refused(tmp_path, text):
-    (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match="has no rows"):
-        load(tmp_path / "rows.jsonl")
-
-
-def test_a_dataset_of_bad_rows_alone_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no rows; .* 600 were skipped"):
-        load(write_lines(tmp_path / "rows.jsonl", RECORDS), bad_rows="skip", label_key="answer")
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):

@@ -182,12 +182,6 @@ def test_a_round_under_the_same_weights_finds_its_partial_responses_in_the_cache
     assert waiting.reused_share == 0
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another():
-    found = [simulate(scenario(seed=seed, **SCHEDULES["continuous"] | HARD)) for seed in (3, 3, 4)]
-    assert found[0].steps == found[1].steps and found[0].measured == found[1].measured
-    assert found[0].steps != found[2].steps
-
-
 def test_ready_groups_do_not_pile_up_behind_a_straggler():
     """1 % of the responses a hundred times as long as the others: what is ready stays near a backlog."""
     pipeline = Pipeline(

@@ -16,7 +16,7 @@ from april.config.costs import EngineCost, shipped_costs
 from april.simulate.calibrate import Timing, fit, measure
 from april.simulate.pipeline import Pipeline
 from april.simulate.probe import EngineProbe
-from april.simulate.scenario import Lengths, LengthsSection, Scenario, load_scenario
+from april.simulate.scenario import Lengths, LengthsSection, load_scenario
 from april.simulate.sweep import buffers_experiment, sweeps
 from april.simulate.trace import TracedGroup, read_trace, write_trace
 from april.simulate.tune import tune
@@ -117,26 +117,25 @@ def test_a_trace_in_order_is_replayed_again_and_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("", "has no group"), ('{"prompt_tokens": 1}', "line 1"), ("\n{", "line 2"),
-                       ('{"prompt_tokens": 1, "response_tokens": [0]}', "line 1")],
+    ("text", "said"),
+    [
+        ("", "has no group"), ('{"prompt_tokens": 1}', "line 1"), ("\n{", "line 2"),
+        ('{"prompt_tokens": 1, "response_tokens": [0]}', "line 1"),
+        (None, r"trace.jsonl cannot be read \(Permission denied\)"),
+    ],
 )  # fmt: skip
-def test_a_bad_trace_is_refused(tmp_path, text, said):
-    path = tmp_path / "trace.jsonl"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        read_trace(path)
-
-
-def test_a_trace_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    """Whatever the reason; a test may be run by root, who may read everything."""
+def test_a_bad_trace_is_refused(tmp_path, monkeypatch, text, said):
+    """Text None: a file that may not be read, which root may."""
 
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    (tmp_path / "trace.jsonl").write_text("{}")
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(ConfigError, match=r"trace.jsonl cannot be read \(Permission denied\)"):
-        read_trace(tmp_path / "trace.jsonl")
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text or "")
+    if text is None:
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=said):
+        read_trace(path)
 
 
 # --- scenarios ----------------------------------------------------------------------------------------------
@@ -154,47 +153,28 @@ def test_the_published_scenario_has_the_published_setting():
     assert {load_scenario(PUBLISHED, cost=name).cost.source != "" for name in shipped_costs()} == {True}
 
 
+PLAIN_COSTS = SMALL + "[costs.plain]\ndecode_base_s = 0.02"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("text", "overrides", "cost", "said"),
     [
-        ([("engines.cuont", 3)], "engines.cuont"),
-        ([("cost.kv_tokens", 100)], "cost.kv_tokens"),
-        ([("lengths.family", "trace")], "lengths.path"),
-        ([("schedule.kind", "sync")], "over_sampling_batch_size"),
+        (SMALL, [("engines.cuont", 3)], None, r"unknown key 'engines.cuont' = 3; did you mean 'engines.count'"),
+        (SMALL, [("cost.kv_tokens", 100)], None, "cost.kv_tokens"),
+        (SMALL, [("lengths.family", "trace")], None, "lengths.path"),
+        (SMALL, [("schedule.kind", "sync")], None, "over_sampling_batch_size"),
+        ("[cost]", [], None, r"own.toml: key 'cost.decode_base_s' is missing; set it"),
+        (PLAIN_COSTS, [], None, r"key 'cost' of .* stands beside costs.plain; .* \[costs.measured\]"),
+        ("costs = 3", [], None, r"key 'costs' of .* write each as \[costs.NAME\]"),
+        ("costs = { decode_base_s = 0.02 }", [], None, r"key 'costs' of .* write each as \[costs.NAME\]"),
+        (SMALL, [], "h200", "h200"),
+        (PUBLISHED.read_text(), [], "h200", "h100, mi300x, cpu, plain"),
     ],
 )
-def test_a_scenario_that_cannot_work_is_refused(small, overrides, said):
+def test_a_scenario_that_cannot_work_is_refused(tmp_path, text, overrides, cost, said):
+    (tmp_path / "own.toml").write_text(text)
     with pytest.raises(ConfigError, match=said):
-        load_scenario(small, overrides).make_lengths()
-
-
-def test_a_key_that_is_missing_or_misspelt_is_named(small, tmp_path):
-    bare = tmp_path / "bare.toml"
-    bare.write_text("[cost]")
-    with pytest.raises(ConfigError, match=r"bare.toml: key 'cost.decode_base_s' is missing; set it"):
-        load_scenario(bare)
-    with pytest.raises(ConfigError, match=r"unknown key 'engines.cuont' = 3; did you mean 'engines.count'"):
-        load_scenario(small, [("engines.cuont", 3)])
-
-
-def test_a_cost_model_beside_named_ones_is_refused(small):
-    small.write_text(SMALL + "[costs.plain]\ndecode_base_s = 0.02")
-    with pytest.raises(ConfigError, match=r"key 'cost' of .* stands beside costs.plain; .* \[costs.measured\]"):
-        load_scenario(small)
-
-
-@pytest.mark.parametrize("costs", ["costs = 3", "costs = { decode_base_s = 0.02 }"])
-def test_cost_models_that_are_not_tables_are_refused(tmp_path, costs):
-    (tmp_path / "flat.toml").write_text(costs)
-    with pytest.raises(ConfigError, match=r"key 'costs' of .* write each as \[costs.NAME\]"):
-        load_scenario(tmp_path / "flat.toml")
-
-
-def test_an_unknown_cost_model_is_refused(small):
-    with pytest.raises(ConfigError, match="h100, mi300x, cpu, plain"):
-        load_scenario(PUBLISHED, cost="h200")
-    with pytest.raises(ConfigError, match="h200"):
-        load_scenario(small, cost="h200")
+        load_scenario(tmp_path / "own.toml", overrides, cost).make_lengths()
 
 
 # --- tuning and calibration ---------------------------------------------------------------------------------
@@ -427,10 +407,3 @@ def test_pictures_that_cannot_be_written_are_refused_before_anything_is_simulate
     assert main(["simulate", str(small), *command, "--out", str(tmp_path / "file")]) == 2
     printed = capsys.readouterr()
     assert "option '--out'" in printed.err and printed.err.count("\n") == 1 and not printed.out
-
-
-def test_changing_a_key_of_a_scenario_keeps_the_others():
-    scenario = Scenario(cost=COST)
-    changed = scenario.with_keys(schedule__max_staleness=7, seed=3)
-    assert changed.schedule.max_staleness == 7 and changed.seed == 3
-    assert changed.lengths == scenario.lengths and changed.cost == COST
