@@ -18,13 +18,6 @@ def test_a_clean_demonstration_adds_the_digit_k_times():
     assert demonstration(ArithmeticTask(3, 9, 63)) == "02*9+27=01*9+18=00*9+09=#09"
 
 
-def test_clean_demonstrations_are_always_right():
-    random = Random(0)
-    for _ in range(500):
-        task = draw_task(random)
-        assert final_answer(demonstration(task, CLEAN), task.answer, "stop") == 1.0
-
-
 def test_lengths_are_long_tailed():
     random = Random(0)
     lengths = sorted(len(demonstration(draw_task(random))) + 1 for _ in range(5000))

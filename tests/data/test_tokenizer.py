@@ -35,14 +35,19 @@ def test_decoding_drops_special_tokens_and_keeps_spaces(folder):
     assert tokenizer.decode([]) == ""
 
 
-@pytest.mark.parametrize(("written", "ids"), [(5, {1, 5}), ([1, 7, 9], {1, 7, 9}), (None, {1})])
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        ({"eos_token_id": 5}, {1, 5}),
+        ({"eos_token_id": [1, 7, 9]}, {1, 7, 9}),
+        ({"eos_token_id": None}, {1}),
+        (None, {1}),
+    ],
+)
 def test_stop_tokens_are_the_tokenisers_and_the_generation_configs(folder, written, ids):
-    (folder / "generation_config.json").write_bytes(orjson.dumps({"eos_token_id": written}))
+    if written is not None:
+        (folder / "generation_config.json").write_bytes(orjson.dumps(written))
     assert Tokenizer(folder).eos_token_ids == ids
-
-
-def test_a_folder_without_generation_config_has_the_tokenisers_stop_token(folder):
-    assert Tokenizer(folder).eos_token_ids == {1}
 
 
 def test_messages_need_a_chat_template(folder):
