@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from april import wire
-from april.broker.context import BrokerContext, MessageTable, check_header, make_header
+from april.broker.context import BrokerContext, MessageTable
 from april.broker.filters.filters import FilterFailed, GroupFilters
 from april.broker.handlers.agents import AgentHandler
 from april.broker.handlers.learner import Evaluations, LearnerHandler, NodeHandler
 from april.broker.handlers.lease_holders import LeaseHolderHandler, ScorerHandler
 from april.broker.handlers.monitors import MonitorHandler
 from april.broker.handlers.workers import WorkerHandler
+from april.broker.header import check_header, make_header
 from april.broker.journal.files import Damaged
 from april.broker.journal.journal import Journal
 from april.broker.ledger import events

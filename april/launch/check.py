@@ -16,10 +16,10 @@ from april.agents import PROGRAMS
 from april.agents.listening import AttachKey, server_tls
 from april.broker.alarms.alarm import check_alarms
 from april.broker.filters.filters import GroupFilters
+from april.broker.header import tensors_of
 from april.broker.prompts import PromptBook, open_prompts
 from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
-from april.broker.verification import tensors_of
 from april.config import Config, ConfigError, SourceSection
 from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
 from april.config.sharing import check_time_sharing

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from april.broker.verification import StoredTensor, tensors_of
+from april.broker.header import StoredTensor, tensors_of
 from april.config import Config
 from april.config.checks import needs_values
 from april.config.training import layers_to_adapt

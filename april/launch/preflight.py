@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 
 from april.broker import recovery
-from april.broker.context import check_header, make_header
+from april.broker.header import check_header, make_header
 from april.broker.journal.files import JournalError, journal_folder
 from april.broker.journal.journal import Journal
 from april.broker.journal.snapshot import SnapshotStore

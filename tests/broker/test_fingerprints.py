@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from april import config as configuration
-from april.broker import verification
+from april.broker import header
 from april.broker.journal.journal import Journal
 from april.config import ConfigError
 from april.launch.preflight import check_resume
@@ -119,18 +119,18 @@ def test_a_run_without_recorded_fingerprints_resumes(begun):
 
 
 def test_large_weights_are_distinguished_by_samples_of_every_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "WHOLE_WEIGHTS_BYTES", 1000)
+    monkeypatch.setattr(header, "WHOLE_WEIGHTS_BYTES", 1000)
     tensors = {f"layer.{number}": torch.full((3000,), float(number)) for number in range(5)}
     save_file(tensors, tmp_path / "model.safetensors")
-    first = verification.weights_fingerprint(tmp_path)
-    assert first.endswith("of 5 tensors, 60000 bytes") and verification.weights_fingerprint(tmp_path) == first
+    first = header.weights_fingerprint(tmp_path)
+    assert first.endswith("of 5 tensors, 60000 bytes") and header.weights_fingerprint(tmp_path) == first
     tensors["layer.3"] += 1
     save_file(tensors, tmp_path / "model.safetensors")
-    assert verification.weights_fingerprint(tmp_path) != first
+    assert header.weights_fingerprint(tmp_path) != first
 
 
 @pytest.mark.parametrize("content", [b"", b"not weights", b"\xff" * 100, b"\x02" + bytes(7) + b"[]"])
 def test_unreadable_weights_are_a_configuration_error(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"no safetensors file"):
-        verification.weights_fingerprint(tmp_path)
+        header.weights_fingerprint(tmp_path)
