@@ -9,33 +9,15 @@ import pytest
 import torch
 
 from april.config.training import AlgorithmSection
-from april.learner.losses.corrections import StaleTokens, dppo_tv, largest_kept_moment, m2po, vespo
+from april.learner.losses.corrections import dppo_tv, largest_kept_moment, m2po, vespo
 from april.learner.losses.policy import Clip, balanced_clip
 from april.learner.losses.step_scales import root_ess
 from april.learner.trainer import Trainer
-from tests.support.learner.loss_inputs import logs, spans
+from tests.support.learner.loss_inputs import stale, stale_tokens
 from tests.support.learner.recorded_losses import MASK, column, our_loss, trl_loss
 from tests.support.learner.small_learner import flat_batch, make_config, stale_batch, uneven_batch
 
 VECTORS = orjson.loads((Path(__file__).parents[1] / "support/learner/long_lag_vectors.json").read_bytes())
-
-
-class Alone:
-    """`Ranks` of a single rank, without a process group."""
-
-    def total(self, values):
-        return values
-
-    def gathered(self, column):
-        return column
-
-
-def tokens(ratios, advantages, behaviour=0.0, lengths=None):
-    """Stale tokens with the given ratios pi / mu, the proximal policy being pi."""
-    mu = torch.full((len(ratios),), behaviour)
-    now = mu + logs(*ratios)
-    ages = torch.ones(len(ratios), dtype=torch.int64)
-    return StaleTokens(now, now, mu, torch.tensor(advantages), ages, spans(*(lengths or [len(ratios)])), Alone())
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------
@@ -43,7 +25,9 @@ def tokens(ratios, advantages, behaviour=0.0, lengths=None):
 
 def test_vespo_weighs_a_response_by_its_whole_ratio_and_the_sign_of_its_advantage():
     section = AlgorithmSection(vespo_k_positive=2, vespo_lambda_positive=3, vespo_k_negative=1, vespo_lambda_negative=2)
-    seen = tokens([1.0, 2.0, 0.25, 0.5, 0.5, 3e8, 3.0], [1.0, 1.0, 1.0, -1.0, -1.0, 1.0, 1.0], lengths=[1, 2, 2, 2])
+    seen = stale_tokens(
+        [1.0, 2.0, 0.25, 0.5, 0.5, 3e8, 3.0], [1.0, 1.0, 1.0, -1.0, -1.0, 1.0, 1.0], lengths=[1, 2, 2, 2]
+    )
     half, quarter = 0.5**2 * math.exp(3 * 0.5), 0.25 * math.exp(2 * 0.75)
     assert vespo(seen, section).tolist() == pytest.approx([1.0, half, half, quarter, quarter, 0.0, 0.0])
 
@@ -55,19 +39,19 @@ def test_m2po_masks_the_largest_log_ratios_until_the_mean_of_the_rest_is_below_i
     assert largest_kept_moment(squares, 0.006) == 0.0, "two that have moved equally far go or stay together"
     assert largest_kept_moment(squares, 1.0) == pytest.approx(0.81) and largest_kept_moment(squares[:0], 1.0) == -1.0
     ratios = [math.exp(0.3), 1.0, math.exp(-0.9), math.exp(5.0)]
-    mask = m2po(tokens(ratios, [1.0, -1.0, 1.0, 0.0]), AlgorithmSection(m2po_threshold=0.1))
+    mask = m2po(stale_tokens(ratios, [1.0, -1.0, 1.0, 0.0]), AlgorithmSection(m2po_threshold=0.1))
     assert mask.tolist() == [1, 1, 0, 1], "a token without an advantage has no part in it"
 
 
 def test_dppo_masks_tokens_that_the_step_would_move_further_out_of_the_trust_region():
-    seen = tokens([1.2, 1.2, 0.8, 0.8, 1.04], [1.0, -1.0, 1.0, -1.0, 1.0], behaviour=math.log(0.5))
+    seen = stale_tokens([1.2, 1.2, 0.8, 0.8, 1.04], [1.0, -1.0, 1.0, -1.0, 1.0], behaviour=math.log(0.5))
     assert dppo_tv(seen, AlgorithmSection(dppo_rise=0.05, dppo_fall=0.05)).tolist() == [0, 1, 1, 0, 1]
-    rare = tokens([3.0, 0.01], [1.0, -1.0], behaviour=math.log(0.001))
+    rare = stale_tokens([3.0, 0.01], [1.0, -1.0], behaviour=math.log(0.001))
     assert dppo_tv(rare, AlgorithmSection()).tolist() == [1, 1], "however far the ratio of a rare token has gone"
 
 
 def test_bapo_raises_the_lower_bound_first_and_stops_once_positive_advantages_reach_their_target():
-    seen = replace(tokens([2.0, 0.9], [1.0, -2.0]), proximal_logprobs=torch.zeros(2))
+    seen = replace(stale_tokens([2.0, 0.9], [1.0, -2.0]), proximal_logprobs=torch.zeros(2))
     section = AlgorithmSection(bapo_lower=0.8, bapo_lower_step=0.15, bapo_upper=3.0, bapo_upper_step=0.25)
     found = balanced_clip(seen, Clip(0.4, 0.2), section)
     assert (1 - found.low, 1 + found.high) == pytest.approx((0.8, 1.95)), "1.8 are wanted, and 1.7 is a step too few"
@@ -105,8 +89,7 @@ def test_the_loss_and_gradients_of_dppo_are_those_of_verl():
 @pytest.mark.parametrize("threshold", VECTORS["m2po"])
 def test_the_mask_of_m2po_is_that_of_areal(threshold):
     now, mu, advantages = column("logprobs"), column("behaviour"), column("advantages")
-    ages, lengths = torch.ones(len(now), dtype=torch.int64), MASK.sum(1).long().tolist()
-    seen = StaleTokens(now, mu, mu, advantages, ages, spans(*lengths), Alone())
+    seen = replace(stale(now, mu, advantages, MASK.sum(1).long().tolist()), proximal_logprobs=mu)
     mask = m2po(seen, AlgorithmSection(m2po_threshold=float(threshold))).int().tolist()
     assert mask == VECTORS["m2po"][threshold] and 0 < sum(mask) < len(mask)
 

@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from april.config.training import AlgorithmSection
 from april.learner.losses import ADVANTAGES, LOSSES, corrections
-from april.learner.losses.advantages import (
-    advantages,
-    grpo,
-    token_weights,
-)
+from april.learner.losses.advantages import advantages, grpo, token_weights
 from april.learner.losses.policy import Clip, gspo, gspo_token, ppo
 from april.learner.objective import k3
-from tests.support.learner.loss_inputs import logs, spans
+from tests.support.learner.loss_inputs import logs, spans, stale_tokens
 from tests.support.learner.small_learner import BY_GROUPS
 
 ROOT_HALF = 0.5**0.5
@@ -93,17 +90,18 @@ def test_the_proximal_policy_carries_no_gradient():
 
 
 def test_truncated_importance_weights():
-    weights, truncated = corrections.truncated(logs(0.5, 1.5, 9.0), cap=2.0)
+    weights, truncated = corrections.truncated(stale_tokens([0.5, 1.5, 9.0]), AlgorithmSection(truncation=2.0))
     assert weights.tolist() == pytest.approx([0.5, 1.5, 2.0])
     assert truncated.tolist() == [False, False, True]
 
 
 def test_a_ratio_that_equals_the_cap_is_not_truncated():
-    assert not corrections.truncated(torch.zeros(3), cap=1.0)[1].any()
+    assert not corrections.truncated(stale_tokens([1.0] * 3), AlgorithmSection(truncation=1.0))[1].any()
 
 
 def test_only_tokens_of_the_newest_version_are_left():
-    assert corrections.on_policy_only(torch.tensor([0, 1, 0, 7])).tolist() == [1, 0, 1, 0]
+    seen = stale_tokens([1.0] * 4, ages=[0, 1, 0, 7])
+    assert corrections.on_policy_only(seen, AlgorithmSection()).tolist() == [1, 0, 1, 0]
 
 
 def test_the_interpolated_proximal_policy_is_one_version_back_towards_behaviour():

@@ -13,10 +13,11 @@ from collections import defaultdict
 import pytest
 import torch
 
-from april.learner.losses import ADVANTAGES, corrections
-from april.learner.losses.columns import log_ratio
+from april.config.training import AlgorithmSection
+from april.learner.losses import ADVANTAGES, CORRECTIONS
 from april.learner.objective import KL_ESTIMATORS
-from tests.support.learner.recorded_losses import LENGTHS, VECTORS, column, our_loss, padded, spans, trl_loss
+from tests.support.learner.loss_inputs import stale
+from tests.support.learner.recorded_losses import LENGTHS, VECTORS, column, our_loss, padded, trl_loss
 from tests.support.learner.small_learner import BY_GROUPS
 
 CLIPS = {
@@ -58,15 +59,15 @@ def test_divergences_of_verl(name):
 
 
 def test_corrections_of_verl():
-    ratios = log_ratio(column("logprobs"), column("behaviour"))
-    ours = {
-        "truncated": corrections.truncated(ratios, 1.2)[0],
-        "truncated_sequence": corrections.truncated_sequence(ratios, spans(), 1.2)[0],
-        "icepop": corrections.icepop(ratios, 0.8, 1.2),
-        "geometric": corrections.geometric(ratios, spans(), 1 / 1.1, 1 / 0.9),
-    }
-    for name, weights in ours.items():
-        assert weights.tolist() == pytest.approx(VECTORS["corrections"][name], rel=1e-5), name
+    seen = stale(column("logprobs"), column("behaviour"), column("advantages"), LENGTHS.tolist())
+    section = AlgorithmSection(
+        truncation=1.2, sequence_truncation=1.2, icepop_low=0.8, icepop_high=1.2, geometric_low=1 / 1.1,
+        geometric_high=1 / 0.9,
+    )  # fmt: skip
+    for name, theirs in VECTORS["corrections"].items():
+        found = CORRECTIONS.find(name)(seen, section)
+        weights = found[0] if isinstance(found, tuple) else found
+        assert weights.tolist() == pytest.approx(theirs, rel=1e-5), name
 
 
 # --- TRL ----------------------------------------------------------------------------------------------------

@@ -16,15 +16,10 @@ CORRECTIONS = Registry(
     "algorithm.corrections",
     "correction",
     {
-        "truncated": "april.learner.losses.corrections:truncated_correction",
-        "truncated_sequence": "april.learner.losses.corrections:truncated_sequence_correction",
-        "icepop": "april.learner.losses.corrections:icepop_correction",
-        "geometric": "april.learner.losses.corrections:geometric_correction",
-        "on_policy_only": "april.learner.losses.corrections:on_policy_only_correction",
-        "vespo": "april.learner.losses.corrections:vespo",
-        "m2po": "april.learner.losses.corrections:m2po",
-        "dppo_tv": "april.learner.losses.corrections:dppo_tv",
-    },
+        name: f"april.learner.losses.corrections:{name}"
+        for name in ("truncated", "truncated_sequence", "icepop", "geometric")
+    }
+    | {name: f"april.learner.losses.corrections:{name}" for name in ("on_policy_only", "vespo", "m2po", "dppo_tv")},
 )
 ADVANTAGES = Registry(
     "algorithm.advantage",

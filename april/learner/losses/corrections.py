@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from april.config.training import AlgorithmSection
-from april.learner.losses.columns import MAX_LOG_RATIO, Spans, bounded, log_ratio
+from april.learner.losses.columns import Spans, bounded, log_ratio
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
     from april.learner.losses.ranks import Ranks
 
@@ -71,29 +71,6 @@ def over_the_batch(correction: Correction) -> Correction:
     return correction
 
 
-@weighing
-def truncated_correction(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, Tensor]:
-    return truncated(tokens.proximal_log_ratio, section.truncation)
-
-
-@weighing
-def truncated_sequence_correction(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, Tensor]:
-    return truncated_sequence(tokens.proximal_log_ratio, tokens.spans, section.sequence_truncation)
-
-
-@weighing
-def icepop_correction(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
-    return icepop(tokens.proximal_log_ratio, section.icepop_low, section.icepop_high)
-
-
-def geometric_correction(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
-    return geometric(tokens.current_log_ratio, tokens.spans, section.geometric_low, section.geometric_high)
-
-
-def on_policy_only_correction(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
-    return on_policy_only(tokens.ages, tokens.current_log_ratio.dtype)
-
-
 def interpolated_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Tensor) -> Tensor:
     """Log-probabilities of the policy one version before pi, on the log-linear path from mu to pi; [K] -> [K].
 
@@ -105,52 +82,56 @@ def interpolated_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, ages: Te
     return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
 
 
-def truncated(log_ratios: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """Truncated importance sampling: min(ratio, cap) of each token, and where the cap applied; [K] -> [K], bool [K].
+@weighing
+def truncated(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, Tensor]:
+    """Truncated importance sampling: min(ratio, truncation) of each token, and where the cap applied; [K], bool [K].
 
     Ionides 2008, "Truncated Importance Sampling"; for the mismatch of sampler and trainer: Yao et al. 2025, "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training".
     """
-    return capped(log_ratios.exp(), cap)
+    return capped(tokens.proximal_log_ratio.exp(), section.truncation)
 
 
-def truncated_sequence(log_ratios: Tensor, spans: Spans, cap: float) -> tuple[Tensor, Tensor]:
-    """min(product of the sequence's ratios, cap), the same for all tokens of a sequence, and where the cap applied;
-    [K] -> [K], bool [K].
+@weighing
+def truncated_sequence(tokens: StaleTokens, section: AlgorithmSection) -> tuple[Tensor, Tensor]:
+    """min(product of the sequence's ratios, sequence_truncation), the same for all tokens of a sequence, and where the
+    cap applied; [K], bool [K].
 
     The importance weight of whole responses, unbiased except for the cap: it also corrects the distribution of
     prefixes, which token ratios leave out. Its variance grows with the length of the response.
     """
-    return capped(spans.sum(log_ratios).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), cap)
+    return capped(bounded(tokens.spans.sum(tokens.proximal_log_ratio)).exp(), section.sequence_truncation)
 
 
 def capped(weights: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     return weights.clamp(max=cap), weights > cap
 
 
-def icepop(log_ratios: Tensor, low: float, high: float) -> Tensor:
-    """The ratio of a token where it is within [low, high], otherwise 0; [K] -> [K].
+@weighing
+def icepop(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
+    """The ratio of a token where it is within [icepop_low, icepop_high], otherwise 0; [K].
 
     IcePop, "Every Step Evolves", arXiv 2510.18855.
     """
-    ratios = log_ratios.exp()
-    return ratios.where((ratios >= low) & (ratios <= high), 0.0)
+    ratios = tokens.proximal_log_ratio.exp()
+    return ratios.where((ratios >= section.icepop_low) & (ratios <= section.icepop_high), 0.0)
 
 
-def geometric(log_ratios: Tensor, spans: Spans, low: float, high: float) -> Tensor:
-    """1 for all tokens of a sequence whose geometric mean ratio is within [low, high], otherwise 0; [K] -> [K].
+def geometric(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
+    """1 for all tokens of a sequence whose geometric mean of pi / mu is within [geometric_low, geometric_high],
+    otherwise 0; [K].
 
     Sequence-level rejection by the mean log-ratio, which does not grow with length. Liu et al. 2025, "When Speed Kills
     Stability".
     """
-    means = spans.mean(log_ratios).exp()
-    return ((means >= low) & (means <= high)).to(log_ratios.dtype)
+    means = tokens.spans.mean(tokens.current_log_ratio).exp()
+    return ((means >= section.geometric_low) & (means <= section.geometric_high)).to(means.dtype)
 
 
-def on_policy_only(ages: Tensor, dtype: dtype | None = None) -> Tensor:
+def on_policy_only(tokens: StaleTokens, section: AlgorithmSection) -> Tensor:
     """1 for tokens that the current version sampled (age 0), otherwise 0: the older part of a partial rollout is
-    masked; int64 [K] -> [K] of `dtype` (None: float32)."""
-    return (ages <= 0).to(dtype) if dtype else (ages <= 0).float()
+    masked; [K]."""
+    return (tokens.ages <= 0).to(tokens.logprobs.dtype)
 
 
 # --- VESPO ------------------------------------------------------------------------------------------------------------
