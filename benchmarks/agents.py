@@ -1,7 +1,7 @@
 """The latency that the agents gateway adds to a turn, and the turns a second it carries: HTTP, broker and journal.
 
 Broker and agents process are those of a run; in place of engines there is a worker that answers at once. Many sessions
-ask over HTTP. Then two whole runs: how many slots idle while tools work, and what a program of wait's own costs beside
+ask over HTTP. Then two whole runs: how many slots idle while tools work, and what a program of one's own costs beside
 the built-in environment.
 """
 
@@ -229,7 +229,7 @@ async def take(http: aiohttp.ClientSession, url: str) -> str:
 
 
 class Agent:
-    """Says a long text first, and a short wait behind each answer."""
+    """Says a long text first, and a short one behind each answer."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str):
         self.http, self.url, self.key = http, url, key
@@ -291,7 +291,7 @@ def line_after(gauge: Path, run: subprocess.Popen, at: float) -> dict:
 
 def against_environment(folder: Path, quick: bool) -> list[Row]:
     """The calculator as a program that speaks the OpenAI API, and as the built-in environment: the same task, policy
-    and steps, wait run after the other."""
+    and steps, one run after the other."""
     policy = quickstart_policy(folder, quick=False)
     train, heldout = make_data(folder / "calculator-data")
     speeds = {}
