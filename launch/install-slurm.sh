@@ -3,7 +3,7 @@
 #
 #   launch/install-slurm.sh
 #
-# Needs root and Debian's packages. Elsewhere it says so, and those tests are left out.
+# Needs root and Debian's packages. Elsewhere it says so, and those tests are skipped.
 set -euo pipefail
 
 case ${1:-} in
@@ -19,5 +19,5 @@ elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     apt-get install -qq --no-install-recommends slurm-wlm munge iproute2 >/dev/null
     echo "april: Slurm is installed"
 else
-    echo "april: Slurm is not here and this is not Debian's root, so its tests are left out"
+    echo "april: Slurm is not here and this is not Debian's root, so its tests are skipped"
 fi

@@ -4,7 +4,7 @@
 #
 #   launch/install-verl.sh
 #
-# An extra: nothing else needs it. verl has an environment of its own because it pins transformers and tensordict.
+# Nothing but those tests needs it. verl has an environment of its own because it pins transformers and tensordict.
 #
 # APRIL_PYTHON        interpreter for a new .venv-verl; otherwise the first one of version 3.11 or newer is taken
 # APRIL_VERL          what to install (default verl==0.9.1)

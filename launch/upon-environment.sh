@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Read by install-sinks.sh and others: makes an environment of its own upon what .venv has, for packages that few need.
 #
-# The script that reads it calls make_upon. Tests of what such an environment has are left out where it is not there.
+# The script that reads it calls make_upon. Tests of what such an environment has are skipped where it is not there.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
