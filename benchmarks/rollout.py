@@ -13,7 +13,7 @@ from common import ROOT, Row, parser, ratios, report
 from april.broker.telemetry.lengths import drift_of
 from april.simulate.pipeline import Pipeline
 from april.simulate.scenario import Scenario, load_scenario
-from april.simulate.variants import COLUMNS, SimulationResult, columns, evaluate, text_table, variants, with_schedule
+from april.simulate.variants import COMPARED, SimulationResult, columns, evaluate, text_table, variants, with_schedule
 
 PUBLISHED = ROOT / "configs/published.toml"
 COSTS = ("h100", "mi300x", "plain")
@@ -228,13 +228,13 @@ def simulate_published(options) -> tuple[list[Row], dict]:
             outcomes = [(name, results.start(scenario)) for name, scenario in variants(base)[0].items()]
             tables[part] = [
                 [
-                    dict(zip(COLUMNS, [name, *columns(found[seed].result())[1:]], strict=True))
+                    dict(zip(COMPARED, [name, *columns(found[seed].result())[1:]], strict=True))
                     for name, found in outcomes
                 ]
                 for seed in seeds
             ]
             lines = [list(line.values()) for line in tables[part][0]]
-            print(f"cost model {part}: {base.cost.source}\n{text_table(lines, COLUMNS)}\n", flush=True)
+            print(f"cost model {part}: {base.cost.source}\n{text_table(lines)}\n", flush=True)
             rows += simulated_rows(results, base, "" if part == COSTS[0] else f"_{part}")
     return rows, tables
 

@@ -111,11 +111,9 @@ class SessionForwarder:
         while True:
             holder = await self._ask_once(session_id)
             if holder.state == "over":
-                raise Refusal("session_over", "the session of this key is over", OVER_STATUS)
+                raise session_over()
             if holder.state == "moved":
-                raise Refusal(
-                    "session_moved", "another execution of this session's agent has taken its place", MOVED_STATUS
-                )
+                raise session_moved()
             if holder.address:
                 self.holder_addresses[session_id] = holder.address
                 if len(self.holder_addresses) > MAX_KNOWN_HOLDERS:
@@ -207,6 +205,14 @@ def peer_tls(section: AgentSection) -> ssl.SSLContext | bool:
     context.load_verify_locations(section.ssl_certfile)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
+
+
+def session_over() -> Refusal:
+    return Refusal("session_over", "the session of this key is over", OVER_STATUS)
+
+
+def session_moved() -> Refusal:
+    return Refusal("session_moved", "another execution of this session's agent has taken its place", MOVED_STATUS)
 
 
 def unknown_key() -> Refusal:

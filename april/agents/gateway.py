@@ -15,7 +15,15 @@ from aiohttp import web
 from april.agents.conversation_tree import ConversationTree, Refusal, Turn
 from april.agents.dialects import Dialect
 from april.agents.dialects.base import StreamEvent
-from april.agents.forwarding import MOVED_STATUS, OVER_STATUS, SESSION_KEY, SessionForwarder, session_key
+from april.agents.forwarding import (
+    MOVED_STATUS,
+    OVER_STATUS,
+    SESSION_KEY,
+    SessionForwarder,
+    session_key,
+    session_moved,
+    session_over,
+)
 from april.agents.host import pack_state
 from april.agents.rendering import BadMessages
 
@@ -148,11 +156,9 @@ class Gateway:
         """The session of the request's key. Raises Refusal."""
         key = self.key_of(request)
         if self.former_keys.get(key) == MOVED_STATUS:
-            raise Refusal(
-                "session_moved", "another execution of this session's agent has taken its place", MOVED_STATUS
-            )
+            raise session_moved()
         if key in self.former_keys:
-            raise Refusal("session_over", "the session of this key is over", OVER_STATUS)
+            raise session_over()
         if key not in self.sessions:
             raise Refusal("invalid_api_key", "this key opens no session", 401)
         return self.sessions[key]

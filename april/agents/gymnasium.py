@@ -35,7 +35,6 @@ class Gymnasium:
         from openai import DefaultAsyncHttpxClient
 
         self.http = DefaultAsyncHttpxClient(timeout=None)
-        """One client for all sessions, because creating one takes longer than a turn."""
 
     async def __call__(self, session: HostedSession) -> float:
         """Play one episode; returns the sum of the rewards. The environment's exceptions are raised: a crash is not a
@@ -47,9 +46,9 @@ class Gymnasium:
             environment.close()
 
     async def _play(self, session: HostedSession, environment: Any) -> float:
-        from openai import AsyncOpenAI, BadRequestError
+        from openai import BadRequestError
 
-        client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=self.http, timeout=None)
+        client = session.openai_client(self.http)
         observation, _ = await in_thread(partial(environment.reset, seed=seed_of(session.task)))
         messages, total_reward = first_messages(session.task["messages"], text_of(environment, observation)), 0.0
         for _ in range(self.turns):

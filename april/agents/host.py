@@ -73,6 +73,13 @@ class HostedSession:
     def root_url(self) -> str:
         return self.base_url.removesuffix("/v1")
 
+    def openai_client(self, http: Any) -> Any:
+        """An `openai.AsyncOpenAI` for the policy. `http`: one `openai.DefaultAsyncHttpxClient(timeout=None)` for all
+        sessions, because creating one takes longer than a turn."""
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=http, timeout=None)
+
 
 def load_program(name: str, options: dict[str, Any]) -> Any:
     """The program of a registry name. A class is instantiated with `options`; if that raises, every session of the

@@ -41,17 +41,12 @@ class Verifiers:
         from openai import DefaultAsyncHttpxClient
 
         self.http = DefaultAsyncHttpxClient(timeout=None)
-        """One client for all sessions, because creating one takes longer than a turn."""
 
     async def __call__(self, session: HostedSession) -> float:
         """The rubric's reward. Exceptions of the environment or its rubric are raised: a crash is not a reward of 0."""
         import verifiers as vf
-        from openai import AsyncOpenAI
 
-        openai_client = AsyncOpenAI(
-            base_url=session.base_url, api_key=session.api_key, http_client=self.http, timeout=None
-        )
-        client = vf.OpenAIChatCompletionsClient(openai_client)
+        client = vf.OpenAIChatCompletionsClient(session.openai_client(self.http))
         state = await self.environment.rollout(row_of(session.task), client, "policy", {})
         # An answer without text is the policy's fault: the conversation ends there and is scored as it stands.
         if state["error"] and not isinstance(state["error"], vf.EmptyModelResponseError):

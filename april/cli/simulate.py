@@ -117,10 +117,10 @@ def read_scenario(path: Path, cost: str | None, overrides: list[str], trace: Pat
 
 def print_comparison(scenario: "Scenario", kind: str) -> None:
     """Print the measures of all schedules, or of those of one kind, and why the staleness bound refuses others."""
-    from april.simulate.variants import COLUMNS, columns, evaluate, text_table, variants
+    from april.simulate.variants import columns, evaluate, text_table, variants
 
     admitted, refused = variants(scenario, kind)
-    print(text_table([columns(evaluate(name, variant)) for name, variant in admitted.items()], COLUMNS))
+    print(text_table([columns(evaluate(name, variant)) for name, variant in admitted.items()]))
     for name, error in refused.items():
         print(f"left out: {name}: {error}")
 

@@ -84,20 +84,23 @@ else:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-class SourceSection(Section):
+class PromptsSection(Section):
     path: Path = Field(description="JSONL, JSON, Parquet or Arrow file of prompts, or a folder of such files.")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        description="Rows drawn in an epoch, as a multiple of the source's rows: round(weight * rows). Above 1, rows "
-        "repeat within an epoch.",
-    )
     mapping: MappingName | None = Field(
         None, description="Published dataset whose field names these files use. None: data.mapping."
     )
     prompt_key: str | None = Field(None, description="Row field of the prompt. None: the mapping's.")
     label_key: str | None = Field(None, description="Row field of the reference answer. None: the mapping's.")
     reward: str | None = Field(None, description="Verifier of all rows of this source. None: data.reward.")
+
+
+class SourceSection(PromptsSection):
+    weight: float = Field(
+        1.0,
+        gt=0,
+        description="Rows drawn in an epoch, as a multiple of the source's rows: round(weight * rows). Above 1, rows "
+        "repeat within an epoch.",
+    )
 
     def with_defaults(self, data: "DataSection") -> "SourceSection":
         """A copy with unset keys taken from `data`; names of row fields are taken only if both have the same
@@ -215,14 +218,7 @@ SAMPLING_KEYS = ("prompts", "samples", "temperature", "top_k", "top_p")
 """Keys of `[evaluation]` that a set in `[evaluation.sets.NAME]` may override."""
 
 
-class EvaluationSetSection(Section):
-    path: Path = Field(description="JSONL, JSON, Parquet or Arrow file of prompts, or a folder of such files.")
-    mapping: MappingName | None = Field(
-        None, description="Published dataset whose field names these files use. None: data.mapping."
-    )
-    prompt_key: str | None = Field(None, description="Row field of the prompt. None: the mapping's.")
-    label_key: str | None = Field(None, description="Row field of the reference answer. None: the mapping's.")
-    reward: str | None = Field(None, description="Verifier of all rows of this source. None: data.reward.")
+class EvaluationSetSection(PromptsSection):
     prompts: int | None = Field(
         None, ge=1, description="Prompts used, the first ones of the files. None: evaluation.prompts."
     )
@@ -322,7 +318,7 @@ def evaluation_sets(evaluation: EvaluationSection, data: DataSection) -> list[Ev
     common = {key: getattr(evaluation, key) for key in SAMPLING_KEYS}
     found = [EvaluationSet(0, HELD_OUT, "evaluation", source, **common) for source in data.eval_sources]
     for number, (name, section) in enumerate(evaluation.sets.items(), 1):
-        fields = {key: getattr(section, key) for key in ("path", "mapping", "prompt_key", "label_key", "reward")}
+        fields = {key: getattr(section, key) for key in PromptsSection.model_fields}
         overrides = {key: value for key in SAMPLING_KEYS if (value := getattr(section, key)) is not None}
         source = SourceSection(**fields).with_defaults(data)
         found.append(EvaluationSet(number, name, f"evaluation.sets.{name}", source, **common | overrides))

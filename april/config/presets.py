@@ -5,48 +5,48 @@ Learning rates, batch sizes and lengths belong to a model and a machine, and no 
 
 from typing import Any
 
-SAMPLED_FROM = {"algorithm.proximal": "behaviour", "algorithm.corrections": [], "algorithm.behaviour_coef": 0.0}
+SHARED = {
+    "algorithm.proximal": "behaviour",
+    "algorithm.corrections": [],
+    "algorithm.behaviour_coef": 0.0,
+    "algorithm.advantage": "grpo",
+    "algorithm.entropy_coef": 0.0,
+}
 """Keys that all three presets share: ratio and clip are relative to the policy that sampled the tokens, and corrections
 of stale tokens are off."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # "DeepSeekMath", arXiv 2402.03300, equation 3 and section 4.2
     "grpo": {
-        **SAMPLED_FROM,
-        "algorithm.advantage": "grpo",
+        **SHARED,
         "algorithm.loss": "ppo",
         "algorithm.clip_low": 0.2,
         "algorithm.clip_high": 0.2,
         "algorithm.normalisation": "sequence_mean",
         "algorithm.kl_coef": 0.04,
         "algorithm.kl_estimator": "k3",
-        "algorithm.entropy_coef": 0.0,
         "reward.overlong_buffer_tokens": 0,
         "schedule.dynamic_sampling": False,
     },
     # "DAPO", arXiv 2503.14476, sections 3 and 4.1
     "dapo": {
-        **SAMPLED_FROM,
-        "algorithm.advantage": "grpo",
+        **SHARED,
         "algorithm.loss": "ppo",
         "algorithm.clip_low": 0.2,
         "algorithm.clip_high": 0.28,
         "algorithm.normalisation": "token_mean",
         "algorithm.kl_coef": 0.0,
-        "algorithm.entropy_coef": 0.0,
         "reward.overlong_penalty": 1.0,
         "schedule.dynamic_sampling": True,
     },
     # "Group Sequence Policy Optimization", arXiv 2507.18071, section 5.1
     "gspo": {
-        **SAMPLED_FROM,
-        "algorithm.advantage": "grpo",
+        **SHARED,
         "algorithm.loss": "gspo",
         "algorithm.clip_low": 3e-4,
         "algorithm.clip_high": 4e-4,
         "algorithm.normalisation": "sequence_mean",
         "algorithm.kl_coef": 0.0,
-        "algorithm.entropy_coef": 0.0,
         "reward.overlong_buffer_tokens": 0,
         "schedule.dynamic_sampling": False,
     },

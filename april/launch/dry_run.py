@@ -163,10 +163,7 @@ def describe_engine(config: Config, shape: ModelShape | None) -> str:
 
 
 def describe_channels(config: Config, shape: ModelShape | None, placed: dict[str, list[str]]) -> str:
-    engine = ENGINES.find(config.worker.engine)
-    channels = [
-        channel for index in range(config.worker.count) for channel in engine.weight_channels(config, f"worker-{index}")
-    ]
+    engine, channels = ENGINES.find(config.worker.engine), weight_channels(config)
     ends = "worker" if len(channels) == config.worker.count else "server"
     backend: str = config.weights.backend
     if backend == "auto":
@@ -180,7 +177,10 @@ def describe_channels(config: Config, shape: ModelShape | None, placed: dict[str
 def describe_groups(config: Config) -> list[str]:
     """One line per weight channel: its process group and the rank of each member."""
     engine = ENGINES.find(config.worker.engine)
-    channels = [
-        channel for index in range(config.worker.count) for channel in engine.weight_channels(config, f"worker-{index}")
-    ]
-    return [f"{channel}: {engine.describe_channel(config)}" for channel in channels]
+    return [f"{channel}: {engine.describe_channel(config)}" for channel in weight_channels(config)]
+
+
+def weight_channels(config: Config) -> list[str]:
+    """Names of the weight channels of all workers."""
+    engine, names = ENGINES.find(config.worker.engine), (f"worker-{index}" for index in range(config.worker.count))
+    return [channel for name in names for channel in engine.weight_channels(config, name)]

@@ -263,7 +263,7 @@ class Rehearsal:
         if name.startswith(GROUP_REWARD):
             self.verifiers.submit_group(index, name, [item] * self.config.schedule.n_samples_per_prompt)
         else:
-            self.verifiers.queue.append(item)
+            self.verifiers.put(item)
 
     def _judge(self, name: str, graded: list[tuple[InspectedRow, Score]]) -> str:
         """Sentence about a verifier's scores of the reference answers; records errors and warnings."""

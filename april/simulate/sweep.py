@@ -16,6 +16,7 @@ from april.broker.telemetry.lengths import describe_lengths
 from april.simulate.scenario import Scenario
 from april.simulate.variants import (
     SimulationResult,
+    columns,
     counts_groups,
     counts_samples,
     evaluate,
@@ -36,8 +37,9 @@ UNITS = {True: "in flight", False: "groups in a round"}
 """Unit of a schedule's dial (the key that sets its concurrency), by whether the dial counts samples in flight."""
 
 HEADER = (
-    "", "consumed/s", "of limit", "stale mean", "max", "occupied", "KV peak", "retracted", "step p50 s", "learner busy",
+    "consumed/s", "of limit", "stale mean", "max", "occupied", "KV peak", "retracted", "step p50 s", "learner busy",
 )  # fmt: skip
+BUFFERS_HEADER = ("consumed/s", "buffer_peak_tokens", "buffer_peak_bytes", "stale mean")
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,8 @@ class Sweep:
     points: list[tuple[float, SimulationResult]]
 
     def table(self) -> str:
-        return text_table([self._cells(value, outcome) for value, outcome in self.points], (self.axis, *HEADER[1:]))
-
-    def _cells(self, value: float, outcome: SimulationResult) -> list[str]:
-        m = outcome.measures
-        return [
-            f"{value:g}", f"{m.consumed_per_s:,.0f}", f"{outcome.limit_share:.3f}", f"{m.staleness_mean:.2f}",
-            str(m.staleness_max), f"{m.occupancy:.1%}", f"{m.kv_peak_share:.0%}", str(m.measured.retractions),
-            f"{m.step_s[0]:.1f}", f"{m.learner_share:.1%}",
-        ]  # fmt: skip
+        lines = [[f"{value:g}", *columns(result, HEADER)] for value, result in self.points]
+        return text_table(lines, (self.axis, *HEADER))
 
 
 def sweeps(scenario: Scenario, kind: str = "") -> list[Sweep]:
@@ -161,14 +156,8 @@ def buffers_experiment(scenario: Scenario, kind: str = "") -> tuple[str, list[tu
         (factor, evaluate(f"{factor:g} N", with_dial(scenario, kind, round(factor * groups))))
         for factor in admitted(scenario, COMPARED_FACTORS)
     ]
-    lines = [
-        [
-            result.name, f"{result.consumed_per_s:,.0f}", f"{result.measures.buffer_peak_tokens:,}",
-            f"{result.measures.buffer_peak_bytes:,}", f"{result.measures.staleness_mean:.2f}",
-        ]
-        for _, result in points
-    ]  # fmt: skip
-    return text_table(lines, ("N'", "consumed/s", "buffer_peak_tokens", "buffer_peak_bytes", "stale mean")), points
+    lines = [[result.name, *columns(result, BUFFERS_HEADER)] for _, result in points]
+    return text_table(lines, ("N'", *BUFFERS_HEADER)), points
 
 
 def versions_experiment(scenario: Scenario, kind: str = "") -> tuple[str, SimulationResult]:

@@ -11,7 +11,7 @@ from april.config.checks import check_schedule
 from april.config.costs import EngineCost
 from april.simulate.scenario import LengthsSection, Scenario, check_scenario, load_scenario
 from april.simulate.trace import record_trace, write_trace
-from april.simulate.variants import SimulationResult, evaluate, text_table, with_dial
+from april.simulate.variants import SimulationResult, columns, evaluate, text_table, with_dial
 from april.util.errors import refuse
 from april.workers.engines import ENGINES
 
@@ -21,7 +21,8 @@ FEWER_IN_FLIGHT = (0.25, 0.5, 0.75, 1.0)
 WITHIN = 0.02
 """A value is as good as the best if its throughput is at most this share lower."""
 
-HEADER = ("", "consumed/s", "of best", "stale mean", "max", "KV peak", "buffer peak", "")
+HEADER = ("stale mean", "max", "KV peak", "buffer peak")
+"""Columns of the table, besides the throughput and whether a value is chosen."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,8 @@ def tune(scenario: Scenario, most_staleness: float | None = None) -> TuningChoic
     chosen = next(result for result in permitted if result.consumed_per_s >= (1 - WITHIN) * best.consumed_per_s)
     lines = [
         [
-            result.name, f"{result.consumed_per_s:,.0f}", f"{result.consumed_per_s / best.consumed_per_s:.3f}",
-            f"{result.measures.staleness_mean:.2f}", str(result.measures.staleness_max),
-            f"{result.measures.kv_peak_share:.0%}", f"{result.measures.buffer_peak_tokens / 1e6:.2f} M",
+            *columns(result, ("", "consumed/s")), f"{result.consumed_per_s / best.consumed_per_s:.3f}",
+            *columns(result, HEADER),
             "too stale" if result not in permitted else "chosen" if result is chosen else "",
         ]
         for result in results
@@ -75,7 +75,7 @@ def tune(scenario: Scenario, most_staleness: float | None = None) -> TuningChoic
         f"it consumes {chosen.consumed_per_s:,.0f} tokens/s at a mean staleness of {chosen.measures.staleness_mean:.2f}"
         f", {chosen.limit_share:.0%} of what its engines generate without any barrier"
     )
-    return TuningChoice(key, int(chosen.name), why, text_table(lines, (key, *HEADER[1:])))
+    return TuningChoice(key, int(chosen.name), why, text_table(lines, (key, "consumed/s", "of best", *HEADER, "")))
 
 
 def candidates(scenario: Scenario, dial: Dial) -> tuple[str, list[SimulationResult]]:

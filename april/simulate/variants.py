@@ -1,7 +1,7 @@
 """Variants of a scenario under the schedules to be compared, their no-barrier limit, and the table of their results."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from april.broker.schedules import SCHEDULES
@@ -142,26 +142,42 @@ def kind_with_dial(kind: str, fits: Callable[[type[Schedule]], bool] = lambda en
     return kind or suitable[0]
 
 
-COLUMNS = (
-    "", "consumed/s", "in rollout", "generated/s", "gen. in rollout", "wasted", "recomputed", "occupied", "stale mean",
-    "max", "off-policy", "step p50 s", "p95 s", "limit/s", "of limit", "cap", "of cap", "KV peak", "buffer peak",
-)  # fmt: skip
+COLUMNS: dict[str, Callable[[SimulationResult], str]] = {
+    "": lambda result: result.name,
+    "consumed/s": lambda result: f"{result.consumed_per_s:,.0f}",
+    "in rollout": lambda result: f"{result.measures.consumed_per_rollout_s:,.0f}",
+    "generated/s": lambda result: f"{result.measures.generated_per_s:,.0f}",
+    "gen. in rollout": lambda result: f"{result.measures.generated_per_rollout_s:,.0f}",
+    "wasted": lambda result: f"{result.measures.wasted_share:.1%}",
+    "recomputed": lambda result: f"{result.measures.recomputed_share:.1%}",
+    "occupied": lambda result: f"{result.measures.occupancy:.1%}",
+    "stale mean": lambda result: f"{result.measures.staleness_mean:.2f}",
+    "max": lambda result: str(result.measures.staleness_max),
+    "off-policy": lambda result: f"{result.measures.off_policy_share:.1%}",
+    "step p50 s": lambda result: f"{result.measures.step_s[0]:.1f}",
+    "p95 s": lambda result: f"{result.measures.step_s[1]:.1f}",
+    "limit/s": lambda result: f"{result.limit:,.0f}",
+    "of limit": lambda result: f"{result.limit_share:.3f}",
+    "cap": lambda result: f"{result.cap:.3f}",
+    "of cap": lambda result: f"{result.cap_share:.3f}",
+    "KV peak": lambda result: f"{result.measures.kv_peak_share:.0%}",
+    "buffer peak": lambda result: f"{result.measures.buffer_peak_tokens / 1e6:.2f} M",
+    "retracted": lambda result: str(result.measures.measured.retractions),
+    "learner busy": lambda result: f"{result.measures.learner_share:.1%}",
+    "buffer_peak_tokens": lambda result: f"{result.measures.buffer_peak_tokens:,}",
+    "buffer_peak_bytes": lambda result: f"{result.measures.buffer_peak_bytes:,}",
+}
+"""What a column of a table says of a result, by the column's header."""
+COMPARED = tuple(COLUMNS)[:19]
+"""Columns of the table that compares schedules."""
 
 
-def columns(result: SimulationResult) -> list[str]:
-    """Cells of one table row, in the order of `COLUMNS`."""
-    m = result.measures
-    p50, p95 = m.step_s
-    return [
-        result.name, f"{m.consumed_per_s:,.0f}", f"{m.consumed_per_rollout_s:,.0f}", f"{m.generated_per_s:,.0f}",
-        f"{m.generated_per_rollout_s:,.0f}", f"{m.wasted_share:.1%}", f"{m.recomputed_share:.1%}",
-        f"{m.occupancy:.1%}", f"{m.staleness_mean:.2f}", str(m.staleness_max), f"{m.off_policy_share:.1%}",
-        f"{p50:.1f}", f"{p95:.1f}", f"{result.limit:,.0f}", f"{result.limit_share:.3f}", f"{result.cap:.3f}",
-        f"{result.cap_share:.3f}", f"{m.kv_peak_share:.0%}", f"{m.buffer_peak_tokens / 1e6:.2f} M",
-    ]  # fmt: skip
+def columns(result: SimulationResult, headers: Iterable[str] = COMPARED) -> list[str]:
+    """Cells of one table row, in the order of `headers`."""
+    return [COLUMNS[header](result) for header in headers]
 
 
-def text_table(lines: list[list[str]], header: tuple[str, ...] = COLUMNS) -> str:
+def text_table(lines: list[list[str]], header: Sequence[str] = COMPARED) -> str:
     """A text table with aligned columns, the first one flush left."""
     rows = [list(header), *lines]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

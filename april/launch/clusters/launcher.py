@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -139,6 +140,11 @@ class Launcher:
         self.folder = layout.config_file.parent / FOLDER
         self.logs_folder = layout.config_file.parent / "logs"
 
+    @property
+    def _run_dir(self) -> str:
+        """The run folder, quoted for a shell."""
+        return shlex.quote(str(self.folder.parent))
+
     def files(self) -> dict[str, str]:
         """Content of each file to be submitted, by file name."""
         raise NotImplementedError
@@ -183,6 +189,14 @@ class Launcher:
     def remembered(self) -> dict:
         path = self.folder / SUBMITTED
         return orjson.loads(path.read_bytes()) if path.is_file() else {}
+
+    def submitted(self, key: str) -> Any:
+        """A fact about what was submitted. Raises ConfigError if nothing was."""
+        if key not in self.remembered():
+            raise ConfigError(
+                f"run {self.layout.name} has not been submitted from this folder; `april launch` does that"
+            )
+        return self.remembered()[key]
 
 
 def last_lines(path: Path, count: int = 20) -> str:

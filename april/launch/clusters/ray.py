@@ -55,10 +55,6 @@ class Ray(Launcher):
     def _script(self, command: str) -> str:
         return "\n".join([*self.layout.preparations(), f"exec {command} {NO_RESTARTS}"]) + "\n"
 
-    @property
-    def _run_dir(self) -> str:
-        return shlex.quote(str(self.folder.parent))
-
     def _submit(self) -> str:
         """Shell script that submits the Ray job; `ray job submit` finds the cluster by Ray's own environment
         variable."""
@@ -83,11 +79,7 @@ class Ray(Launcher):
 
     @property
     def _job(self) -> str:
-        if "job" not in self.remembered():
-            raise ConfigError(
-                f"run {self.layout.name} has not been submitted from this folder; `april launch` does that"
-            )
-        return self.remembered()["job"]
+        return self.submitted("job")
 
     def stop(self) -> str:
         self.remember(stop=True)

@@ -82,10 +82,6 @@ class Shells(Launcher):
         seen = placement.accelerators
         return command + (f" --accelerators {seen.start}:{seen.stop}" if seen else "")
 
-    @property
-    def _run_dir(self) -> str:
-        return shlex.quote(str(self.folder.parent))
-
     def files(self) -> dict[str, str]:
         return {f"{part}.sh": self._script(part, placement) for part, placement in self.placements().items()}
 

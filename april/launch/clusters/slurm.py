@@ -51,10 +51,6 @@ class Slurm(Launcher):
             command=self._in_each_task(layout.holder(role, self._run_dir, f"{role}-$SLURM_JOB_ID-$SLURM_PROCID")),
         )
 
-    @property
-    def _run_dir(self) -> str:
-        return shlex.quote(str(self.folder.parent))
-
     def _log(self, name: str) -> str:
         """Options of srun for a part's log file; %j and %t in the name are its job id and task index."""
         return f"--open-mode=append --output={shlex.quote(str(self.logs_folder / f'{name}.log'))}"
@@ -105,12 +101,7 @@ class Slurm(Launcher):
 
     @property
     def _jobs(self) -> list[str]:
-        submitted = self.remembered()
-        if not submitted:
-            raise ConfigError(
-                f"run {self.layout.name} has not been submitted from this folder; `april launch` does that"
-            )
-        return [submitted["main"], *submitted.get("holders", {})]
+        return [self.submitted("main"), *self.remembered().get("holders", {})]
 
     def status(self) -> str:
         return ask(["squeue", "--jobs", ",".join(self._jobs), "--format=%.10i %.24j %.9T %.10M %.6D %R"])

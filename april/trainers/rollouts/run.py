@@ -316,17 +316,10 @@ def toml_text(value: Any) -> str:
 
 def check_needs_no_critic(config: Config) -> None:
     """Raises ConfigError for advantages that only April's learner can compute."""
-    if needs_values(config.algorithm, imported=True):
-        refuse(
-            "algorithm.advantage",
-            config.algorithm.advantage,
-            "asks for a critic, and a trainer of yours has its own, if any",
-            "leave it out, and take the rewards of a batch",
-        )
-    if needs_norms(config.algorithm, imported=True):
-        refuse(
-            "algorithm.advantage",
-            config.algorithm.advantage,
-            "asks for the gradient of each response, which April's learner alone has",
-            "leave it out, and take the rewards of a batch",
-        )
+    for needs, why in (
+        (needs_values, "asks for a critic, and a trainer of yours has its own, if any"),
+        (needs_norms, "asks for the gradient of each response, which April's learner alone has"),
+    ):
+        if needs(config.algorithm, imported=True):
+            fix = "leave it out, and take the rewards of a batch"
+            refuse("algorithm.advantage", config.algorithm.advantage, why, fix)
