@@ -12,6 +12,7 @@ import sys
 from functools import partial
 
 from april import config as configuration
+from april.learner.launch import RESTARTS
 from april.util.lifetime import REFUSED, die_with_parent, exit_at_once
 from april.util.logs import log_to_stderr
 from april.util.registry import add_import_folders
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 # --- refusals across restarts -----------------------------------------------------------------------------------------
 
-RESTARTS, REFUSED_KEY = "TORCHELASTIC_RESTART_COUNT", "april/refused"
+REFUSED_KEY = "april/refused"
 STORE_TIMEOUT_S = 10
 
 

@@ -20,6 +20,7 @@ from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end_with_p
 
 HOST = "127.0.0.1"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable with the number of restarts of the ranks so far, as torchrun names it."""
 IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
 """Names of modules imported before the ranks are forked; none may start a thread or use an accelerator."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from april.config import LearnerSection
+from april.learner.launch import RESTARTS
 from april.wire.sockets.base import interface_towards
 
 LONG_WAIT = timedelta(days=7)
@@ -53,7 +54,7 @@ def rendezvous_of_this_start(timeout: timedelta) -> dict[str, Any]:
     """Store, rank and world size for `init_process_group`. torchrun keeps its store, with the addresses of dead ranks,
     when it restarts the ranks, so each start uses key names of its own."""
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    start = os.environ.get(RESTARTS, "0")
     return {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": world_size}
 
 

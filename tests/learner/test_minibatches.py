@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from april.learner import objective
 from april.learner.batch import TrainingBatch
+from april.learner.objective import SCORING_PASSES, ScoringPass
 from april.learner.packing import minibatches
 from april.learner.trainer import Trainer
 from tests.support.learner.reference import ReferenceLearner
@@ -60,6 +62,23 @@ def test_token_metrics_are_under_the_weights_at_delivery(one_rank, policy_folder
     assert often == pytest.approx(once, rel=1e-6)
     for one, other in zip(seen, seen_often, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_each_scoring_pass_is_made_once_a_batch_and_a_further_one_is_an_entry_of_the_list(
+    one_rank, policy_folder, tmp_path, monkeypatch
+):
+    teacher = ScoringPass(("teacher_logprobs",), "teacher", lambda objective: True, "forward_s", "scoring by a teacher")
+    monkeypatch.setattr(objective, "SCORING_PASSES", (*SCORING_PASSES, teacher))
+    config = make_config(policy_folder, tmp_path / "run", algorithm={"kl_coef": 0.1}, minibatches=2, epochs=2)
+    trainer, made, seen = Trainer(config, torch.device("cpu")), [], []
+    trainer.scorers["teacher"] = trainer.scorers["reference"]
+    for model, scorer in trainer.scorers.items():
+        trainer.scorers[model] = lambda micros, model=model, scorer=scorer: [made.append(model), *scorer(micros)][1:]
+    loss = trainer.objective.loss
+    monkeypatch.setattr(trainer.objective, "loss", lambda *inputs: [seen.append(inputs[2].scores), loss(*inputs)][1])
+    trainer.step(uneven_batch(0, policy_folder))
+    assert made == ["policy", "reference", "teacher"] and len(seen) >= 4
+    assert all(torch.equal(scores["teacher_logprobs"], scores["reference_logprobs"]) for scores in seen)
 
 
 def test_a_nonfinite_minibatch_skips_only_its_own_step(one_rank, policy_folder, tmp_path):

@@ -233,12 +233,6 @@ def test_a_version_larger_than_a_bucket_arrives_whole(publisher, worker):
     assert first.await_version(Version(0, 0)) == 4_500_000
 
 
-def test_a_late_joiner_gets_the_newest_version(publisher, worker):
-    publisher.publish(Version(0, 0), weights(0))
-    publisher.publish(Version(0, 1), weights(1))
-    assert worker("w0").await_version(Version(0, 1)) == total(1)
-
-
 @impatient
 def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, worker):
     victim, other = worker("w0", "w1")
