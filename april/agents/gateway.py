@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from april.agents.conversation_tree import ConversationTree, Refusal, Turn
-from april.agents.dialects import Dialect
+from april.agents.dialects import DIALECTS, Dialect
 from april.agents.dialects.base import StreamEvent
 from april.agents.forwarding import (
     MOVED_STATUS,
@@ -23,9 +23,12 @@ from april.agents.forwarding import (
     session_key,
     session_moved,
     session_over,
+    unknown_key,
 )
 from april.agents.host import pack_state
 from april.agents.rendering import BadMessages
+from april.config import Config
+from april.data.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 << 20
 """Largest request body."""
@@ -42,6 +45,12 @@ class Gateway:
     gateway = Gateway([Chat(tokenizer, model="my-run", ignore_overrides=False)])
     key = gateway.admit(session)       # the agent sends it with each call
     """
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Tokenizer) -> "Gateway":
+        """The gateway of a run, with all APIs."""
+        ignore_overrides = config.agent.overrides == "ignore"
+        return cls([dialect(tokenizer, config.run.name, ignore_overrides) for dialect in DIALECTS])
 
     def __init__(self, dialects: list[Dialect]):
         self.dialects = dialects
@@ -160,7 +169,7 @@ class Gateway:
         if key in self.former_keys:
             raise session_over()
         if key not in self.sessions:
-            raise Refusal("invalid_api_key", "this key opens no session", 401)
+            raise unknown_key()
         return self.sessions[key]
 
     def _is_foreign_key(self, request: web.Request) -> bool:

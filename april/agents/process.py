@@ -17,7 +17,6 @@ from aiohttp import web
 from april.agents import PROGRAMS
 from april.agents.agents import Agents
 from april.agents.conversation_tree import Refusal
-from april.agents.dialects import DIALECTS
 from april.agents.forwarding import SessionForwarder
 from april.agents.gateway import Gateway, json_response, read_body
 from april.agents.host import StartProgram
@@ -53,11 +52,8 @@ async def serve(
 ) -> int:
     """Serve until the run is over; returns the exit status."""
     section, tokenizer = config.agent, Tokenizer(config.model.path)
-    ignore_overrides = section.overrides == "ignore"
-    gateway = Gateway([dialect(tokenizer, config.run.name, ignore_overrides) for dialect in DIALECTS])
-    options = config.data.template_options
-    renderer = Renderer(tokenizer, section.chat_template, options, section.response_template)
-    agents = Agents(section, gateway, renderer)
+    gateway = Gateway.of(config, tokenizer)
+    agents = Agents(section, gateway, Renderer.of(config, tokenizer))
     if section.program:
         agents.runner = ProgramRunner(section.program, section.options, section.sessions, agents)
     elif section.command:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from april.config import Config
 from april.data.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -29,6 +30,12 @@ class Renderer:
     renderer.render_prompt(messages, tools)                          # int32 [T]: prompt of the first turn
     renderer.render_continuation(before, new, tools, last_token)     # int32 [T]: what follows the answer to `before`
     """
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: Tokenizer) -> "Renderer":
+        """The renderer of a run's agent sessions."""
+        agent = config.agent
+        return cls(tokenizer, agent.chat_template, config.data.template_options, agent.response_template)
 
     def __init__(self, tokenizer: Tokenizer, template: str, options: dict[str, Any], response_template: dict[str, Any]):
         """`template`, `response_template`: used instead of the tokenizer's own; `options`: variables of `template`."""

@@ -95,24 +95,13 @@ async def run_session(
 ) -> AgentOutcome:
     from aiohttp import web
 
-    from april.agents.dialects import DIALECTS
-
-    section, outcome = config.agent, AgentOutcome()
-    gateway = Gateway([dialect(tokenizer, config.run.name, section.overrides == "ignore") for dialect in DIALECTS])
-    options = config.data.template_options
-    renderer = Renderer(tokenizer, section.chat_template, options, section.response_template)
-    prompt = orjson.dumps(inspected.dataset_row.prompt).decode()
+    section, sampling, outcome = config.agent, config.sampling, AgentOutcome()
+    gateway, renderer = Gateway.of(config, tokenizer), Renderer.of(config, tokenizer)
+    prompt, label = orjson.dumps(inspected.dataset_row.prompt).decode(), inspected.dataset_row.label
     description = wire.AgentSession(
-        SESSION_KEY,
-        NO_GROUP,
-        0,
-        False,
-        prompt,
-        inspected.dataset_row.label,
-        config.sampling.max_response_tokens,
-        config.sampling.temperature,
+        SESSION_KEY, NO_GROUP, 0, False, prompt, label, sampling.max_response_tokens, sampling.temperature
     )
-    answer = np.append(tokenizer.encode_prompt(inspected.dataset_row.label), np.int32(tokenizer.end_of_text))
+    answer = np.append(tokenizer.encode_prompt(label), np.int32(tokenizer.end_of_text))
 
     def say(lease_id: int, start: int, tokens: np.ndarray, request: wire.TurnRequest, parent: int) -> None:
         ids = answer[: request.max_tokens].astype("<i4")
