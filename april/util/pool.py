@@ -3,16 +3,21 @@
 Every submitted item comes back exactly once, with an answer or an error. A process that exceeds the time limit is
 killed, and one that has died is replaced; only its current item fails. A process that exits with RETIRED is replaced
 without failing an item.
+
+A thread of the pool hands an item to a process as soon as the process is free, so that no item waits behind a slow one
+while another process idles, however rarely the caller polls.
 """
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
@@ -55,16 +60,10 @@ def write_frame(outgoing: BinaryIO, data: bytes) -> None:
 # --- the pool ---------------------------------------------------------------------------------------------------------
 
 
-IN_FLIGHT_ITEMS = 4
-"""Most items sent to a new process: one to work on, and others so that it need not wait for the pool's next poll."""
-MOST_AHEAD = 64
-"""Largest factor on the number of items in flight, for a process that has finished all its items at every poll.
-
-Polls are rare: decode steps lie between them."""
-SLOW_S = 0.1
-"""Time of one item (s) above which its process gets fewer items in advance."""
 START_LIMIT_S = 60.0
 """Longest start of a process (s); one that is not ready by then is replaced."""
+POLL_S = 0.01
+"""Interval (s) at which the pool looks whether a process that has closed its pipe has ended."""
 ORPHAN_MARGIN_S = 5.0
 """Time after an item's time limit at which a process ends itself, in case its pool has died and cannot kill it."""
 RETIRED = 75
@@ -87,7 +86,16 @@ class Failure:
 class ProcessPool(Generic[ItemT, AnswerT]):
     def __init__(self, processes: int):
         self.queue: deque[ItemT] = deque()
+        """Items that wait for a free process."""
+        self._answers: list[AnswerT] = []
+        self._lock = threading.RLock()
+        """Held by whoever reads or changes the pool's state."""
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        self._closed = False
         self.processes = [self.start_process() for _ in range(processes)]
+        self._thread = threading.Thread(target=self._run, name="process pool", daemon=True)
+        self._thread.start()
 
     def start_process(self) -> "PoolProcess":
         raise NotImplementedError
@@ -100,61 +108,87 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         """The item to try instead of one whose process failed; None: the item gets the failure as its answer."""
         return None
 
-    def in_flight_limit(self, item: ItemT) -> int:
-        """Most items that a process given this item may have in flight at first; see `PoolProcess.ahead`."""
-        return IN_FLIGHT_ITEMS
+    def joins(self, item: ItemT, batch: Sequence[ItemT]) -> bool:
+        """Whether a queued item is handed out together with the items before it."""
+        return False
+
+    def put(self, *items: ItemT) -> None:
+        """Queue items."""
+        with self._lock:
+            self.queue.extend(items)
+        os.write(self._wake_writer, b"!")
 
     @property
     def pending(self) -> int:
         """Items submitted and not yet returned by `poll`."""
-        return len(self.queue) + sum(len(process.in_flight) for process in self.processes)
+        with self._lock:
+            return len(self.queue) + sum(len(process.in_flight) for process in self.processes) + len(self._answers)
 
     def poll(self) -> list[AnswerT]:
         """Answers that have arrived since the last call."""
-        if not self.pending:
-            return []
-        answers: list[AnswerT] = []
-        for index, process in enumerate(self.processes):
-            answered = process.receive()
-            process.adapt_ahead(bool(answered), waited=bool(self.queue))
-            answers += answered
-            failure = process.failure()
-            if failure or process.has_retired():
-                answers += self.replace(index, failure)
-            else:
-                process.flush()
-        self.dispatch()
+        with self._lock:
+            answers, self._answers = self._answers, []
         return answers
 
-    def dispatch(self) -> None:
-        """Send queued items to the processes with the fewest items."""
-        while self.queue:
-            index = min(range(len(self.processes)), key=lambda i: len(self.processes[i].in_flight))
-            process = self.processes[index]
-            if len(process.in_flight) >= self.in_flight_limit(self.queue[0]) * process.ahead:
-                return
-            if not process.in_flight and process.has_exited():
-                self.replace(index, None)
-            self.processes[index].send(self.queue.popleft())
+    def _run(self) -> None:
+        while not self._closed:
+            with self._lock:
+                if not self._closed:
+                    self._step()
+                readable = [self._wake_reader, *(p.stdout for p in self.processes if not p.ended)]
+                writable = [p.stdin for p in self.processes if p.unsent and not p.ended]
+                deadlines = [process.deadline_s for process in self.processes if process.in_flight or not process.ready]
+            wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                select.select(readable, writable, [], wait_s)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_reader, 4096)
 
-    def replace(self, index: int, failure: Failure | None) -> list[AnswerT]:
+    def _step(self) -> None:
+        """Take answers, replace failed processes, and hand queued items to the processes that are free."""
+        for index, process in enumerate(self.processes):
+            self._answers += process.receive()
+            failure = process.failure()
+            if failure or process.has_retired():
+                self._replace(index, failure)
+            else:
+                process.flush()
+        some_ready = any(process.ready for process in self.processes)
+        for index, process in enumerate(self.processes):
+            if not self.queue or process.in_flight or (some_ready and not process.ready):
+                continue
+            if self.processes[index].has_exited():
+                self._replace(index, None)
+            batch = [self.queue.popleft()]
+            while self.queue and self.joins(self.queue[0], batch):
+                batch.append(self.queue.popleft())
+            self.processes[index].send(batch)
+
+    def _replace(self, index: int, failure: Failure | None) -> None:
         """Replace a process. A failure is charged to its first item; its other items return to the queue."""
         ended = self.processes[index]
         ended.kill()
         waiting: list[ItemT] = list(ended.in_flight)
-        charged: list[AnswerT] = []
         if failure and waiting:
             retried = self.retry(waiting[0], failure)
-            charged = [] if retried else [self.charge(waiting[0], failure.text)]
+            if retried is None:
+                self._answers.append(self.charge(waiting[0], failure.text))
             waiting[:1] = [retried] if retried else []
         self.queue.extendleft(reversed(waiting))
         self.processes[index] = self.start_process()
-        return charged
 
     def close(self) -> None:
-        """End all processes; pending items are lost."""
-        for process in self.processes:
-            process.kill()
+        """End all processes; pending items are lost. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for process in self.processes:
+                process.kill()
+        os.write(self._wake_writer, b"!")
+        self._thread.join()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
 
 
 class PoolProcess:
@@ -179,37 +213,28 @@ class PoolProcess:
                 start_new_session=True,
             )
         assert self.inner.stdin and self.inner.stdout
-        self._stdin, self._stdout = self.inner.stdin, self.inner.stdout
-        os.set_blocking(self._stdin.fileno(), False)
-        os.set_blocking(self._stdout.fileno(), False)
+        self.stdin, self.stdout = self.inner.stdin, self.inner.stdout
+        os.set_blocking(self.stdin.fileno(), False)
+        os.set_blocking(self.stdout.fileno(), False)
         self.in_flight: deque[Any] = deque()
-        self.ahead = 1
-        """Factor on the pool's `in_flight_limit`: low for a slow process, so that few items wait if it hangs; high for
-        a fast one, so that it does not wait for polls."""
         self.unsent, self.unread = bytearray(), bytearray()
         self.ready = self.ended = False
         self.busy_since_s = time.monotonic()
         """Monotonic time at which the process started, or began its first item in flight, as far as the pool knows."""
 
-    def send(self, item: msgspec.Struct) -> None:
-        if not self.in_flight and self.ready:
+    def send(self, items: Sequence[msgspec.Struct]) -> None:
+        """Give the process items to work on; it must have none."""
+        if self.ready:
             self.busy_since_s = time.monotonic()
-        self.in_flight.append(item)
-        self.unsent += frame(item)
+        self.in_flight.extend(items)
+        self.unsent += b"".join(map(frame, items))
         self.flush()
-
-    def adapt_ahead(self, answered: bool, waited: bool) -> None:
-        """Adapt `ahead` after a poll. `answered`: it has returned answers; `waited`: items wait in the pool's queue."""
-        if waited and answered and not self.in_flight:
-            self.ahead = min(2 * self.ahead, MOST_AHEAD)
-        elif self.in_flight and not answered and time.monotonic() - self.busy_since_s > SLOW_S:
-            self.ahead = max(1, self.ahead // 2)
 
     def flush(self) -> None:
         """Write as much as the pipe accepts."""
         try:
             while self.unsent:
-                del self.unsent[: os.write(self._stdin.fileno(), self.unsent)]
+                del self.unsent[: os.write(self.stdin.fileno(), self.unsent)]
         except BlockingIOError:
             pass
         except BrokenPipeError:
@@ -218,7 +243,7 @@ class PoolProcess:
     def receive(self) -> list[Any]:
         """Answers that have arrived in the pipe."""
         try:
-            while data := os.read(self._stdout.fileno(), 65536):
+            while data := os.read(self.stdout.fileno(), 65536):
                 self.unread += data
             self.ended = True
         except BlockingIOError:
@@ -244,10 +269,19 @@ class PoolProcess:
         if self.ended and self.has_exited():
             how = describe_exit(self.inner.returncode)
             return None if self.has_retired() else Failure(f"its process ended ({how})")
-        limit_s = self.timeout_s if self.ready else START_LIMIT_S
-        if self.in_flight and time.monotonic() - self.busy_since_s > limit_s:
-            return Failure(f"{'no answer' if self.ready else 'no start'} within {limit_s:g} s", timed_out=self.ready)
+        if (self.in_flight or not self.ready) and time.monotonic() - self.busy_since_s > self._limit_s:
+            return Failure(f"{'no answer' if self.ready else 'no start'} within {self._limit_s:g} s", self.ready)
         return None
+
+    @property
+    def _limit_s(self) -> float:
+        return self.timeout_s if self.ready else START_LIMIT_S
+
+    @property
+    def deadline_s(self) -> float:
+        """Monotonic time by which the pool has to look at a process that starts or has items in flight: soon if it has
+        closed its pipe."""
+        return time.monotonic() + POLL_S if self.ended else self.busy_since_s + self._limit_s + POLL_S
 
     def has_retired(self) -> bool:
         return self.ended and self.inner.poll() == RETIRED
@@ -260,8 +294,8 @@ class PoolProcess:
         if self.inner.returncode is None:
             os.killpg(self.inner.pid, signal.SIGKILL)
             self.inner.wait()
-        self._stdin.close()
-        self._stdout.close()
+        self.stdin.close()
+        self.stdout.close()
 
 
 def describe_exit(returncode: int) -> str:

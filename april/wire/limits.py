@@ -4,6 +4,7 @@ Bounds that depend on the size of a cluster are configuration keys instead (`sec
 `security.max_leases`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -48,8 +49,16 @@ MAX_CUT_CHUNK_TOKENS = FROM_PEER.frame_bytes // (4 * (MAX_SUPPORT_IDS + 3))
 """Most tokens of a chunk with supports, so that it fits into a frame even if every support has the largest size."""
 MAX_STEP_METRICS = 1024
 """Most metrics that a learner may report for one step."""
+RESERVED_DETAILS = ("correct", "base", "over_limit", "overlong", "format")
+"""Details of a reward that April itself reads or adds; they do not count towards `MAX_REWARD_DETAILS`."""
 MAX_REWARD_DETAILS = 16
-"""Most named components (details) of one reward."""
+"""Most named components (details) of one reward, besides the reserved ones."""
+
+
+def too_many_details(details: Iterable[str]) -> bool:
+    return len({*details} - {*RESERVED_DETAILS}) > MAX_REWARD_DETAILS
+
+
 MAX_REWARD = 1e9
 """Largest absolute value of a reward and of its details, so that sums of them stay finite."""
 MAX_ACTIVITY_SPANS = 20_000

@@ -5,8 +5,11 @@ import time
 PATIENCE_S = 60.0
 
 
-def collect(pool, count):
-    """Collect the scores of `count` items, by key; fails if an item is scored twice."""
+def collect(pool, count, pending=0):
+    """Collect the scores of `count` items, by key; fails if an item is scored twice.
+
+    `pending`: number of further items that stay in the pool.
+    """
     scores, deadline_s = {}, time.monotonic() + PATIENCE_S
     while len(scores) < count:
         for score in pool.poll():
@@ -14,6 +17,6 @@ def collect(pool, count):
             scores[score.key] = score
         assert time.monotonic() < deadline_s, f"{count - len(scores)} items never came back"
         time.sleep(0.001)
-    assert pool.pending == 0
+    assert pool.pending == pending
     assert pool.poll() == []
     return scores

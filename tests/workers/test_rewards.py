@@ -4,12 +4,10 @@ import os
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 import pytest
 
-from april.util.pool import IN_FLIGHT_ITEMS, PoolProcess, ProcessPool
 from april.workers.rewards.verifiers import check_verifier
 from tests.support.marks import full
 from tests.support.reward_scores import PATIENCE_S, collect
@@ -46,6 +44,9 @@ def bad_verifiers(tmp_path, monkeypatch):
         "    while True: pass\n"
         "patient_loop.wrong = None\n"
         "def pid(response, label, finish_reason): return os.getpid()\n"
+        "def wait_for_file(response, label, finish_reason):\n"
+        "    while not os.path.exists(response): time.sleep(0.01)\n"
+        "    return 1.0\n"
         "def modules(response, label, finish_reason): return float(response in sys.modules)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -70,54 +71,19 @@ def test_every_item_comes_back_once_with_its_own_reward(make_pool):
     assert all(scores[key].reward == float(key % 7 == 3) and scores[key].error is None for key in range(300))
 
 
-class Between(PoolProcess):
-    """Fake process that has answered everything by the next poll; or nothing, while it `hangs`."""
-
-    def __init__(self):
-        self.in_flight, self.ahead, self.hangs, self.busy_since_s = deque(), 1, False, 0.0
-
-    def send(self, item):
-        self.in_flight.append(item)
-
-    def receive(self):
-        answered = [] if self.hangs else list(self.in_flight)
-        for _ in answered:
-            self.in_flight.popleft()
-        return answered
-
-    def failure(self):
-        return None
-
-    def has_exited(self):
-        return False
-
-    has_retired = has_exited
-
-    def flush(self): ...
-
-
-class BetweenPool(ProcessPool):
-    def start_process(self):
-        return Between()
-
-
-def test_a_fast_process_gets_many_items_per_poll_and_a_hanging_one_few():
-    """A worker polls once per decode step, in which dozens of responses may end."""
-    pool = BetweenPool(1)
-    (process,) = pool.processes
-    pool.queue.extend(range(1000))
-    pool.dispatch()
-    assert len(process.in_flight) == IN_FLIGHT_ITEMS
-    answers = [pool.poll() for _ in range(9)]
-    assert sum(map(len, answers)) == 1000 and pool.pending == 0
-    process.hangs = True
-    pool.queue.extend(range(1000))
-    pool.dispatch()
-    for _ in range(9):
-        assert pool.poll() == []
-    process.hangs = False
-    pool.poll()
-    assert len(process.in_flight) <= 2 * IN_FLIGHT_ITEMS
+def test_a_slow_item_holds_up_no_quick_one_while_another_process_is_free(make_pool, tmp_path):
+    """Also after a warm-up, and however rarely the caller polls."""
+    pool = make_pool(processes=2, timeout_s=30.0)
+    for key in range(200):
+        pool.submit(key, "exact", "a", "a", "stop")
+    collect(pool, 200)
+    gate = tmp_path / "gate"
+    pool.submit(0, "bad_verifiers:wait_for_file", str(gate), "", "stop")
+    for key in range(1, 64):
+        pool.submit(key, "exact", "a", "a", "stop")
+    assert len(collect(pool, 63, pending=1)) == 63
+    gate.touch()
+    assert collect(pool, 1).keys() == {0}
 
 
 def test_an_endless_verifier_is_killed_and_only_its_item_has_an_error(make_pool):
@@ -289,7 +255,7 @@ def test_verifier_processes_do_not_outlive_a_killed_parent(bad_verifiers, verifi
             "p.ORPHAN_MARGIN_S = 0.5\n"
             "pool = p.RewardPool(1, RewardRules(0.5))\n"
             f"pool.submit(0, {verifier!r}, 'a', 'a', 'stop')\n"
-            "while not pool.processes[0].ready: pool.processes[0].receive()\n"
+            "while not pool.processes[0].ready: time.sleep(0.01)\n"
             "print(pool.processes[0].inner.pid, flush=True)\n"
             "time.sleep(600)",
         ],

@@ -9,8 +9,8 @@ import pytest
 from april.config import ConfigError
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.mathematics import dapo, deepscaler, math, normalise
-from april.workers.rewards.messages import Item, RewardRules
-from april.workers.rewards.process import preload, verify
+from april.workers.rewards.messages import Item, RewardRules, Score
+from april.workers.rewards.process import preload, validated, verify
 from april.workers.rewards.text import after_thinking, choice, exact, f1, final_answer, gsm8k, last_boxed, regex
 from april.workers.rewards.verifiers import check_verifier
 
@@ -350,7 +350,7 @@ OWN = {
     "def f(response, label): return float(label in response)": 1.0,
     "def f(tokens, label, response): return float(label in response) + tokens": 6.0,
     "def f(text, answer, ending): return float(answer in text and ending == 'stop')": 1.0,
-    "def f(response, answer, ending, tokens): return float(answer in response and ending == 'stop') + tokens": 6.0,
+    "def f(text, answer, ending, tokens): return float(answer in text and ending == 'stop') + tokens": 6.0,
     "def f(*, prompt, **rest): return float(prompt == '1+1' and rest['tokens'] == 5)": 1.0,
     "def f(response, label, weight=2.0): return weight * (label in response)": 2.0,
 }
@@ -365,8 +365,21 @@ def test_parameters_of_a_custom_verifier_are_matched_by_name_in_any_order(code, 
     assert (score.reward, score.error) == (OWN[code], None)
 
 
-def test_an_unknown_parameter_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    (tmp_path / "own_unknown.py").write_text("def f(response, ground_truth): return 1.0")
+@pytest.mark.parametrize(
+    ("parameters", "unknown"),
+    [("response, ground_truth", "ground_truth"), ("response, label, n", "n"), ("response, answer, reason", "answer")],
+)
+def test_an_unknown_parameter_is_refused_before_anything_starts(tmp_path, monkeypatch, parameters, unknown):
+    """A function with any of April's names is never bound by position."""
+    module = f"own_unknown_{unknown}"
+    (tmp_path / f"{module}.py").write_text(f"def f({parameters}): return 1.0")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"own_unknown:f.*'ground_truth'"):
-        check_verifier("own_unknown:f")
+    with pytest.raises(ConfigError, match=rf"{module}:f.*'{unknown}'"):
+        check_verifier(f"{module}:f")
+
+
+@pytest.mark.parametrize("details", [16, 17])
+def test_reserved_details_are_never_lost_and_too_many_others_are_an_error(details):
+    given = {f"d{number}": 0.0 for number in range(details)} | {"correct": 1.0}
+    score = validated(Score(0, 0.5, None, given), Item(0, "own", "", "", "stop"), RewardRules())
+    assert (score.details.get("correct") == 1.0) == (details == 16) != ("18 details" in (score.error or ""))

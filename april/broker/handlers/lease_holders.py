@@ -281,7 +281,7 @@ def score_fault(scored: wire.Scored, responses: int) -> str:
     if len(scored.superseded) > wire.MAX_FORKS:
         return TOO_MANY_FORKS
     if any(
-        len(details) > limits.MAX_REWARD_DETAILS or not all(map(limits.is_reward, details.values()))
+        limits.too_many_details(details) or not all(map(limits.is_reward, details.values()))
         for details in scored.details
     ):
         return f"a reward has at most {limits.MAX_REWARD_DETAILS} details, finite numbers up to {limits.MAX_REWARD:g}"

@@ -146,8 +146,7 @@ class EnvironmentPool(ProcessPool[EnvironmentCall, EnvironmentAnswer]):
         super().__init__(processes)
 
     def submit(self, call: EnvironmentCall) -> None:
-        self.queue.append(call)
-        self.dispatch()
+        self.put(call)
 
     def start_process(self) -> PoolProcess:
         return PoolProcess("april.workers.environments.process", self.rules, self.rules.timeout_s, EnvironmentAnswer)

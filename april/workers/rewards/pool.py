@@ -13,6 +13,7 @@ the verifier. If the response exceeds the limit again, the format check is skipp
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -48,12 +49,10 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
         state: bytes = b"",
     ) -> None:
         """Queue a response. `tokens`: its length. `state`: final state of its environment (MessagePack)."""
-        self.queue.append(Item(key, verifier, response, label, finish_reason, prompt, tokens, state))
-        self.dispatch()
+        self.put(Item(key, verifier, response, label, finish_reason, prompt, tokens, state))
 
     def submit_group(self, key: int, verifier: str, items: list[Item]) -> None:
-        self.queue.append(GroupItem(key, verifier, items))
-        self.dispatch()
+        self.put(GroupItem(key, verifier, items))
 
     def start_process(self) -> PoolProcess:
         module, answer = "april.workers.rewards.process", Score | GroupScore
@@ -80,5 +79,6 @@ class RewardPool(ProcessPool[Item | GroupItem, Score | GroupScore]):
                 if self.undecided.bit_count() == 1:
                     log.warning("%d responses were beyond their verifier's limits and count as wrong", self.undecided)
 
-    def in_flight_limit(self, item: Item | GroupItem) -> int:
-        return BATCH_ITEMS if in_batches(item.verifier) else super().in_flight_limit(item)
+    def joins(self, item: Item | GroupItem, batch: Sequence[Item | GroupItem]) -> bool:
+        same = item.verifier == batch[0].verifier and not (item.timeouts or batch[0].timeouts)
+        return same and len(batch) < BATCH_ITEMS and in_batches(item.verifier)

@@ -27,7 +27,7 @@ from april.util.pool import (
     write_frame,
 )
 from april.util.resources import limit_memory
-from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, is_reward
+from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, is_reward, too_many_details
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
 from april.workers.rewards.verifiers import find_verifier, in_batches, right_response
@@ -209,13 +209,13 @@ def group_answer(group: GroupItem, scores: list[Score]) -> Score | GroupScore:
 def validated(score: Score, item: Item, rules: RewardRules) -> Score:
     """The shaped score; an error if the reward or a detail is not a finite number within bounds."""
     error = score.error or next(filter(None, map(objection, (score.reward, *score.details.values()))), "")
+    if not error and too_many_details(map(str, score.details)):
+        error = f"returned {len(score.details)} details, more than {MAX_REWARD_DETAILS}; return the important ones"
     if error or score.reward is None:
         return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
     counted = {OVER_LIMIT: 0.0} if rules.over_limit == "wrong" else {}
     reward, details = shape(float(score.reward), {**counted, **score.details}, item, rules)
-    return Score(
-        item.key, reward, None, {str(key)[:40]: float(details[key]) for key in list(details)[:MAX_REWARD_DETAILS]}
-    )
+    return Score(item.key, reward, None, {str(key)[:40]: float(value) for key, value in details.items()})
 
 
 def objection(value: object) -> str:

@@ -87,10 +87,7 @@ def positional_and_named(verifier: Verifier, known: Sequence[str]) -> tuple[Sequ
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY]
     first = positional[:POSITIONAL]
-    foreign = len(first) == POSITIONAL and all(
-        p.default is p.empty and (p.name not in known or p.name == expected)
-        for p, expected in zip(first, known, strict=False)
-    )
+    foreign = len(first) == POSITIONAL and all(p.default is p.empty and p.name not in known for p in first)
     if foreign or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return known[:POSITIONAL], [name for name in named if name not in known[:POSITIONAL]]
     needed = [p.name for p in parameters if p.default is p.empty and p.name not in named]
