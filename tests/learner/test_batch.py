@@ -50,9 +50,8 @@ def test_supports_survive_encoding_with_tokens_that_have_none():
     rng = np.random.default_rng(0)
     supports = [Support(np.array([2, 0, 1], "i4"), np.array([3, 4, 5], "i4")), Support.none(0), Support.none(2)]
     samples = [replace(make_sample(rng, 2, len(one.counts), 1.0), support=one) for one in supports]
-    assert_equal(
-        decode(encode(TrainingBatch(7, [samples[:2], samples[2:]]))), TrainingBatch(7, [samples[:2], samples[2:]])
-    )
+    batch = TrainingBatch(7, [samples[:2], samples[2:]])
+    assert_equal(decode(encode(batch)), batch)
     with pytest.raises(ValueError, match="1 of 2 samples have a support"):
         encode(TrainingBatch(7, [[samples[0], make_sample(rng, 2, 3, 1.0)]]))
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from april.learner import checkpoint
 from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
+from tests.support.learner.comparison import equal
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import flip_a_bit, full_moments, job, make_config, uneven_batch
 
@@ -23,9 +24,9 @@ def test_restored_ranks_continue_bitwise_and_their_number_may_change(policy_fold
     assert checkpoint.steps(config.run_dir / "checkpoints") == [2, 4]
     alone = Trainer(config, torch.device("cpu"))
     assert (alone.restore(), alone.optimizer_steps) == (4, 4)
-    assert all(torch.equal(value, whole["weights"][name]) for name, value in alone.weights().items())
+    assert equal(alone.weights(), whole["weights"])
     for one, other in zip(whole["moments"], full_moments(alone), strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert equal(one, other)
     shutil.rmtree(config.run_dir / "checkpoints" / "step_000004")
     assert alone.restore() == 2
     for batch, expected, tolerance in zip(batches[2:], whole["metrics"][2:], (1e-5, 1e-3), strict=True):
@@ -39,16 +40,16 @@ def test_restored_ranks_continue_bitwise_and_their_number_may_change(policy_fold
     jobs = [job(config, batches[2:], restore=True), job(wider, [], restore=True)]
     resumed, widened = run_ranks(2, jobs, tmp_path / "resumed")
     assert (resumed["restored"], resumed["optimizer_steps"]) == (2, 4)
-    assert all(torch.equal(value, resumed["weights"][name]) for name, value in whole["weights"].items())
+    assert equal(whole["weights"], resumed["weights"])
     for one, other in zip(whole["moments"], resumed["moments"], strict=True):
         assert one.keys() == other.keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert equal(one, other)
     losses = [[metrics["loss"] for metrics in result["metrics"]] for result in (whole, resumed)]
     assert losses[0][2:] == losses[1]
     assert (widened["restored"], widened["optimizer_steps"]) == (4, 4)
-    assert all(torch.equal(value, widened["weights"][name]) for name, value in alone.weights().items())
+    assert equal(alone.weights(), widened["weights"])
     for one, other in zip(full_moments(alone), widened["moments"], strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert equal(one, other)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_a_checkpoint_that_is_written_during_later_steps_holds_the_weights_it_wa
     trained_on.set()
     assert (trainer.saved(wait=True), trainer.saved()) == (1, None)
     assert trainer.restore() == 1
-    assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
+    assert equal(trainer.weights(), before)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(trainer, pol
         weights.append(trainer.weights())
     damage(trainer.directory / "step_000002" / file)
     assert (trainer.restore(), trainer.optimizer_steps) == (1, 1)
-    assert all(torch.equal(value, weights[0][name]) for name, value in trainer.weights().items())
+    assert equal(trainer.weights(), weights[0])
     assert f"step_000002 is damaged ({file})" in caplog.text
     assert sorted(os.listdir(trainer.directory)) == ["step_000001", "step_000002.damaged"]
 

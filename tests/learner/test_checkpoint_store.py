@@ -17,6 +17,7 @@ from april.config.stored import CHECKSUMS_FILE, StoredCheckpoints, digest_of, fo
 from april.learner import checkpoint, loop
 from april.learner.checkpoint_copies import NeighbourDiskCopies, ObjectStoreCopies
 from april.learner.trainer import Trainer
+from tests.support.learner.comparison import equal
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import Judge, best_step, flip_a_bit, job, make_config, run_of, uneven_batch
 from tests.support.object_stores import KINDS
@@ -43,10 +44,6 @@ def trained(trainer, steps):
         trainer.save()
         weights.append(trainer.weights())
     return weights, losses
-
-
-def equal(ours, theirs):
-    return all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 def test_training_resumes_bitwise_after_all_disks_are_lost(config, trainer):

@@ -24,9 +24,8 @@ def test_a_checkpoint_is_the_folder_that_its_learner_would_write(one_rank, polic
         expected = tmp_path / f"expected-{step}"
         assert {path.name for path in out.iterdir()} == {path.name for path in expected.iterdir()}
         assert all((out / path.name).read_bytes() == path.read_bytes() for path in expected.iterdir())
-    assert (tmp_path / "converted-1/model.safetensors").read_bytes() != (
-        tmp_path / "converted-2/model.safetensors"
-    ).read_bytes()
+    first, second = (tmp_path / f"converted-{step}/model.safetensors" for step in (1, 2))
+    assert first.read_bytes() != second.read_bytes()
 
 
 def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(one_rank, policy_folder, tmp_path, capsys):

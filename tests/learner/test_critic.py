@@ -17,6 +17,7 @@ from april.learner.losses.columns import Spans
 from april.learner.losses.gae import gae, value_losses
 from april.learner.packing import minibatches
 from april.learner.trainer import Trainer
+from tests.support.learner.comparison import equal
 from tests.support.learner.reference_critic import CriticReference
 from tests.support.learner.reference_critic import gae as gae_of_the_paper
 from tests.support.learner.run_ranks import run_ranks
@@ -131,7 +132,7 @@ def assert_bitwise(one, other) -> None:
             assert_bitwise(*pair)
     else:
         assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert equal(one, other)
 
 
 @pytest.fixture
@@ -175,9 +176,7 @@ def test_warmup_batches_train_the_critic_alone(one_rank, policy_folder, tmp_path
 def test_a_checkpoint_without_a_critic_is_refused(one_rank, policy_folder, tmp_path):
     Trainer(make_config(policy_folder, tmp_path / "run"), CPU).save()
     trainer = Trainer(make_config(policy_folder, tmp_path / "run", algorithm=PPO), CPU)
-    with pytest.raises(
-        ConfigError, match=r"'algorithm.advantage' wants a critic, which checkpoint .* begin another run"
-    ):
+    with pytest.raises(ConfigError, match=r"key 'algorithm.advantage' "):
         trainer.restore()
 
 
@@ -187,15 +186,12 @@ def test_a_checkpoint_without_a_critic_is_refused(one_rank, policy_folder, tmp_p
 @pytest.mark.parametrize(
     "keys, refusal",
     [
-        ({"critic": {"gamma": 0.9}}, "'critic.gamma' = 0.9 .* 'grpo' does not ask for; .* = 'gae', or leave it out"),
-        ({"schedule": {"n_samples_per_prompt": 1}}, "n_samples_per_prompt' = 1 .* use 2 or more"),
-        (
-            {"algorithm": {"advantage": "gae", "kl_coef": 0.1}, "critic": {"kl_coef": 0.2}},
-            "'critic.kl_coef' = 0.2 .* algorithm.kl_coef = 0.1 .* set one of them to 0",
-        ),
+        ({"critic": {"gamma": 0.9}}, "key 'critic.gamma' = 0.9 "),
+        ({"schedule": {"n_samples_per_prompt": 1}}, "key 'schedule.n_samples_per_prompt' = 1 "),
+        ({"algorithm": {"advantage": "gae", "kl_coef": 0.1}, "critic": {"kl_coef": 0.2}}, "'critic.kl_coef' = 0.2 "),
         (
             {"algorithm": {"advantage": "gae"}, "critic": {"warmup_batches": 9}, "schedule": {"max_steps": 9}},
-            "'critic.warmup_batches' = 9 leaves none of schedule.max_steps = 9 .* lower it",
+            "key 'critic.warmup_batches' = 9 ",
         ),
     ],
 )  # fmt: skip
@@ -210,7 +206,7 @@ def test_a_critic_allows_groups_of_one_and_a_custom_estimator_is_checked_on_impo
     check_critic(configuration.Config.model_validate(tree | {"algorithm": {"advantage": "gae"}}))
     own = configuration.Config.model_validate(tree | {"algorithm": {"advantage": "tests.learner.test_critic:own"}})
     check_critic(own)
-    with pytest.raises(ConfigError, match="use 2 or more"):
+    with pytest.raises(ConfigError, match=r"key 'schedule.n_samples_per_prompt' = 1 "):
         check_critic(own, imported=True)
 
 

@@ -11,6 +11,7 @@ from april.learner import checkpoint, loop
 from april.learner.batch import TrainingBatch, decode
 from april.learner.trainer import Trainer
 from april.wire.message import Version
+from tests.support.learner.comparison import equal
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import Diary, job, make_config, poisoned
 
@@ -31,16 +32,8 @@ def live(one_rank, policy_folder, tmp_path):
 
 def test_a_fresh_run_publishes_at_once_then_reports_each_batch_before_its_weights(live):
     diary = live(3)
-    assert diary.in_order == [
-        ("start", 0),
-        ("publish", Version(0, 0)),
-        ("consumed", 0),
-        ("publish", Version(0, 1)),
-        ("consumed", 1),
-        ("publish", Version(0, 2)),
-        ("consumed", 2),
-        ("publish", Version(0, 3)),
-    ]
+    reported = [each for step in range(3) for each in (("consumed", step), ("publish", Version(0, step + 1)))]
+    assert diary.in_order == [("start", 0), ("publish", Version(0, 0)), *reported]
     assert diary.durables == [("durable", 2, 0), ("durable", 3, 0)]
     assert diary.events.index(("durable", 2, 0)) > diary.events.index(("consumed", 1))
     assert checkpoint.steps(live.directory) == [2, 3]
@@ -49,16 +42,8 @@ def test_a_fresh_run_publishes_at_once_then_reports_each_batch_before_its_weight
 
 def test_times_and_the_previous_publish_are_in_the_metrics(live):
     first, second, third = live(3).metrics
-    assert {
-        "loss",
-        "wait_s",
-        "prepare_s",
-        "train_s",
-        "publish_wait_s",
-        "publish_s",
-        "tflop_per_s",
-        "peers",
-    } <= first.keys()
+    names = "loss wait_s prepare_s train_s publish_wait_s publish_s tflop_per_s peers"
+    assert set(names.split()) <= first.keys()
     assert "checkpoint_s" in third and not {"checkpoint_s"} & {*first, *second}
     assert all(isinstance(value, float) for value in [*first.values(), *second.values()])
 
@@ -68,20 +53,14 @@ def test_replay_publishes_nothing_below_the_frontier_and_gives_the_same_weights(
     for newer in (4, 5):
         shutil.rmtree(checkpoint.folder(live.directory, newer))
     live_again = live(6, incarnation=1, frontier=5)
-    assert live_again.in_order == [
-        ("start", 2),
-        ("consumed", 2),
-        ("consumed", 3),
-        ("consumed", 4),
-        ("publish", Version(1, 5)),
-        ("consumed", 5),
-        ("publish", Version(1, 6)),
-    ]
+    replayed_steps = [("consumed", step) for step in (2, 3, 4)]
+    published = [("publish", Version(1, 5)), ("consumed", 5), ("publish", Version(1, 6))]
+    assert live_again.in_order == [("start", 2), *replayed_steps, *published]
     assert live_again.durables == [("durable", 4, 0), ("durable", 6, 0)]
     logged, replayed = before.metrics[2:5], live_again.metrics[:3]
     assert [m["loss"] for m in logged] == [m["loss"] for m in replayed]
     ours, theirs = live_again.weights[Version(1, 5)], before.weights[Version(0, 5)]
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert equal(ours, theirs)
 
 
 def test_a_restart_at_the_frontier_publishes_under_its_new_incarnation_at_once(live):
@@ -150,7 +129,7 @@ def test_a_batch_without_finite_loss_is_stored_and_skipped_and_the_weights_publi
     versions = [event[1] for event in diary.events if event[0] == "publish"]
     assert versions == [Version(0, step) for step in range(5)]
     before, after = diary.weights[Version(0, 2)], diary.weights[Version(0, 3)]
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert equal(before, after)
     kept = decode((live.directory.parent / "nonfinite" / "step_000002.msgpack").read_bytes())
     assert np.isnan(kept.groups[0][0].logprobs).all()
 

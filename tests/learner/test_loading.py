@@ -13,6 +13,7 @@ from april.learner import loading
 from april.learner.loading import ModelError
 from april.learner.model import empty_policy, load, load_sharded
 from tests.support.learner.architectures import EXPERTS, GLM_EXPERTS, SHAPE, random_model
+from tests.support.learner.comparison import equal
 
 CPU = torch.device("cpu")
 RANKS = 3
@@ -90,7 +91,7 @@ def test_types_of_the_files_become_fp32(tmp_path):
     folder = random_model(Qwen3Config(**SHAPE, dtype=torch.bfloat16), tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     found = load(folder, 1.0).lm.state_dict()
-    assert found.keys() == expected.keys() and all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert found.keys() == expected.keys() and equal(found, expected)
 
 
 def rewrite(folder, change):
@@ -141,7 +142,7 @@ def test_unknown_tensors_are_skipped_and_a_tied_head_is_read_once(tmp_path, capl
     more = {"lm_head.weight": expected["lm_head.weight"].clone(), "model.layers.9.extra": torch.ones(2)}
     rewrite(folder, lambda tensors: tensors.update(more))
     found = load(folder, 1.0).lm.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert equal(found, expected)
     assert "1 of its tensors are left out, the first is model.layers.9.extra" in caplog.text
 
 
@@ -150,4 +151,4 @@ def test_a_tied_weight_may_stand_under_the_head_s_name(tmp_path):
     expected = load(folder, 1.0).lm.state_dict()
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
     found = load(folder, 1.0).lm.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert equal(found, expected)

@@ -13,6 +13,7 @@ from april.learner.losses.corrections import dppo_tv, largest_kept_moment, m2po,
 from april.learner.losses.policy import Clip, balanced_clip
 from april.learner.losses.step_scales import root_ess
 from april.learner.trainer import Trainer
+from tests.support.learner.comparison import equal
 from tests.support.learner.loss_inputs import stale, stale_tokens
 from tests.support.learner.recorded_losses import MASK, column, our_loss, trl_loss
 from tests.support.learner.small_learner import flat_batch, make_config, stale_batch, uneven_batch
@@ -122,7 +123,7 @@ def test_a_batch_that_trains_nothing_or_is_not_finite_changes_no_weight(one_rank
     batch.groups[0][0].logprobs[:] = math.nan
     for each, figure in ((flat_batch(0), "update_skipped"), (batch, "nonfinite")):
         assert trainer.step(each)[figure] == 1
-        assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
+        assert equal(trainer.weights(), before)
     assert trainer.step(uneven_batch(0, policy_folder))["update_skipped"] == 0
 
 
@@ -137,4 +138,4 @@ def test_batch_wide_corrections_do_not_depend_on_the_split_into_micro_batches(on
     (many, masked, weights), (one, as_masked, _), (again, _, same) = outcomes
     assert many == pytest.approx(one, rel=1e-5) and many == again
     assert 0 < masked == as_masked < 1
-    assert all(torch.equal(value, same[name]) for name, value in weights.items())
+    assert equal(weights, same)

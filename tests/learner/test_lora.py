@@ -250,7 +250,7 @@ def test_a_trained_embedding_and_an_untied_head_change_and_resume_bitwise(beside
     assert beside.step(batches[2])["loss"] == again.step(batches[2])["loss"]
     assert all(torch.equal(value, again.weights()[name]) for name, value in beside.weights().items())
     alone = make_config(beside.config.model.path, beside.config.run_dir, lora=LORA)
-    with pytest.raises(ConfigError, match=r"key 'lora.embedding' = false is not the true of"):
+    with pytest.raises(ConfigError, match=r"key 'lora.embedding' = false "):
         Trainer(alone, CPU).restore()
 
 
@@ -274,10 +274,10 @@ def test_a_checkpoint_holds_only_trained_tensors_and_resumes_bitwise(trainer, po
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"rank": 4}, "key 'lora.rank' = 4 is not the 3 of checkpoint"),
-        ({"alpha": 7.0}, "key 'lora.alpha' = 7.0 is not the 6.0 of"),
-        ({"targets": ["q_proj"]}, r"key 'lora.targets' = \['q_proj'\] is not the \["),
-        ({"rank": 0}, "key 'lora.rank' = 0 is not the 3 of"),
+        ({"rank": 4}, "key 'lora.rank' = 4 "),
+        ({"alpha": 7.0}, "key 'lora.alpha' = 7.0 "),
+        ({"targets": ["q_proj"]}, r"key 'lora.targets' = \['q_proj'\] "),
+        ({"rank": 0}, "key 'lora.rank' = 0 "),
     ],
 )
 def test_a_checkpoint_of_another_adapter_is_refused(trainer, policy_folder, other, sentence):
@@ -289,18 +289,18 @@ def test_a_checkpoint_of_another_adapter_is_refused(trainer, policy_folder, othe
 
 def test_an_adapter_does_not_resume_a_checkpoint_of_the_whole_model(one_rank, policy_folder, tmp_path):
     Trainer(make_config(policy_folder, tmp_path / "run"), CPU).save()
-    with pytest.raises(ConfigError, match=r"key 'lora.rank' = 3 is not the 0 of"):
+    with pytest.raises(ConfigError, match=r"key 'lora.rank' = 3 "):
         Trainer(make_config(policy_folder, tmp_path / "run", lora=LORA), CPU).restore()
 
 
 def test_an_embedding_without_an_adapter_beside_it_is_refused():
-    with pytest.raises(ConfigError, match=r"key 'lora.embedding' = true trains the embedding beside an adapter, and"):
+    with pytest.raises(ConfigError, match=r"key 'lora.embedding' = true "):
         check_lora(LoraSection(embedding=True))
 
 
 def test_a_target_that_the_model_does_not_have_is_refused(one_rank, policy_folder, tmp_path):
     config = make_config(policy_folder, tmp_path / "run", lora=LORA | {"targets": ["q_proj", "query"]})
-    with pytest.raises(ConfigError, match="names 'query', which is no linear layer of the model; use down_proj, "):
+    with pytest.raises(ConfigError, match=r"key 'lora.targets' .*'query'"):
         Trainer(config, CPU)
 
 

@@ -21,7 +21,7 @@ from april.learner.model import empty_policy, gather_state, load, load_sharded
 from april.learner.packing import pack
 from april.learner.trainer import Trainer
 from tests.support.learner.architectures import ARCHITECTURES, EXPERTS, SHAPE, random_model
-from tests.support.learner.comparison import same
+from tests.support.learner.comparison import equal, same
 from tests.support.learner.frozen_weights import full_gradients
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.run_ranks import run_ranks
@@ -51,7 +51,7 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
         assert state.keys() == set(weights.keys())
     checkpoint.export(policy.lm, state, folder, tmp_path / "policy")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
-    assert all(torch.equal(value, exported[name]) for name, value in reference.lm.state_dict().items())
+    assert equal(reference.lm.state_dict(), exported)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_steps_on_a_batch_lower_its_loss_and_move_fp32_weights(config, learner, 
     assert losses[-1] < losses[0]
     after = trainer.weights()
     assert all(value.dtype == torch.float32 for value in after.values())
-    assert not all(torch.equal(value, after[name]) for name, value in before.items())
+    assert not equal(before, after)
 
 
 def test_two_ranks_that_recompute_experts_agree_with_one_that_keeps_them(one_rank, tmp_path):

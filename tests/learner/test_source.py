@@ -101,10 +101,8 @@ def test_the_prefix_of_a_fork_is_its_prompt_and_has_no_loss():
     logprobs = [np.array([0, 0, -1, -1, -1], "f4"), np.array([0] * 6 + [-2, -2], "f4")]
     message = wire.Batch(0, 0, 1, [wire.GroupHead(7, 0, heads)])
     [(_, group)] = decode_groups(message.groups, [arrays[0], arrays[1], logprobs[0], arrays[2], logprobs[1]])
-    assert [(row.index, row.fork, row.prompt_tokens, row.sampled_tokens) for row in group] == [
-        (0, 0, 2, 3),
-        (0, 1, 6, 2),
-    ]
+    found = [(row.index, row.fork, row.prompt_tokens, row.sampled_tokens) for row in group]
+    assert found == [(0, 0, 2, 3), (0, 1, 6, 2)]
     assert group_forks(group) == [group] and decode(encode(TrainingBatch(0, [group]))).groups[0][1].fork == 1
 
 

@@ -4,6 +4,7 @@ import torch
 
 from april.learner.time_sharing import HostOffload
 from april.learner.trainer import Trainer
+from tests.support.learner.comparison import equal
 from tests.support.learner.small_learner import make_config, uneven_batch
 
 
@@ -21,4 +22,4 @@ def test_a_trainer_offloaded_between_batches_trains_bitwise_the_same(one_rank, p
         assert metrics[0]["loss"] == metrics[1]["loss"] and metrics[0]["grad_norm"] == metrics[1]["grad_norm"]
         assert staying.canary() == leaving.canary()
     kept, moved = staying.weights(), leaving.weights()
-    assert all(torch.equal(value, moved[name]) for name, value in kept.items())
+    assert equal(kept, moved)

@@ -7,6 +7,7 @@ import torch
 
 from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
+from tests.support.learner.comparison import equal
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import flat_batch, job, make_config, poisoned, uneven_batch
 
@@ -19,7 +20,7 @@ def test_a_step_that_is_not_finite_never_reaches_the_optimizer(one_rank, policy_
     metrics = trainer.step(poisoned(good))
     assert math.isnan(metrics["loss"])
     assert (metrics["update_skipped"], trainer.step_count, trainer.optimizer_steps) == (1, 2, 1)
-    assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
+    assert equal(trainer.weights(), before)
     assert trainer.step(good)["update_skipped"] == 0
     assert all(value.isfinite().all() for value in trainer.weights().values())
 
@@ -33,7 +34,7 @@ def test_a_step_with_a_finite_loss_and_a_nonfinite_gradient_never_reaches_the_op
     metrics = trainer.step(uneven_batch(0, policy_folder))
     assert math.isfinite(metrics["loss"]) and not math.isfinite(metrics["grad_norm"])
     assert (metrics["nonfinite"], metrics["update_skipped"], trainer.optimizer_steps) == (1, 1, 0)
-    assert all(torch.equal(value, before[name]) for name, value in trainer.weights().items())
+    assert equal(trainer.weights(), before)
 
 
 def test_all_ranks_skip_a_step_if_one_of_them_has_no_finite_loss(policy_folder, tmp_path):
@@ -43,7 +44,7 @@ def test_all_ranks_skip_a_step_if_one_of_them_has_no_finite_loss(policy_folder, 
     among, without = run_ranks(2, jobs, tmp_path / "ranks")
     assert [metrics["nonfinite"] for metrics in among["metrics"]] == [0, 1, 0]
     assert among["optimizer_steps"] == 2
-    assert all(torch.equal(value, without["weights"][name]) for name, value in among["weights"].items())
+    assert equal(among["weights"], without["weights"])
 
 
 @pytest.mark.parametrize("batch", [flat_batch(0), TrainingBatch(0, [])], ids=["flat", "empty"])

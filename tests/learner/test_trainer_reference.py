@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
 from april.learner.batch import TrainingBatch
-from tests.support.learner.comparison import same
+from tests.support.learner.comparison import equal, same
 from tests.support.learner.reference import ReferenceLearner
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import (
@@ -78,7 +77,7 @@ def test_updated_weights_equal_the_reference_after_several_steps(outcome, policy
 def test_a_batch_without_reward_spread_changes_nothing_and_counts_as_a_step(outcome, policy_folder):
     result, config, _ = outcome["all flat"]
     before = ReferenceLearner(policy_folder, settings(config)).lm.state_dict()
-    assert all(torch.equal(value, before[name]) for name, value in result["weights"].items())
+    assert equal(result["weights"], before)
     metrics = result["metrics"][0]
     assert (metrics["update_skipped"], metrics["zero_spread_groups"], metrics["trained_tokens"]) == (1, 2, 0)
     assert (metrics["loss"], metrics["grad_norm"], metrics["tokens"]) == (0, 0, 30)
