@@ -10,15 +10,18 @@ import paths of the shipped parts, which it imports only when they are asked for
 
 import difflib
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from april.util.errors import refuse
+
+log = logging.getLogger(__name__)
 
 PART_SYNTAX = "package.module:Name"
 REGISTRIES = {
@@ -114,6 +117,23 @@ class Registry:
         choices = f"use one of {', '.join(map(repr, self.shipped))} or name" if self.shipped else "name"
         reason = f" ({detail})" if detail else ""
         refuse(key or self.key, name, f"is no {self.noun}{reason}", f"{hint}{choices} your own as {PART_SYNTAX}", cause)
+
+
+Part = TypeVar("Part")
+Answer = TypeVar("Answer")
+
+
+def call_each(parts: dict[str, Part], noun: str, call: Callable[[Part], Answer]) -> dict[str, Answer]:
+    """Call a function of each part that a run uses; returns the answers by name of the part. A part that raises an
+    exception is logged as `noun` and removed from `parts`: nothing optional is worth a run."""
+    answers = {}
+    for name, part in list(parts.items()):
+        try:
+            answers[name] = call(part)
+        except Exception:
+            log.exception("the %s %s has failed, and is left out from here on; mend it", noun, name)
+            del parts[name]
+    return answers
 
 
 def registry_of(key: str) -> Registry:

@@ -16,7 +16,8 @@ from april.observe.dashboard.steps import Steps
 from april.observe.report.facts import alarms as reported
 from april.observe.report.live import step_line
 from april.observe.report.operations import render_live
-from april.observe.report.run_folder import RunFolder, read_records
+from april.observe.report.run_folder import RunFolder
+from tests.support.broker_conversation import metrics_lines as lines
 from tests.support.broker_conversation import train
 
 EMPTY = {"tokens": 40.0, "groups": 4.0, "trained_tokens": 0.0, "gradient_groups": 0.0}
@@ -30,18 +31,18 @@ def talk(converse, monkeypatch):
     return converse("--evaluation.prompts", "1", "--schedule.max_steps", "8")
 
 
-def lines(talk):
-    return read_records(talk.config.run_dir / "metrics.jsonl")
+def train_with(talk, worker, learner, *steps):
+    """Train a step with each of these metrics of the learner, half of whose tokens have a gradient; returns the names
+    of the alarms that each step raises."""
+    for step, figures in enumerate(steps):
+        train(talk, worker, learner, step, **HALF | figures)
+    return [[alarm["name"] for alarm in line["alarms"]] for line in lines(talk)]
 
 
 def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_to_do(talk, worker, learner):
-    plain = learner.consume
-    for step, figures in enumerate((EMPTY, EMPTY, HALF, EMPTY, EMPTY, EMPTY)):
-        learner.consume = lambda step, figures=figures: plain(step, **figures)
-        train(talk, worker, learner, step)
-    raised = [line["alarms"] for line in lines(talk)]
-    assert [len(alarms) for alarms in raised] == [0, 0, 0, 0, 0, 1]
-    [alarm] = raised[-1]
+    names = train_with(talk, worker, learner, EMPTY, EMPTY, HALF, EMPTY, EMPTY, EMPTY)
+    assert names == [[], [], [], [], [], ["nothing_trained"]]
+    [alarm] = lines(talk)[-1]["alarms"]
     assert alarm["sentence"].startswith("nothing was trained in the last 3 steps") and alarm["page"].endswith("badly")
     told = f"{alarm['sentence']} ({alarm['page']})"
     assert step_metrics(lines(talk)[-1])["alarms/nothing_trained"] == 1, "to every sink"
@@ -57,13 +58,10 @@ def test_three_steps_in_a_row_without_a_gradient_raise_an_alarm_that_says_what_t
 
 
 def test_an_engine_that_did_not_hold_its_weights_raises_an_alarm_in_that_step(talk, worker, learner):
-    plain = learner.consume
-    for step, wrong in enumerate((0.0, 2.0, 0.0)):
-        learner.consume = lambda step, wrong=wrong: plain(step, **HALF, publish_wrong=wrong)
-        train(talk, worker, learner, step)
-    raised = [line["alarms"] for line in lines(talk)]
-    assert [[alarm["name"] for alarm in alarms] for alarms in raised] == [[], ["wrong_weights"], []]
-    assert "did not hold the weights" in raised[1][0]["sentence"] and raised[1][0]["page"].endswith("#proof-of-weights")
+    names = train_with(talk, worker, learner, *({"publish_wrong": wrong} for wrong in (0.0, 2.0, 0.0)))
+    assert names == [[], ["wrong_weights"], []]
+    [alarm] = lines(talk)[1]["alarms"]
+    assert "did not hold the weights" in alarm["sentence"] and alarm["page"].endswith("#proof-of-weights")
 
 
 def gap(worker, mean, tokens=200.0, age=0.0):
@@ -78,13 +76,8 @@ def test_an_engine_gap_raises_an_alarm_that_names_the_worker(talk, worker, learn
         gap("w0", 9.0, age=1.0) | gap("my_w", 9.0, tokens=99.0),
         gap("w0", 0.01) | gap("my_w", 0.09),
     ]
-    plain = learner.consume
-    for step, gaps in enumerate(steps):
-        learner.consume = lambda step, gaps=gaps: plain(step, **HALF, **gaps)
-        train(talk, worker, learner, step)
-    raised = [line["alarms"] for line in lines(talk)]
-    assert [[alarm["name"] for alarm in alarms] for alarms in raised] == [[], [], [], ["engine_gap"]]
-    [alarm] = raised[-1]
+    assert train_with(talk, worker, learner, *steps) == [[], [], [], ["engine_gap"]]
+    [alarm] = lines(talk)[-1]["alarms"]
     assert (
         "what my_w sampled" in alarm["sentence"]
         and "0.09 apart in the mean, 0.9 at most; up to 0.08" in alarm["sentence"]
@@ -109,11 +102,8 @@ def gap_of(mean):
 
 
 def test_what_takes_ten_times_as_long_as_usual_raises_an_alarm(talk, worker, learner):
-    plain = learner.consume
-    for step, seconds in enumerate((60.0, 2.0, 2.5, 26.0, 1.0)):
-        learner.consume = lambda step, seconds=seconds: plain(step, **HALF, train_s=seconds)
-        train(talk, worker, learner, step)
-    assert [[alarm["name"] for alarm in line["alarms"]] for line in lines(talk)] == [[], [], [], ["slow_part"], []]
+    names = train_with(talk, worker, learner, *({"train_s": seconds} for seconds in (60.0, 2.0, 2.5, 26.0, 1.0)))
+    assert names == [[], [], [], ["slow_part"], []]
 
     def status_when_it_has_been_there(seconds):
         learner.say(wire.Heartbeat(loop_position="a micro-batch", loop_elapsed_s=seconds, loop_usual_s=3.0))

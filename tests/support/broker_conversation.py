@@ -355,11 +355,12 @@ def make_batch(worker):
     return grants
 
 
-def train(talk, worker, learner, step):
+def train(talk, worker, learner, step, **figures):
+    """Generate and train a batch; `figures`: the learner's metrics besides its loss."""
     make_batch(worker)
     worker.abort_all()
     learner.fetch(step)
-    learner.consume(step)
+    learner.consume(step, **figures)
     worker.hold(step + 1)
 
 

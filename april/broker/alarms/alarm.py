@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from april.broker.peers import PeerLoop
-from april.util.registry import Registry
+from april.util.registry import Registry, call_each
 
 log = logging.getLogger(__name__)
 
@@ -97,17 +97,12 @@ class Alarms:
 
     def _ask(self, check: Callable[[Alarm], str]) -> list[dict[str, str]]:
         """`name`, `sentence` and `page` of each alarm for which `check` returns a sentence."""
-        wrong = []
-        for name, alarm in list(self._alarms.items()):
-            try:
-                sentence = check(alarm)
-            except Exception:
-                log.exception("the alarm %s has failed, and is left out from here on; mend it", name)
-                del self._alarms[name]
-                continue
-            if sentence:
-                wrong.append({"name": name, "sentence": sentence, "page": alarm.page})
-        return wrong
+        wrong = call_each(self._alarms, "alarm", check)
+        return [
+            {"name": name, "sentence": sentence, "page": self._alarms[name].page}
+            for name, sentence in wrong.items()
+            if sentence
+        ]
 
 
 def check_alarms(names: Sequence[str]) -> None:

@@ -80,18 +80,9 @@ class MonitorHandler:
         }
 
     def _describe(self, letter: DeadLetter) -> dict[str, Any]:
-        prompts = self.context.prompts
-        return {
-            "group": letter.group,
-            "sample": letter.index,
-            "evaluation": letter.evaluation,
-            "row": letter.row if letter.evaluation else prompts.row_number(letter.epoch, letter.row),
-            "epoch": letter.epoch,
-            "attempts": letter.attempts,
-            "error": letter.error,
-            "at": letter.at,
-            "outcome": letter.outcome,
-        }
+        fields, row_number = msgspec.structs.asdict(letter), self.context.prompts.row_number
+        row = letter.row if letter.evaluation else row_number(letter.epoch, letter.row)
+        return {"group": letter.group, "sample": fields.pop("index")} | fields | {"row": row}
 
     def log_deaths(self) -> None:
         """Log the samples that failed for good since the last call."""

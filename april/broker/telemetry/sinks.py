@@ -1,7 +1,6 @@
 """Metrics sinks: receivers of a run's metrics outside its folder, such as a service that plots curves. The base
 classes, and the sinks that ship with April."""
 
-import logging
 import os
 import queue
 import threading
@@ -13,8 +12,7 @@ from typing import Any
 
 from april.broker.telemetry import SINKS
 from april.util.errors import refuse
-
-log = logging.getLogger(__name__)
+from april.util.registry import call_each
 
 
 class Sink:
@@ -58,27 +56,22 @@ class Sinks:
         """Create the sinks by name. Raises ConfigError for a sink that is not found, or that lacks something it
         needs."""
         check_sinks(names)
+        self._names = names
         self._sinks: dict[str, Sink] = {name: SINKS.find(name)(run_dir) for name in names}
-        self.failed: list[str] = []
+
+    @property
+    def failed(self) -> list[str]:
         """Names of the sinks that were dropped because they raised an exception."""
+        return [name for name in self._names if name not in self._sinks]
 
     def step(self, record: dict[str, Any]) -> None:
-        self._call("step", record)
+        call_each(self._sinks, "metrics sink", lambda sink: sink.step(record))
 
     def evaluation(self, result: dict[str, Any], now: float) -> None:
-        self._call("evaluation", result, now)
+        call_each(self._sinks, "metrics sink", lambda sink: sink.evaluation(result, now))
 
     def close(self) -> None:
-        self._call("close")
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                getattr(sink, method)(*arguments)
-            except Exception:
-                log.exception("the metrics sink %s has failed, and is left out from here on; mend it", name)
-                del self._sinks[name]
-                self.failed.append(name)
+        call_each(self._sinks, "metrics sink", lambda sink: sink.close())
 
 
 def check_sinks(names: Sequence[str]) -> None:
