@@ -18,7 +18,7 @@ from april.observe.report.run_folder import read_records
 from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch
 
 ROOT = Path(__file__).parents[2]
-WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/accuracy"
+WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/accuracy", "evaluation/pass_at_k/1/value"
 
 
 def records(path):
@@ -83,6 +83,19 @@ def read_trackio(run_dir):
     }
 
 
+def read_tensorboard(run_dir):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    files = (run_dir / "tensorboard").iterdir()
+    values = (
+        (event.step, value)
+        for file in files
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    )
+    return {"the folder"}, {(step, value.tag): value.tensor.float_val[0] for step, value in values}
+
+
 @pytest.fixture
 def mlflow_server(tmp_path, monkeypatch):
     """A real MLflow server that stores its data in SQLite."""
@@ -104,12 +117,15 @@ def trackio_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
 
 
-TOOLS = {"wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio, "swanlab": read_swanlab}
-NEEDS = {"wandb": "wandb", "mlflow": "flask", "trackio": "trackio", "swanlab": "swanlab"}
-"""Python package that a test of each tool needs; for MLflow, flask shows that the server is installed, not only the
+TOOLS = {
+    "tensorboard": read_tensorboard, "wandb": read_wandb, "mlflow": read_mlflow, "trackio": read_trackio,
+    "swanlab": read_swanlab,
+}  # fmt: skip
+NEEDS = {"mlflow": "flask"}
+"""Further Python package that a test of a tool needs; flask shows that MLflow's server is installed, not only the
 client."""
 PLACES = {"mlflow": "mlflow_server", "trackio": "trackio_folder"}
-HERE = [tool for tool in TOOLS if find_spec(SINKS.find(tool).package) and find_spec(NEEDS[tool])]
+HERE = [tool for tool in TOOLS if find_spec(SINKS.find(tool).package) and find_spec(NEEDS.get(tool, tool))]
 
 
 @pytest.mark.parametrize("tool", HERE)
@@ -122,7 +138,7 @@ def test_steps_and_evaluations_reach_the_tool_as_one_run(converse, request, tool
         worker, learner = joined(FakeWorker(talk), step), joined(FakeLearner(talk), step)
         make_batch(worker)
         learner.fetch(step)
-        learner.consume(step, loss=0.5 + step)
+        learner.consume(step, loss=0.5 + step, version_share_0=1.0)
         if step == 0:
             learner.durable(1)
         talk.service.close(talk.now)
@@ -131,10 +147,11 @@ def test_steps_and_evaluations_reach_the_tool_as_one_run(converse, request, tool
     talk.service.close(talk.now)
     lines = read_records(talk.config.run_dir / "metrics.jsonl")
     runs, found = TOOLS[tool](talk.config.run_dir)
-    assert len(runs) == 1 and found[0, "evaluation/accuracy"] == 1.0
+    assert len(runs) == 1 and [found[0, name] for name in WANTED[3:]] == [1.0, 1.0]
+    assert not any("version_share" in name for _, name in found), "it would add a name at each step"
     for line in lines:
         said = line["reward"], line["learner"]["loss"], line["tokens_ledger"]["generated"]
-        assert tuple(found[line["step"], name] for name in WANTED[:3]) == said
+        assert [found[line["step"], name] for name in WANTED[:3]] == pytest.approx(said), "TensorBoard has float32"
 
 
 @pytest.mark.sinks
