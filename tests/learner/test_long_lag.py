@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from april.config.training import AlgorithmSection
+from april.learner.losses.advantages import root_ess
 from april.learner.losses.corrections import dppo_tv, largest_kept_moment, m2po, vespo
 from april.learner.losses.policy import Clip, balanced_clip
-from april.learner.losses.step_scales import root_ess
 from april.learner.trainer import Trainer
 from tests.support.learner.comparison import equal
 from tests.support.learner.loss_inputs import stale, stale_tokens

@@ -33,5 +33,5 @@ ADVANTAGES = Registry(
 """Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
 attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response
 (`opob`)."""
-STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.step_scales:root_ess"})
+STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""

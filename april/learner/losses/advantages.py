@@ -8,6 +8,7 @@ without torch, so that any machine can check a configuration.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,7 +121,7 @@ def token_weights(
     return 1 / (sequences * constant_tokens)
 
 
-# --- VCPO's optimal baseline ------------------------------------------------------------------------------------------
+# --- VCPO: optimal baseline and step scale ----------------------------------------------------------------------------
 
 
 def opob(rewards: Groups, log_ratios: Groups, squares: Groups) -> Groups:
@@ -140,3 +141,12 @@ def minus_baseline(rewards: Tensor, log_ratios: Tensor, squares: Tensor) -> Tens
 
 
 opob.needs_norms = True  # type: ignore[attr-defined]
+
+
+def root_ess(figures: Mapping[str, float]) -> float:
+    """sqrt(ESS / n), ESS the effective sample size of the ratios pi / mu of the n trained responses; 0 to 1.
+
+    VCPO, "Stable Asynchrony", arXiv 2602.17616: its scaling for AdamW, as in mit-han-lab/vcpo. A response's ratio is
+    the product over its tokens, not truncated. VCPO's baseline is `opob`.
+    """
+    return figures.get("sequence_ess", 1.0) ** 0.5
