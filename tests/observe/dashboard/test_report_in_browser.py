@@ -1,8 +1,6 @@
 """A report in a real browser, from its file alone: the dashboard's run page, whatever the run's texts are."""
 
-import os
 import random
-from pathlib import Path
 
 import orjson
 import pytest
@@ -43,8 +41,6 @@ def test_a_report_shows_the_run_in_every_colour_and_width(open_report, runs_fold
     page.get_by_role("row", name="sum of all states").wait_for()
     fits(page)
     assert wrong_for_assistance(page) == []
-    if folder := os.environ.get("APRIL_PICTURES"):
-        page.screenshot(path=Path(folder) / f"report-{scheme}-{viewport['width']}.png", full_page=True)
 
 
 def test_steps_and_figures_are_chosen_in_a_report_as_in_the_dashboard(open_report, runs_folder):
