@@ -4,10 +4,11 @@ import errno
 import importlib
 import pkgutil
 import sys
+import threading
 
 from april.cli.command import COMMANDS, INTERRUPTED, Parser
 from april.util.errors import ConfigError
-from april.util.lifetime import REFUSED
+from april.util.lifetime import REFUSED, remember_interrupts
 from april.util.registry import add_import_folders
 from april.version import VERSION
 
@@ -20,6 +21,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status; a ConfigError is printed as one sentence."""
+    if threading.current_thread() is threading.main_thread():
+        remember_interrupts()
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
     add_import_folders()

@@ -23,7 +23,15 @@ from april.launch.start_up import StartUp
 from april.launch.target import Program, Target
 from april.util import clock
 from april.util.files import replace_file
-from april.util.lifetime import REFUSED, RUN_FAILED, STEADY_S, STEPPED_ASIDE, SUPERVISED, restart_delay_s
+from april.util.lifetime import (
+    REFUSED,
+    RUN_FAILED,
+    STEADY_S,
+    STEPPED_ASIDE,
+    SUPERVISED,
+    restart_delay_s,
+    was_interrupted,
+)
 from april.util.text import counted
 from april.util.versions import RUN_FOLDER
 from april.wire.security.keys import load_keys
@@ -195,6 +203,7 @@ class Supervisor:
         (self.run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         previous = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         try:
+            self._stop_signals += was_interrupted()
             self.broker = self._part("broker", ["broker", str(config_path)], self.config.broker)
             self._start(self.broker)
             broker = str(self.run_dir)

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 REFUSED = 2
@@ -32,6 +33,28 @@ def exit_at_once(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+_interrupts: list[int] = []
+
+
+def remember_interrupts() -> None:
+    """Have Ctrl-C raise KeyboardInterrupt and be remembered: libraries with a bare `except` swallow the exception."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _interrupts.append(number)
+    raise KeyboardInterrupt
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C has been pressed since `remember_interrupts`."""
+    return bool(_interrupts)
 
 
 # --- end with the parent ----------------------------------------------------------------------------------------------

@@ -167,6 +167,19 @@ def test_ctrl_c_during_the_start_ends_at_once(run, run_dir, after_s):
     wait_until(lambda: job.descendants() == [])
 
 
+def test_ctrl_c_that_a_library_swallows_still_ends_the_run(run, config_file):
+    """Many libraries have a bare `except` around what they import."""
+    (config_file.parent / "swallows.py").write_text(
+        "import os, signal, sys\n"
+        "try:\n"
+        "    if 'run' in sys.argv: os.kill(os.getpid(), signal.SIGINT)\n"
+        "except BaseException: pass\n"
+        "def grade(response, label): return 1.0\n"
+    )
+    job = run("--reward.name", "swallows:grade")
+    assert job.wait() == 130, job.output
+
+
 def test_no_process_survives_a_killed_supervisor(run, run_dir):
     job = run()
     wait_until(lambda: steps_recorded(run_dir) >= 1, job)
