@@ -1,11 +1,16 @@
 """The command `april`: its help, and its time to start."""
 
+import os
 import subprocess
 import sys
+import urllib.request
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
+import httpx
 import pytest
 
-from april.cli import build_parser
+from april.cli import build_parser, keep_proxies_off_loopback
 from april.cli.command import COMMANDS
 
 build_parser()
@@ -24,3 +29,17 @@ def test_building_the_parser_imports_nothing_heavy():
     program = "import sys; from april.cli import build_parser; build_parser(); print(*sys.modules, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not {"april.config", "numpy", "pydantic", "torch", "zmq"} & set(done.stdout.splitlines())
+
+
+def test_a_proxy_is_not_asked_for_what_is_on_this_machine(monkeypatch):
+    for variable in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(variable, "http://proxy.invalid:3128")
+    monkeypatch.setenv("no_proxy", "inside.example")
+    monkeypatch.setenv("NO_PROXY", "")
+    keep_proxies_off_loopback()
+    assert os.environ["no_proxy"].split(",")[0] == "inside.example"
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        for ask in (httpx.head, urllib.request.urlopen):
+            ask(f"http://127.0.0.1:{server.server_port}/")
+        server.shutdown()

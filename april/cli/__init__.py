@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import os
 import pkgutil
 import sys
 import threading
@@ -16,6 +17,7 @@ DESCRIPTION = (
     "RL of language models with active partial rollouts. `april quickstart` trains a tiny policy on this machine; "
     "`april run CONFIG` trains yours."
 )
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -23,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status; a ConfigError is printed as one sentence."""
     if threading.current_thread() is threading.main_thread():
         remember_interrupts()
+    keep_proxies_off_loopback()
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
     add_import_folders()
@@ -45,6 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def keep_proxies_off_loopback() -> None:
+    """Have HTTP clients of this process and its children reach this machine directly, whatever proxy is set."""
+    for variable in ("no_proxy", "NO_PROXY"):
+        hosts = [host for host in os.environ.get(variable, "").split(",") if host]
+        os.environ[variable] = ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
 
 
 def build_parser() -> Parser:
