@@ -118,7 +118,7 @@ def test_assertions_give_the_same_verdict_as_in_one_process(name):
 
 
 def test_assertions_with_a_syntax_error_are_an_error_of_the_label():
-    with pytest.raises(SyntaxError):
+    with pytest.raises(ValueError, match="neither JSON nor Python"):
         reward(FIBONACCI, "assert secret(1 ==")
 
 

@@ -1,57 +1,230 @@
 """The verifier `code`: runs the last Python block of a response against the label's tests.
 
-The label is a JSON object, or Python assertions about the program:
+The label is a JSON object or list, or Python tests; `python_tests.py` reads the latter:
 
     {"inputs": ["1 2\\n"], "outputs": ["3\\n"]}                                 standard input, expected standard output
     {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}                     arguments, expected result of a function
     assert add(1, 2) == 3
 
-Assertions run in a separate process, the judge, which calls the program's functions remotely. They never enter the
+Python tests run in a separate process, the judge, which calls the program's functions remotely. They never enter the
 program's process, and the program cannot write to anything that a verdict is read from.
 
 The first failed test ends the trial. `reward.over_limit` decides the outcome of a program that exceeds a limit.
 """
 
+import ast
 import json
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from april.workers.rewards.messages import Item, RewardRules, Score, Undecided, takes_items
+from april.workers.rewards.python_tests import PROGRAM_MODULES, LabelPlan, plan_of
 from april.workers.rewards.sandbox import SandboxLimits, SandboxResult, run
 from april.workers.rewards.text import after_thinking
 
-BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+class StreamTest(NamedTuple):
+    """Standard input, and the expected standard output."""
+
+    given: str
+    wanted: str
+
+
+class CallTest(NamedTuple):
+    """A function's arguments, as a JSON list, and its expected result."""
+
+    name: str
+    given: str
+    wanted: Any
+    wrapped: bool = False
+    """Whether the result may also be the only element of `wanted`, as in APPS."""
+
+
+Test = StreamTest | CallTest | LabelPlan
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("input_output", "public_tests", "private_tests", "generated_tests", "public_test_cases",
+           "private_test_cases", "tests", "test_cases")  # fmt: skip
+"""Columns of data sets that hold tests in one of the forms."""
+FUNCTION_KEYS = ("fn_name", "func_name", "entry_point")
+FORMS = "JSON with 'inputs' and 'outputs', with 'test' and 'entry_point', or with 'test_list'; or Python tests"
+LONGEST_INT = 4000
+
+
+@lru_cache(maxsize=256)
+def read_label(label: str) -> tuple[Test, ...]:
+    """The tests of a label. Raises ValueError for a label that has none, or that asserts nothing."""
+    try:
+        content = parsed(label)
+    except json.JSONDecodeError:
+        content = label
+    if isinstance(content, int | float | None):
+        raise ValueError(f"the label is {content!r}; expected {FORMS}")
+    tests = tuple(tests_in(content, {}))
+    if not tests:
+        raise ValueError(f"the label has no tests; expected {FORMS}")
+    if not any(isinstance(test, LabelPlan) or str(test.wanted).strip() not in ("", "None", "[]") for test in tests):
+        raise ValueError("the label asserts nothing: every expected output is empty")
+    return tests
+
+
+def parsed(text: str) -> Any:
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < LONGEST_INT else Decimal(digits))
+
+
+def tests_in(content: Any, around: dict) -> Iterator[Test]:
+    """Tests of a label's content, or of a part of it. `around`: the object that the part is in."""
+    if isinstance(content, str):
+        yield plan_of(content, around.get("prompt"), function_in(around))
+    elif isinstance(content, list) and all(isinstance(each, str) for each in content):
+        setup = "\n".join(as_list(around.get("test_setup_code")) + as_list(around.get("test_imports")))
+        if content:
+            yield plan_of("\n".join([setup, *content]), None, function_in(around))
+    elif isinstance(content, list):
+        for each in content:
+            if not isinstance(each, dict):
+                raise ValueError(f"the label is a list with {type(each).__name__} in it; expected {FORMS}")
+            yield from tests_in({**around, **each}, {})
+    elif isinstance(content, dict):
+        yield from tests_of_object(content, around)
+    else:
+        raise ValueError(f"the label has {type(content).__name__} for tests; expected {FORMS}")
+
+
+def tests_of_object(content: dict, around: dict) -> Iterator[Test]:
+    for many, one in (("inputs", "input"), ("outputs", "output")):
+        if one in content and many not in content:
+            content = {**content, many: content[one] if isinstance(content[one], list) else [content[one]]}
+    outer = {**around, **content}
+    if "inputs" in content or "outputs" in content:
+        yield from pairs_in(content, function_in(outer))
+        return
+    found = [name for name in (*COLUMNS, "test", "test_list", "assertions") if content.get(name)]
+    if not found:
+        raise ValueError(f"the label has the keys {', '.join(content) or 'of an empty object'}; expected {FORMS}")
+    context = {key: value for key, value in outer.items() if key not in found}
+    for name in found:
+        value = content[name]
+        if isinstance(value, str) and name in COLUMNS:
+            try:
+                value = parsed(value)
+            except json.JSONDecodeError:
+                if " " not in value.strip() and "\n" not in value.strip():
+                    raise ValueError(f"the label's {name} is packed; unpack it into JSON first") from None
+        elif isinstance(value, str) and value.lstrip().startswith("["):
+            value = parsed(value)
+        yield from tests_in(value, context)
+
+
+def function_in(columns: dict) -> str:
+    """Name of the function under test; empty without one."""
+    metadata = columns.get("metadata") or {}
+    metadata = parsed(metadata) if isinstance(metadata, str) else metadata
+    return next((str(place[key]) for place in (columns, metadata) for key in FUNCTION_KEYS if place.get(key)), "")
+
+
+def as_list(value: Any) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else [str(value)] if value else []
+
+
+def pairs_in(content: dict, function: str) -> Iterator[Test]:
+    inputs, outputs = content.get("inputs"), content.get("outputs")
+    inputs, outputs = ([each] if isinstance(each, str) else each for each in (inputs, outputs))
+    if not isinstance(inputs, list):
+        raise ValueError("the label's tests have no inputs")
+    if not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("the label's tests have not as many outputs as inputs")
+    if not function and content.get("testtype") == "functional":
+        raise ValueError("the label calls a function and does not name it; give its metadata, or 'fn_name'")
+    wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+    for given, wanted in zip(inputs, outputs, strict=True):
+        if function:
+            as_lines = isinstance(given, str)
+            arguments = [literal(line) for line in given.splitlines() if line.strip()] if as_lines else given
+            if not isinstance(arguments, list):
+                raise ValueError(f"the label gives {function} {type(arguments).__name__}; expected a list of arguments")
+            if as_lines and isinstance(wanted, str):
+                wanted = literal(wanted, or_text=True)
+            try:
+                yield CallTest(function, json.dumps(arguments), wanted, wrapped)
+            except TypeError as error:
+                raise ValueError(f"the label's arguments are no JSON: {error}") from None
+        else:
+            yield StreamTest(lines_of(given), lines_of(wanted))
+
+
+def literal(text: str, or_text: bool = False) -> Any:
+    """The value of one line of JSON, or of a Python literal. `or_text`: anything else is the text itself."""
+    try:
+        return parsed(text)
+    except json.JSONDecodeError:
+        try:
+            return ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError):
+            if or_text:
+                return text
+            raise ValueError(f"the label's argument {text[:40]!r} is no JSON") from None
+
+
+def lines_of(value: Any) -> str:
+    """Text of standard input or output, which may be given as a list of lines."""
+    if not isinstance(value, list):
+        return "" if value is None else str(value)
+    if any(isinstance(line, list | dict) for line in value):
+        raise ValueError("the label's lines are nested lists; a function's arguments need its 'fn_name'")
+    return "\n".join(str(line).removesuffix("\n") for line in value) + "\n"
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+BLOCK = re.compile(r"```(python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 HERE = Path(__file__).parent
-IMPORT = "from april.workers.rewards.plain_values import pack, receive, send, unpack\n"
+IMPORT = re.compile(r"^from april\.workers\.rewards\.plain_values import .*\n", re.MULTILINE)
 
 
 def inlined_source(file: str) -> str:
     """Source of a module of this folder, to run without April: its import of `plain_values` is inlined."""
-    text = HERE.joinpath(file).read_text()
-    assert IMPORT in text
-    return text.replace(IMPORT, HERE.joinpath("plain_values.py").read_text())
+    text, imports = IMPORT.subn("", HERE.joinpath(file).read_text())
+    assert imports == 1
+    return HERE.joinpath("plain_values.py").read_text() + text
 
 
-PROGRAM_SIDE = inlined_source("program_side.py") + "serve(program, open(questions, 'rb'), open(answers, 'wb'))\n"
+PROGRAM_SIDE = inlined_source("program_side.py")
 JUDGE = inlined_source("judge.py")
 
+SERVE = "\nimport program\nProgramSide(vars(program), open({}, 'rb'), open({}, 'wb')).serve()\n"
+DECIDE = """
+import json
+plan = json.loads({plan!r})
+Judge(plan, open({questions}, 'wb'), open({answers}, 'rb')).run()
+print({mark!r})
+"""
 CALL = """
-import json as _json, sys as _sys
-_arguments = _json.load(_sys.stdin)
-_function = globals().get({name!r}) or getattr(Solution(), {name!r})
-_result = _function(*_arguments)
-_sys.stdout.flush()
-print(); print({mark!r} + _json.dumps(_result))
+import json, sys
+arguments = json.load(sys.stdin)
+import program
+def plain(value):
+    return value.tolist() if hasattr(value, "tolist") else str(value) if hasattr(value, "as_tuple") else list(value)
+function = vars(program).get({name!r}) or getattr(program.Solution(), {name!r})
+sys.set_int_max_str_digits(0)
+result = json.dumps(function(*arguments), default=plain)
+sys.stdout.flush()
+print(); print({mark!r} + result)
 """
 
 
 @takes_items
 def code(items: list[Item], rules: RewardRules) -> list[Score]:
     [item] = items
-    tests = read_tests(item.label)
+    tests = read_label(item.label)
     program = last_block(after_thinking(item.response))
     if program is None:
         return [Score(item.key, 0.0, None, {"program": 0.0, "passed": 0.0})]
@@ -65,68 +238,37 @@ def code(items: list[Item], rules: RewardRules) -> list[Score]:
 
 
 def last_block(text: str) -> str | None:
+    """The last block that says it is Python; the last block of no language if none does."""
     blocks = BLOCK.findall(text)
-    return blocks[-1] if blocks else None
+    named = [block for language, block in blocks if language]
+    return named[-1] if named else blocks[-1][1] if blocks else None
 
 
-def read_tests(label: str) -> list[tuple[str, str | None, object]]:
-    """(function name or "", input, expected output) of each test; for assertions: (their text, None, None).
-
-    Raises ValueError for an invalid label.
-    """
-    try:
-        tests = json.loads(label)
-    except json.JSONDecodeError:
-        if "assert" not in label:
-            raise ValueError("the label has neither JSON tests nor assertions") from None
-        compile(label, "label", "exec")
-        return [(label, None, None)]
-    if not isinstance(tests, dict) or not tests.get("inputs"):
-        raise ValueError("the label's tests have no inputs")
-    inputs, outputs = tests["inputs"], tests.get("outputs")
-    if not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("the label's tests have not as many outputs as inputs")
-    name = tests.get("fn_name") or ""
-    if name:
-        return [(name, json.dumps(given), wanted) for given, wanted in zip(inputs, outputs, strict=True)]
-    return [("", str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
-
-
-def passes(program: str, test: tuple[str, str | None, object], rules: RewardRules) -> bool:
-    name, given, wanted = test
+def passes(program: str, test: Test, rules: RewardRules) -> bool:
     mark = secrets.token_hex(8)
-    if given is None:
-        return assertions_hold(program, name, mark, rules)
-    if not name:
-        result = run_limited(program, given, rules)
-        return result.status == 0 and lines(result.output.decode(errors="replace")) == lines(str(wanted))
-    result = run_limited(program + CALL.format(name=name, mark=mark), given, rules)
+    if isinstance(test, LabelPlan):
+        return assertions_hold(program, test, mark, rules)
+    if isinstance(test, StreamTest):
+        result = run_limited(program, test.given, rules)
+        return result.status == 0 and is_wanted_text(result.output.decode(errors="replace"), test.wanted)
+    result = run_limited(program, test.given, rules, CALL.format(name=test.name, mark=mark))
     _, found, value = result.output.rpartition(mark.encode())
-    return result.status == 0 and bool(found) and is_wanted_value(value, wanted)
+    return result.status == 0 and bool(found) and is_wanted_result(value, test)
 
 
-def is_wanted_value(value: bytes, wanted: object) -> bool:
-    """Whether the JSON that a program wrote equals the wanted value; False if it is invalid, or too deep to parse.
-
-    The comparison is made here, so the program never has the wanted value.
-    """
-    try:
-        return bool(json.loads(value) == wanted)
-    except (ValueError, RecursionError):
-        return False
-
-
-def assertions_hold(program: str, assertions: str, mark: str, rules: RewardRules) -> bool:
+def assertions_hold(program: str, plan: LabelPlan, mark: str, rules: RewardRules) -> bool:
     """Whether the assertions hold; `mark`: random text that the judge prints if they do, unknown to the program."""
     questions, asking = os.pipe()
     answers, answering = os.pipe()
-    serve_requests = f"exec({PROGRAM_SIDE!r}, dict(program=globals(), questions={questions}, answers={answering}))"
-    judge = f"{JUDGE}judge({assertions!r}, open({asking}, 'wb'), open({answers}, 'rb'))\nprint({mark!r})\n"
+    serve = PROGRAM_SIDE + SERVE.format(questions, answering)
+    judge = JUDGE + DECIDE.format(
+        plan=json.dumps(plan._asdict() | {"modules": PROGRAM_MODULES}), questions=asking, answers=answers, mark=mark
+    )
     with ThreadPoolExecutor(1) as executor:
         program_end = executor.submit(
-            run, f"{program}\n{serve_requests}\n", b"", limits_of(rules), (questions, answering)
+            run, with_prompt(program, plan), b"", limits_of(rules), (questions, answering), serve
         )
-        verdict = run(judge, b"", limits_of(rules), (asking, answers))
+        verdict = run(plan.source, b"", limits_of(rules), (asking, answers), judge)
         ended = program_end.result()
     if verdict.status == 0 and verdict.output.rstrip().endswith(mark.encode()):
         return True
@@ -135,17 +277,97 @@ def assertions_hold(program: str, assertions: str, mark: str, rules: RewardRules
     return False
 
 
+def with_prompt(program: str, plan: LabelPlan) -> str:
+    """The program after the functions and imports of the prompt, if it does not repeat them."""
+    return f"{plan.prompt}\n{program}" if plan.prompt and "from __future__" not in program else program
+
+
 def limits_of(rules: RewardRules) -> SandboxLimits:
     return SandboxLimits(wall_s=rules.code_test_s, cpu_s=int(rules.code_test_s) + 1, memory_mb=rules.code_memory_mb)
 
 
-def run_limited(program: str, given: str, rules: RewardRules) -> SandboxResult:
-    result = run(program, given.encode(), limits_of(rules))
+def run_limited(program: str, given: str, rules: RewardRules, entry: str = "") -> SandboxResult:
+    result = run(program, given.encode(), limits_of(rules), entry=entry)
     if result.exceeded:
         raise Undecided(f"the program exceeded its limit of {result.exceeded}")
     return result
 
 
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"[+-]?(0|[1-9]\d*)?(\.\d*)?([eE][+-]?\d+)?")
+TOLERANCE = Decimal("1e-6")
+"""Largest relative error of a number that is expected with a decimal point, and largest absolute error of one that
+rounds to all its digits."""
+
+
+def is_wanted_text(text: str, wanted: str) -> bool:
+    """Whether a program's output is the wanted one, line by line, without trailing spaces and surrounding blank lines.
+
+    Numbers are compared by value: integers exactly, others within `TOLERANCE`.
+    """
+    found, expected = lines(text), lines(wanted)
+    return len(found) == len(expected) and all(map(is_wanted_line, found, expected))
+
+
 def lines(text: str) -> list[str]:
-    """Lines of a text, without trailing spaces and surrounding blank lines."""
     return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def is_wanted_line(line: str, wanted: str) -> bool:
+    if line == wanted:
+        return True
+    words, expected = line.split(), wanted.split()
+    indented = len(wanted) - len(wanted.lstrip()) == len(line) - len(line.lstrip())
+    has_number = any(number_in(word) is not None for word in expected)
+    return has_number and indented and len(words) == len(expected) and all(map(is_wanted_word, words, expected))
+
+
+def is_wanted_word(word: str, wanted: str) -> bool:
+    value, expected = number_in(word), number_in(wanted)
+    return word == wanted or (value is not None and expected is not None and is_wanted_number(value, expected))
+
+
+def number_in(word: str) -> Decimal | None:
+    """The number that a word is; None for other words, such as those with leading zeros."""
+    if NUMBER.fullmatch(word) and any(map(str.isdigit, word)):
+        try:
+            return Decimal(word)
+        except ArithmeticError:
+            return None
+    return None
+
+
+def is_wanted_number(value: Decimal, wanted: Decimal) -> bool:
+    """Whether a number is the wanted one. The digits of `wanted` say how exactly it is meant."""
+    _, _, exponent = wanted.as_tuple()
+    if value == wanted or not isinstance(exponent, int) or exponent >= 0:
+        return value == wanted
+    if value and value.adjusted() > wanted.adjusted() + 1:
+        return False
+    half_digit = Decimal(5).scaleb(exponent - 1)
+    return abs(value - wanted) <= max(TOLERANCE * abs(wanted), min(half_digit, TOLERANCE))
+
+
+def is_wanted_result(text: bytes, test: CallTest) -> bool:
+    """Whether the JSON that a program wrote is the wanted value; False if it is invalid, or too deep to parse.
+
+    The comparison is made here, so the program never has the wanted value.
+    """
+    try:
+        value = json.loads(text, parse_int=Decimal, parse_float=Decimal)
+        return is_same(value, test.wanted) or (test.wrapped and is_same(value, test.wanted[0]))
+    except (ValueError, ArithmeticError, RecursionError):
+        return False
+
+
+def is_same(value: Any, wanted: Any) -> bool:
+    """Whether values of JSON are the same; numbers as in `is_wanted_text`."""
+    if isinstance(wanted, list | tuple):
+        return isinstance(value, list) and len(value) == len(wanted) and all(map(is_same, value, wanted))
+    if isinstance(wanted, dict):
+        keys = {str(key): each for key, each in wanted.items()}
+        return isinstance(value, dict) and value.keys() == keys.keys() and all(is_same(value[k], keys[k]) for k in keys)
+    if isinstance(value, Decimal) and isinstance(wanted, int | float | Decimal) and not isinstance(wanted, bool):
+        return is_wanted_number(value, Decimal(repr(wanted)) if isinstance(wanted, float) else Decimal(wanted))
+    return bool(value == wanted)

@@ -1,89 +1,361 @@
 """The judge of a program under test: it runs the label's assertions, and calls the program's functions remotely.
 
 It runs in its own sandboxed process, without April, and only it knows the expected results. The program's answers are
-plain values, which are compared here; an object that stays in the program equals nothing but itself.
+plain values, which are compared here. What a function returns as an object of the program equals no plain value, and
+no operator of it with a plain value yields one: such an operator would see what is expected.
 """
 
-import ast
-import builtins
 import importlib
+import operator
 import sys
+from types import ModuleType
 from typing import Any
 
-from april.workers.rewards.plain_values import pack, receive, send, unpack
+from april.workers.rewards.plain_values import error_named, pack, receive, send, unpack
+
+OWN, ANSWER, DERIVED = "own", "answer", "derived"
+"""Where a handle is from: a class of the program that the label calls; a result; an operator with a plain value."""
+ERRORS = {"JSONDecodeError": "json", "InvalidOperation": "decimal", "FrozenInstanceError": "dataclasses",
+          "Empty": "queue", "Full": "queue", "StatisticsError": "statistics"}  # fmt: skip
+"""Exceptions of the standard library that are the judge's own: name -> module."""
+BOTH_WAYS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift",
+             "divmod")  # fmt: skip
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+UNARY = ("neg", "pos", "invert", "abs", "float", "int", "complex", "round", "index", "len", "hash", "format")
+OPERATORS = {*COMPARISONS, *BOTH_WAYS, *(f"i{name}" for name in BOTH_WAYS), "and_", "or_", "neg", "pos", "invert"}
 
 
 class HeldValue:
-    """Handle of an object in the program's process: it can be called, read and iterated, and is never compared."""
+    """Handle of an object in the program's process, which can be used there like the object itself."""
 
-    def __init__(self, request, number):
-        vars(self).update(_request=request, _number=number)
+    __slots__ = ("_judge_ask", "_judge_number", "_judge_origin")
+
+    def __init__(self, ask, number, origin):
+        for name, value in zip(HeldValue.__slots__, (ask, number, origin), strict=True):
+            object.__setattr__(self, name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self):
+        return self._judge_ask("getattr", self, "__class__")
 
     def __getattr__(self, name):
-        return self._request("attribute", self._number, name)
+        return self._judge_ask("getattr", self, name)
 
-    def __call__(self, *arguments, **named):
-        return self._request("call", self._number, list(arguments), named)
+    def __setattr__(self, name, value):
+        self._judge_ask("setattr", self, name, value)
+
+    def __delattr__(self, name):
+        self._judge_ask("delattr", self, name)
+
+    def __call__(self, /, *arguments, **named):
+        return self._judge_ask("call", self, *arguments, **named)
 
     def __getitem__(self, key):
-        return self._request("item", self._number, key)
+        return self._judge_ask("getitem", self, key)
 
-    def __len__(self):
-        return self._request("length", self._number)
+    def __setitem__(self, key, value):
+        self._judge_ask("setitem", self, key, value)
+
+    def __delitem__(self, key):
+        self._judge_ask("delitem", self, key)
+
+    def __contains__(self, item):
+        if self._judge_origin == OWN or type(item) is HeldValue:
+            return self._judge_ask("contains", self, item)
+        return any(item == each for each in self)
 
     def __bool__(self):
-        return True
+        return self._judge_ask("bool", self) if self._judge_origin == OWN else True
 
     def __iter__(self):
-        return iter(self._request("all", self._number))
+        return iter(self._judge_ask("all", self))
 
     def __next__(self):
-        return self._request("next", self._number)
+        return self._judge_ask("next", self)
+
+    def __reversed__(self):
+        return iter(self._judge_ask("all", self._judge_ask("reversed", self)))
 
     def __str__(self):
-        return self._request("text", self._number)
+        return self._judge_ask("str", self)
+
+    def __repr__(self):
+        return self._judge_ask("repr", self)
+
+    def __copy__(self):
+        return self._judge_ask("copy", self)
+
+    def __deepcopy__(self, memo):
+        return self._judge_ask("deepcopy", self)
+
+    def __enter__(self):
+        return self._judge_ask("enter", self)
+
+    def __exit__(self, *_):
+        self._judge_ask("exit", self)
+
+    def __instancecheck__(self, value):
+        return type(value) is HeldValue and self._judge_ask("isinstance", value, self)
+
+    def __subclasscheck__(self, kind):
+        return type(kind) is HeldValue and self._judge_ask("issubclass", kind, self)
+
+    def __await__(self):
+        return self._judge_ask("await", self)
+        yield
 
 
-def judge(assertions, questions, answers):
-    """Run the assertions; returns if all hold, and raises whatever one of them raises."""
+def operate(name, *operands):
+    """The value of an operator, at least one of whose operands is a handle."""
+    handles = [each for each in operands if type(each) is HeldValue]
+    own = any(handle._judge_origin == OWN for handle in handles)
+    if name in COMPARISONS and len(handles) == 1 and not own:
+        return name == "ne" if name in ("eq", "ne") else NotImplemented
+    result = handles[0]._judge_ask(name, *operands)
+    if own or len(handles) == len(operands):
+        return HeldValue(result._judge_ask, result._judge_number, OWN) if own and type(result) is HeldValue else result
+    if type(result) is not HeldValue:
+        raise TypeError(f"a test does not take the value of {name} between an object of the program and a plain value")
+    return HeldValue(result._judge_ask, result._judge_number, DERIVED)
 
-    def encode(value):
-        return pack(value, number_of)
 
-    def request(operation, target, *more):
-        arguments = more[0] if operation == "call" else []
-        send(questions, [operation, target, *([more[0]] if operation == "attribute" else map(encode, more))])
-        kind, *content = receive(answers)
-        if kind == "raised":
-            known = getattr(builtins, content[0], None)
-            raise (known if isinstance(known, type) and issubclass(known, Exception) else RuntimeError)(content[1])
-        for before, after in zip(arguments, content[1], strict=True):
-            copy_back(before, unpack(after, lambda number: HeldValue(request, number)))
-        return unpack(content[0], lambda number: HeldValue(request, number))
+def add_operators():
+    def binary(name, swapped=False):
+        return lambda self, other: operate(name, other, self) if swapped else operate(name, self, other)
 
-    tree = ast.parse(assertions)
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins))
-    known: dict[str, Any] = {"__name__": "judge"}
-    for name in sorted(names):
+    def unary(name):
+        return lambda self, *more: self._judge_ask(name, self, *more) if more else operate(name, self)
+
+    for name in BOTH_WAYS:
+        operation = f"{name}_" if name in ("and", "or") else name
+        setattr(HeldValue, f"__{name}__", binary(operation))
+        setattr(HeldValue, f"__r{name}__", binary(operation, swapped=True))
+        if hasattr(operator, f"i{name}"):
+            setattr(HeldValue, f"__i{name}__", binary(f"i{name}"))
+    for name in COMPARISONS:
+        setattr(HeldValue, f"__{name}__", binary(name))
+    for name in UNARY:
+        setattr(HeldValue, f"__{name}__", unary(name))
+
+
+class OfTheProgram(Exception):
+    """Base of the exceptions that stand for the program's own ones."""
+
+    def __str__(self):
+        return vars(self).get("text", super().__str__())
+
+    def __getattr__(self, name):
+        if name == "handle":
+            raise AttributeError(name)
+        return getattr(self.handle, name)
+
+
+class Judge:
+    """Runs a label's assertions. `plan`: which of the label's names are the program's, and which tests are to be run;
+    see `LabelPlan` of `python_tests.py`."""
+
+    def __init__(self, plan, questions, answers):
+        self.plan, self.questions, self.answers = plan, questions, answers
+        self.given: list[Any] = []
+        self.errors: dict[int, Any] = {}
+        self.handles: dict[Any, HeldValue] = {}
+        self.classes = set()
+
+    # --- the program --------------------------------------------------------------------------------------------
+
+    def name(self, name):
+        """The program's object of that name. Raises KeyError if it has none."""
+        found = self.ask("name", name)
+        if type(found) is HeldValue and name in self.plan["classes"]:
+            self.classes.add(found._judge_number)
+        return found
+
+    def ask(self, operation, /, *arguments, **named):
+        """Let the program's process do an operation, and return the result."""
+        handles = [each for each in (*arguments, *named.values()) if type(each) is HeldValue]
+        if operation not in OPERATORS and any(handle._judge_origin == DERIVED for handle in handles):
+            raise TypeError("a test takes nothing of what an operator with a plain value returned")
+        packed = [list(map(self.pack, arguments)), {name: self.pack(value) for name, value in named.items()}]
+        send(self.questions, [operation, *packed])
+        while (message := receive(self.answers))[0] == "asks":
+            self.answer(*message[1:])
+        if message[0] == "raised":
+            raise self.error(*message[1:])
+        _, result, changed = message
+        given = dict(enumerate(arguments)) | named
+        for key, after in changed:
+            copy_back(given[key], self.unpack(after))
+        is_class = operation == "call" and arguments[0]._judge_number in self.classes
+        if is_class and isinstance(result, dict) and "derived" in result:
+            result = {"held": result["derived"][0]}
+        return self.unpack(result, OWN if is_class else ANSWER)
+
+    def error(self, kind, text, arguments, number):
+        """The exception that the program raised."""
+        kind = self.unpack(kind)
+        kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+        error = kind.__new__(kind)
+        error.args = tuple(map(self.unpack, arguments))
+        if issubclass(kind, OfTheProgram):
+            error.text, error.handle = text, HeldValue(self.ask, number, ANSWER)
+        return error
+
+    def answer(self, operation, number, arguments, named):
+        """Let the program use an object that a test gave to it."""
         try:
-            known[name] = importlib.import_module(name) if name in sys.stdlib_module_names else request("name", name)
+            value = self.given[number]
+            arguments = list(map(self.unpack, arguments))
+            named = {name: self.unpack(each) for name, each in named.items()}
+            if operation == "call" and callable(value):
+                result = value(*arguments, **named)
+            elif operation == "next":
+                result = next(value)
+            elif type(value).__module__ != "__main__" or arguments[0].startswith("_"):
+                raise AttributeError(arguments[0])
+            else:
+                result = (getattr if operation == "getattr" else setattr)(value, *arguments)
+            send(self.questions, ["gives", self.pack(result)])
+        except Exception as error:
+            name = next(base.__name__ for base in type(error).__mro__ if error_named(base.__name__) is base)
+            send(self.questions, ["raises", name, str(error)])
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    def pack(self, value):
+        if type(value) is HeldValue:
+            return {"held": value._judge_number}
+        if handle := getattr(type(value), "handle_of_program", None):
+            return {"held": handle(value)._judge_number}
+        return pack(value, self.foreign)
+
+    def foreign(self, value):
+        for number, error in self.errors.items():
+            if error is value:
+                return {"held": number}
+        if not callable(value) and not hasattr(type(value), "__next__") and type(value).__module__ != "__main__":
+            raise TypeError(f"a test cannot give a program {type(value).__name__}")
+        self.given.append(value)
+        return {"given": [len(self.given) - 1, getattr(value, "__name__", type(value).__name__)]}
+
+    def unpack(self, value, origin=ANSWER):
+        return unpack(value, lambda kind, content: self.object_of(kind, content, origin))
+
+    def object_of(self, kind, content, origin):
+        if kind == "held":
+            return self.handles.setdefault((content, origin), HeldValue(self.ask, content, origin))
+        if kind == "given":
+            return self.given[content]
+        if kind == "derived":
+            return with_attributes(self.unpack(content[1]), HeldValue(self.ask, content[0], ANSWER))
+        number, name, bases = content
+        if name in ERRORS and ERRORS[name] in sys.modules:
+            return getattr(sys.modules[ERRORS[name]], name)
+        if number not in self.errors:
+            kinds = tuple(base for base in map(self.unpack, bases) if issubclass(base, Exception))
+            own = any(issubclass(kind, OfTheProgram) for kind in kinds)
+            kinds = kinds if own else (OfTheProgram, *(kind for kind in kinds if kind is not Exception))
+            self.errors[number] = type(name, kinds, {})
+        return self.errors[number]
+
+    # --- the tests ----------------------------------------------------------------------------------------------
+
+    def run(self):
+        """Run the label's tests; returns if all hold, and raises whatever one of them raises."""
+        known: dict[str, Any] = {"__name__": "__main__"}
+        for name in self.plan["modules"]:
+            sys.modules[name] = self.module(name)
+        if "unittest" in self.plan["source"]:
+            unittest: Any = importlib.import_module("unittest")
+            unittest.main = lambda *_, **__: None
+        if "asyncio" in self.plan["source"]:
+            asyncio: Any = importlib.import_module("asyncio")
+            local = asyncio.run
+            asyncio.run = lambda it, **more: self.ask("await", it) if type(it) is HeldValue else local(it, **more)
+        exec(compile(self.plan["prompt"], "prompt", "exec"), known)
+        for name in self.plan["members"]:
+            known[name] = getattr(importlib.import_module(name), name, None)
+        entry_point = self.plan["entry_point"]
+        for name in self.plan["names"]:
+            try:
+                known[name] = self.name(name)
+            except KeyError:
+                if name in self.plan["needed"]:
+                    raise NameError(f"name {name!r} is not defined") from None
+        known["candidate"] = candidate = self.name(entry_point) if entry_point else None
+        exec(compile(self.plan["source"], "label", "exec"), known)
+        for name, takes_candidate in self.plan["tests"].items():
+            if isinstance(known[name], type):
+                run_class(known[name])
+            else:
+                for arguments in cases_of(known[name]):
+                    finish(known[name](*([candidate] if takes_candidate else []), **arguments))
+
+    def module(self, name):
+        module = ModuleType(name)
+        vars(module).update(__getattr__=self.attribute_of_module, __all__=[])
+        return module
+
+    def attribute_of_module(self, name):
+        try:
+            return self.name(name)
         except KeyError:
-            continue
-    exec(compile(tree, "label", "exec"), known)
+            raise AttributeError(name) from None
 
 
-def number_of(value):
-    if isinstance(value, HeldValue):
-        return value._number
-    raise TypeError(f"a test cannot give a program {type(value).__name__}")
+def cases_of(test):
+    """Arguments of each call of a test function; several if pytest parametrizes it."""
+    cases: list[dict] = [{}]
+    for mark in getattr(test, "pytestmark", []):
+        if mark.name == "parametrize":
+            names, values = mark.args[:2]
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+            rows = [
+                row.values if type(row).__name__ == "ParameterSet" else row if names[1:] else [row] for row in values
+            ]
+            cases = [case | dict(zip(names, row, strict=True)) for case in cases for row in rows]
+    return cases
+
+
+def finish(result):
+    """Run a coroutine to its end, if a test has returned one."""
+    if hasattr(result, "cr_frame"):
+        importlib.import_module("asyncio").run(result)
+
+
+def run_class(kind):
+    unittest = sys.modules.get("unittest")
+    if unittest and issubclass(kind, unittest.TestCase):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+        if not result.wasSuccessful():
+            raise AssertionError((result.failures + result.errors or [("", "unexpected success")])[0][1])
+        return
+    for name in sorted(dir(kind)):
+        if name.startswith("test"):
+            instance = kind()
+            getattr(instance, "setup_method", lambda *_: None)()
+            for arguments in cases_of(getattr(instance, name)):
+                finish(getattr(instance, name)(**arguments))
+
+
+def with_attributes(plain, handle):
+    """A plain value that is compared here, and whose further attributes are those of the program's object."""
+    base = type(plain)
+    if base not in (int, float, str, tuple, list, dict, set, frozenset):
+        return plain
+    content = {"handle_of_program": lambda self: handle, "__getattr__": lambda self, name: getattr(handle, name)}
+    return type(base.__name__, (base,), content)(plain)
 
 
 def copy_back(before, after):
     """Apply the program's changes to a mutable argument."""
     if type(before) is not type(after):
         return
-    if isinstance(before, list):
+    if isinstance(before, (list, bytearray)):
         before[:] = after
     elif isinstance(before, (dict, set)):
         before.clear()
         before.update(after)
+
+
+add_operators()

@@ -1,57 +1,99 @@
 """Plain values as JSON between a program under test and its judge; this module's source is inlined in both.
 
-Any other value stays in its process, and the other side gets a numbered handle. Instances of subclasses become their
-built-in base class, so that nothing defined by the program takes part in a comparison.
+Any other value stays in its process, and the other side gets a numbered handle. A comparison only ever sees instances
+of built-in classes, so that nothing defined by the program takes part in it.
 """
 
+import builtins
 import json
 import sys
+from collections import Counter, OrderedDict, deque
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-SPELLED: dict[str, Any] = {"int": int, "complex": complex, "Decimal": Decimal, "Fraction": Fraction}
-LONGEST_LINE = 1 << 20
+SPELLED: dict[str, Any] = {
+    "int": (int, int.__repr__, int),
+    "float": (float, float.__repr__, float),
+    "str": (str, str.__str__, str),
+    "complex": (complex, complex.__repr__, complex),
+    "Decimal": (Decimal, Decimal.__str__, Decimal),
+    "Fraction": (Fraction, Fraction.__str__, Fraction),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+    "timedelta": (timedelta, lambda t: [t.days, t.seconds, t.microseconds], lambda parts: timedelta(*parts)),
+    "range": (range, lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    "slice": (slice, lambda s: [s.start, s.stop, s.step], lambda parts: slice(*parts)),
+}
+"""Plain classes: name -> (class, its JSON, the value of that JSON). A class stands before its base class."""
+CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+MAPPINGS: dict[str, Any] = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}
+EXACT_INTEGER = 1 << 53
+LONGEST_LINE = 1 << 26
 
 sys.set_int_max_str_digits(0)
 
 
-def pack(value, hold):
-    """Encode a value for JSON. `hold(value)` returns the handle number of a value that is not plain."""
-    if value is None or type(value) in (bool, str):
+def pack(value, foreign, derived=lambda value, plain: plain):
+    """Encode a value for JSON.
+
+    `foreign(value)` returns the JSON of a value that is not plain, and `derived(value, plain)` that of an instance of a
+    subclass, given the JSON of the same value as an instance of its built-in base class.
+    """
+    kind: Any = type(value)
+    if value is None or kind in (bool, str, float) or (kind is int and abs(value) < EXACT_INTEGER):
         return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, float):
-        return float(value)
-    for name, kind in SPELLED.items():
-        if isinstance(value, kind):
-            return {name: (kind.__repr__ if kind in (int, complex) else kind.__str__)(value)}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": bytes(value).hex()}
-    for name, kind in CONTAINERS.items():
-        if isinstance(value, kind):
-            return {name: [pack(item, hold) for item in kind.__iter__(value)]}
-    if isinstance(value, dict):
-        return {"dict": [[pack(key, hold), pack(dict.__getitem__(value, key), hold)] for key in dict.keys(value)]}
-    return {"held": hold(value)}
+    if kind is type and vars(builtins).get(name := getattr(value, "__name__", "")) is value:
+        return {"type": name}
+    encoded = encode(value, kind, lambda item: pack(item, foreign, derived))
+    if encoded is None:
+        return foreign(value)
+    [name] = encoded
+    return encoded if kind is plain_class(name) else derived(value, encoded)
 
 
-def unpack(value, held):
-    """Decode a value from JSON. `held(number)` returns the value of a handle."""
+def encode(value, kind, packed):
+    """JSON of a plain value, or of an instance of a subclass as its base class; None for any other value."""
+    for name, (plain, to_json, _) in SPELLED.items():
+        if issubclass(kind, plain):
+            return {name: to_json(value)}
+    for name, container in CONTAINERS.items():
+        if issubclass(kind, container):
+            return {name: [packed(item) for item in container.__iter__(value)]}
+    for name, mapping in MAPPINGS.items():
+        if issubclass(kind, mapping):
+            return {name: [[packed(key), packed(dict.__getitem__(value, key))] for key in dict.keys(value)]}
+    return None
+
+
+def plain_class(name):
+    return SPELLED[name][0] if name in SPELLED else {**CONTAINERS, **MAPPINGS}[name]
+
+
+def unpack(value, foreign):
+    """Decode a value from JSON. `foreign(kind, content)` returns the value of JSON that stands for no plain value."""
     if not isinstance(value, dict):
         return value
     [(name, content)] = value.items()
     if name in SPELLED:
-        return SPELLED[name](content)
-    if name == "bytes":
-        return bytes.fromhex(content)
+        return SPELLED[name][2](content)
     if name in CONTAINERS:
-        return CONTAINERS[name](unpack(item, held) for item in content)
-    if name == "dict":
-        return {unpack(key, held): unpack(item, held) for key, item in content}
-    return held(content)
+        return CONTAINERS[name](unpack(item, foreign) for item in content)
+    if name in MAPPINGS:
+        return MAPPINGS[name]({unpack(key, foreign): unpack(item, foreign) for key, item in content})
+    if name == "type" and isinstance(found := getattr(builtins, content), type):
+        return found
+    return foreign(name, content)
+
+
+def error_named(name):
+    """The built-in exception class of that name; RuntimeError if there is none."""
+    found = getattr(builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else RuntimeError
 
 
 def send(stream, message):

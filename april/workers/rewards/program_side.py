@@ -3,42 +3,114 @@
 It runs after the program, in its process, without April. The judge trusts nothing that is sent from here.
 """
 
+import copy
+import operator
 from typing import Any
 
-from april.workers.rewards.plain_values import pack, receive, send, unpack
+from april.workers.rewards.plain_values import error_named, pack, receive, send, unpack
 
-OPERATIONS: dict[str, Any] = {"length": len, "text": str, "all": list, "next": next}
+OPERATIONS: dict[str, Any] = {
+    **{name: getattr(operator, name) for name in operator.__all__ if not name.startswith("_")},
+    **{f.__name__: f for f in (abs, float, format, hash, int, iter, len, next, repr, reversed, round, str, bool)},
+    **{f.__name__: f for f in (complex, divmod, getattr, setattr, delattr, isinstance, issubclass)},
+    **{f.__name__: f for f in (copy.copy, copy.deepcopy)},
+    "enter": lambda context: context.__enter__(),
+    "exit": lambda context, *_: context.__exit__(None, None, None),
+    "all": list,
+    "call": lambda function, /, *arguments, **named: function(*arguments, **named),
+    "await": lambda awaitable: __import__("asyncio").run(awaited(awaitable)),
+}
+"""What a judge can do with an object of the program: name -> function."""
 
 
-def serve(names, questions, answers):
-    """Answer requests until the judge ends. `names`: the program's globals."""
-    held = []
+async def awaited(awaitable):
+    return await awaitable
 
-    def hold(value):
-        held.append(value)
-        return len(held) - 1
 
-    def decode(value):
-        return unpack(value, held.__getitem__)
+class OfTheTest:
+    """Stand-in for a function, an iterator or an object that a test gives to the program."""
 
-    while True:
+    def __init__(self, ask, number, name):
+        vars(self).update(_ask=ask, _number=number, __name__=name)
+
+    def __call__(self, /, *arguments, **named):
+        return self._ask("call", self._number, arguments, named)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self._ask("next", self._number, (), {})
+
+    def __getattr__(self, name):
+        return self._ask("getattr", self._number, (name,), {})
+
+    def __setattr__(self, name, value):
+        self._ask("setattr", self._number, (name, value), {})
+
+
+class ProgramSide:
+    """Answers the judge's questions with objects of the program. `names`: the program's globals."""
+
+    def __init__(self, names, questions, answers):
+        self.names, self.questions, self.answers = names, questions, answers
+        self.held: list[Any] = []
+        self.numbers: dict[int, int] = {}
+
+    def serve(self):
+        """Answer questions until the judge ends."""
+        while True:
+            try:
+                question = receive(self.questions)
+            except EOFError:
+                return
+            self.answer(question)
+
+    def answer(self, question):
+        operation, arguments, named = question
         try:
-            operation, target, *more = receive(questions)
-        except EOFError:
-            return
-        arguments = []
-        try:
-            if operation == "name":
-                result = names[target]
-            elif operation == "attribute":
-                result = getattr(held[target], more[0])
-            elif operation == "call":
-                arguments = decode(more[0])
-                result = held[target](*arguments, **decode(more[1]))
-            elif operation == "item":
-                result = held[target][decode(more[0])]
-            else:
-                result = OPERATIONS[operation](held[target])
-            send(answers, ["is", pack(result, hold), [pack(argument, hold) for argument in arguments]])
+            arguments = [self.unpack(argument) for argument in arguments]
+            named = {name: self.unpack(argument) for name, argument in named.items()}
+            function = self.names.__getitem__ if operation == "name" else OPERATIONS[operation]
+            result = function(*arguments, **named)
+            given = dict(enumerate(arguments)) | named
+            changed = [[key, self.pack(it)] for key, it in given.items() if type(it) in (list, dict, set, bytearray)]
+            send(self.answers, ["is", self.pack(result), changed if operation == "call" else []])
         except Exception as error:
-            send(answers, ["raised", type(error).__name__, str(error)[:200]])
+            text, arguments = str(error)[:200], [self.pack(argument) for argument in error.args]
+            send(self.answers, ["raised", self.pack(type(error)), text, arguments, self.hold(error)])
+
+    def ask(self, operation, number, arguments, named):
+        """Let the judge use an object that a test gave to the program; it may ask questions of its own meanwhile."""
+        packed = [list(map(self.pack, arguments)), {name: self.pack(value) for name, value in named.items()}]
+        send(self.answers, ["asks", operation, number, *packed])
+        while (message := receive(self.questions))[0] not in ("gives", "raises"):
+            self.answer(message)
+        if message[0] == "raises":
+            raise error_named(message[1])(message[2])
+        return self.unpack(message[1])
+
+    def pack(self, value):
+        return pack(value, self.foreign, lambda value, plain: {"derived": [self.hold(value), plain]})
+
+    def foreign(self, value):
+        if isinstance(value, OfTheTest):
+            return {"given": value._number}
+        if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+            return self.pack(value.item())
+        if isinstance(value, type) and issubclass(value, Exception):
+            bases = [self.pack(base) for base in value.__bases__ if issubclass(base, Exception)]
+            return {"error": [self.hold(value), value.__name__, bases]}
+        return {"held": self.hold(value)}
+
+    def hold(self, value):
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.held)
+            self.held.append(value)
+        return self.numbers[id(value)]
+
+    def unpack(self, value):
+        return unpack(value, self.object_of)
+
+    def object_of(self, kind, content):
+        return self.held[content] if kind == "held" else OfTheTest(self.ask, *content)

@@ -247,14 +247,19 @@ class SandboxResult:
     """Exceeded limit: "wall clock", "processor time", "memory", "processes" or "output"; empty if there is none."""
 
 
-def run(program: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[int, ...] = ()) -> SandboxResult:
+def run(
+    program: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[int, ...] = (), entry: str = ""
+) -> SandboxResult:
     """Run a Python program until it ends or exceeds a limit; no process of it remains afterwards.
 
     `descriptors`: file descriptors passed on to it, under the same numbers; they are closed in this process.
+    `entry`: source to run instead, which finds the program as `program.py` and may import it.
     """
     folder = tempfile.mkdtemp(prefix="april-program-")
     try:
-        Path(folder, "program.py").write_text(program, errors="replace")
+        Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
+        if entry:
+            Path(folder, "entry.py").write_text(entry, encoding="utf-8")
         return run_in(folder, stdin, limits, descriptors)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

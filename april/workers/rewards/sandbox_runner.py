@@ -6,9 +6,12 @@ the program can read the interpreter and the system's libraries, write its own f
 seccomp, the system calls in FORBIDDEN are refused.
 """
 
+import ast
+import builtins
 import contextlib
 import ctypes
 import errno
+import importlib
 import json
 import os
 import platform
@@ -19,6 +22,10 @@ import struct
 import sys
 import sysconfig
 
+HEADER = ("typing", "collections", "math", "itertools", "functools", "heapq", "bisect", "string", "re", "datetime",
+          "copy", "random", "operator", "statistics", "decimal", "fractions", "dataclasses", "abc", "enum")  # fmt: skip
+"""Modules whose names a program may use without an import, as on LeetCode; an earlier one's name counts."""
+DEEPEST_RECURSION = 50_000
 FIRST_UID, UIDS = 50_000, 10_000
 CAPABILITY_VERSION, CAP_DAC_READ_SEARCH = 0x20080522, 1 << 2
 PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 8, 38
@@ -82,7 +89,41 @@ def main() -> None:
         sys.addaudithook(refuse)
     sys.argv = ["program.py"]
     sys.path.insert(0, folder)
-    runpy.run_path("program.py", run_name="__main__")
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError), open("program.py", encoding="utf-8") as file:
+        vars(builtins).update(header(unbound_names(ast.parse(file.read()))))
+    sys.setrecursionlimit(DEEPEST_RECURSION)
+    runpy.run_path("entry.py" if os.path.exists("entry.py") else "program.py", run_name="__main__")
+
+
+def unbound_names(tree: ast.AST) -> set[str]:
+    """Names that a program uses and binds nowhere, and that are no built-ins."""
+    used, bound = set[str](), set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(name := getattr(node, "name", None), str):
+            bound.add(name)
+    return used - bound
+
+
+def header(names: set[str]) -> dict[str, object]:
+    """Those of the names that stand for a module of the standard library, or for something in a module of HEADER."""
+    found: dict[str, object] = {}
+    for name in names:
+        if name in sys.stdlib_module_names and not name.startswith("_") and name not in ("this", "antigravity"):
+            with contextlib.suppress(ImportError):
+                found[name] = importlib.import_module(name)
+    for module in HEADER:
+        if names <= found.keys():
+            break
+        public = importlib.import_module(module)
+        exported = getattr(public, "__all__", [name for name in vars(public) if not name.startswith("_")])
+        found = {name: getattr(public, name) for name in names.intersection(exported)} | found
+    return found
 
 
 def enter(group: str) -> None:
@@ -202,4 +243,5 @@ def refuse(event: str, arguments: tuple) -> None:
         raise PermissionError(f"{event} is not for a program that is being tested")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,463 @@
+"""What the syntax tree of Python tests says about them, decided before a program runs.
+
+It says which tests there are, which names are the program's, and whether anything is asserted about the program. Tests
+that cannot be used are a ValueError that names their shape.
+"""
+
+import ast
+import builtins
+import importlib.util
+import symtable
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from april.workers.rewards.sandbox_runner import header
+
+PROGRAM_MODULES = ("solution", "program", "main", "submission", "answer")
+"""Names under which Python tests import the program."""
+
+
+class LabelPlan(NamedTuple):
+    """Python tests, and what a judge is told about them."""
+
+    source: str
+    prompt: str
+    """Python that the tests may use, such as the functions that HumanEval's prompt brings along."""
+    entry_point: str
+    """Name of the program's function that `check(candidate)` gets; empty without one."""
+    names: list[str]
+    """The program's names that the tests use."""
+    needed: list[str]
+    """Those of them that are also built-ins or in the standard library: no other function may stand in."""
+    members: list[str]
+    """Names of modules that stand for the member of that name, as in `datetime(2024, 1, 1)`."""
+    classes: list[str]
+    """Those of them whose results the tests use as objects: their own operators count."""
+    tests: dict[str, bool]
+    """Functions and classes that the source defines and does not call -> whether they take the candidate."""
+
+
+BUILTINS = frozenset(dir(builtins))
+VALUES = frozenset(name for kind in (str, list, dict, set, float, int, bytes, tuple) for name in dir(kind))
+"""Attributes of plain values; other attributes show that a value is an object of the program."""
+WRAPPERS = {
+    "list",
+    "tuple",
+    "set",
+    "sorted",
+    "len",
+    "abs",
+    "round",
+    "isinstance",
+    "next",
+    "dict",
+    "str",
+    "repr",
+    "bool",
+}
+SWALLOWED = {"AssertionError", "Exception", "BaseException"}
+UNREACHABLE = {"capsys", "monkeypatch", "mocker", "tmp_path", "patch", "redirect_stdout", "redirect_stderr"}
+"""Names that show that a test replaces something in the program's process, or reads what it prints there."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def plan_of(source: str, prompt: Any = None, entry_point: str = "") -> LabelPlan:
+    """What a judge is told about Python tests. Raises ValueError if they cannot be run, or assert nothing."""
+    try:
+        return LabelReader(source, usable_prompt(prompt, entry_point), entry_point).plan()
+    except SyntaxError as error:
+        raise ValueError(f"the label is neither JSON nor Python ({error.msg}, line {error.lineno})") from None
+
+
+def usable_prompt(prompt: Any, entry_point: str) -> str:
+    """A prompt if it is Python that defines the entry point, as HumanEval's; empty otherwise."""
+    try:
+        body = ast.parse(prompt).body if isinstance(prompt, str) else []
+    except (SyntaxError, ValueError):
+        return ""
+    harmless = Function | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign
+    is_code = all(isinstance(node, harmless) or isinstance(getattr(node, "value", None), ast.Constant) for node in body)
+    return prompt if is_code and entry_point in {getattr(node, "name", "") for node in body} else ""
+
+
+class LabelReader:
+    """Reads the syntax tree of Python tests. `prompt`: Python that comes before them. Raises SyntaxError."""
+
+    def __init__(self, source: str, prompt: str, entry_point: str):
+        self.source, self.prompt, self.entry_point = source, prompt, entry_point
+        self.tree = ast.parse(source)
+        self.defined = {node.name: node for node in self.tree.body if isinstance(node, Function | ast.ClassDef)}
+        self.assigned = {
+            target.id: node.value
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        self.imported = {name for node in ast.walk(self.tree) for name in names_from_program(node)}
+        free = free_names(source) - (free_names(prompt, bound=True) - {entry_point}) - self.imported
+        self.free = free - ({"candidate"} if entry_point else set())
+        modules = self.free & sys.stdlib_module_names
+        found = header(self.free - BUILTINS - modules)
+        self.standard = modules | found.keys()
+        self.names = {name for name in self.free if name not in BUILTINS and name not in self.standard}
+        self.names |= {entry_point} & self.free
+        candidates = {entry_point, "candidate"} if entry_point else set()
+        self.tainted = self.spread(self.names | self.imported | candidates)
+        called = called_in(self.tree) & self.standard
+        functions = {name for name in called if not isinstance(found.get(name), type)} - self.helpers()
+        self.members = sorted(called & modules - functions)
+        subjects = set() if entry_point else self.subjects()
+        others = self.names | self.imported | candidates
+        self.needed = subjects if others else subjects | functions
+        self.names |= functions | self.needed
+        self.tainted = self.spread(self.tainted | self.names)
+
+    def plan(self) -> LabelPlan:
+        self.refuse_what_cannot_run()
+        tests, seen = self.tests(), set[str]()
+        roots = [node for name in tests for node in statements_of(self.defined[name])]
+        reached = self.asserts(self.tree.body, seen) | self.asserts(roots, seen)
+        if not reached or not (self.names or self.imported or self.entry_point):
+            raise ValueError(f"the label asserts nothing: {self.shape()}")
+        return LabelPlan(
+            self.source,
+            self.prompt,
+            self.entry_point,
+            sorted(self.names),
+            sorted(self.needed),
+            self.members,
+            sorted(self.classes()),
+            tests,
+        )
+
+    # --- names --------------------------------------------------------------------------------------------------
+
+    def spread(self, tainted: set[str]) -> set[str]:
+        """Names whose values may come from the program, given those that certainly do."""
+        tainted = tainted | {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+        size = -1
+        while size < len(tainted):
+            size = len(tainted)
+            tainted |= {name for name, node in self.defined.items() if self.mentions(node, tainted)}
+            for node in ast.walk(self.tree):
+                sources, targets = flow(node)
+                if any(self.mentions(source, tainted) for source in sources):
+                    names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+                    tainted |= names - self.free
+        return tainted
+
+    def mentions(self, node: ast.AST, names: set[str]) -> bool:
+        return any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
+
+    def subjects(self) -> set[str]:
+        """Functions under test that are named like something of the standard library or like a built-in.
+
+        They are what an assertion calls that depends on nothing else of the program, or what a test function is given.
+        A built-in is under test only if the tests name nothing else.
+        """
+        called = set()
+        for node in ast.walk(self.tree):
+            operands = operands_of(node)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in self.defined:
+                operands = [ast.Call(each, [], []) if isinstance(each, ast.Name) else each for each in node.args]
+            if not any(self.mentions(each, self.tainted) for each in operands):
+                called |= {self.outermost(each) for each in operands}
+        subjects = called & self.standard
+        return subjects if subjects or self.names or self.imported else called & BUILTINS & self.free
+
+    def helpers(self) -> set[str]:
+        """Functions of the standard library that an assertion uses to compare the program's result, or for the expected
+        one: the program's functions of the same name would see what is expected."""
+        found = set()
+        for node in ast.walk(self.tree):
+            operands = operands_of(node)
+            depend = [operand for operand in operands if self.mentions(operand, self.tainted)]
+            if len(operands) == len(depend) == 1 and isinstance(operands[0], ast.Call):
+                found |= loads(operands[0].func)
+            if depend:
+                found |= {name for operand in operands if operand not in depend for name in called_in(operand)}
+        return found & self.standard
+
+    def outermost(self, node: ast.expr) -> str:
+        """The function whose result an operand is, but for functions that only convert it; empty if there is none."""
+        if isinstance(node, ast.Name) and node.id in self.assigned:
+            value = self.assigned[node.id]
+            return "" if node.id in loads(value) else self.outermost(value)
+        if isinstance(node, ast.BinOp):
+            return self.outermost(node.left) or self.outermost(node.right)
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            return self.outermost(node.value)
+        if not isinstance(node, ast.Call):
+            return ""
+        if not isinstance(node.func, ast.Name):
+            return self.outermost(node.func)
+        inner = self.outermost(node.args[0]) if node.func.id in WRAPPERS and node.args else ""
+        return inner or node.func.id
+
+    def classes(self) -> set[str]:
+        """The program's names that are called for objects: an attribute of the result is used that no plain value has,
+        or `isinstance` is asked for it."""
+        candidates = self.names | self.imported
+        made: dict[str, set[str]] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    made.setdefault(ast.unparse(target), set()).update(called_in(node.value) & candidates)
+        found = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and node.attr not in VALUES:
+                found |= made.get(ast.unparse(node.value), set())
+                if isinstance(node.value, ast.Call):
+                    found |= called_in(node.value) & candidates
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2:
+                found |= loads(node.args[1]) & candidates
+        return found
+
+    # --- tests --------------------------------------------------------------------------------------------------
+
+    def tests(self) -> dict[str, bool]:
+        """Functions and classes that are run after the source: pytest's and unittest's, and those that nothing uses."""
+        called = {
+            node.value.func.id
+            for node in top_level(self.tree.body)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+        }
+        used = loads(self.tree)
+        found = {}
+        for name, node in self.defined.items():
+            if isinstance(node, ast.ClassDef):
+                if is_test_class(node):
+                    found[name] = False
+                continue
+            needed = len(node.args.args) - len(node.args.defaults)
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            if name in called or "fixture" in decorators or is_skipped(node):
+                continue
+            if name.startswith("test") or (name not in used and self.asserts(node.body, set())):
+                if needed == 0 or "parametrize" in decorators:
+                    found[name] = False
+                elif needed == 1 and self.entry_point:
+                    found[name] = True
+                elif name.startswith("test") and name not in used:
+                    raise ValueError(f"the label's {name} takes {node.args.args[0].arg}, which nothing gives to it")
+        return found
+
+    def asserts(self, statements: Iterable[ast.stmt], seen: set[str]) -> bool:
+        """Whether statements, when they are executed, assert something that depends on the program."""
+        found = False
+        for node in statements:
+            if isinstance(node, Function | ast.ClassDef):
+                continue
+            found |= self.asserts_itself(node)
+            for name in loads(header_of(node)) & self.defined.keys() - seen:
+                seen.add(name)
+                found |= self.asserts(statements_of(self.defined[name], any_method=True), seen)
+            for block in blocks_of(node, self.tree):
+                found |= self.asserts(block, seen)
+            if isinstance(node, ast.Return | ast.Raise | ast.Break | ast.Continue):
+                break
+        return found
+
+    def asserts_itself(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.Assert):
+            fails = isinstance(node.test, ast.Constant) and not node.test.value
+            return fails or self.mentions(node.test, self.tainted)
+        if isinstance(node, ast.Raise):
+            return node.exc is not None
+        return any(
+            is_assertion_call(call) and (isinstance(node, ast.With) or any(self.mentions(arg, self.tainted) for arg in
+                                         (*call.args, *(keyword.value for keyword in call.keywords))))
+            for call in ast.walk(header_of(node)) if isinstance(call, ast.Call)
+        )  # fmt: skip
+
+    # --- refusals -----------------------------------------------------------------------------------------------
+
+    def shape(self) -> str:
+        """What a label is that asserts nothing."""
+        functions = [node for node in self.defined.values() if isinstance(node, Function)]
+        waiting = [node for node in functions if node.args.args and self.asserts(node.body, set())]
+        if waiting and not self.entry_point:
+            first = waiting[0]
+            parameters = ", ".join(argument.arg for argument in first.args.args)
+            return (
+                f"it only defines {first.name}({parameters}); name the function that it gets, as in "
+                "data.label_key = 'test,entry_point'"
+            )
+        if not self.tainted & loads(self.tree):
+            return "it uses no name of a program"
+        if any(isinstance(node, ast.Assert) for node in ast.walk(self.tree)):
+            return "its assertions are not reached, are caught, or do not depend on the program"
+        return "it has no assert, no raise and no unittest assertion; what it only prints or compares is no verdict"
+
+    def refuse_what_cannot_run(self) -> None:
+        for node in ast.walk(self.tree):
+            if isinstance(node, Function) and (wanted := {arg.arg for arg in node.args.args} & UNREACHABLE):
+                raise ValueError(
+                    f"the label's {node.name} takes pytest's {min(wanted)}, which a program does not share"
+                )
+            if isinstance(node, ast.ClassDef) and any(loads(base) & self.names for base in node.bases):
+                raise ValueError(f"the label's class {node.name} is derived from a class of the program")
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                refuse_module(module)
+            replaced = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node)
+            if replaced in ("sys.stdin", "sys.stdout", "builtins.input", "builtins.print"):
+                raise ValueError(f"the label replaces {replaced} of the judge's process, and not the program's")
+            names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+            if wanted := names & UNREACHABLE:
+                raise ValueError(
+                    f"the label uses {min(wanted)}, which acts on the judge's process and not the program's"
+                )
+
+
+def refuse_module(name: str) -> None:
+    top = name.partition(".")[0]
+    if name == "unittest.mock":
+        raise ValueError("the label imports unittest.mock, which acts on the judge's process and not the program's")
+    if top not in PROGRAM_MODULES and top not in sys.stdlib_module_names and importlib.util.find_spec(top) is None:
+        known = ", ".join(PROGRAM_MODULES)
+        raise ValueError(f"the label imports {top}, which is not installed; the program itself is one of {known}")
+
+
+# --- syntax -----------------------------------------------------------------------------------------------------------
+
+
+def loads(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+
+
+def called_in(node: ast.AST) -> set[str]:
+    return {each.func.id for each in ast.walk(node) if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)}
+
+
+def free_names(source: str, bound: bool = False) -> set[str]:
+    """Names that a module uses and does not bind; with `bound`, those that it binds instead."""
+    used, assigned, tables = set(), set(), [symtable.symtable(source, "label", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if table.get_type() == "module" or symbol.is_global():
+                used |= {symbol.get_name()} if symbol.is_referenced() else set()
+                assigned |= {symbol.get_name()} if symbol.is_assigned() or symbol.is_imported() else set()
+    return assigned if bound else used - assigned
+
+
+def statements_of(node: ast.stmt, any_method: bool = False) -> list[ast.stmt]:
+    """Statements of a function; of a class, those of its methods, if it has a test or any is asked for."""
+    if isinstance(node, Function):
+        return node.body
+    methods = [each for each in getattr(node, "body", []) if isinstance(each, Function) and not is_skipped(each)]
+    run = any_method or any(method.name.startswith("test") for method in methods)
+    return [statement for method in methods for statement in method.body] if run else []
+
+
+def names_from_program(node: ast.AST) -> set[str]:
+    """Names that an import of the program binds."""
+    if isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES:
+        return {alias.asname or alias.name for alias in node.names} - {"*"}
+    if isinstance(node, ast.Import):
+        return {alias.asname or alias.name for alias in node.names if alias.name in PROGRAM_MODULES}
+    return set()
+
+
+def flow(node: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
+    """(expressions, what they are assigned to or may change) of a node."""
+    if isinstance(node, ast.Assign):
+        return [node.value], list(node.targets)
+    if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
+        return [node.value] if node.value else [], [node.target]
+    if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        return [node.iter], [node.target]
+    if isinstance(node, ast.withitem):
+        return [node.context_expr], [node.optional_vars] if node.optional_vars else []
+    if isinstance(node, ast.Call):
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        return [node.func, *given], [each for each in (*given, *receiver) if isinstance(each, ast.Name)]
+    return [], []
+
+
+def operands_of(node: ast.AST) -> list[ast.expr]:
+    """What an assertion compares."""
+    if isinstance(node, ast.Call):
+        return node.args if is_assertion_call(node) else []
+    if not isinstance(node, ast.Assert):
+        return []
+    test = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
+    if isinstance(test, ast.BoolOp):
+        return [each for value in test.values for each in operands_of(ast.Assert(value))]
+    return [test.left, *test.comparators] if isinstance(test, ast.Compare) else [test]
+
+
+def is_assertion_call(call: ast.Call) -> bool:
+    """Whether a call is an assertion of unittest, pytest or numpy, or ends the test with a status."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name.startswith(("assert", "fail")) or name == "raises"
+
+
+def is_test_class(node: ast.ClassDef) -> bool:
+    of_unittest = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+    return (of_unittest or node.name.startswith("Test")) and not is_skipped(node)
+
+
+def is_skipped(node: Function | ast.ClassDef) -> bool:
+    return any("skip" in ast.unparse(each) for each in node.decorator_list)
+
+
+def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that are certainly executed: those of a module, and below `if __name__ == "__main__"`."""
+    for node in body:
+        if isinstance(node, ast.If) and "__name__" in loads(node.test):
+            yield from top_level(node.body)
+        else:
+            yield node
+
+
+def header_of(node: ast.stmt) -> ast.AST:
+    """The expressions of a statement, without the statements in it."""
+    inner = {"body", "orelse", "finalbody", "handlers", "cases"}
+    parts = [value for name, value in ast.iter_fields(node) if name not in inner]
+    flat = [each for part in parts for each in (part if isinstance(part, list) else [part])]
+    items = [each.context_expr if isinstance(each, ast.withitem) else each for each in flat]
+    return ast.Tuple([each for each in items if isinstance(each, ast.expr)], ast.Load())
+
+
+def blocks_of(node: ast.stmt, tree: ast.Module) -> list[list[ast.stmt]]:
+    """Statements within a statement that may be executed, and whose failed assertions are not caught in it."""
+    if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Constant) and not node.test.value:
+        return [node.orelse]
+    if isinstance(node, ast.For | ast.AsyncFor) and is_empty(node.iter, tree):
+        return [node.orelse]
+    if isinstance(node, ast.With) and any("suppress(" in ast.unparse(item.context_expr) for item in node.items):
+        return []
+    if isinstance(node, ast.Try | ast.TryStar):
+        caught = any(catches_assertions(handler) for handler in node.handlers)
+        blocks = [] if caught else [node.body]
+        return [*blocks, *(handler.body for handler in node.handlers), node.orelse, node.finalbody]
+    if isinstance(node, ast.Match):
+        return [case.body for case in node.cases]
+    return [block for name in ("body", "orelse") if isinstance(block := getattr(node, name, None), list)]
+
+
+def is_empty(node: ast.expr, tree: ast.Module) -> bool:
+    """Whether an expression is an empty literal, or a name that is only ever bound to one."""
+    if isinstance(node, ast.Name):
+        values = [each.value for each in ast.walk(tree) if isinstance(each, ast.Assign)
+                  and any(getattr(target, "id", "") == node.id for target in each.targets)]  # fmt: skip
+        uses = sum(isinstance(each, ast.Name) and each.id == node.id for each in ast.walk(tree))
+        return len(values) == 1 and uses == 2 and not isinstance(values[0], ast.Name) and is_empty(values[0], tree)
+    elements = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [node])
+    return not elements
+
+
+def catches_assertions(handler: ast.ExceptHandler) -> bool:
+    kinds = (
+        {each.split(".")[-1] for each in ast.unparse(handler.type).strip("()").split(", ")}
+        if handler.type
+        else SWALLOWED
+    )
+    return bool(kinds & SWALLOWED) and not any(isinstance(each, ast.Raise) for each in ast.walk(handler))

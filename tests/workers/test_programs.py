@@ -1,0 +1,307 @@
+"""Which programs are right for the verifier `code`: every form of tests, compared as its data set means it."""
+
+import json
+
+import pytest
+
+from april.workers.rewards.code import code, is_wanted_text, last_block, read_label
+from april.workers.rewards.messages import Item, RewardRules
+
+pytestmark = pytest.mark.xdist_group("programs")
+ADD, WRONG = "def add(a, b):\n    return a + b", "def add(a, b):\n    return None"
+
+
+def reward(program, label):
+    label = label if isinstance(label, str) else json.dumps(label)
+    [score] = code([Item(0, "code", f"```python\n{program}\n```", label, "stop")], RewardRules(code_test_s=20.0))
+    return score.reward
+
+
+# --- tests that are only defined ------------------------------------------------------------------------------
+
+DEFINED = {
+    "a test function": "def test_add():\n    assert add(1, 2) == 3",
+    "an async one": "async def test_add():\n    assert add(1, 2) == 3",
+    "a function of another name": "def run():\n    assert add(1, 2) == 3",
+    "one that a helper asserts for": "def equal(x, y):\n    assert x == y\ndef test_add():\n    equal(add(1, 2), 3)",
+    "HumanEval's columns": {"test": "def check(candidate):\n    assert candidate(1, 2) == 3", "entry_point": "add"},
+    "a class": "class TestAdd:\n    def test_it(self):\n        assert add(1, 2) == 3",
+    "unittest": "import unittest\nclass A(unittest.TestCase):\n    def test_it(self):\n"
+                "        self.assertEqual(add(1, 2), 3)\nif __name__ == '__main__':\n    unittest.main()",
+    "an import of the program": "from solution import add\ndef test_add():\n    assert add(1, 2) == 3",
+    "a star import of it": "from solution import *\ndef test_add():\n    assert add(1, 2) == 3",
+    "the program's module": "import solution\ndef test_add():\n    assert solution.add(1, 2) == 3",
+    "pytest's parameters":
+        "import pytest\n@pytest.mark.parametrize('a,b', [(1, 3), (2, 4)])\ndef test_add(a, b):\n"
+        "    assert add(a, 2) == b",
+    "a list of assertions": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    "a parameter of the program's name": "def check(add):\n    assert add(1, 2) == 3\ncheck(add)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFINED)
+def test_tests_that_are_only_defined_are_run(name):
+    assert (reward(ADD, DEFINED[name]), reward(WRONG, DEFINED[name])) == (1.0, 0.0)
+    assert reward("pass", DEFINED[name]) == 0.0
+
+
+NOTHING = {
+    "a check without its function": ("def check(candidate):\n    assert candidate(1) == 2", "only defines check"),
+    "bare comparisons": ("add(1, 2) == 3", "no assert"),
+    "what is printed": ("print(add(1, 2))", "no assert"),
+    "constants": ("add(1, 2)\nassert True", "do not depend"),
+    "nothing of the program": ("x = 3\nassert x == 3", "no name of a program"),
+    "what is caught": ("try:\n    assert add(1, 2) == 3\nexcept Exception:\n    print('no')", "are caught"),
+    "no cases": ("for a, b in []:\n    assert add(a, 1) == b", "not reached"),
+    "no cases by name": ("cases = []\nfor a, b in cases:\n    assert add(a, 1) == b", "not reached"),
+    "below a return": ("def test():\n    return\n    assert add(1, 2) == 3", "not reached"),
+    "skipped": ("import unittest\n@unittest.skip('x')\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+                "        self.assertEqual(add(1, 2), 3)", "no assert"),
+    "a fixture": ("def test_add(numbers):\n    assert add(*numbers) == 3", "takes numbers"),
+    "the judge's output": ("def test_add(capsys):\n    assert add(1, 2) == 3", "capsys"),
+    "a package that is away": ("import no_such_package\nassert add(1, 2) == 3", "no_such_package"),
+    "another language": ("expect(add(1, 2)).toBe(3);\n}", "neither JSON nor Python"),
+    "no tests": ([], "no tests"),
+    "empty outputs": ({"inputs": ["1"], "outputs": [""]}, "every expected output is empty"),
+    "another object": ({"question": "?"}, "has the keys question"),
+    "packed tests": ({"private_test_cases": "eJxrYJmaxQABUz"}, "packed"),
+    "a function without a name": ([{"input": "1", "output": "2", "testtype": "functional"}], "does not name it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_label_that_asserts_nothing_or_cannot_be_run_is_refused_by_its_shape(name):
+    label, words = NOTHING[name]
+    with pytest.raises(ValueError, match=words):
+        read_label(label if isinstance(label, str) else json.dumps(label))
+
+
+# --- right programs --------------------------------------------------------------------------------------------
+
+VECTOR = (
+    "class Vector:\n"
+    "    def __init__(self, x, y): self.x, self.y = x, y\n"
+    "    def __add__(self, other): return Vector(self.x + other.x, self.y + other.y)\n"
+    "    def __mul__(self, k): return Vector(self.x * k, self.y * k)\n"
+    "    __rmul__ = __mul__\n"
+    "    def __neg__(self): return Vector(-self.x, -self.y)\n"
+    "    def __abs__(self): return (self.x ** 2 + self.y ** 2) ** 0.5\n"
+    "    def __eq__(self, other): return (self.x, self.y) == (other.x, other.y)\n"
+    "    def __hash__(self): return hash((self.x, self.y))\n"
+    "    def __contains__(self, n): return n in (self.x, self.y)\n"
+    "    def __lt__(self, other): return abs(self) < abs(other)\n"
+    "    def __str__(self): return f'<{self.x}, {self.y}>'\n"
+)
+PARENT = "class Bad(ValueError):\n    def __init__(self, code): self.code = code\n"
+RIGHT = {
+    "a function named like a built-in": ("def sum(n):\n    return n[0] + n[1]", "def sum(n): return 1",
+                                         "assert sum([1, 2]) == 3\nassert sum([4, 2]) == 6"),
+    "one named like a module": ("def bisect(a, x):\n    return 1", "def bisect(a, x): return 0",
+                                "assert bisect([1, 3], 2) == 1"),
+    "one named like a function of a module": ("def gcd(a, b):\n    return a if b == 0 else gcd(b, a % b)",
+                                              "def gcd(a, b): return 1", "assert gcd(4, 6) == 2"),
+    "a built-in's name given to a check": ("def sum(n):\n    return n[0] + n[1]", "x = 1",
+                                           "def check(f):\n    assert f([1, 2]) == 3\ncheck(sum)"),
+    "typing without an import": ("def f(n: List[int]) -> Optional[int]:\n    return Counter(n).most_common(1)[0][0]",
+                                 "def f(n): return 2", "assert f([1, 1, 2]) == 1"),
+    "a module without an import": ("def f(n):\n    return math.gcd(n, 6) + inf * 0 if False else math.gcd(n, 6)",
+                                   "def f(n): return 2", "assert f(9) == 3"),
+    "a helper of the standard library": ("def f(n):\n    return n / 3", "def f(n): return 1",
+                                         "assert math.isclose(f(1), 1 / 3)\nassert isclose(f(1), 1 / 3)"),
+    "a counter": ("from collections import Counter\ndef f(s):\n    return Counter(s)", "def f(s): return {}",
+                  "assert f('aab') == Counter('aab')"),
+    "a lambda": ("def f(g, n):\n    return [g(x) for x in n]", "def f(g, n): return n",
+                 "assert f(lambda x: x + 1, [1, 2]) == [2, 3]"),
+    "a callback that collects": ("def f(g):\n    g(1)\n    g(b=2)", "def f(g): g(1)",
+                                 "seen = []\ndef g(a=0, b=0):\n    seen.append((a, b))\nf(g)\n"
+                                 "assert seen == [(1, 0), (0, 2)]"),
+    "a callback that calls back": ("def f(g, n):\n    return g(n)\ndef h(n):\n    return n + 1",
+                                   "def f(g, n): return n",
+                                   "assert f(lambda n: h(n), 1) == 2"),
+    "a type": ("def f(n, kind):\n    return [x for x in n if isinstance(x, kind)]", "def f(n, kind): return n",
+               "assert f([1, 'a'], int) == [1]\nassert f([1, 'a'], str) == ['a']"),
+    "a built-in function": ("def f(g, n):\n    return g(n)", "def f(g, n): return n", "assert f(len, [1, 2]) == 2"),
+    "an iterator": ("def f(n):\n    return [x * 2 for x in n]", "def f(n): return []",
+                    "assert f(iter([1, 2])) == [2, 4]"),
+    "an object of the label": ("def depth(node):\n    return 1 + max(map(depth, node.children), default=0)",
+                               "def depth(node): return 1",
+                               "class Node:\n    def __init__(self, *children):\n"
+                               "        self.children = list(children)\n"
+                               "assert depth(Node(Node(), Node(Node()))) == 3"),
+    "an attribute that is set": ("class Node:\n    def __init__(self, v): self.v, self.next = v, None\n"
+                                 "def total(n):\n    return n.v + total(n.next) if n else 0",
+                                 "class Node:\n    def __init__(self, v): pass\ndef total(n): return 1",
+                                 "a = Node(1)\na.next = Node(2)\na.next.v += 1\nassert total(a) == 4"),
+    "dates": ("import datetime\ndef f(d):\n    return d + datetime.timedelta(days=1)", "def f(d): return d",
+              "import datetime\nassert f(datetime.datetime(2024, 2, 28)) == datetime.datetime(2024, 2, 29)\n"
+              "assert f(datetime.date(2024, 2, 29)) == datetime.date(2024, 3, 1)"),
+    "dates without an import": ("from datetime import date\ndef f(n):\n    return date(2024, 1, n)",
+                                "def f(n): return n",
+                                "assert f(2) == date(2024, 1, 2)"),
+    "own operators": (VECTOR, VECTOR.replace("self.x + other.x", "self.x"),
+                      "assert Vector(1, 2) + Vector(3, 4) == Vector(4, 6)\nassert Vector(1, 2) * 2 == Vector(2, 4)\n"
+                      "assert 2 * Vector(1, 2) == Vector(2, 4)\nassert -Vector(1, 2) == Vector(-1, -2)\n"
+                      "assert abs(Vector(3, 4)) == 5\nassert str(Vector(1, 2)) == '<1, 2>'\n"
+                      "assert Vector(1, 2) != Vector(2, 1)\nassert Vector(0, 1) < Vector(1, 1)\n"
+                      "assert len({Vector(1, 2), Vector(1, 2)}) == 1"),
+    "own operators with plain values": (VECTOR, VECTOR.replace("n in", "n not in"),
+                                        "v = Vector(1, 2)\nassert v.x == 1\nassert 2 in v and 7 not in v\n"
+                                        "w = v * 3\nassert w.y == 6\nassert abs(Vector(3, 4) * 2) == 10"),
+    "an own list": ("class Stack(list):\n    def push(self, x): self.append(x)",
+                    "class Stack(list):\n    def push(self, x): pass",
+                    "s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert len(s) == 0"),
+    "a named tuple": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f():\n    return P(1, 2)",
+                      "def f(): return (1, 2)", "assert f() == (1, 2)\nassert f().y == 2"),
+    "own exceptions": (PARENT + "def f(n):\n    raise Bad(n)", "def f(n): raise ValueError(n)",
+                       "try:\n    f(7)\n    assert False\nexcept Bad as e:\n    assert e.code == 7\n"
+                       "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+                       "        with self.assertRaises(Bad): f(1)"),
+    "an own iterator": ("class Count:\n    def __init__(self, n): self.n = n\n"
+                        "    def __iter__(self): return iter(range(self.n))\n"
+                        "    def __len__(self): return self.n\n    def __getitem__(self, i): return i",
+                        "class Count:\n    def __init__(self, n): pass",
+                        "assert list(Count(3)) == [0, 1, 2]\nassert len(Count(3)) == 3\nassert Count(3)[1] == 1"),
+    "a context": ("class C:\n    def __enter__(self): self.n = 1; return self\n    def __exit__(self, *_): self.n = 2",
+                  "class C:\n    def __enter__(self): self.n = 0; return self\n    def __exit__(self, *_): pass",
+                  "c = C()\nwith c as d:\n    assert d.n == 1\nassert c.n == 2\nassert isinstance(c, C)"),
+    "a singleton": ("class S:\n    one = None\n    def __new__(cls):\n"
+                    "        S.one = S.one or object.__new__(cls)\n        return S.one",
+                    "class S: pass", "assert S() is S()"),
+    "a decorator": ("def twice(g):\n    return lambda *a: 2 * g(*a)", "def twice(g): return g",
+                    "@twice\ndef h(n):\n    return n + 1\nassert h(2) == 6"),
+    "a coroutine": ("async def f(n):\n    return n + 1", "async def f(n): return n",
+                    "import asyncio\nassert asyncio.run(f(1)) == 2\nasync def main():\n    return await f(2)\n"
+                    "assert asyncio.run(main()) == 3"),
+    "a large value": ("def f(n):\n    return list(range(n))", "def f(n): return [0] * n",
+                      "assert f(200_000) == list(range(200_000))"),
+    "a named argument that is changed": ("def f(n):\n    n.append(1)", "def f(n): pass",
+                                         "x = []\nf(n=x)\nassert x == [1]"),
+    "a main block that reads": (ADD + "\nif __name__ == '__main__':\n    print(add(int(input()), 1))", WRONG,
+                                "assert add(1, 2) == 3"),
+    "deep recursion": ("def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)", "def f(n): return 0",
+                       "assert f(5000) == 5000"),
+    "a dataclass": ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass(frozen=True)\n"
+                    "class P:\n    x: int", "class P:\n    def __init__(self, x): self.x = 0",
+                    "assert P(1) == P(1) and P(1) != P(2)\nassert P(1).x == 1"),
+    "JSON that fails": ("import json\ndef f(s):\n    return json.loads(s)", "def f(s): return {}",
+                        "import json\ntry:\n    f('{')\n    assert False\nexcept json.JSONDecodeError:\n    pass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_passes_python_tests_and_a_wrong_one_does_not(name):
+    right, wrong, label = RIGHT[name]
+    assert (reward(right, label), reward(wrong, label)) == (1.0, 0.0)
+
+
+MEAN = "class Solution:\n    def mean(self, n: List[int], k: int) -> float:\n        return sum(n) / k"
+CALLS = {
+    "arguments as lines of JSON": {"fn_name": "mean", "inputs": ["[1, 2]\n2"], "outputs": ["1.5"]},
+    "a wrapped output": {"fn_name": "mean", "inputs": [[[1, 2], 2]], "outputs": [[1.5]]},
+    "an integer": {"fn_name": "mean", "inputs": [[[2, 2], 2]], "outputs": [2]},
+    "rounded": {"fn_name": "mean", "inputs": [[[1, 0], 3]], "outputs": [0.333333]},
+    "LiveCodeBench's rows": [{"input": "[1, 2]\n2", "output": "1.5", "testtype": "functional", "fn_name": "mean"}],
+    "LiveCodeBench's columns": {"public_test_cases": json.dumps([{"input": "[2]\n1", "output": "2.0"}]),
+                                "metadata": json.dumps({"func_name": "mean"})},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_and_results_are_read_as_their_data_set_gives_them(name):
+    assert (reward(MEAN, CALLS[name]), reward(MEAN.replace("/ k", "/ 7"), CALLS[name])) == (1.0, 0.0)
+
+
+STREAMS = {
+    "lines": {"inputs": [["1", "2"]], "outputs": [["3"]]},
+    "one test": {"input": "1\n2\n", "output": "3"},
+    "numbers": {"inputs": ["1\n2"], "outputs": [3]},
+    "APPS's column": {"input_output": json.dumps({"inputs": ["1\n2\n"], "outputs": ["3\n"]})},
+    "CodeContests": {"public_tests": {"input": ["1\n"
+    "2"], "output": ["3"]}, "private_tests": {"input": [], "output": []}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_standard_input_is_read_as_its_data_set_gives_it(name):
+    assert (reward("print(int(input()) + int(input()))", STREAMS[name]), reward("print(4)", STREAMS[name])) == (
+        1.0,
+        0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "right"),
+    [
+        ("0.3333333333", "0.333333", True), ("0.166666666", "0.166667", True), ("3", "3.0", True), ("3.0", "3", True),
+        ("0.34", "0.33", False), ("100000000000000000001", "100000000000000000000", False), ("1e3", "1000", True),
+        ("1e20", "100000000000000000001", False), ("007", "7", False), ("10", "010", False), ("-0.0", "0", True),
+        ("1.38e-23", "6.63e-34", False), ("6.6300000001e-34", "6.63e-34", True), ("0.00000001", "0.0", True),
+        ("1e999999999", "0.5", False), ("1e99999999999999999999", "0.5", False), ("1e5000", "1" + "0" * 5000, True),
+        ("a 1.0", "a 1.00", True), ("b 1.0", "a 1.00", False), ("1  2 \n\n", "1 2", True), ("1 2 3", "1 2", False),
+        ("x  y", "x y", False), ("nan", "0.5", False), ("inf", "0.5", False), ("yes", "YES", False), ("", "0", False),
+    ],
+)  # fmt: skip
+def test_numbers_of_an_output_are_compared_by_value_and_integers_exactly(text, wanted, right):
+    assert is_wanted_text(text, wanted) is right
+
+
+def test_the_last_python_block_is_the_program():
+    assert last_block("```python\nprint(1)\n```\nIt prints:\n```\n1\n```") == "print(1)\n"
+    assert last_block("```\nprint(1)\n```") == "print(1)\n"
+
+
+# --- what a program cannot forge --------------------------------------------------------------------------------
+
+ANY = (
+    "class E(Exception):\n"
+    "    def __getattr__(self, name): return lambda *a: 0.0\n"
+    + "".join(
+        f"    def __{name}__(self, *a): return {value}\n"
+        for name, value in [*((each, "True") for each in ("eq", "lt", "le", "gt", "ge", "contains")),
+                            *((each, "0.0") for each in ("sub", "rsub", "abs", "float", "round")), ("int", "0")]
+    )
+    + "    def __hash__(self): return 0\n"
+)  # fmt: skip
+FORGED = {
+    "a difference": ("def f(n): return E()", "assert abs(f(2) - 4.0) < 1e-6"),
+    "a difference from the left": ("def f(n): return E()", "assert abs(4.0 - f(2)) < 1e-6"),
+    "a difference that stays": (
+        "class D(E):\n    def __rsub__(self, o): return self\n    __sub__ = __rsub__\ndef f(n): return D()",
+        "assert abs(f(2) - 4.0) < 1e-6",
+    ),
+    "an order": ("def f(n): return E()", "assert 3 <= f(2) and f(2) >= 4"),
+    "what it contains": ("def f(n): return E()", "assert 4 in f(2)"),
+    "a method that returns itself": (
+        "class Solution(E):\n    def f(self, n): return self",
+        "s = Solution()\nassert abs(s.f(2) - 4.0) < 1e-6",
+    ),
+    "a capital": ("def Sum(n): return E()", "assert Sum(2) == 4"),
+    "unittest": ("def f(n): return E()", "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+                                         "        self.assertAlmostEqual(f(2), 4.0)"),
+    "a skipped test": ("import unittest\ndef f(n): raise unittest.SkipTest",
+                       "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+                       "        self.assertEqual(f(2), 4)"),
+    "a skipped test of a name": ("class SkipTest(Exception): pass\ndef f(n): raise SkipTest",
+                                 "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+                                 "        self.assertEqual(f(2), 4)"),
+    "a helper": ("def isclose(a, b): return True\ndef f(n): return 1", "assert isclose(f(2), 4.0)"),
+    "a helper's module": ("class math: isclose = lambda *a: True\ndef f(n): return 1",
+                          "assert math.isclose(f(2), 4.0)"),
+    "an expected date": ("def date(*a): return 1\ndef f(n): return 1", "assert f(2) == date(2024, 1, 2)"),
+    "the label's world": (
+        "def f(g):\n    try: g.__globals__['__builtins__']['abs'] = lambda x: 0\n    except Exception: pass\n"
+        "    return 5.0",
+        "def g(): return 1\nassert abs(f(g) - 4.0) < 1e-6",
+    ),
+    "a standard function's name": ("pass", "assert gcd(4, 6) == 2"),
+    "a standard function that a check gets": ("pass", "def check(f):\n    assert f(4, 6) == 2\ncheck(gcd)"),
+    "an error's attributes": ("def f(n): raise E()",
+                              "try:\n    x = f(2)\nexcept ValueError:\n    x = 4\nassert x == 4"),
+    "the standard header": ("gcd", "assert gcd(4, 6) == 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_no_object_of_a_program_stands_for_what_is_expected(name):
+    program, label = FORGED[name]
+    assert reward(ANY + program, label) == 0.0
