@@ -73,7 +73,7 @@ function header({ run, view: current, query }) {
     runs.map(({ name }) => h("option", { value: name, selected: name === run }, name)));
   select.onchange = () => { location.hash = select.value ? addressOf(select.value, VIEWS.some(([name]) => name === current) ? current : "run") : "#/"; };
   const known = runs.find(({ name }) => name === run)?.views ?? [];
-  fill(document.getElementById("tabs"), known.length > 1 && VIEWS.filter(([name]) => known.includes(name)).map(([name, text]) =>
+  fill(document.getElementById("tabs"), !isReport && VIEWS.filter(([name]) => known.includes(name)).map(([name, text]) =>
     h("a", { href: addressOf(run, name), "aria-current": name === current ? "page" : undefined }, text)));
   document.title = run ? `${run} · ${VIEWS.find(([name]) => name === current)?.[1] ?? ""} · April` : "April";
   state(runs.find(({ name }) => name === run)?.state ?? "");
