@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 import struct
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from april.broker.journal import records
 from april.broker.journal.files import SUFFIX, Damaged, JournalError, journal_folder
 from april.broker.journal.journal import Journal
 from april.broker.journal.snapshot import SnapshotStore
+from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
 from april.broker.snapshots import rebuild_ledger
@@ -161,6 +163,20 @@ def accept_loss(config: Config, stored: StoredCheckpoints | None = None) -> list
         if stored and step > ledger.steps.next:
             stored.set_aside(step, "beyond")
     return lost
+
+
+def requeue(config: Config, groups: list[int]) -> list[int]:
+    """Queue prompts of groups with dead samples again, in the journal of a run without a broker; returns the groups.
+
+    `groups`: ids, all that can be queued again if empty. Raises JournalError, also if a broker has the journal.
+    """
+    folder = journal_folder(config.run_dir)
+    with contextlib.closing(Journal(folder)) as journal:
+        ledger = Ledger(ledger_rules(config), write=journal.append)
+        rebuild(ledger, journal, SnapshotStore(folder), SyncNote(folder).position)
+        ledger.clock = time.time()
+        chosen = groups or ledger.dead_letters.discarded_groups()
+        return [group for group in chosen if ledger.requeue(group) is Verdict.OK]
 
 
 def cut_damaged_tail(folder: Path) -> Iterator[str]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TOO_MANY_FAILED = 4
 """Exit status of a finished run in which a larger share of prompts than reward.max_failed_share failed for good."""
+TRAINED_NOTHING = 5
+"""Exit status of a finished run without a trained step."""
 RUN_OPTIONS = (
     option(
         "--dry-run",
@@ -102,6 +104,9 @@ def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: b
         if resume:
             folder.enter_context(preflight.lock_run_folder(config))
             changes = preflight.check_resume(config, accept_loss)
+            if over := preflight.nothing_left(config):
+                print(over)
+                return 0
         found = preflight.examine(config, devices, STARTING_S)
         found.refuse()
         placed = place_parts(config, devices)
@@ -130,9 +135,10 @@ def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: b
         if failure:
             print(f"april run: {failure}", file=sys.stderr)
         report_end(config.run_dir, state, failure)
-    if state == "finished" and (why := preflight.too_many_failed(config)):
-        print(f"april run: {why}", file=sys.stderr)
-        return TOO_MANY_FAILED
+    for status, fault in ((TOO_MANY_FAILED, preflight.too_many_failed), (TRAINED_NOTHING, preflight.trained_nothing)):
+        if state == "finished" and (why := fault(config)):
+            print(f"april run: {why}", file=sys.stderr)
+            return status
     return {"finished": 0, "stopped": INTERRUPTED, "failed": 1}[state]
 
 

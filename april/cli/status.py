@@ -64,7 +64,7 @@ def drain(run: Path | None, connect: str | None, keys: Path | None, end: bool) -
 )
 def dead_letters(run: Path | None, connect: str | None, keys: Path | None, requeue: str | None) -> int:
     """List the samples that failed for good, or queue their prompts again."""
-    from april import wire
+    from april.broker.journal.files import JournalError
     from april.observe.operate import RunAddress
     from april.observe.report.operations import render_dead_letters
     from april.wire.sockets.broker import BrokerRefused, BrokerUnreachable
@@ -74,11 +74,13 @@ def dead_letters(run: Path | None, connect: str | None, keys: Path | None, reque
     address = RunAddress(run, connect, keys)
     try:
         if requeue:
-            answer = address.ask(wire.Requeue([] if requeue == "all" else [int(requeue)]))
-            print(f"re-queued: {', '.join(map(str, answer.message.groups)) or 'none that was not already'}")
+            groups, live = address.requeue([] if requeue == "all" else [int(requeue)])
+            print(f"re-queued: {', '.join(map(str, groups)) or 'none that was not already'}")
+            if not live:
+                print("no broker runs; `april run CONFIG --resume` draws them")
             return 0
         listed, live = address.dead_letters()
-    except (BrokerRefused, BrokerUnreachable) as error:
+    except (BrokerRefused, BrokerUnreachable, JournalError) as error:
         print(f"april dead-letters: {error}", file=sys.stderr)
         return 1
     wide_console().print(render_dead_letters(listed))

@@ -122,6 +122,7 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     import_without_torch()  # after the imports of the user's own modules, which may need torch
     book = run_check(open_prompts, config) if readable else None
     if book:
+        run_check(check_enough_rows, config, len(book.rows))
         run_check(turn_end_ids, config.environment.turn_ends, book.tokenizer)
         for name in sorted(book.rows.rewards.union(*(held_out.rows.rewards for held_out in book.held_out.values()))):
             run_check(check_verifier, name, "reward of a row", config.reward.url)
@@ -281,3 +282,15 @@ def check_keys(folder: Path | None, unused: Collection[str]) -> None:
             refuse(
                 "security.keys", allow_list.path, f"does not list the key of {role}.key as a {role}'s", "add that line"
             )
+
+
+def check_enough_rows(config: Config, rows: int) -> None:
+    """Refuse a run whose dataset never fills a batch. `rows`: usable rows of the dataset."""
+    section, epochs = config.schedule, config.data.epochs
+    if epochs is not None and section.last_batch == "drop" and rows * epochs < section.rollout_batch_size:
+        refuse(
+            "schedule.rollout_batch_size",
+            section.rollout_batch_size,
+            f"is never reached: data.epochs = {epochs} of {rows} rows are {rows * epochs} groups",
+            "lower it, raise data.epochs, or set schedule.last_batch = 'train'",
+        )

@@ -15,7 +15,7 @@ from april.broker.journal.files import JournalError, journal_folder
 from april.broker.journal.journal import Journal
 from april.broker.journal.snapshot import SnapshotStore
 from april.broker.ledger.ledger import Ledger
-from april.broker.plan import ledger_rules
+from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import open_prompts
 from april.broker.recovery import SyncNote, check_complete, rebuild
 from april.broker.telemetry.recorder import read_summary
@@ -111,17 +111,34 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
         raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
     except StoreError as error:
         raise store_refused(error) from None
-    summary = read_summary(run_dir / "summary.json")
-    exported = config.exported_policy.is_dir()
-    if exported and summary.get("state") == "finished" and summary.get("steps", 0) >= config.schedule.max_steps:
-        raise ConfigError(
-            f"run {config.run.name} is finished at {summary['steps']} steps; "
-            f"raise key 'schedule.max_steps' = {config.schedule.max_steps} to train it further"
-        )
     before = read_toml(run_dir / "config.toml")
     make_paths_absolute(before, Path.cwd())
     changed = differences(before, tomllib.loads(config.to_toml()))
     return [f"{CHANGED}{line}" for line in changed] + [f"given up: {line}" for line in given_up]
+
+
+def nothing_left(config: Config) -> str:
+    """Sentence that a run to be resumed is finished, and how to go on; empty if it has something to do."""
+    summary = read_summary(config.run_dir / "summary.json")
+    if summary.get("state") != "finished" or not config.exported_policy.is_dir():
+        return ""
+    steps, section, name = summary.get("steps", 0), config.schedule, config.run.name
+    if steps >= section.max_steps:
+        more = f"raise key 'schedule.max_steps' = {section.max_steps}"
+        return f"run {name} is finished at {steps} steps; {more} to train it further"
+    folder = journal_folder(config.run_dir)
+    with contextlib.closing(Journal(folder)) as journal:
+        ledger, prompts = Ledger(ledger_rules(config)), open_prompts(config)
+        rebuild(ledger, journal, SnapshotStore(folder), SyncNote(folder).position)
+        prompts.bind(ledger, journal.read)
+        enough = 1 if section.last_batch == "train" else section.rollout_batch_size
+        trained = ledger.steps.consumed == ledger.steps.next and len(ledger.ready) < enough
+        if ledger.evaluations or not trained or not make_schedule(section, prompts).has_no_work(ledger):
+            return ""
+    more = f"raise key 'data.epochs' = {config.data.epochs}"
+    if ledger.dead_letters.discarded_groups():
+        more += f", or `april dead-letters {config.run_dir} --requeue all`, and resume it again"
+    return f"run {name} is finished at {steps} steps, since its prompts are exhausted; {more} to train it further"
 
 
 def check_journal(config: Config, accept_loss: bool) -> list[str]:
@@ -176,6 +193,23 @@ def too_many_failed(config: Config) -> str:
                 f"{most:g}; `april dead-letters {config.run_dir}` says why"
             )
     return ""
+
+
+def trained_nothing(config: Config) -> str:
+    """Sentence that a finished run has trained no step, with the reasons counted; empty if it has trained one."""
+    summary = read_summary(config.run_dir / "summary.json")
+    if summary.get("steps"):
+        return ""
+    data, discarded = summary.get("data") or {}, summary.get("discarded_groups") or {}
+    counted = {"rows": data.get("rows", 0), "bad rows": data.get("bad_rows", 0), "too long": data.get("too_long", 0)}
+    counted |= {f"groups discarded ({reason})": count for reason, count in discarded.items()}
+    reasons = ", ".join(f"{name}: {count}" for name, count in counted.items() if count or name == "rows")
+    section = config.schedule
+    drops = ", and schedule.last_batch = 'drop' drops a smaller one" if section.last_batch == "drop" else ""
+    return (
+        f"nothing was trained ({reasons}); a batch takes 'schedule.rollout_batch_size' = "
+        f"{section.rollout_batch_size} groups{drops}"
+    )
 
 
 def mark_ended(run_dir: Path, state: str, why: str = "") -> None:

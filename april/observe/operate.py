@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 
 from april import wire
+from april.broker import recovery
 from april.broker.handlers.monitors import DEAD_LETTERS_FILE
-from april.config import ConfigError, check_address
+from april.config import ConfigError, check_address, load
 from april.wire.security.keys import load_keys
 from april.wire.sockets.base import ADDRESS_FILE
 from april.wire.sockets.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
@@ -41,6 +42,16 @@ class RunAddress:
                 raise
         path = self.run_dir / DEAD_LETTERS_FILE
         return (orjson.loads(path.read_bytes()) if path.is_file() else {"total": 0, "letters": []}), False
+
+    def requeue(self, groups: list[int]) -> tuple[list[int], bool]:
+        """(ids of the groups whose prompts are queued again, whether the broker answered); without a broker they are
+        queued in the run's journal. `groups`: all that can be queued if empty."""
+        try:
+            return self.ask(wire.Requeue(groups)).message.groups, True
+        except BrokerUnreachable:
+            if self.connect or not self.run_dir or not (self.run_dir / "config.toml").is_file():
+                raise
+        return recovery.requeue(load(self.run_dir / "config.toml"), groups), False
 
     def ask(self, message: wire.Message) -> wire.Received:
         """Send a request to the broker and return the answer. Raises BrokerUnreachable, also if another run's broker

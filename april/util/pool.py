@@ -135,7 +135,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
             with self._lock:
                 if not self._closed:
                     self._step()
-                readable = [self._wake_reader, *(p.stdout for p in self.processes if not p.ended)]
+                readable: list[Any] = [self._wake_reader, *(p.stdout for p in self.processes if not p.ended)]
                 writable = [p.stdin for p in self.processes if p.unsent and not p.ended]
                 deadlines = [process.deadline_s for process in self.processes if process.in_flight or not process.ready]
             wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None

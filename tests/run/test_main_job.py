@@ -173,9 +173,9 @@ def test_status_prints_the_table(finished, capfd):
     assert "closed" in printed and "3 of 3" in printed
 
 
-def test_resuming_a_finished_run_is_refused(finished, capsys):
-    assert main(["run", str(finished[0] / "config.toml"), "--resume"]) == 2
-    assert "finished at 3 steps" in capsys.readouterr().err
+def test_resuming_a_finished_run_says_so_at_once(finished, capsys):
+    assert main(["run", str(finished[0] / "config.toml"), "--resume"]) == 0
+    assert "finished at 3 steps" in capsys.readouterr().out
 
 
 def test_resuming_with_a_truncated_journal_is_refused_with_a_sentence(

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace as Has
 
@@ -13,6 +14,7 @@ from april.broker.telemetry.evaluation import describe_evaluation
 from april.broker.telemetry.recorder import failed_share
 from april.config import ConfigError
 from april.launch import preflight
+from april.launch.check import check_enough_rows
 from april.launch.start_up import StartUp
 from april.util.files import replace_file
 from april.wire.sockets.base import ADDRESS_FILE, address_at
@@ -86,3 +88,22 @@ def test_too_many_failed_prompts_make_a_finished_run_a_failure(tmp_path, config_
         config_file, ["--run.dir", str(tmp_path / "runs"), "--reward.max_failed_share", "0.25"]
     )
     assert not preflight.too_many_failed(lenient)
+
+
+def test_a_finished_run_that_has_trained_nothing_says_what_came_of_its_prompts(tmp_path, config_file):
+    config = configuration.load(config_file, ["--run.dir", str(tmp_path / "runs"), "--schedule.last_batch", "drop"])
+    config.run_dir.mkdir(parents=True)
+    summary = config.run_dir / "summary.json"
+    summary.write_text('{"steps": 0, "data": {"rows": 9, "too_long": 7}, "discarded_groups": {"dead_sample": 1}}')
+    why = preflight.trained_nothing(config)
+    assert "rows: 9, too long: 7, groups discarded (dead_sample): 1" in why and "schedule.last_batch" in why
+    summary.write_text('{"steps": 1}')
+    assert not preflight.trained_nothing(config)
+
+
+def test_a_dataset_that_never_fills_a_batch_is_refused_at_the_dry_run(config_file):
+    few = ["--data.epochs", "1", "--schedule.last_batch", "drop"]
+    for rows, refused in ((3, True), (4, False)):
+        config = configuration.load(config_file, few)
+        with pytest.raises(ConfigError, match=r"'schedule\.rollout_batch_size' = 4") if refused else nullcontext():
+            check_enough_rows(config, rows)

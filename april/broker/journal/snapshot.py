@@ -29,7 +29,7 @@ from april.broker.ledger.state import (
     PromptCursor,
     Rounds,
     Serials,
-    Steps,
+    StepProgress,
 )
 from april.util.files import sync
 
@@ -54,7 +54,7 @@ class Parts(msgspec.Struct, array_like=True):
     account: Account
     serials: Serials
     prompts: PromptCursor
-    steps: Steps
+    steps: StepProgress
     learner: CurrentLearner
     rounds: Rounds
     dead_letters: DeadLetterQueue

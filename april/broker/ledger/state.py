@@ -96,7 +96,7 @@ class PromptCursor(msgspec.Struct):
     """Journal references of the submitted prompts that are still needed, by row."""
 
 
-class Steps(msgspec.Struct):
+class StepProgress(msgspec.Struct):
     """How far the batches have come."""
 
     next: int = 0
@@ -167,7 +167,7 @@ class LedgerState:
         self.now = 0.0
         """Time of the newest TimePassed event, Unix seconds."""
         self.account, self.serials, self.prompts = Account(), Serials(), PromptCursor()
-        self.steps, self.learner, self.rounds = Steps(), CurrentLearner(), Rounds()
+        self.steps, self.learner, self.rounds = StepProgress(), CurrentLearner(), Rounds()
         self.dead_letters = DeadLetterQueue()
         self.cohorts = LengthCohorts(rules.batch_groups)
         self.evaluated: dict[int, dict[str, Any]] = {}

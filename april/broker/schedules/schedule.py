@@ -126,14 +126,15 @@ class Schedule:
 
     def all_complete(self, ledger: Ledger) -> bool:
         """Whether every prompt has been drawn and every group is complete."""
-        return not ledger.rules.submitted and self._has_no_work(ledger)
+        return not ledger.rules.submitted and self.has_no_work(ledger)
 
     def wants_prompts(self, ledger: Ledger) -> bool:
         """Whether the next batch needs further prompts from the trainer."""
         short = ledger.rules.submitted and len(ledger.ready) < ledger.rules.batch_groups
-        return short and not self.finished(ledger) and self._has_no_work(ledger)
+        return short and not self.finished(ledger) and self.has_no_work(ledger)
 
-    def _has_no_work(self, ledger: Ledger) -> bool:
+    def has_no_work(self, ledger: Ledger) -> bool:
+        """Whether every group is complete and no prompt is left to draw at present."""
         return ledger.account.counts[GroupState.OPEN] == 0 and ledger.next_prompt(self.prompts) is None
 
     def next_batch(self, ledger: Ledger) -> list[Group] | None:
