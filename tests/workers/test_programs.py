@@ -180,6 +180,10 @@ RIGHT = {
                                 "assert add(1, 2) == 3"),
     "deep recursion": ("def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)", "def f(n): return 0",
                        "assert f(5000) == 5000"),
+    "an array": ("import numpy as np\ndef f(m):\n    return np.array(m) + 1", "def f(m): return m",
+                 "import numpy as np\nassert np.allclose(f([[1.0]]), np.array([[2.0]]))\n"
+                 "assert f([1]).tolist() == [2]\n"
+                 "assert np.array_equal(f(np.array([1, 2])), [2, 3])\nassert f([1])[0] == 2"),
     "a dataclass": ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass(frozen=True)\n"
                     "class P:\n    x: int", "class P:\n    def __init__(self, x): self.x = 0",
                     "assert P(1) == P(1) and P(1) != P(2)\nassert P(1).x == 1"),
@@ -276,6 +280,8 @@ FORGED = {
         "s = Solution()\nassert abs(s.f(2) - 4.0) < 1e-6",
     ),
     "a capital": ("def Sum(n): return E()", "assert Sum(2) == 4"),
+    "an array of such objects": ("import numpy as np\ndef f(n): return np.array([E()], dtype=object)",
+                                 "import numpy as np\nassert np.allclose(f(2), [4.0])"),
     "unittest": ("def f(n): return E()", "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
                                          "        self.assertAlmostEqual(f(2), 4.0)"),
     "a skipped test": ("import unittest\ndef f(n): raise unittest.SkipTest",

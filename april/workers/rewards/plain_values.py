@@ -5,6 +5,7 @@ of built-in classes, so that nothing defined by the program takes part in it.
 """
 
 import builtins
+import importlib
 import json
 import sys
 from collections import Counter, OrderedDict, deque
@@ -49,6 +50,8 @@ def pack(value, foreign, derived=lambda value, plain: plain):
         return value
     if kind is type and vars(builtins).get(name := getattr(value, "__name__", "")) is value:
         return {"type": name}
+    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+        return numpy_json(value, kind, lambda item: pack(item, foreign, derived), derived)
     encoded = encode(value, kind, lambda item: pack(item, foreign, derived))
     if encoded is None:
         return foreign(value)
@@ -70,6 +73,13 @@ def encode(value, kind, packed):
     return None
 
 
+def numpy_json(value, kind, packed, derived):
+    """JSON of an array of numpy, or of a scalar as the number that it is."""
+    if kind.__name__ != "ndarray":
+        return derived(value, packed(value.item()))
+    return {"array": [value.dtype.str, list(value.shape), packed(value.ravel().tolist())]}
+
+
 def plain_class(name):
     return SPELLED[name][0] if name in SPELLED else {**CONTAINERS, **MAPPINGS}[name]
 
@@ -85,6 +95,9 @@ def unpack(value, foreign):
         return CONTAINERS[name](unpack(item, foreign) for item in content)
     if name in MAPPINGS:
         return MAPPINGS[name]({unpack(key, foreign): unpack(item, foreign) for key, item in content})
+    if name == "array":
+        kind, shape, items = content
+        return importlib.import_module("numpy").array(unpack(items, foreign), dtype=kind).reshape(shape)
     if name == "type" and isinstance(found := getattr(builtins, content), type):
         return found
     return foreign(name, content)

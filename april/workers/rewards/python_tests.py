@@ -87,15 +87,17 @@ class LabelReader:
     def __init__(self, source: str, prompt: str, entry_point: str):
         self.source, self.prompt, self.entry_point = source, prompt, entry_point
         self.tree = ast.parse(source)
+        self.nodes = [node for node in ast.walk(self.tree) if not isinstance(node, ast.Constant | ast.expr_context)]
+        self.names_within: dict[ast.AST, frozenset[str]] = {}
         self.defined = {node.name: node for node in self.tree.body if isinstance(node, Function | ast.ClassDef)}
         self.assigned = {
             target.id: node.value
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.Assign)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        self.imported = {name for node in ast.walk(self.tree) for name in names_from_program(node)}
+        self.imported = {name for node in self.nodes for name in names_from_program(node)}
         free = free_names(source) - (free_names(prompt, bound=True) - {entry_point}) - self.imported
         self.free = free - ({"candidate"} if entry_point else set())
         modules = self.free & sys.stdlib_module_names
@@ -136,12 +138,12 @@ class LabelReader:
 
     def spread(self, tainted: set[str]) -> set[str]:
         """Names whose values may come from the program, given those that certainly do."""
-        tainted = tainted | {node.arg for node in ast.walk(self.tree) if isinstance(node, ast.arg)}
+        tainted = tainted | {node.arg for node in self.nodes if isinstance(node, ast.arg)}
         size = -1
         while size < len(tainted):
             size = len(tainted)
             tainted |= {name for name, node in self.defined.items() if self.mentions(node, tainted)}
-            for node in ast.walk(self.tree):
+            for node in self.nodes:
                 sources, targets = flow(node)
                 if any(self.mentions(source, tainted) for source in sources):
                     names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
@@ -149,7 +151,13 @@ class LabelReader:
         return tainted
 
     def mentions(self, node: ast.AST, names: set[str]) -> bool:
-        return any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
+        return not names.isdisjoint(self.names_in(node))
+
+    def names_in(self, node: ast.AST) -> frozenset[str]:
+        if node not in self.names_within:
+            own = frozenset({node.id} if isinstance(node, ast.Name) else ())
+            self.names_within[node] = own.union(*map(self.names_in, ast.iter_child_nodes(node)))
+        return self.names_within[node]
 
     def subjects(self) -> set[str]:
         """Functions under test that are named like something of the standard library or like a built-in.
@@ -158,7 +166,7 @@ class LabelReader:
         A built-in is under test only if the tests name nothing else.
         """
         called = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             operands = operands_of(node)
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in self.defined:
                 operands = [ast.Call(each, [], []) if isinstance(each, ast.Name) else each for each in node.args]
@@ -171,7 +179,7 @@ class LabelReader:
         """Functions of the standard library that an assertion uses to compare the program's result, or for the expected
         one: the program's functions of the same name would see what is expected."""
         found = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             operands = operands_of(node)
             depend = [operand for operand in operands if self.mentions(operand, self.tainted)]
             if len(operands) == len(depend) == 1 and isinstance(operands[0], ast.Call):
@@ -201,12 +209,12 @@ class LabelReader:
         or `isinstance` is asked for it."""
         candidates = self.names | self.imported
         made: dict[str, set[str]] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     made.setdefault(ast.unparse(target), set()).update(called_in(node.value) & candidates)
         found = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Attribute) and node.attr not in VALUES:
                 found |= made.get(ast.unparse(node.value), set())
                 if isinstance(node.value, ast.Call):
@@ -287,12 +295,12 @@ class LabelReader:
             )
         if not self.tainted & loads(self.tree):
             return "it uses no name of a program"
-        if any(isinstance(node, ast.Assert) for node in ast.walk(self.tree)):
+        if any(isinstance(node, ast.Assert) for node in self.nodes):
             return "its assertions are not reached, are caught, or do not depend on the program"
         return "it has no assert, no raise and no unittest assertion; what it only prints or compares is no verdict"
 
     def refuse_what_cannot_run(self) -> None:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, Function) and (wanted := {arg.arg for arg in node.args.args} & UNREACHABLE):
                 raise ValueError(
                     f"the label's {node.name} takes pytest's {min(wanted)}, which a program does not share"
