@@ -1,5 +1,6 @@
 """The command `april`: its help, and its time to start."""
 
+import codecs
 import os
 import subprocess
 import sys
@@ -43,3 +44,16 @@ def test_a_proxy_is_not_asked_for_what_is_on_this_machine(monkeypatch):
         for ask in (httpx.head, urllib.request.urlopen):
             ask(f"http://127.0.0.1:{server.server_port}/")
         server.shutdown()
+
+
+def test_files_are_utf8_whatever_the_locale(tmp_path, monkeypatch):
+    """A configuration with a byte-order mark and another script is read where the locale is ASCII."""
+    config = tmp_path / "run.toml"
+    config.write_bytes(codecs.BOM_UTF8 + '[model]\npath = "模型"\n'.encode())
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "april.cli", "run", str(config), "--dry-run"],
+        capture_output=True,
+        env=os.environ | ascii_only,
+    )
+    assert done.returncode == 2 and "模型" in done.stderr.decode()

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import locale
 import os
 import pkgutil
 import sys
@@ -25,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status; a ConfigError is printed as one sentence."""
     if threading.current_thread() is threading.main_thread():
         remember_interrupts()
+    if arguments is None:
+        use_utf8()
     keep_proxies_off_loopback()
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)
@@ -48,6 +51,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def use_utf8() -> None:
+    """Have this process and its children read and write text in UTF-8 whatever the locale; starts the process anew if
+    it does not."""
+    os.environ["PYTHONUTF8"] = "1"
+    by_locale = not sys.flags.utf8_mode and locale.getencoding().lower() not in ("utf-8", "utf8")
+    if by_locale and not sys.flags.ignore_environment:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def keep_proxies_off_loopback() -> None:

@@ -265,7 +265,7 @@ def add_part_folders(tree: dict[str, Any], folders: list[str]) -> None:
 def read_file(path: Path) -> dict[str, Any]:
     """The keys of a TOML file, with paths relative to its folder made absolute. Raises ConfigError."""
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"configuration file {path} does not exist; give the path of a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
