@@ -49,7 +49,7 @@ def test_a_proxy_is_not_asked_for_what_is_on_this_machine(monkeypatch):
 def test_files_are_utf8_whatever_the_locale(tmp_path, monkeypatch):
     """A configuration with a byte-order mark and another script is read where the locale is ASCII."""
     config = tmp_path / "run.toml"
-    config.write_bytes(codecs.BOM_UTF8 + '[model]\npath = "模型"\n'.encode())
+    config.write_bytes(codecs.BOM_UTF8 + '[model]\npath = "模型"\n[data]\npath = "x"\n'.encode())
     ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "april.cli", "run", str(config), "--dry-run"],
