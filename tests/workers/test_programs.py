@@ -34,6 +34,9 @@ DEFINED = {
     "pytest's parameters":
         "import pytest\n@pytest.mark.parametrize('a,b', [(1, 3), (2, 4)])\ndef test_add(a, b):\n"
         "    assert add(a, 2) == b",
+    "a list in Python's spelling": "['assert add(1, 2) == 3', 'assert add(0, 0) == 0']",
+    "a status": "import sys\nif add(1, 2) != 3:\n    sys.exit(1)",
+    "a flag": "right = False\nif add(1, 2) == 3:\n    right = True\nassert right",
     "a list of assertions": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
     "a parameter of the program's name": "def check(add):\n    assert add(1, 2) == 3\ncheck(add)",
 }  # fmt: skip

@@ -274,6 +274,10 @@ class LabelReader:
             return fails or self.mentions(node.test, self.tainted)
         if isinstance(node, ast.Raise):
             return node.exc is not None
+        if isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call) and call.args:
+            status = call.args[0].value if isinstance(call.args[0], ast.Constant) else 1
+            if status not in (0, None) and ast.unparse(call.func) in ("exit", "quit", "sys.exit", "os._exit"):
+                return True
         return any(
             is_assertion_call(call) and (isinstance(node, ast.With) or any(self.mentions(arg, self.tainted) for arg in
                                          (*call.args, *(keyword.value for keyword in call.keywords))))
@@ -380,6 +384,8 @@ def flow(node: ast.AST) -> tuple[list[ast.AST], list[ast.AST]]:
         return [node.value] if node.value else [], [node.target]
     if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
         return [node.iter], [node.target]
+    if isinstance(node, ast.Try | ast.If | ast.While):
+        return [node], [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
     if isinstance(node, ast.withitem):
         return [node.context_expr], [node.optional_vars] if node.optional_vars else []
     if isinstance(node, ast.Call):
