@@ -56,4 +56,4 @@ def test_files_are_utf8_whatever_the_locale(tmp_path, monkeypatch):
         capture_output=True,
         env=os.environ | ascii_only,
     )
-    assert done.returncode == 2 and "模型" in done.stderr.decode()
+    assert done.returncode == 2 and "模型" in done.stdout.decode()
