@@ -282,6 +282,7 @@ FORGED = {
         "class Solution(E):\n    def f(self, n): return self",
         "s = Solution()\nassert abs(s.f(2) - 4.0) < 1e-6",
     ),
+    "a result with attributes": ("def f(n): return E()", "assert f(2).value is not None\nassert f(2) == 4"),
     "a capital": ("def Sum(n): return E()", "assert Sum(2) == 4"),
     "an array of such objects": ("import numpy as np\ndef f(n): return np.array([E()], dtype=object)",
                                  "import numpy as np\nassert np.allclose(f(2), [4.0])"),

@@ -40,6 +40,7 @@ class LabelPlan(NamedTuple):
 
 BUILTINS = frozenset(dir(builtins))
 VALUES = frozenset(name for kind in (str, list, dict, set, float, int, bytes, tuple) for name in dir(kind))
+VALUES |= {"shape", "dtype", "ndim", "T", "tolist", "item"}
 """Attributes of plain values; other attributes show that a value is an object of the program."""
 WRAPPERS = {
     "list",
@@ -205,9 +206,9 @@ class LabelReader:
         return inner or node.func.id
 
     def classes(self) -> set[str]:
-        """The program's names that are called for objects: an attribute of the result is used that no plain value has,
-        or `isinstance` is asked for it."""
-        candidates = self.names | self.imported
+        """The program's capitalised names that are called for objects: an attribute of the result is used that no
+        plain value has, or `isinstance` is asked for it."""
+        candidates = {name for name in self.names | self.imported if name[0].isupper()}
         made: dict[str, set[str]] = {}
         for node in self.nodes:
             if isinstance(node, ast.Assign):
