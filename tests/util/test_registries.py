@@ -131,6 +131,7 @@ ANOTHER_MEANING = {
     ("april/broker/telemetry/recorder.py", "environment"): "a key of metrics.jsonl",
     ("april/data/arithmetic.py", "final_answer"): "a field of its rows, as anybody's data name them",
     ("april/cli/__init__.py", "april"): "the program",
+    ("april/workers/rewards/sandbox_runner.py", "math"): "a module of Python",
     ("april/observe/report/live.py", "april"): "the program",
     ("april/launch/clusters/kubernetes.py", "april"): "the chart",
     ("april/launch/clusters/kubernetes.py", "environment"): "a value",
