@@ -18,7 +18,8 @@ import numpy as np
 
 from april import wire
 from april.agents.link import RowWithPayload
-from april.agents.rendering import Message, Renderer, request_key
+from april.agents.rendering import Renderer, request_key
+from april.data.messages import Message
 from april.wire.rows import CHUNK
 
 REPLACEMENT_CHARACTER = "\ufffd"

@@ -26,8 +26,8 @@ from april.agents.forwarding import (
     unknown_key,
 )
 from april.agents.host import pack_state
-from april.agents.rendering import BadMessages
 from april.config import Config
+from april.data.messages import BadMessages
 from april.data.tokenizer import Tokenizer
 
 MAX_BODY_BYTES = 8 << 20

@@ -10,18 +10,12 @@ import msgspec
 import numpy as np
 
 from april.config import Config
+from april.data.messages import BadMessages, Message, text_of, tool_call
 from april.data.tokenizer import Tokenizer
 
-Message = dict[str, Any]
 ANSWER_MARK = "\ue000said\ue000"
 """Placeholder for the policy's answer, by which the text after it is found in a rendered template."""
 DIGEST_BYTES = 16
-TEXT_TYPES = ("text", "input_text", "output_text")
-"""Types of content parts that are text."""
-
-
-class BadMessages(ValueError):
-    """The messages are malformed, or the chat template refuses them; the text says why."""
 
 
 class Renderer:
@@ -98,40 +92,6 @@ class Renderer:
 
     def _encode(self, text: str) -> np.ndarray:
         return self.tokenizer.encode_prompt(text)
-
-
-def normalized(message: Any) -> Message:
-    """The canonical form of a message, for the chat template and for comparison. Raises BadMessages."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadMessages("a message is an object with a role")
-    canonical: Message = {"role": "system" if message["role"] == "developer" else message["role"]}
-    canonical["content"] = text_of(message.get("content"))
-    if calls := message.get("tool_calls"):
-        canonical["tool_calls"] = [tool_call(call) for call in calls]
-    for key in ("tool_call_id", "name"):
-        if message.get(key) is not None:
-            canonical[key] = message[key]
-    return canonical
-
-
-def text_of(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in TEXT_TYPES for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    raise BadMessages("a message's content is text; images and sounds are not supported")
-
-
-def tool_call(call: Any) -> Message:
-    """The canonical form of a tool call: arguments decoded from JSON, without the client's id. Raises BadMessages."""
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = msgspec.json.decode(arguments or "{}")
-        return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    except (KeyError, TypeError, msgspec.DecodeError):
-        raise BadMessages("a tool call has a function with a name, and arguments as JSON") from None
 
 
 def request_key(messages: list[Message], tools: list[Any] | None, rest: Any) -> bytes:

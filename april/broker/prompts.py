@@ -51,6 +51,8 @@ class PromptBook:
         """Drawn row numbers that were skipped for having no token or more than `max_prompt_tokens`."""
         self.untokenisable: set[int] = set()
         """Drawn row numbers that were skipped because the chat template rejects them."""
+        self._last_refusal = ""
+        """Why the last of them was."""
         self._config = config
         self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
         self._drawn = lru_cache(maxsize=16)(self._draw)
@@ -78,6 +80,10 @@ class PromptBook:
                 return epoch, position, tokens
             position += 1
         paths = ", ".join(str(source.path) for source in self._config.data.train_sources)
+        if self._last_refusal and not self.too_long:
+            raise ConfigError(
+                f"no prompt of {paths} can be used: {self._last_refusal}; mend the prompts, or data.template_options"
+            )
         raise ConfigError(
             f"no prompt of {paths} has between 1 and {self.max_prompt_tokens} tokens with the tokeniser of "
             f"{self._config.model.path}; mend the prompts, raise data.max_prompt_tokens, or lower "
@@ -122,6 +128,7 @@ class PromptBook:
             tokens = self._encode(self.rows[number])
         except BadRow as error:
             if number not in self.untokenisable:
+                self._last_refusal = str(error)
                 self.untokenisable.add(number)
                 log.warning("row %d skipped: %s", number, error)
             return None
@@ -150,7 +157,7 @@ class PromptBook:
         which write the prompts."""
         if self._config.agent.is_set:
             return b""
-        tokens = self.tokenizer.encode_prompt(row.prompt, self._config.data.template_options)
+        tokens = self.tokenizer.encode_prompt(row.prompt, **self._config.data.prompt_options)
         return tokens.astype("<i4").tobytes() if 0 < len(tokens) <= self.max_prompt_tokens else None
 
 

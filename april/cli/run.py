@@ -158,7 +158,7 @@ def describe_run(
         config, why_automatic = resolve(config, resume, Path(folder))
     devices = visible_devices() if hardware is None else list(map(str, range(hardware)))
     print(describe(config, devices))
-    found = examine(config, devices, DRY_S)
+    found = examine(config, devices, DRY_S, everything=True)
     found.run_check(check_trainer, config, without_learner)
     for line in (*found.lines(), *([f"auto       {why_automatic}"] if why_automatic else [])):
         print(line)

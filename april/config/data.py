@@ -111,6 +111,13 @@ class SourceSection(PromptsSection):
         return self.model_copy(update={"mapping": mapping} | missing)
 
 
+RESERVED_TEMPLATE_OPTIONS = {
+    "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors",
+    "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs",
+}  # fmt: skip
+"""Arguments of transformers' `apply_chat_template` that are not for the template, or that April gives."""
+
+
 class DataSection(Section):
     source: Literal["files", "submitted"] = Field(
         "files",
@@ -153,6 +160,16 @@ class DataSection(Section):
     template_options: dict[str, Any] = Field(
         {}, description="Keyword arguments of the chat template, such as enable_thinking."
     )
+    continue_final_message: bool = Field(
+        True,
+        description="A prompt that ends with an assistant message is continued by the response. False: that message is "
+        "closed, and the response is a further one.",
+    )
+    add_bos: bool | None = Field(
+        None,
+        description="Whether a text prompt begins with the tokenizer's beginning-of-sequence token. None: as "
+        "transformers encodes a text by default. Chat templates print their own.",
+    )
     bad_rows: Literal["stop", "skip"] = Field(
         "stop",
         description="What an unusable row does: stop refuses the run, skip leaves the row out and logs the first 20.",
@@ -180,6 +197,20 @@ class DataSection(Section):
         ge=1,
         description="Passes over the training prompts, after which the run ends. None: no limit.",
     )
+
+    @field_validator("template_options")
+    @classmethod
+    def are_the_template_s(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if reserved := sorted(options.keys() & RESERVED_TEMPLATE_OPTIONS):
+            raise PydanticCustomError(
+                "template_options", "should not have {name}, which April sets", {"name": reserved[0]}
+            )
+        return options
+
+    @property
+    def prompt_options(self) -> dict[str, Any]:
+        """How prompts become tokens, as arguments of `Tokenizer.encode_prompt`."""
+        return {"options": self.template_options, "continues": self.continue_final_message, "bos": self.add_bos}
 
     @property
     def train_sources(self) -> list[SourceSection]:

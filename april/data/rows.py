@@ -123,6 +123,8 @@ def has_other_parts(message: dict) -> bool:
 def shaped_prompt(prompt: str | list[dict], mapping: Mapping, prompt_as: str) -> str | list[dict]:
     """The prompt with its template applied, as text or as messages; messages are joined if text is asked for."""
     if isinstance(prompt, list):
+        if prompt_as == "text" and any(map(has_other_parts, prompt)):
+            raise BadRow(f"{excerpt(prompt)} has parts that are no text, which data.prompt_as = 'text' would lose")
         return "\n\n".join(map(text_of, prompt)) if prompt_as == "text" else prompt
     prompt = mapping.template.replace("{prompt}", prompt)
     chat = mapping.chat if prompt_as == "given" else prompt_as == "chat"

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import orjson
 
 from april.config import ConfigError
+from april.data.messages import canonical, check_printed
 from april.data.rows import BadRow, excerpt
 from april.util.errors import refuse
 
@@ -39,22 +41,53 @@ class Tokenizer:
         self.end_of_text = next(iter(tokenizer_eos_ids(self.inner) or sorted(self.eos_token_ids)), 0)
         """The tokeniser's end-of-sequence id; without one, another id that the policy stops at."""
 
-    def encode_prompt(self, prompt: str | list[dict], options: dict[str, Any] | None = None) -> np.ndarray:
-        """int32 [P]: ids of a prompt. Text gets no special tokens; chat messages go through the chat template with
-        `options`. Raises BadRow for messages that the template refuses."""
+    def encode_prompt(
+        self,
+        prompt: str | list[dict],
+        options: dict[str, Any] | None = None,
+        continues: bool = True,
+        bos: bool | None = False,
+    ) -> np.ndarray:
+        """int32 [P]: ids of a prompt. Chat messages go through the chat template, with `options`.
+
+        `continues`: a final assistant message is continued by the response, not closed. `bos`: whether text begins with
+        the beginning-of-sequence token; None: as transformers does by default. Raises BadRow for messages that the
+        template refuses or does not print.
+        """
         if isinstance(prompt, str):
-            return np.asarray(self._encode(prompt), np.int32)
+            return np.asarray([*self._prefix(bos), *self._encode(prompt)], np.int32)
+        return np.asarray(self._encode(self._render(prompt, options or {}, continues)), np.int32)
+
+    def _render(self, messages: list[dict], options: dict[str, Any], continues: bool) -> str:
         if not self.inner.chat_template:
             raise ConfigError(f"tokeniser of {str(self.path)!r} has no chat template; give prompts as text or add one")
         from jinja2 import TemplateError
 
         try:
-            ids = self.inner.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=False, **(options or {})
+            plain = [canonical(message, str(self.inner.chat_template)) for message in messages]
+            ends_open = continues and plain[-1]["role"] == "assistant" and plain[-1]["content"].strip() != ""
+            printed = self.inner.apply_chat_template(
+                plain, tokenize=False, add_generation_prompt=not ends_open, continue_final_message=ends_open, **options
             )
-        except (TemplateError, TypeError) as error:
-            raise BadRow(f"the chat template refuses {excerpt(prompt)} ({first_line(error)})") from None
-        return np.asarray(ids, np.int32)
+            check_printed(plain, printed)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadRow(f"the chat template refuses {excerpt(messages)} ({first_line(error)})") from None
+        return printed
+
+    def _prefix(self, bos: bool | None) -> list[int]:
+        """Ids before a text prompt."""
+        if bos is None:
+            return self._default_prefix
+        if bos and self.inner.bos_token_id is None:
+            refuse("data.add_bos", bos, f"finds no such token in the tokeniser of {self.path}", "leave it out")
+        return [self.inner.bos_token_id] if bos else []
+
+    @cached_property
+    def _default_prefix(self) -> list[int]:
+        """Ids that transformers puts before a text by default."""
+        text, plain = self.inner.encode("a"), self._encode("a")
+        begins = next((at for at in range(len(text)) if text[at : at + len(plain)] == plain), 0)
+        return text[:begins]
 
     def _encode(self, text: str) -> list[int]:
         if self._fast is not None:

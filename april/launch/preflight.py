@@ -35,15 +35,16 @@ from april.util.versions import FILE, RUN_FOLDER
 CHANGED = "resumed with a changed key: "
 
 
-def examine(config: Config, devices: Sequence[str], patience_s: float) -> Findings:
+def examine(config: Config, devices: Sequence[str], patience_s: float, everything: bool = False) -> Findings:
     """Make all checks of a configuration: requirements, rows, and one call of each user-defined function.
 
-    `devices`: names of the accelerators; `patience_s`: time for grading beyond the first row of each verifier.
+    `devices`: names of the accelerators; `patience_s`: time for grading beyond the first row of each verifier;
+    `everything`: render the prompts of all rows, however long that takes.
     """
     found, shape = Findings(), read_shape(config.model.path)
     with Rehearsal(config, found) as rehearsal:
         book = check_run(config, devices, shape.parameters if shape else 0, found)
-        if book and (rows := inspect_rows(config, book, found)):
+        if book and (rows := inspect_rows(config, book, found, everything)):
             rehearsal.try_rows(rows, book.tokenizer, patience_s)
     return found
 

@@ -1,7 +1,9 @@
 """Inspects a run's rows with its tokeniser: lengths against the budgets, and characters that it cannot encode."""
 
+import math
+import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -16,6 +18,8 @@ from april.launch.check import Findings
 
 FIRST_ROWS = 1000
 """Rows per dataset that are inspected; the last row is inspected as well."""
+MORE_ROWS_S = 1.0
+"""Time for rendering further training prompts when a run starts, seconds."""
 CHARACTERS_SHOWN = 8
 
 
@@ -30,30 +34,50 @@ class InspectedRow(NamedTuple):
 
 
 def rows_of(dataset: Dataset, sources: Sequence[SourceSection]) -> Iterable[tuple[str, DatasetRow]]:
-    """(location, row) of the first rows and the last row. A location counts the source's valid rows, from 1."""
+    """(location, row) of the first rows and the last row."""
     numbers = list(range(min(len(dataset), FIRST_ROWS))) + ([len(dataset) - 1] if len(dataset) > FIRST_ROWS else [])
+    return located(dataset, sources, numbers)
+
+
+def located(
+    dataset: Dataset, sources: Sequence[SourceSection], numbers: Iterable[int]
+) -> Iterator[tuple[str, DatasetRow]]:
+    """(location, row) of the rows with these numbers. A location counts the source's valid rows, from 1."""
     starts = np.cumsum([0, *dataset.counts])
     for number in numbers:
         source = int(np.searchsorted(starts, number, side="right")) - 1
         yield f"{sources[source].path}, row {number - starts[source] + 1}", dataset[number]
 
 
-def inspect_rows(config: Config, book: PromptBook, found: Findings) -> list[InspectedRow]:
-    """Inspect training prompts, then held-out ones; returns the usable rows and records facts and warnings."""
+def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: bool = False) -> list[InspectedRow]:
+    """Inspect training prompts, then held-out ones; returns the first usable rows and records facts and warnings.
+
+    `everything`: render all training prompts; otherwise the first ones, and more for `MORE_ROWS_S`.
+    """
     data, tokenizer = config.data, book.tokenizer
     held_out = [row for dataset in book.held_out.values() for row in rows_of(dataset.rows, [dataset.settings.source])]
     located_rows = [*rows_of(book.rows, data.train_sources), *held_out]
-    rows, refused = [], []
+    rows, refused, looked_at = [], [], len(located_rows)
     for where, row in located_rows:
         try:
             tokens = np.zeros(0, np.int32)
             if not config.agent.is_set:
-                tokens = tokenizer.encode_prompt(row.prompt, data.template_options)
+                tokens = tokenizer.encode_prompt(row.prompt, **data.prompt_options)
             rows.append(InspectedRow(where, row, tokens))
         except BadRow as error:
             refused.append(f"{where}: {error}")
+    deadline = math.inf if everything else time.monotonic() + MORE_ROWS_S
+    further = range(FIRST_ROWS, 0 if config.agent.is_set else len(book.rows) - 1)
+    for where, row in located(book.rows, data.train_sources, further):
+        if time.monotonic() > deadline:
+            break
+        looked_at += 1
+        try:
+            tokenizer.encode_prompt(row.prompt, **data.prompt_options)
+        except BadRow as error:
+            refused.append(f"{where}: {error}")
     if refused:
-        found.warnings.append(f"{len(refused)} of {len(located_rows)} prompts are left out, the first {refused[0]}")
+        found.warnings.append(f"{len(refused)} of {looked_at} prompts are left out, the first {refused[0]}")
     if rows:
         record_lengths(config, book, rows, found)
         warn_of_characters(tokenizer, rows, found)

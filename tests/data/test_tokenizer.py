@@ -57,13 +57,92 @@ def test_messages_need_a_chat_template(folder):
 
 
 def test_the_chat_template_gets_options_and_its_refusal_is_a_bad_row(folder):
-    template = "{% if silent %}={% elif messages|length > 1 %}{{ raise_exception('one only') }}{% else %}1{% endif %}"
+    template = (
+        "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}"
+        "{{ messages[0].content }}{% if more %}={% endif %}"
+    )
     (folder / "chat_template.jinja").write_text(template)
     message, tokenizer = {"role": "user", "content": "7"}, Tokenizer(folder)
-    assert tokenizer.decode(tokenizer.encode_prompt([message])) == "1"
-    assert tokenizer.decode(tokenizer.encode_prompt([message], {"silent": True})) == "="
+    assert tokenizer.decode(tokenizer.encode_prompt([message])) == "7"
+    assert tokenizer.decode(tokenizer.encode_prompt([message], {"more": True})) == "7="
     with pytest.raises(BadRow, match="one only"):
         tokenizer.encode_prompt([message, message])
+
+
+ONLY_STRINGS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}"
+    "</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""As Qwen3's: it prints a content only where that is text."""
+
+
+@pytest.fixture
+def printed(folder):
+    """printed(messages, **options): what the template prints of them, of a tokeniser that has every character."""
+    (folder / "chat_template.jinja").write_text(ONLY_STRINGS)
+    tokenizer = Tokenizer(folder)
+
+    def render(messages, template=None, **options):
+        tokenizer.inner.chat_template = template or ONLY_STRINGS
+        return tokenizer._render(messages, options, options.pop("continues", True))
+
+    return render
+
+
+def test_messages_are_rendered_in_their_canonical_form(printed):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "2"}]
+    assert printed([{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]) == (
+        "<system>s</><user>1+2</><assistant>"
+    )
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert '[add{"a": 1}]' in printed([*asked, {"role": "observation", "content": "3"}])
+
+
+def test_a_final_answer_is_continued_unless_it_is_to_be_closed(printed):
+    messages = [{"role": "user", "content": "0+3"}, {"role": "assistant", "content": "The answer is"}]
+    assert printed(messages) == "<user>0+3</><assistant>The answer is"
+    assert printed(messages, continues=False) == "<user>0+3</><assistant>The answer is</><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "named"),
+    [
+        ([("user", "1"), ("ipython", "2")], "{{ messages[0].content }}", "message 1"),
+        ([("user", "1")], "{{ messages[0].role }}", "message 0"),
+        ([("user", [{"type": "image"}])], None, "images"),
+        ([("user", "first"), ("user", "then")], "{% for m in messages|reverse %}{{ m.content }}{% endfor %}", "'then'"),
+    ],
+)  # fmt: skip
+def test_a_row_whose_text_the_template_does_not_print_is_refused_by_name(printed, messages, template, named):
+    with pytest.raises(BadRow, match=named):
+        printed([{"role": role, "content": content} for role, content in messages], template)
+
+
+def test_a_template_may_drop_thoughts_move_the_system_s_text_and_escape(printed):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\n b"},
+        {"role": "assistant", "content": "<think>hm</think>so"},
+        {"role": "tool", "content": 'say "x"'},
+        {"role": "user", "content": "go"},
+    ]
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"
+        "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% elif m.role != 'system' %}{{ m.content | trim }}"
+        "{% endif %}|{% endfor %}{{ messages[0].content }}"
+    )
+    assert "be brief" in printed(messages, template)
+
+
+@pytest.mark.parametrize(("bos", "ids"), [(None, [0]), (True, [0]), (False, [])])
+def test_a_text_gets_a_beginning_token_as_transformers_gives_it_or_as_the_key_says(folder, bos, ids):
+    tokenizer = Tokenizer(folder)
+    plain = tokenizer.encode_prompt("1+2").tolist()
+    tokenizer.inner.bos_token = tokenizer.inner.convert_ids_to_tokens(0)
+    tokenizer.inner.encode = lambda text: [0, *tokenizer._encode(text)]
+    assert tokenizer.encode_prompt("1+2", bos=bos).tolist() == ids + plain
 
 
 def test_a_folder_without_a_tokeniser_is_refused(tmp_path):

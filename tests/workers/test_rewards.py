@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from april.workers.rewards.messages import Item
 from april.workers.rewards.verifiers import check_verifier
 from tests.support.marks import full
 from tests.support.reward_scores import PATIENCE_S, collect
@@ -78,9 +79,8 @@ def test_a_slow_item_holds_up_no_quick_one_while_another_process_is_free(make_po
         pool.submit(key, "exact", "a", "a", "stop")
     collect(pool, 200)
     gate = tmp_path / "gate"
-    pool.submit(0, "bad_verifiers:wait_for_file", str(gate), "", "stop")
-    for key in range(1, 64):
-        pool.submit(key, "exact", "a", "a", "stop")
+    slow, quick = str(gate), str(tmp_path)
+    pool.put(*(Item(key, "bad_verifiers:wait_for_file", quick if key else slow, "", "stop") for key in range(64)))
     assert len(collect(pool, 63, pending=1)) == 63
     gate.touch()
     assert collect(pool, 1).keys() == {0}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from april.agents.conversation_tree import ConversationTree, PolicyCall, Refusal, Turn
-from april.agents.rendering import BadMessages
+from april.data.messages import BadMessages
 from april.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

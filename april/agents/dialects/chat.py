@@ -8,7 +8,7 @@ import orjson
 
 from april.agents.conversation_tree import ConversationTree, PolicyCall, Turn
 from april.agents.dialects.base import Body, Dialect, StreamEvent, tool_calls_of, turn_name
-from april.agents.rendering import normalized
+from april.data.messages import normalized
 
 
 class Chat(Dialect):

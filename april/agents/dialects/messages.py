@@ -7,7 +7,7 @@ import orjson
 
 from april.agents.conversation_tree import ConversationTree, PolicyCall, Turn
 from april.agents.dialects.base import Body, Dialect, StreamEvent, tool_calls_of, turn_name
-from april.agents.rendering import BadMessages, Message, normalized, text_of
+from april.data.messages import BadMessages, Message, normalized, text_of
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
 

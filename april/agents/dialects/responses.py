@@ -9,7 +9,7 @@ import orjson
 from april.agents.conversation_tree import ConversationTree, PolicyCall, Refusal, Turn
 from april.agents.dialects.base import Body, Dialect, StreamEvent, tool_calls_of, turn_name
 from april.agents.dialects.chat import Chat
-from april.agents.rendering import BadMessages, Message, normalized, text_of
+from april.data.messages import BadMessages, Message, normalized, text_of
 
 
 class Responses(Dialect):

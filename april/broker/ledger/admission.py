@@ -2,8 +2,7 @@
 
 from enum import StrEnum
 
-from april.broker.ledger.agent_sessions import fork_position
-from april.broker.ledger.samples import Lease
+from april.broker.ledger.samples import Lease, fork_position
 from april.broker.ledger.state import LedgerState
 from april.wire.rows import CHUNK, ReportRow
 

@@ -24,10 +24,19 @@ from zlib_ng.zlib_ng import crc32
 
 from april.broker.ledger import events
 from april.broker.ledger.admission import PendingTail, Verdict, check_row
-from april.broker.ledger.agent_sessions import Superseded, has_known_answer
 from april.broker.ledger.events import EventArray
 from april.broker.ledger.rules import Prompts, Rules
-from april.broker.ledger.samples import TO_GENERATE, Group, GroupState, Lease, Sample, SampleState, needs_agent
+from april.broker.ledger.samples import (
+    TO_GENERATE,
+    Group,
+    GroupState,
+    Lease,
+    Sample,
+    SampleState,
+    Superseded,
+    has_known_answer,
+    needs_agent,
+)
 from april.broker.ledger.state import LedgerState
 from april.broker.ledger.transitions import HANDLERS
 from april.wire.message import Version

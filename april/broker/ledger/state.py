@@ -10,13 +10,21 @@ from typing import Any, Protocol
 import msgspec
 
 from april.broker.ledger import events
-from april.broker.ledger.agent_sessions import turn_ends_by_fork
 from april.broker.ledger.batches import LengthCohorts, ReadyGroups, StalenessBound
 from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.leases import LeaseBook, OpenSamples
 from april.broker.ledger.queues import HandOutQueue
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import TO_GENERATE, AgentSample, Group, GroupState, Sample, SampleState, needs_agent
+from april.broker.ledger.samples import (
+    TO_GENERATE,
+    AgentSample,
+    Group,
+    GroupState,
+    Sample,
+    SampleState,
+    needs_agent,
+    turn_ends_by_fork,
+)
 
 DEAD_SAMPLE = "dead_sample"
 """Discard reason of a group that has lost too many samples, and of the tokens of dead samples."""

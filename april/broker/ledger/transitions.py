@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from april.broker.ledger import events
-from april.broker.ledger.agent_sessions import add_fork
 from april.broker.ledger.chunk_refs import add_chunk_ref
 from april.broker.ledger.samples import (
     TO_GENERATE,
@@ -17,6 +16,7 @@ from april.broker.ledger.samples import (
     Lease,
     Sample,
     SampleState,
+    add_fork,
     as_agent_sample,
 )
 from april.broker.ledger.state import DEAD_SAMPLE, LedgerState

@@ -1,0 +1,108 @@
+"""Chat messages: their canonical form, and the proof that a chat template prints what they say.
+
+Both the rows of a dataset and the messages of an agent's calls come in many spellings. Templates print only some of
+them: text that stands in a list of parts, or under a role that a template does not know, vanishes without an error.
+"""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+Message = dict[str, Any]
+TEXT_TYPES = ("text", "input_text", "output_text")
+"""Types of content parts that are text."""
+ALIASES = {"developer": "system", "observation": "tool"}
+"""Roles under which some models know another role; a template that names the alias itself gets it unchanged."""
+THOUGHTS = re.compile(r"(?s).*</think(?:ing)?>")
+"""Regular expression for the thoughts in an answer, which templates drop from earlier turns."""
+
+
+class BadMessages(ValueError):
+    """The messages are malformed, or the chat template does not print them; the text says why."""
+
+
+def canonical(message: Any, template: str = "") -> Message:
+    """A message whose content is text, whose tool calls have decoded arguments, and whose role the template knows.
+
+    `template`: source of the chat template. Fields that are None are left out. Raises BadMessages.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadMessages("a message is an object with a role")
+    role = message["role"]
+    found: Message = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    found["role"] = role if role in template else ALIASES.get(role, role)
+    found["content"] = text_of(message.get("content"))
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [tool_call(call) for call in calls]
+    return found
+
+
+def normalized(message: Any) -> Message:
+    """The canonical form of a message with the fields by which messages are compared. Raises BadMessages."""
+    kept = ("role", "content", "tool_calls", "tool_call_id", "name")
+    found = canonical(message)
+    return {key: found[key] for key in kept if key in found}
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content. Raises BadMessages for images and other parts that are not text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in TEXT_TYPES for part in content):
+        return "".join(str(part.get("text") or "") for part in content)
+    raise BadMessages("a message's content is text; images and sounds are not supported")
+
+
+def tool_call(call: Any) -> Message:
+    """The canonical form of a tool call: arguments decoded from JSON, without the client's id. Raises BadMessages."""
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = msgspec.json.decode(arguments or "{}")
+        return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    except (KeyError, TypeError, msgspec.DecodeError):
+        raise BadMessages("a tool call has a function with a name, and arguments as JSON") from None
+
+
+def check_printed(messages: list[Message], printed: str) -> None:
+    """Check that a rendered prompt says what its canonical messages say: each message's text, in their order.
+
+    White space does not count, a system message may stand anywhere, and of earlier answers the thoughts may be missing.
+    Raises BadMessages with the message that is missing.
+    """
+    rest = whole = _squeezed(printed)
+    for number, message in enumerate(messages):
+        is_last, is_system = message is messages[-1], message["role"] == "system"
+        for said in _sayings(message):
+            spellings = _spellings(said, keeps_thoughts=is_last or message["role"] != "assistant")
+            where = whole if is_system else rest
+            ends = [where.find(text) + len(text) for text in spellings if text in where]
+            if not ends:
+                raise BadMessages(
+                    f"the chat template does not print {_excerpt(said)} of message {number} (role {message['role']!r})"
+                )
+            if not is_system:
+                rest = rest[min(ends) :]
+
+
+def _sayings(message: Message) -> list[str]:
+    """The texts that a message says: its content, and the functions that it calls."""
+    return [message["content"], *(call["function"]["name"] for call in message.get("tool_calls", ()))]
+
+
+def _spellings(said: str, keeps_thoughts: bool) -> list[str]:
+    """Ways in which a template may print a text: as it is, as JSON, or without the thoughts."""
+    texts = [said] if keeps_thoughts else [said, THOUGHTS.sub("", said)]
+    escaped = [json.dumps(text, ensure_ascii=ascii_only)[1:-1] for text in texts for ascii_only in (False, True)]
+    return [_squeezed(text) for text in (*texts, *escaped)]
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _excerpt(said: str) -> str:
+    return repr(said if len(said) <= 60 else f"{said[:57]}...")
