@@ -121,11 +121,14 @@ def tokenizer_eos_ids(inner) -> set[int]:
 
 
 def generation_eos_ids(path: Path) -> set[int]:
-    file = path / "generation_config.json"
-    if not file.is_file():
-        return set()
-    ids = orjson.loads(file.read_bytes()).get("eos_token_id")
-    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    """Ids at which transformers ends a generation: those of `generation_config.json`, or else of `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        config = orjson.loads(file.read_bytes()) if file.is_file() else {}
+        ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+        if ids is not None:
+            return {ids} if isinstance(ids, int) else set(ids)
+    return set()
 
 
 def first_line(error: Exception) -> str:

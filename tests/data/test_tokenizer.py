@@ -36,17 +36,20 @@ def test_decoding_drops_special_tokens_and_keeps_spaces(folder):
 
 
 @pytest.mark.parametrize(
-    ("written", "ids"),
+    ("written", "config", "ids"),
     [
-        ({"eos_token_id": 5}, {1, 5}),
-        ({"eos_token_id": [1, 7, 9]}, {1, 7, 9}),
-        ({"eos_token_id": None}, {1}),
-        (None, {1}),
+        ({"eos_token_id": 5}, {"eos_token_id": 9}, {1, 5}),
+        ({"eos_token_id": [1, 7, 9]}, {}, {1, 7, 9}),
+        ({"eos_token_id": None}, {}, {1}),
+        (None, {}, {1}),
+        (None, {"eos_token_id": [5, 7]}, {1, 5, 7}),
+        ({}, {"text_config": {"eos_token_id": 5}}, {1, 5}),
     ],
 )
-def test_stop_tokens_are_the_tokenisers_and_the_generation_configs(folder, written, ids):
+def test_stop_tokens_are_the_tokenisers_and_those_of_transformers_generation(folder, written, config, ids):
     if written is not None:
         (folder / "generation_config.json").write_bytes(orjson.dumps(written))
+    (folder / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3"} | config))
     assert Tokenizer(folder).eos_token_ids == ids
 
 
