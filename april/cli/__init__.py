@@ -10,7 +10,7 @@ import threading
 
 from april.cli.command import COMMANDS, INTERRUPTED, Parser
 from april.util.errors import ConfigError
-from april.util.lifetime import REFUSED, remember_interrupts
+from april.util.lifetime import REFUSED, endure_lost_readers, remember_interrupts
 from april.util.registry import add_import_folders
 from april.version import VERSION
 
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         remember_interrupts()
     if arguments is None:
         use_utf8()
+        endure_lost_readers()
     keep_proxies_off_loopback()
     parser = build_parser()
     options, overrides = parser.parse_known_args(arguments)

@@ -29,6 +29,7 @@ from april.util.lifetime import (
     STEADY_S,
     STEPPED_ASIDE,
     SUPERVISED,
+    leave_terminal,
     restart_delay_s,
     was_interrupted,
 )
@@ -485,11 +486,3 @@ def stop_signals() -> list[signal.Signals]:
     """Signals that stop the run in order; SIGHUP only if it is not ignored, as it is under nohup."""
     outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM] + ([] if outlives_terminal else [signal.SIGHUP])
-
-
-def leave_terminal() -> None:
-    """Redirect stdout and stderr to /dev/null: the terminal is gone, and writing to it would fail."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-    os.close(nowhere)

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 REFUSED = 2
 """Exit status of a process that would fail again: its configuration, folder or address cannot be used."""
@@ -55,6 +55,46 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 def was_interrupted() -> bool:
     """Whether Ctrl-C has been pressed since `remember_interrupts`."""
     return bool(_interrupts)
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+class EnduringStream:
+    """A text stream to a terminal or pipe whose reader may be gone: what is written then goes nowhere.
+
+    With `april run … | tee log`, Ctrl-C ends tee first; the run still has to write its checkpoint.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            leave_terminal()
+
+
+def endure_lost_readers() -> None:
+    """Have this process go on although nobody reads its output any more."""
+    sys.stdout, sys.stderr = EnduringStream(sys.stdout), EnduringStream(sys.stderr)
+
+
+def leave_terminal() -> None:
+    """Redirect stdout and stderr to /dev/null: the terminal is gone, and writing to it would fail."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 # --- end with the parent ----------------------------------------------------------------------------------------------

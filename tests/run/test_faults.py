@@ -1,6 +1,7 @@
 """Processes of a run are killed for real: what must go on goes on, what must end ends, and nobody is orphaned."""
 
 import os
+import shlex
 import signal
 import time
 
@@ -9,7 +10,7 @@ import pytest
 from april.observe.report.run_folder import read_records
 from tests.run.endless_loss import FILE
 from tests.support.marks import full
-from tests.support.run_processes import assert_closed, steps_recorded, summary, wait_until
+from tests.support.run_processes import APRIL, assert_closed, steps_recorded, summary, wait_until
 
 LAUNCHER = "april.learner.launch"
 """torchrun, which is the learner to the others"""
@@ -165,6 +166,18 @@ def test_ctrl_c_during_the_start_ends_at_once(run, run_dir, after_s):
     job.process.send_signal(signal.SIGINT)
     assert job.wait() == 130, job.output
     wait_until(lambda: job.descendants() == [])
+
+
+@pytest.mark.full
+def test_a_run_whose_output_nobody_reads_any_more_is_stopped_as_it_should_be(start, config_file, run_dir):
+    """With `| tee log`, Ctrl-C ends tee first."""
+    words = shlex.join([*APRIL, "run", str(config_file), "--schedule.max_steps", "100000", "--learner.ranks", "1"])
+    job = start("output", ["bash", "-c", f"{words} 2>&1 | head -n 1"])
+    wait_until(lambda: steps_recorded(run_dir) >= 2, job)
+    [pid] = [pid for pid, command in job.descendants("april.cli run") if not command.startswith("bash")]
+    os.kill(pid, signal.SIGINT)
+    wait_until(lambda: job.descendants("april.cli") == [])
+    assert assert_closed(run_dir)["state"] == "stopped" and (run_dir / "checkpoints/policy").is_dir()
 
 
 def test_ctrl_c_that_a_library_swallows_still_ends_the_run(run, config_file):
