@@ -3,6 +3,7 @@ kill of a process with all its descendants."""
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import secrets
@@ -73,15 +74,22 @@ class EnduringStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
+        try:
             return self._stream.write(text)
+        except OSError as error:
+            self._lost(error)
         return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:
-            leave_terminal()
+        except OSError as error:
+            self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # a full disk, for example
+            raise error
+        leave_terminal()
 
 
 def endure_lost_readers() -> None:
