@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -32,15 +32,52 @@ class ModelError(ValueError):
     """A model that the learner cannot train; the message says why."""
 
 
+RANDOM = re.compile(r"drop|jitter|noise")
+"""Regular expression for names of keys by which a model computes something at random in training."""
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Types of rotary positions that depend on the longest position, which in a pack is not the sequence's own."""
+
+
 def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Module:
     """The causal LM of a folder's config.json in fp32, or its body without the head. Parameters are on the meta device,
-    buffers on the CPU. Raises ModelError for quantised weights."""
+    buffers on the CPU. Dropout and other noise are off. Raises ModelError for quantised weights, and for layers in
+    which the sequences of a pack would see each other."""
     config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder}: its weights are quantised, which the learner does not train; give the original")
+    if kind_of_positions := next(filter(LENGTH_DEPENDENT.__contains__, rotary_types(config.to_dict())), None):
+        raise ModelError(
+            f"{folder}: its rotary positions of type {kind_of_positions!r} depend on the length of what is computed "
+            "together, and the learner packs sequences; give a model with another type"
+        )
+    turn_off_noise(config)
     with parameters_without_memory():
         kind = AutoModel if body_alone else AutoModelForCausalLM
-        return kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        lm: nn.Module = kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    if state := next((name for name, module in lm.named_modules() if isinstance(module, nn.Conv1d)), None):
+        raise ModelError(f"{folder}: its {state} carries a state on, which packed sequences would get from each other")
+    return lm
+
+
+def rotary_types(config: Any) -> Iterator[str]:
+    """Types of rotary positions that a configuration names, at any depth."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key in ("rope_type", "type") and isinstance(value, str):
+            yield value
+        yield from rotary_types(value)
+
+
+def turn_off_noise(config: PreTrainedConfig) -> None:
+    """Set every probability of dropout, jitter or noise in a model's configuration to 0.
+
+    The policy that is trained has to be the one that was sampled from.
+    """
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            turn_off_noise(value)
+        elif RANDOM.search(name) and isinstance(value, float) and value:
+            log.info("the model's %s = %g is 0 in training", name, value)
+            setattr(config, name, 0.0)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The trained policy: a Hugging Face causal LM that scores packed responses, sharded with FSDP2."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -24,8 +25,9 @@ BUCKET_BYTES = 16 * 2**20
 """Bytes gathered to rank 0 at a time; the fastest size measured on gloo."""
 GROUPED_BYTES = 16
 """Alignment that torch's grouped matrix product requires of the rows of each factor, bytes."""
-UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of model configurations that change logits after the head, which `score_tokens` does not compute."""
+CHANGES_LOGITS = re.compile(r"(?:final_)?(?:logits?|lm_head|output)_\w*(?:scal|multipl|softcap)\w*")
+"""Regular expression for names of keys by which a model changes its logits after the head, which `score_tokens` does
+not compute."""
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -210,9 +212,9 @@ def empty_policy(folder: Path, temperature: float, recompute: bool = False) -> P
     With `recompute`, the backward pass recomputes a layer's activations instead of keeping them.
     """
     lm = empty_model(folder, attention.register())
-    changed = [key for key in UNSUPPORTED_HEADS if getattr(lm.config, key, None) is not None]
-    if changed:
-        raise ModelError(f"{folder}: the model's {changed[0]} changes its logits in a way the learner does not compute")
+    for key, value in vars(lm.config).items():
+        if CHANGES_LOGITS.fullmatch(key) and value not in (None, 1):
+            raise ModelError(f"{folder}: the model's {key} changes its logits in a way the learner does not compute")
     if getattr(lm.get_output_embeddings(), "bias", None) is not None:
         raise ModelError(f"{folder}: the model's head has a bias, which the learner does not compute")
     if not hasattr(lm.base_model, "layers"):

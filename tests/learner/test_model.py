@@ -6,9 +6,13 @@ import torch
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
     Gemma2Config,
     GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen3MoeConfig,
 )
 
@@ -108,13 +112,31 @@ def test_two_ranks_that_recompute_experts_agree_with_one_that_keeps_them(one_ran
     ("config", "reason"),
     [
         (Gemma2Config(**SHAPE), "final_logit_softcapping"),
+        (GraniteConfig(**SHAPE, logits_scaling=3.0), "logits_scaling"),
+        (FalconH1Config(**SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8), "carries a state"),
+        (LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
         (GPT2Config(vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=1), "no list `layers`"),
     ],
-    ids=["softcapped", "no layers"],
+    ids=["softcapped", "scaled", "state", "positions", "no layers"],
 )
 def test_models_that_would_be_scored_wrongly_are_refused(config, reason, tmp_path):
     with pytest.raises(ModelError, match=reason):
         load(random_model(config, tmp_path), temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SHAPE, attention_dropout=0.5),
+        MixtralConfig(**SHAPE, num_local_experts=4, router_jitter_noise=0.5),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_nothing_is_random_in_training_whatever_its_name(config, tmp_path):
+    policy = load(random_model(config, tmp_path), temperature=1.0).train()
+    packed = pack([make_sample(np.random.default_rng(0), 3, 5, 1.0)], CPU)
+    (first, _), (second, _) = policy(packed), policy(packed)
+    assert torch.equal(first, second)
 
 
 def test_a_sliding_window_is_refused(tmp_path):
