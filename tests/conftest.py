@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import uuid
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.run_processes import APRIL, Job, assert_closed, wait_until  #
 from tests.support.small_run import make_prompts, write_config  # noqa: E402
 from tests.support.step_gate import Gate  # noqa: E402
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in background ignores it
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 torch.set_num_threads(1)

@@ -13,7 +13,8 @@ from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import RowsAccepted
 from april.broker.ledger.samples import Sample
 from april.broker.prompts import PromptBook
-from april.data.rows import GROUP_REWARD, DatasetRow
+from april.data.rows import DatasetRow
+from april.util.text import GROUP_REWARD
 from april.wire.rows import TABLE, padded_sizes
 
 ROWS_CACHED, TABLES_CACHED = 16, 64

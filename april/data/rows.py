@@ -9,11 +9,10 @@ import orjson
 
 from april.config.data import COLUMN_SEPARATOR, Mapping
 from april.util.registry import registry_of
+from april.util.text import GROUP_REWARD
 
 LABEL_CHARACTERS = 200_000
 """Longest label (characters); a label is sent with every sample of its prompt."""
-GROUP_REWARD = "group:"
-"""Prefix of the name of a reward that scores all responses of a prompt together."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 """Message roles that chat templates know; most templates silently drop others."""
 MISSING = object()

@@ -199,7 +199,7 @@ def too_many_failed(config: Config) -> str:
 def trained_nothing(config: Config) -> str:
     """Sentence that a finished run has trained no step, with the reasons counted; empty if it has trained one."""
     summary = read_summary(config.run_dir / "summary.json")
-    if summary.get("steps"):
+    if summary.get("steps", 1):
         return ""
     data, discarded = summary.get("data") or {}, summary.get("discarded_groups") or {}
     counted = {"rows": data.get("rows", 0), "bad rows": data.get("bad_rows", 0), "too long": data.get("too_long", 0)}

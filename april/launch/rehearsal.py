@@ -25,13 +25,12 @@ from april.agents.programs import CommandRunner, ProgramRunner, Runner
 from april.agents.rendering import Renderer
 from april.broker.filters.filters import CompleteGroup, FilterFailed, GroupFilters, ask
 from april.config import Config, ConfigError
-from april.data.rows import GROUP_REWARD
 from april.data.tokenizer import Tokenizer
 from april.launch.check import Findings
 from april.launch.row_checks import InspectedRow, prompt_text
 from april.util.logs import user_traceback
 from april.util.pool import ProcessPool
-from april.util.text import counted
+from april.util.text import GROUP_REWARD, counted
 from april.wire.message import Version
 from april.wire.rows import chunk_row
 from april.workers.environments import ENVIRONMENTS

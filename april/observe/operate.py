@@ -11,6 +11,7 @@ import orjson
 from april import wire
 from april.broker import recovery
 from april.broker.handlers.monitors import DEAD_LETTERS_FILE
+from april.broker.journal.files import journal_folder
 from april.config import ConfigError, check_address, load
 from april.wire.security.keys import load_keys
 from april.wire.sockets.base import ADDRESS_FILE
@@ -49,7 +50,7 @@ class RunAddress:
         try:
             return self.ask(wire.Requeue(groups)).message.groups, True
         except BrokerUnreachable:
-            if self.connect or not self.run_dir or not (self.run_dir / "config.toml").is_file():
+            if self.connect or not self.run_dir or not journal_folder(self.run_dir).is_dir():
                 raise
         return recovery.requeue(load(self.run_dir / "config.toml"), groups), False
 

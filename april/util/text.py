@@ -1,6 +1,9 @@
-"""Counts and sizes as text; numbers in the text of an answer."""
+"""Counts and sizes as text; numbers in the text of an answer; the prefix of the names of some rewards."""
 
 import re
+
+GROUP_REWARD = "group:"
+"""Prefix of the name of a reward that scores all responses of a prompt together."""
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:

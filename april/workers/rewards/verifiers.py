@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from april.data.rows import GROUP_REWARD
 from april.util.errors import ConfigError, refuse
+from april.util.text import GROUP_REWARD
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.interfaces import INTERFACES, adapted
 from april.workers.rewards.messages import BatchVerifier, Item, RewardRules, Score, takes_items
