@@ -79,7 +79,8 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
     if not tokenizer.eos_token_ids | {*config.sampling.stop_token_ids}:
         found.warnings.append(
             f"neither the tokeniser nor the configuration of {str(tokenizer.path)!r} names an end token: every "
-            "response goes on to sampling.max_response_tokens; name one in generation_config.json, or sampling.stop_token_ids"
+            "response goes on to sampling.max_response_tokens; name one in generation_config.json, or as "
+            "sampling.stop_token_ids"
         )
     if refused:
         found.warnings.append(f"{len(refused)} of {looked_at} prompts are left out, the first {refused[0]}")
