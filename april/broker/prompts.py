@@ -157,7 +157,7 @@ class PromptBook:
         which write the prompts."""
         if self._config.agent.is_set:
             return b""
-        tokens = self.tokenizer.encode_prompt(row.prompt, **self._config.data.prompt_options)
+        tokens = self.tokenizer.encode_row(row.prompt, **self._config.data.prompt_options)
         return tokens.astype("<i4").tobytes() if 0 < len(tokens) <= self.max_prompt_tokens else None
 
 

@@ -58,6 +58,24 @@ class Tokenizer:
             return np.asarray([*self._prefix(bos), *self._encode(prompt)], np.int32)
         return np.asarray(self._encode(self._render(prompt, options or {}, continues)), np.int32)
 
+    def encode_row(self, prompt: str | list[dict], **options: Any) -> np.ndarray:
+        """int32 [P]: ids of the prompt of a dataset row or of a trainer; `options`: those of `encode_prompt`. Raises
+        BadRow, also for a token that the model has no embedding for."""
+        ids = self.encode_prompt(prompt, **options)
+        if self._embeddings and len(ids) and (beyond := int(ids.max())) >= self._embeddings:
+            raise BadRow(
+                f"token {self.inner.convert_ids_to_tokens(beyond)!r} of {excerpt(prompt)} has id {beyond}, and the "
+                f"model only {self._embeddings} embeddings: resize the model, or take the tokeniser that belongs to it"
+            )
+        return ids
+
+    @cached_property
+    def _embeddings(self) -> int:
+        """Number of ids that the model of the folder knows; 0 if that is unknown."""
+        file = self.path / "config.json"
+        config = orjson.loads(file.read_bytes()) if file.is_file() else {}
+        return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
+
     def _render(self, messages: list[dict], options: dict[str, Any], continues: bool) -> str:
         if not self.inner.chat_template:
             raise ConfigError(f"tokeniser of {str(self.path)!r} has no chat template; give prompts as text or add one")

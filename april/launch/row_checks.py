@@ -62,7 +62,7 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
         try:
             tokens = np.zeros(0, np.int32)
             if not config.agent.is_set:
-                tokens = tokenizer.encode_prompt(row.prompt, **data.prompt_options)
+                tokens = tokenizer.encode_row(row.prompt, **data.prompt_options)
             rows.append(InspectedRow(where, row, tokens))
         except BadRow as error:
             refused.append(f"{where}: {error}")
@@ -73,7 +73,7 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
             break
         looked_at += 1
         try:
-            tokenizer.encode_prompt(row.prompt, **data.prompt_options)
+            tokenizer.encode_row(row.prompt, **data.prompt_options)
         except BadRow as error:
             refused.append(f"{where}: {error}")
     if not tokenizer.eos_token_ids | {*config.sampling.stop_token_ids}:

@@ -148,6 +148,16 @@ def test_a_text_gets_a_beginning_token_as_transformers_gives_it_or_as_the_key_sa
     assert tokenizer.encode_prompt("1+2", bos=bos).tolist() == ids + plain
 
 
+def test_a_token_without_an_embedding_is_refused_by_name(folder):
+    tokenizer = Tokenizer(folder)
+    (folder / "config.json").write_bytes(orjson.dumps({"vocab_size": len(tokenizer.inner)}))
+    assert len(tokenizer.encode_row("1+2"))
+    resized = Tokenizer(folder)
+    resized.inner.add_tokens(["<answer>"])
+    with pytest.raises(BadRow, match="'<answer>'"):
+        resized.encode_row("1+2<answer>")
+
+
 def test_a_folder_without_a_tokeniser_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"'model\.path'"):
         Tokenizer(tmp_path)

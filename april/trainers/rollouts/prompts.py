@@ -54,7 +54,7 @@ def encoder(config: Config) -> Callable[[Prompt], EncodedPrompt]:
         if isinstance(prompt.prompt, str) or (len(prompt.prompt) and isinstance(prompt.prompt[0], dict)):
             if not tokenizer:
                 tokenizer.append(Tokenizer(config.model.path))
-            ids = tokenizer[0].encode_prompt(prompt.prompt, **config.data.prompt_options)  # type: ignore[arg-type]
+            ids = tokenizer[0].encode_row(prompt.prompt, **config.data.prompt_options)  # type: ignore[arg-type]
         else:
             ids = np.asarray(prompt.prompt, np.int32)
         if not 1 <= len(ids) <= longest:
