@@ -86,8 +86,9 @@ def test_the_twin_of_gsm8k_trains_from_files_as_they_are_published(start, policy
 def answers_gsm8k(policy_folder, folder):
     """The policy as one that reads no more of a question than it knows, and writes its mark as `####`."""
     shutil.copytree(policy_folder, folder)
-    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'][:8] }}")
     tokenizer = (folder / "tokenizer.json").read_text()
     assert tokenizer.count('"#"') == 1
-    (folder / "tokenizer.json").write_text(tokenizer.replace('"#"', '"####"'))
+    changed = orjson.loads(tokenizer.replace('"#"', '"####"'))
+    changed["normalizer"] = {"type": "Replace", "pattern": {"Regex": r"=[\s\S]*"}, "content": "="}
+    (folder / "tokenizer.json").write_bytes(orjson.dumps(changed))
     return folder

@@ -25,7 +25,7 @@ from zlib_ng.zlib_ng import crc32
 from april.broker.ledger import events
 from april.broker.ledger.admission import PendingTail, Verdict, check_row
 from april.broker.ledger.events import EventArray
-from april.broker.ledger.rules import Prompts, Rules
+from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
     Group,
@@ -108,17 +108,6 @@ class Ledger(LedgerState):
             return Verdict.DUPLICATE if prompt.row < self.prompts.submitted_count else Verdict.GAP
         self.commit(prompt, [(crc32(tokens), tokens)])
         return Verdict.OK
-
-    def next_prompt(self, prompts: Prompts) -> tuple[int, int, bytes] | None:
-        """(epoch, row, token ids) for the next group: a re-queued prompt, or else the one at the cursor.
-
-        None when the prompts are exhausted. A re-queued prompt that the dataset's limits exclude stays queued.
-        """
-        for requeued in self.dead_letters.requeued.values():
-            drawn = prompts.draw(requeued)
-            if drawn and drawn[:2] == requeued:
-                return drawn
-        return prompts.draw(self.prompts.next)
 
     def lease(self, sample: Sample, worker: str, step: int, expires_at: float, ends_at: float = float("inf")) -> Lease:
         """Lease a waiting sample to a worker at policy step `step`; renewals extend it up to `ends_at` at most.

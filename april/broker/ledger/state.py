@@ -14,7 +14,7 @@ from april.broker.ledger.batches import LengthCohorts, ReadyGroups, StalenessBou
 from april.broker.ledger.dead_letters import DeadLetterQueue
 from april.broker.ledger.leases import LeaseBook, OpenSamples
 from april.broker.ledger.queues import HandOutQueue
-from april.broker.ledger.rules import Rules
+from april.broker.ledger.rules import Prompts, Rules
 from april.broker.ledger.samples import (
     TO_GENERATE,
     AgentSample,
@@ -219,6 +219,17 @@ class LedgerState:
     def open_groups(self) -> list[Group]:
         """The training groups that are not complete yet."""
         return [group for group in self.groups.values() if group.state is GroupState.OPEN and not group.evaluation]
+
+    def next_prompt(self, prompts: Prompts) -> tuple[int, int, bytes] | None:
+        """(epoch, row, token ids) for the next group: a re-queued prompt, or else the one at the cursor.
+
+        None when the prompts are exhausted. A re-queued prompt that the dataset's limits exclude stays queued.
+        """
+        for requeued in self.dead_letters.requeued.values():
+            drawn = prompts.draw(requeued)
+            if drawn and drawn[:2] == requeued:
+                return drawn
+        return prompts.draw(self.prompts.next)
 
     def push(self, sample: Sample) -> None:
         """Queue a sample for its next lease, in the queue that its state calls for."""
