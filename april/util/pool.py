@@ -92,7 +92,10 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         """Held by whoever reads or changes the pool's state."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
         self._closed = False
+        self._error: Exception | None = None
+        """Why the thread has ended before the pool was closed; `poll` raises it."""
         self.processes = [self.start_process() for _ in range(processes)]
         self._thread = threading.Thread(target=self._run, name="process pool", daemon=True)
         self._thread.start()
@@ -116,7 +119,11 @@ class ProcessPool(Generic[ItemT, AnswerT]):
         """Queue items."""
         with self._lock:
             self.queue.extend(items)
-        os.write(self._wake_writer, b"!")
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            os.write(self._wake_writer, b"!")
 
     @property
     def pending(self) -> int:
@@ -125,24 +132,41 @@ class ProcessPool(Generic[ItemT, AnswerT]):
             return len(self.queue) + sum(len(process.in_flight) for process in self.processes) + len(self._answers)
 
     def poll(self) -> list[AnswerT]:
-        """Answers that have arrived since the last call."""
+        """Answers that have arrived since the last call. Raises what has ended the pool's thread, such as OSError if no
+        process can be started."""
         with self._lock:
+            if self._error:
+                raise self._error
             answers, self._answers = self._answers, []
         return answers
 
     def _run(self) -> None:
-        while not self._closed:
+        try:
+            while self._hand_out():
+                pass
+        except Exception as error:
             with self._lock:
-                if not self._closed:
-                    self._step()
-                readable: list[Any] = [self._wake_reader, *(p.stdout for p in self.processes if not p.ended)]
-                writable = [p.stdin for p in self.processes if p.unsent and not p.ended]
-                deadlines = [process.deadline_s for process in self.processes if process.in_flight or not process.ready]
-            wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-                select.select(readable, writable, [], wait_s)
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_reader, 4096)
+                self._error = error
+
+    def _hand_out(self) -> bool:
+        """Do what is due, then wait until something else is; False once the pool is closed."""
+        waits = select.poll()
+        with self._lock:
+            if self._closed:
+                return False
+            self._step()
+            waits.register(self._wake_reader, select.POLLIN)
+            for process in self.processes:
+                if not process.ended:
+                    waits.register(process.stdout, select.POLLIN)
+                    if process.unsent:
+                        waits.register(process.stdin, select.POLLOUT)
+            deadlines = [process.deadline_s for process in self.processes if process.in_flight or not process.ready]
+        wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        waits.poll(None if wait_s is None else 1000 * wait_s)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_reader, 4096)
+        return True
 
     def _step(self) -> None:
         """Take answers, replace failed processes, and hand queued items to the processes that are free."""
@@ -185,7 +209,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
             self._closed = True
             for process in self.processes:
                 process.kill()
-        os.write(self._wake_writer, b"!")
+        self._wake()
         self._thread.join()
         os.close(self._wake_reader)
         os.close(self._wake_writer)

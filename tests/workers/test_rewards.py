@@ -86,6 +86,18 @@ def test_a_slow_item_holds_up_no_quick_one_while_another_process_is_free(make_po
     assert collect(pool, 1).keys() == {0}
 
 
+def test_a_process_that_cannot_be_replaced_is_an_error_and_no_endless_wait(make_pool, monkeypatch):
+    pool = make_pool()
+
+    def refuse():
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(pool, "start_process", refuse)
+    pool.submit(0, "bad_verifiers:crash", "", "", "stop")
+    with pytest.raises(OSError, match="no process"):
+        collect(pool, 1)
+
+
 def test_an_endless_verifier_is_killed_and_only_its_item_has_an_error(make_pool):
     pool = make_pool(timeout_s=1.0, over_limit="failed")
     pool.submit(0, "exact", "a", "a", "stop")
