@@ -181,21 +181,22 @@ def mathematics_right(response: str, label: str) -> bool | None:
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
 SLOW_S = 2.0
+MODULE = "found_lagging_verifier"
 LAGGING = "import time\ndef judge(response, label):\n    time.sleep(float(response))\n    return 1.0\n"
 
 
 def quick_verdicts_late(given) -> tuple[list[Row], list[str]]:
     """Quick verdicts of 63 that come after a slow one, with four processes that have been warmed up."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "lagging.py").write_text(LAGGING)
+        Path(folder, f"{MODULE}.py").write_text(LAGGING)
         sys.path.insert(0, folder)
-        pool = RewardPool(4, RewardRules(timeout_s=60.0, verifiers=("lagging:judge",)))
+        pool = RewardPool(4, RewardRules(timeout_s=60.0, verifiers=(f"{MODULE}:judge",)))
         for key in range(400):
-            pool.submit(key, "lagging:judge", "0", "", "stop")
+            pool.submit(key, f"{MODULE}:judge", "0", "", "stop")
         collect(pool, 400)
-        pool.submit(0, "lagging:judge", str(SLOW_S), "", "stop")
+        pool.submit(0, f"{MODULE}:judge", str(SLOW_S), "", "stop")
         for key in range(1, 64):
-            pool.submit(key, "lagging:judge", "0.01", "", "stop")
+            pool.submit(key, f"{MODULE}:judge", "0.01", "", "stop")
         order = collect(pool, 64)
         pool.close()
     return [Row("quick_verdicts_late", [float(63 - order.index(0))], "of 63")], []
@@ -205,7 +206,10 @@ def collect(pool: RewardPool, count: int) -> list[int]:
     """Keys of the next verdicts, in the order in which they come; the pool is polled as rarely as between steps."""
     keys: list[int] = []
     while len(keys) < count:
-        keys += [score.key for score in pool.poll()]
+        for score in pool.poll():
+            if score.reward != 1.0:
+                raise RuntimeError(f"a verdict went wrong: {score}")
+            keys.append(score.key)
         time.sleep(0.1)
     return keys
 
