@@ -11,9 +11,9 @@ class Support:
     """Supports of T tokens, the token ids that each was drawn from, as a ragged array."""
 
     counts: np.ndarray
-    """int32 [T]: size of each token's support; 0 for a token that was not sampled."""
+    """Size of each token's support, int32 [T]; 0 for a token that was not sampled."""
     ids: np.ndarray
-    """int32 [sum of counts]: the ids of all supports, concatenated."""
+    """The ids of all supports, concatenated: int32 [sum of counts]."""
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray]) -> "Support":
@@ -35,7 +35,7 @@ class Support:
         return bool(fits and (self.indices_of(tokens) < self.counts).all())
 
     def indices_of(self, tokens: np.ndarray) -> np.ndarray:
-        """int64 [T]: index of each token in its support; at least the support's size if absent. No support is empty."""
+        """Index of each token in its support, int64 [T]; at least the support's size if absent. None is empty."""
         starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
         found = self.ids == np.repeat(tokens, self.counts)
         at = np.where(found, np.arange(len(self.ids)), len(self.ids))

@@ -48,7 +48,7 @@ class Tokenizer:
         continues: bool = True,
         bos: bool | None = False,
     ) -> np.ndarray:
-        """int32 [P]: ids of a prompt. Chat messages go through the chat template, with `options`.
+        """Token ids of a prompt, int32 [P]. Chat messages go through the chat template, with `options`.
 
         `continues`: a final assistant message is continued by the response, not closed. `bos`: whether text begins with
         the beginning-of-sequence token; None: as transformers does by default. Raises BadRow for messages that the
@@ -59,7 +59,7 @@ class Tokenizer:
         return np.asarray(self._encode(self._render(prompt, options or {}, continues)), np.int32)
 
     def encode_row(self, prompt: str | list[dict], **options: Any) -> np.ndarray:
-        """int32 [P]: ids of the prompt of a dataset row or of a trainer; `options`: those of `encode_prompt`. Raises
+        """Token ids of the prompt of a dataset row or a trainer, int32 [P]; `options`: those of `encode_prompt`. Raises
         BadRow, also for a token that the model has no embedding for."""
         ids = self.encode_prompt(prompt, **options)
         if self._embeddings and len(ids) and (beyond := int(ids.max())) >= self._embeddings:
