@@ -22,7 +22,7 @@ def with_memory(config_file, gib, *words):
 
 REFUSED = {
     "two ranks of NCCL": (["--weights.backend", "nccl"], r"'weights\.backend' = 'nccl' .* takes one rank"),
-    "an engine without a bound": (["--worker.engine", "torch"], r"worker\.engine = 'torch' takes .* use .*sglang"),
+    "an engine without a bound": (["--worker.engine", "vllm"], r"'vllm' takes what it finds; use 'torch' or 'sglang'"),
     "servers of others": (["--engine.url", "http://a:1"], r"engine\.url names those of others"),
     "a server in the weight channel": (["--engine.weights", "broadcast"], r"'engine\.weights' = 'broadcast' cannot be"),
     "nothing to divide": (["--devices.share", "false", "--devices.memory_gib", "24"], r"devices\.share = false"),
@@ -52,6 +52,18 @@ def test_the_server_gets_the_memory_that_the_learner_does_not_need(config_file):
     assert words[words.index("--mem-fraction-static") + 1] == str(fraction)
     assert with_memory_limits(with_memory(config_file, 48), ["0"]).engine.server["mem_fraction_static"] > fraction
     assert weights_towards(config, "tcp://127.0.0.1:1").backend == "gloo"
+
+
+def test_the_embedded_engine_may_allocate_what_the_learner_does_not_need(config_file):
+    torch_engine = ["--worker.engine", "torch"]
+    divided = with_memory_limits(with_memory(config_file, 24, *torch_engine), ["0"])
+    in_turns = with_memory_limits(with_memory(config_file, 24, *torch_engine, "--devices.turns", "true"), ["0"])
+    less, more = (each.engine.server["memory_fraction"] for each in (divided, in_turns))
+    assert 0.5 < less < more < 1
+    own = with_memory(config_file, 24, *torch_engine, "--engine.server.memory_fraction", "0.5")
+    assert with_memory_limits(own, ["0"]) == own
+    with pytest.raises(ConfigError, match=r"does not suffice with 2\.0 GiB"):
+        with_memory_limits(with_memory(config_file, 2, *torch_engine), ["0"])
 
 
 def test_a_configured_fraction_is_kept_and_nothing_is_limited_without_accelerators(config_file):

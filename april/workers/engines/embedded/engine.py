@@ -126,6 +126,16 @@ class TorchEngine:
     def discard_weights(self) -> None:
         self._decoder = self._batch = self.version = None
 
+    def release(self) -> None:
+        """Implements `TimeSharingEngine`: drop weights and KV cache, and return their memory to the device."""
+        self.discard_weights()
+        self._cache = KVCache(self.shape, self.slots, self.max_context, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def resume(self) -> None:
+        """Implements `TimeSharingEngine`; the cache grows with what it holds, so nothing is allocated yet."""
+
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         if self._decoder is None:

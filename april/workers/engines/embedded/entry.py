@@ -1,5 +1,6 @@
 """Registry entry of the embedded engine; it imports no torch."""
 
+import math
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -7,20 +8,34 @@ from typing import TYPE_CHECKING
 from april.config import Config, ConfigError
 from april.util.errors import refuse
 from april.workers.engines import ENGINES
-from april.workers.engines.entry import EngineEntry
+from april.workers.engines.entry import EngineEntry, MemoryShare
 
 if TYPE_CHECKING:
     from april.workers.engines.embedded.engine import TorchEngine
 
 
+MEMORY_OPTION = "memory_fraction"
+"""Option of `engine.server`: the largest share of the accelerator's memory that torch may allocate in the worker."""
+CONTEXT_BYTES = 1 << 30
+"""Memory of the CUDA context and its libraries, which torch's allocator does not count."""
+ACTIVATION_BYTES = 1 << 30
+"""Memory of a prefill's activations, of logits, and of a cache group beside its larger copy while it grows."""
+
+
 class TorchEntry(EngineEntry):
     scores = True
+    limits_memory = True
+    shares_time = True
 
     @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "TorchEngine":
         from april.workers.engines.base import EngineError
         from april.workers.engines.embedded.engine import TorchEngine
 
+        if device == "cuda" and (fraction := config.engine.server.get(MEMORY_OPTION)):
+            import torch
+
+            torch.cuda.set_per_process_memory_fraction(float(fraction))
         try:
             return TorchEngine(
                 config.model.path,
@@ -48,3 +63,11 @@ class TorchEntry(EngineEntry):
                 f"names servers, and 'worker.engine' is {config.worker.engine!r}, which has none",
                 f"set worker.engine = {with_servers}, or leave engine.url out",
             )
+
+    @classmethod
+    def memory_options(cls, config: Config, total_bytes: float, free_bytes: float, weight_bytes: float) -> MemoryShare:
+        """Torch's allocator in the worker is limited to what is free; a fraction set in the configuration wins."""
+        available = math.floor(1000 * (free_bytes - CONTEXT_BYTES) / total_bytes) / 1000
+        fraction = float(config.engine.server.get(MEMORY_OPTION) or max(0.0, available))
+        # While new weights are loaded, the old ones are still held.
+        return MemoryShare({MEMORY_OPTION: fraction}, total_bytes * fraction - 2 * weight_bytes - ACTIVATION_BYTES)
