@@ -157,11 +157,16 @@ def activations_bytes(config: Config, shape: ModelShape) -> float:
     return float(tokens * each * (2 if learner.compute == "fp32" else 1))
 
 
+def head_bytes(shape: ModelShape) -> float:
+    """Bytes of the output head's temporaries and of one block of logits."""
+    return float(shape.head * HEAD_BYTES + LOGITS_BYTES)
+
+
 def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:
     """Plan for an accelerator of `total_bytes`. Raises ConfigError if the rest is too small for weights and one
     response."""
     states, activations = states_bytes(config, shape), activations_bytes(config, shape)
-    head = shape.head * HEAD_BYTES + LOGITS_BYTES
+    head = head_bytes(shape)
     learner, ranks = states + activations + head + CONTEXT_BYTES, config.engine.tensor_ranks
     weights, longest = shape.parameters * WEIGHT_BYTES / ranks, config.longest_prompt_tokens
     longest += config.sampling.max_response_tokens

@@ -1,0 +1,440 @@
+"""The learner's step on a card: speed, MFU and memory of `Trainer.step`, beside a bare packed loop and a padded one.
+
+Models are random, of Qwen3's shapes; passes are in bf16 over fp32 master weights. Lengths are lognormal, median 512,
+and the longest sequence of a step has 16,384 tokens. The bare loop is the same model of transformers with the same
+attention on the same micro-batches, all in bf16 with AdamW: less work than the learner's, which keeps fp32 weights.
+"""
+
+import gc
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from part import QWEN3_SHAPES, Part, make_model  # first: it puts april on sys.path
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+from april.config import Config, LearnerSection  # noqa: E402
+from april.launch import memory  # noqa: E402
+from april.learner import attention, performance  # noqa: E402
+from april.learner.batch import TrainingBatch, TrainSample  # noqa: E402
+from april.learner.packing import MicroBatch, input_tokens  # noqa: E402
+from april.learner.trainer import ReadyBatch, Trainer  # noqa: E402
+from april.wire.message import Version  # noqa: E402
+
+GROUP = 8
+LR = 1e-6
+BRIEF_S = 60.0
+"""With fewer seconds than these all is tried on the smallest shape, with less work."""
+HEAD_ROWS = 2048
+"""Tokens that the bare loop scores at once."""
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Work of a step."""
+
+    shapes: tuple[str, ...]
+    """The first is measured in full, the others once each."""
+    groups: int
+    median: int
+    """Median length of responses, tokens."""
+    longest: int
+    """Length of the longest sequence, tokens; one in each step has it."""
+    microbatch_tokens: int
+    steps: int
+    """Measured steps, behind one of warm-up."""
+
+    @property
+    def prompt(self) -> int:
+        return self.longest // 64
+
+
+FULL = Scale(("1.7B", "0.6B", "4B"), groups=10, median=512, longest=16_384, microbatch_tokens=16_384, steps=3)
+BRIEF = Scale(("0.6B",), groups=2, median=512, longest=8_192, microbatch_tokens=8_192, steps=1)
+TINY = Scale(("tiny", "tiny"), groups=2, median=32, longest=256, microbatch_tokens=512, steps=1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options of `[learner]` that change a step's speed and memory."""
+
+    recompute: bool
+    compiled: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'recompute' if self.recompute else 'keep'}{'_compiled' * self.compiled}"
+
+
+SAFE = Variant(recompute=True, compiled=False)
+VARIANTS = (SAFE, Variant(True, True), Variant(False, True), Variant(False, False))
+"""By worth."""
+HAS_COMPILE = "compile" in LearnerSection.model_fields
+
+
+# --- work -------------------------------------------------------------------------------------------------------------
+
+
+def longtail_batch(scale: Scale, vocabulary: int, step: int, groups: int) -> TrainingBatch:
+    """Samples with random tokens and rewards; the first has the longest sequence."""
+    rng, room = np.random.default_rng(step), scale.longest - scale.prompt
+    lengths = rng.lognormal(math.log(scale.median), 1.25, groups * GROUP).clip(1, room).astype(int)
+    lengths[0] = room + 1  # its last token is no input
+
+    def sample(response: int) -> TrainSample:
+        tokens = rng.integers(2, vocabulary, scale.prompt + response).astype(np.int32)
+        logprobs = np.full(response, -math.log(vocabulary), np.float32)
+        return TrainSample(tokens, scale.prompt, logprobs, float(rng.normal()), ((0, response, Version(0, 0)),))
+
+    samples = list(map(sample, lengths.tolist()))
+    return TrainingBatch(step, [samples[first : first + GROUP] for first in range(0, len(samples), GROUP)])
+
+
+def tokens_of(batch: TrainingBatch) -> int:
+    return sum(map(input_tokens, batch.samples))
+
+
+def config_of(folder: Path, scale: Scale, variant: Variant, device: torch.device) -> Config:
+    learner = {
+        "ranks": 1, "device": device.type, "lr": LR, "compute": "bf16", "microbatch_tokens": scale.microbatch_tokens,
+        "activation_checkpointing": variant.recompute,
+    }  # fmt: skip
+    return Config.model_validate(
+        {
+            "model": {"path": folder},
+            "data": {"path": "none.jsonl", "max_prompt_tokens": scale.prompt},
+            "sampling": {"max_response_tokens": scale.longest - scale.prompt},
+            "run": {"dir": folder.parent},
+            "learner": learner | ({"compile": variant.compiled} if HAS_COMPILE else {}),
+        }
+    )
+
+
+def planned_bytes(config: Config) -> float:
+    """What the learner is calculated to take where it shares an accelerator: by `devices.share`."""
+    shape = memory.read_shape(config.model.path)
+    assert shape is not None
+    parts = memory.states_bytes(config, shape), memory.activations_bytes(config, shape), memory.head_bytes(shape)
+    return sum(parts) + memory.CONTEXT_BYTES
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def empty(device: torch.device) -> None:
+    """Give the memory of what is no longer used back to the device, and begin its peaks anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+# --- the learner ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steps of one variant of one shape."""
+
+    trainer: Trainer
+    ready: ReadyBatch
+    batch: TrainingBatch
+    tokens_per_s: float
+
+
+class LearnerSteps:
+    """Measures `Trainer.step` for one shape, one variant at a time."""
+
+    def __init__(self, part: Part, scale: Scale, shape: str, folder: Path):
+        self.part, self.scale, self.shape, self.folder = part, scale, shape, folder
+        self.vocabulary = QWEN3_SHAPES[shape]["vocab_size"]
+        self.mfu: dict[str, float] = {}
+        """Best MFU of each variant."""
+        self.step_s = 10.0
+        """Seconds of the last step, by which it is seen whether there is time for more."""
+
+    @property
+    def name(self) -> str:
+        return self.shape.lower().replace(".", "_")
+
+    @contextmanager
+    def trained(self, variant: Variant) -> Iterator[Measured]:
+        """A trainer that has trained, with its rows recorded; its memory is given back at the end of the block."""
+        part, device, suffix = self.part, self.part.device, f"{self.name}_{variant.name}"
+        empty(device)
+        began = time.perf_counter()
+        config = config_of(self.folder, self.scale, variant, device)
+        trainer = Trainer(config, device)
+        synchronize(device)
+        part.fact(f"{suffix}: seconds to load", round(time.perf_counter() - began, 2))
+        began = time.perf_counter()
+        trainer.step(longtail_batch(self.scale, self.vocabulary, 0, groups=1))
+        synchronize(device)
+        part.fact(f"{suffix}: seconds of the first step", round(time.perf_counter() - began, 2))
+        try:
+            yield self.measure(trainer, config, suffix)
+        finally:
+            del trainer
+            empty(device)
+
+    def measure(self, trainer: Trainer, config: Config, suffix: str) -> Measured:
+        part, speeds, metrics = self.part, [], []
+        for step in range(1, self.scale.steps + 1):
+            batch = longtail_batch(self.scale, self.vocabulary, step, self.scale.groups)
+            ready = trainer.prepare(batch)  # as in a run, where a thread does so during the step before
+            synchronize(part.device)
+            began = time.perf_counter()
+            metrics.append(trainer.step(batch, ready))
+            synchronize(part.device)
+            self.step_s = time.perf_counter() - began
+            speeds.append(tokens_of(batch) / self.step_s)
+            if part.left_s < 2 * self.step_s and not part.tiny:
+                break
+        assert not any(each["update_skipped"] for each in metrics), metrics[-1]
+        part.row(f"gpu_learner_tokens_per_s_{suffix}", speeds, "tokens/s")
+        use = [each.get("mfu", each["tflop_per_s"]) for each in metrics]
+        unit = "fraction" if "mfu" in metrics[0] else "TFLOP/s"
+        part.row(f"gpu_mfu_{suffix}" if unit == "fraction" else f"gpu_tflop_per_s_{suffix}", use, unit)
+        self.mfu[suffix] = statistics.median(use)
+        for phase in ("forward_s", "backward_s", "optimizer_s", "metrics_s", "prepare_s"):
+            part.row(f"gpu_{phase}_{suffix}", [each[phase] for each in metrics], "s")
+        part.fact(f"{suffix}: micro-batches of a step", metrics[-1]["micro_batches"])
+        self.record_memory(config, suffix)
+        return Measured(trainer, ready, batch, statistics.median(speeds))
+
+    def record_memory(self, config: Config, suffix: str) -> None:
+        """Peak memory beside what was calculated. In use are also the context and what the allocator has reserved."""
+        planned, part = planned_bytes(config), self.part
+        part.fact(f"{suffix}: calculated memory, GiB", round(planned / GIB, 2))
+        if part.device.type != "cuda":
+            return
+        free, total = torch.cuda.mem_get_info()
+        used, allocated = total - free, torch.cuda.max_memory_allocated()
+        part.row(f"gpu_memory_used_gib_{suffix}", used / GIB, "GiB")
+        part.row(f"gpu_memory_reserved_gib_{suffix}", torch.cuda.max_memory_reserved() / GIB, "GiB")
+        part.row(f"gpu_memory_allocated_gib_{suffix}", allocated / GIB, "GiB")
+        part.row(f"gpu_memory_plan_error_{suffix}", abs(planned / used - 1), "ratio")
+
+    def publication(self, trainer: Trainer) -> None:
+        """Seconds in which all weights are collected on the CPU, from where they are published."""
+        seconds, state = [], {}
+        for _ in range(2):
+            began = time.perf_counter()
+            state = trainer.weights()
+            seconds.append(time.perf_counter() - began)
+        self.part.row(f"gpu_weights_to_cpu_s_{self.name}", seconds[1:], "s")
+        gigabytes = sum(tensor.nbytes for tensor in state.values()) / 1e9
+        self.part.row(f"gpu_weights_to_cpu_gb_per_s_{self.name}", [gigabytes / each for each in seconds[1:]], "GB/s")
+
+
+# --- the other loops --------------------------------------------------------------------------------------------------
+
+
+class Bare:
+    """The plainest loop over packed micro-batches: a model of transformers and AdamW, both in bf16."""
+
+    def __init__(self, shape: str, longest: int, recompute: bool, device: torch.device):
+        config = Qwen3Config(
+            **QWEN3_SHAPES[shape], max_position_embeddings=longest, bos_token_id=None, eos_token_id=None
+        )
+        with torch.device(device):
+            self.lm = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=attention.register()
+            )
+        self.lm.train()
+        if recompute:
+            self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=LR, fused=True)
+        self.device = device
+
+    def step(self, micros: list[MicroBatch]) -> None:
+        for micro in micros:
+            longest = max(micro.seq_lens)
+            hidden = self.lm.base_model(
+                input_ids=micro.ids, position_ids=micro.positions, use_cache=False, seq_lens=micro.seq_lens,
+                cu_seq_lens_q=micro.cu_seq_lens, cu_seq_lens_k=micro.cu_seq_lens, max_length_q=longest,
+                max_length_k=longest,
+            ).last_hidden_state  # fmt: skip
+            self.loss(hidden[0, micro.target_rows], micro.targets).backward()
+        self.update()
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.lm.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        synchronize(self.device)
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum of the targets' negative log-probabilities, by chunks whose logits the backward pass recomputes."""
+        total = torch.zeros((), device=hidden.device)
+        for rows, chunk in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
+            total = total + checkpoint(self.chunk_loss, rows, chunk, use_reentrant=False)
+        return total / len(targets)
+
+    def chunk_loss(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.lm.lm_head(rows).float(), targets, reduction="sum")
+
+    def step_padded(self, samples: list[TrainSample], budget_tokens: int, limit_s: float) -> float:
+        """Tokens/s over padded rows in the order of arrival, as many passes as `limit_s` has room for."""
+        self.lm.set_attn_implementation("sdpa")
+        done, began = 0, time.perf_counter()
+        for rows in padded_passes(samples, budget_tokens):
+            width = max(map(input_tokens, rows))
+            ids, mask, targets = torch.zeros(3, len(rows), width, dtype=torch.int64)
+            behind_prompt = torch.zeros(len(rows), width, dtype=torch.bool)
+            for row, sample in enumerate(rows):
+                length, tokens = input_tokens(sample), torch.from_numpy(sample.tokens.astype(np.int64))
+                ids[row, :length], targets[row, :length], mask[row, :length] = tokens[:-1], tokens[1:], 1
+                behind_prompt[row, sample.prompt_tokens - 1 : length] = True
+            ids, mask, targets, behind_prompt = (
+                tensor.to(self.device) for tensor in (ids, mask, targets, behind_prompt)
+            )
+            hidden = self.lm.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            self.loss(hidden[behind_prompt], targets[behind_prompt]).backward()
+            synchronize(self.device)
+            done += sum(map(input_tokens, rows))
+            if time.perf_counter() - began > limit_s:
+                break
+        self.update()
+        return done / (time.perf_counter() - began)
+
+
+def padded_passes(samples: list[TrainSample], budget_tokens: int) -> list[list[TrainSample]]:
+    """Consecutive samples whose rows, padded to the longest, hold at most the budget."""
+    passes: list[list[TrainSample]] = [[]]
+    for sample in samples:
+        longest = max(map(input_tokens, [*passes[-1], sample]))
+        if passes[-1] and longest * (len(passes[-1]) + 1) > budget_tokens:
+            passes.append([])
+        passes[-1].append(sample)
+    return passes
+
+
+def compare(part: Part, steps: LearnerSteps, measured: Measured, recompute: bool) -> None:
+    """The learner and the bare loop in turns on the same micro-batches, then the padded loop on the same samples."""
+    scale, device = steps.scale, part.device
+    micros, tokens = [micro.packed for micro in measured.ready.micros], tokens_of(measured.batch)
+    speeds = {"ours": [], "bare": []}
+    with part.attempt("bare packed loop"):
+        bare = Bare(steps.shape, scale.longest, recompute, device)
+        bare.step(micros[-1:])  # to warm up
+        turns = {
+            "bare": lambda: bare.step(micros),
+            "ours": lambda: measured.trainer.step(measured.batch, measured.ready),
+        }
+        for turn in range(scale.steps):
+            for side in list(turns)[:: 1 if turn % 2 == 0 else -1]:
+                synchronize(device)
+                began = time.perf_counter()
+                turns[side]()
+                synchronize(device)
+                speeds[side].append(tokens / (time.perf_counter() - began))
+            if part.left_s < 2.5 * steps.step_s and not part.tiny:
+                break
+        part.row("gpu_bare_tokens_per_s", speeds["bare"], "tokens/s")
+        part.row("gpu_step_vs_bare", [a / b for a, b in zip(speeds["ours"], speeds["bare"], strict=True)], "ratio")
+        if part.enough_time("padded loop", 2 * steps.step_s):
+            limit_s = min(4 * steps.step_s, part.left_s / 3)
+            padded = bare.step_padded(measured.batch.samples, 2 * scale.microbatch_tokens, limit_s)
+            part.row("gpu_padded_tokens_per_s", padded, "tokens/s")
+            part.row("gpu_step_vs_padded", [each / padded for each in speeds["ours"]], "ratio")
+
+
+# --- the part ---------------------------------------------------------------------------------------------------------
+
+
+def first_shape(part: Part, scale: Scale, folder: Path) -> None:
+    steps = LearnerSteps(part, scale, scale.shapes[0], folder)
+    for variant in VARIANTS:
+        if variant.compiled and not HAS_COMPILE:
+            if variant.recompute:
+                part.fact("torch.compile of the learner", "not built")
+            continue
+        what = f"{steps.shape} {variant.name}"
+        if not part.enough_time(what, 5 + 2 * steps.step_s):
+            continue
+        with part.attempt(what), steps.trained(variant) as measured:
+            if variant == SAFE:
+                with part.attempt("publication"):
+                    steps.publication(measured.trainer)
+            if variant == BEST and part.enough_time("bare packed loop", 3 + 2 * steps.step_s):
+                compare(part, steps, measured, variant.recompute)
+            del measured
+        if steps.mfu:
+            part.fact("MFU so far", {name: round(value, 3) for name, value in steps.mfu.items()})
+    if steps.mfu and scale.shapes[0] == "1.7B":
+        part.row("gpu_mfu_1_7b", max(steps.mfu.values()), "fraction")
+
+
+BEST = Variant(recompute=True, compiled=HAS_COMPILE)
+"""The variant that is compared with the other loops."""
+
+
+def other_shape(part: Part, scale: Scale, shape: str) -> None:
+    needed = 30.0 if shape == "4B" else 12.0
+    if not part.enough_time(shape, needed):
+        return
+    with part.attempt(shape), model_folder(part, shape, scale) as folder:
+        steps = LearnerSteps(part, scale, shape, folder)
+        with steps.trained(BEST):
+            pass
+
+
+@contextmanager
+def model_folder(part: Part, shape: str, scale: Scale) -> Iterator[Path]:
+    """A folder with a random bf16 model of `shape`, in memory where there is room."""
+    parameters = 2 * 5e9 if shape == "4B" else 2 * 2.5e9
+    in_memory = Path("/dev/shm")
+    roomy = in_memory.is_dir() and shutil.disk_usage(in_memory).free > parameters
+    with tempfile.TemporaryDirectory(prefix="april-gpu-", dir=in_memory if roomy else None) as made:
+        began = time.perf_counter()
+        folder = make_model(Path(made) / "model", shape, torch.bfloat16, scale.longest, part.device.type)
+        empty(part.device)
+        part.fact(f"{shape}: seconds to make the model", round(time.perf_counter() - began, 2))
+        yield folder
+
+
+def join_alone(device: torch.device) -> None:
+    """A process group of this process alone."""
+    if device.type == "cuda":
+        torch.cuda.set_device(0)
+    backends = "cpu:gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
+    dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def main() -> None:
+    part = Part.from_command_line(__doc__.partition("\n")[0])
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    scale = TINY if part.tiny else BRIEF if part.left_s < BRIEF_S else FULL
+    join_alone(part.device)
+    part.fact("attention kernel", attention.kernel_for(part.device, torch.bfloat16))
+    if part.device.type == "cuda":
+        part.fact("peak TFLOP/s", performance.peak_tflops(part.device))
+    try:
+        with part.attempt(scale.shapes[0]), model_folder(part, scale.shapes[0], scale) as folder:
+            first_shape(part, scale, folder)
+        for shape in scale.shapes[1:]:
+            other_shape(part, scale, shape)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
