@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -111,11 +112,16 @@ def read_lines(path: Path) -> list[dict]:
 def execute(command: Iterable[object], log: Path, threads: int, **variables: str) -> None:
     """Run a command to its end, on so many threads. Ends the benchmark if it fails."""
     words = [str(word) for word in command]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)} | variables
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": str(threads)} | variables
     with log.open("wb") as output:
         done = subprocess.run(words, stdout=output, stderr=output, env=environment, cwd=ROOT, timeout=RUN_S)
     if done.returncode:
         sys.exit(f"{' '.join(words)} ended with status {done.returncode}:\n{log.read_text()[-3000:]}")
+
+
+def python_path() -> str:
+    """The repository root, then what this process has in PYTHONPATH."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 @contextlib.contextmanager
@@ -228,8 +234,10 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the tree that was measured, with a + when it had changes."""
+    """The commit of the tree that was measured, with a + when it had changes; "unknown" without git."""
     here = Path(__file__).parent
+    if shutil.which("git") is None:
+        return "unknown"
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
     changes = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True)
     return (head.stdout.strip() or "unknown") + ("+" if changes.stdout.strip() else "")

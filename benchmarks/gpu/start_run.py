@@ -1,0 +1,208 @@
+"""Does it run: the quickstart's task through `april run` on one accelerator, which learner and engine share.
+
+Once they divide its memory, and a worker and the learner are killed (SIGKILL) in the middle; once they take turns. The
+policy and the prompts are those of `april quickstart`, the engine is the embedded one.
+"""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from threading import Event, Thread
+
+from part import Part  # puts april and the harness on sys.path
+
+# isort: split
+import orjson
+from common import APRIL, ROOT, python_path, quickstart_policy
+
+from april.data.arithmetic import make_data
+from april.observe.report.run_folder import read_records
+
+LEARNER, WORKER = "-m april.learner ", "-m april.cli worker"
+"""Parts of the command lines of a learner rank and of a worker."""
+LOOK_S = 0.05
+LEAVE_S = 12.0
+"""Seconds in which a run that is interrupted ends by itself, before it is killed."""
+FEW_S = 60.0
+"""With fewer seconds than these for both runs, they are short ones."""
+ENOUGH_STEPS = 16
+"""Steps after which the quickstart's policy answers nine of ten held-out prompts."""
+LOG_CHARACTERS = 2500
+AVERAGED = ("turn_wait_s", "turn_move_s", "train_s", "wait_s", "publish_s", "k3")
+"""Keys of the learner's records of which the means are reported."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """One way of sharing the accelerator."""
+
+    name: str
+    keys: dict[str, object]
+    steps: int
+    kills: tuple[tuple[int, str], ...] = ()
+    """(steps after which it is killed, part of the killed process' command line)"""
+
+
+@dataclass
+class Killer(Thread):
+    """Kills a run's processes as its steps are trained."""
+
+    run_dir: Path
+    kills: tuple[tuple[int, str], ...]
+    killed: list[str] = field(default_factory=list)
+    over: Event = field(default_factory=Event)
+
+    def __post_init__(self):
+        super().__init__(daemon=True)
+
+    def __hash__(self):
+        return id(self)
+
+    def run(self) -> None:
+        for steps, part in self.kills:
+            while len(read_records(self.run_dir / "metrics.jsonl")) < steps or not (found := self.processes(part)):
+                if self.over.wait(LOOK_S):
+                    return
+            os.kill(found[-1], signal.SIGKILL)
+            self.killed.append(f"{part.split('.')[-1].strip()} after step {steps}")
+
+    def processes(self, part: str) -> list[int]:
+        """Processes of this run whose command line contains `part`."""
+        found = []
+        for process in sorted(int(folder.name) for folder in Path("/proc").glob("[0-9]*")):
+            try:
+                command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if part in command and str(self.run_dir) in command:
+                found.append(process)
+        return found
+
+
+def main() -> None:
+    part = Part.from_command_line(__doc__.partition("\n")[0])
+    short = part.tiny or part.left_s < FEW_S
+    kills = ((1, WORKER),) if short else ((4, LEARNER), (10, WORKER))
+    if part.tiny:
+        kills = ((1, WORKER), (2, LEARNER))
+    divided = Sharing("divided", {}, 4 if short else 32, kills)
+    turns = Sharing("turns", {"devices.turns": True}, 3 if short else 16)
+    with tempfile.TemporaryDirectory(prefix="april-gpu-") as made:
+        folder = Path(made)
+        policy = quickstart_policy(folder, quick=part.tiny and not (ROOT / "cache/policy").exists())
+        prompts, held_out = make_data(folder / "data")
+        inputs = {"model.path": policy, "data.path": prompts, "data.eval_path": held_out, "run.dir": folder}
+        finished = False
+        with part.attempt("divided memory"):
+            finished = share(part, divided, inputs, folder, part.left_s * 0.65)
+        if not finished and part.enough_time("divided memory in fp32", 30):
+            exact = Sharing("divided_fp32", {"learner.compute": "fp32"}, divided.steps)
+            with part.attempt("divided memory in fp32"):
+                share(part, exact, inputs, folder, part.left_s * 0.5)
+        if part.enough_time("turns", 15):
+            with part.attempt("turns"):
+                share(part, turns, inputs, folder, part.left_s)
+
+
+def keys_of(part: Part, sharing: Sharing) -> dict[str, object]:
+    """Keys beside those of configs/quickstart.toml."""
+    device = part.device.type
+    keys = {
+        "run.name": sharing.name, "devices.share": True, "schedule.max_steps": sharing.steps,
+        "worker.count": 1, "worker.slots": 128, "worker.device": device,
+        "learner.ranks": 1, "learner.device": device, "learner.checkpoint_every": 4,
+    }  # fmt: skip
+    if part.tiny:
+        keys |= {
+            "sampling.max_response_tokens": 48, "evaluation.prompts": 16, "worker.slots": 32,
+            "schedule.rollout_batch_size": 4, "schedule.over_sampling_batch_size": 6,
+        }  # fmt: skip
+    return keys | sharing.keys
+
+
+def share(part: Part, sharing: Sharing, inputs: dict[str, object], folder: Path, seconds: float) -> bool:
+    """Run once, record what became of it, and return whether it came to its end; it is interrupted after `seconds`."""
+    words = [word for key, value in (inputs | keys_of(part, sharing)).items() for word in (f"--{key}", str(value))]
+    words = [word.lower() if word in ("True", "False") else word for word in words]
+    command = [*APRIL, "run", str(ROOT / "configs/quickstart.toml"), *words]
+    environment = os.environ | {"PYTHONPATH": python_path()} | ({"OMP_NUM_THREADS": "1"} if part.tiny else {})
+    run_dir, output = folder / sharing.name, folder / f"{sharing.name}.log"
+    killer, started = Killer(run_dir, sharing.kills), time.time()
+    with output.open("wb") as log:
+        run = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
+    killer.start()
+    try:
+        status = run.wait(max(1.0, seconds - LEAVE_S))
+    except subprocess.TimeoutExpired:
+        status = end(run)
+    finally:
+        killer.over.set()
+        killer.join()
+        if run.poll() is None:
+            run.kill()
+    try:
+        record(part, sharing, run_dir, started, killer.killed)
+    finally:
+        text = output.read_text(errors="replace")
+        part.fact(f"{sharing.name}: exit status", status)
+        part.fact(f"{sharing.name}: restarts", [line for line in text.splitlines() if "restart" in line][:6])
+        if status:
+            for log in (output, *sorted((run_dir / "logs").glob("*.log"))):
+                part.fact(f"{sharing.name}: end of {log.name}", log.read_text(errors="replace")[-LOG_CHARACTERS:])
+    return status == 0
+
+
+def end(run: subprocess.Popen) -> int | str:
+    """Interrupt a run that takes too long, and kill it if it does not leave."""
+    run.send_signal(signal.SIGINT)
+    try:
+        run.wait(LEAVE_S - 2)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        run.wait()
+        return "out of time, and killed"
+    return "out of time"
+
+
+def record(part: Part, sharing: Sharing, run_dir: Path, started: float, killed: list[str]) -> None:
+    """Rows and facts of a run that has ended, from its summary and its metrics."""
+    steps = read_records(run_dir / "metrics.jsonl")
+    name = "gpu_quickstart" if sharing.name == "divided" else f"gpu_{sharing.name}"
+    part.fact(f"{sharing.name}: killed", killed)
+    part.fact(f"{sharing.name}: steps", f"{len(steps)} of {sharing.steps}")
+    if steps:
+        part.row(f"{name}_first_step_s", steps[0]["time"] - started, "s")
+        part.row(f"{name}_rollout_tokens_per_s", [step["rollout_tokens_per_s"] for step in steps], "tokens/s")
+    if len(steps) > 1:
+        gaps = [after["time"] - before["time"] for before, after in pairwise(steps)]
+        part.row(f"{name}_steps_per_s", 1 / median(gaps), "steps/s")
+        learner = [step["learner"] for step in steps]
+        means = {key: fmean(each[key] for each in learner) for key in AVERAGED if all(key in each for each in learner)}
+        part.fact(f"{sharing.name}: means of a step", {key: round(mean, 6) for key, mean in means.items()})
+    alarms = sorted({alarm["name"] for step in steps for alarm in step["alarms"]})
+    part.fact(f"{sharing.name}: alarms", alarms)
+    summary = orjson.loads((run_dir / "summary.json").read_bytes())
+    tokens = summary["tokens"]
+    parts = sum(tokens[state] for state in ("trained", "delivered", "ready", "open")) + sum(
+        tokens["discarded"].values()
+    )
+    closed = summary["ledger_closed"] and tokens["generated"] == parts > 0
+    ledger = "gpu_ledger_closed" if sharing.name == "divided" else f"{name}_ledger_closed"
+    part.row(ledger, float(closed), "1 or 0")
+    part.fact(f"{sharing.name}: state", summary["state"])
+    if evaluations := summary["evaluation"]:
+        part.row(f"{name}_heldout_first", evaluations[0]["accuracy"], "accuracy")
+    if len(evaluations) > 1:
+        # A run of a few steps has no figure to be compared with the goal.
+        complete = part.tiny or evaluations[-1]["step"] >= ENOUGH_STEPS
+        part.row(f"{name}_heldout" if complete else f"{name}_heldout_early", evaluations[-1]["accuracy"], "accuracy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# On a GPU host without a network: installs what launch/gpu/pack.sh has collected, and executes a command that finds it.
+#
+#   launch/gpu/on_host.sh python3 benchmarks/gpu/acceptance.py --minutes 8 --json gpu.json
+#
+# APRIL_GPU_FOLDER   what was collected (default .gpu in the repository root)
+# APRIL_GPU_SITE     where it is installed (default /tmp/april-site)
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+folder=${APRIL_GPU_FOLDER:-$root/.gpu}
+site=${APRIL_GPU_SITE:-/tmp/april-site}
+case ${1:-} in "" | -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;; esac
+
+compgen -G "$folder/*.whl" >/dev/null ||
+    { echo "april: no wheels in $folder; call launch/gpu/pack.sh where there is a network, and bring that folder" >&2; exit 1; }
+python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check --upgrade \
+    --target "$site" "$folder"/*.whl
+for part in policy data; do
+    [ -e "$root/cache/$part" ] || { mkdir -p "$root/cache" && cp -r "$folder/cache/$part" "$root/cache/"; }
+done
+export PYTHONPATH=$site:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+exec "$@"

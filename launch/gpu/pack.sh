@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Collects what an offline GPU host lacks for April, and checks that April imports and trains with the versions there.
+#
+#   launch/gpu/pack.sh [--no-check] [--python PATH]
+#
+# The wheels (CPython 3.12, x86-64) and the quickstart's policy and prompts go to .gpu, which goes to the host with the
+# checkout; there launch/gpu/on_host.sh installs them. launch/gpu/host.txt says what the host has.
+#
+#   --no-check      only collect
+#   --python PATH   check with this interpreter, which has the host's packages; otherwise .venv-gpu is made with them
+#
+# APRIL_GPU_FOLDER     where everything goes (default .gpu in the repository root)
+# APRIL_GPU_EXTRAS     extras of April that are packed (default learner,worker,rewards)
+# APRIL_TORCH_INDEX    package index for torch's CPU build, for .venv-gpu alone
+# APRIL_PYTHON         a Python 3.12 for .venv-gpu (default python3.12)
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+folder=${APRIL_GPU_FOLDER:-$root/.gpu}
+extras=${APRIL_GPU_EXTRAS:-learner,worker,rewards}
+host=$root/launch/gpu/host.txt
+most_mb=40
+check=true
+python=
+
+say() { echo "april: $*"; }
+fail() { echo "april: $*" >&2; exit 1; }
+
+while [ $# != 0 ]; do
+    case $1 in
+        -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
+        --no-check) check=false ;;
+        --python) python=$(realpath -s "${2:?--python needs the path of an interpreter}"); shift ;;
+        *) fail "argument '$1' is unknown, see --help" ;;
+    esac
+    shift
+done
+
+# The interpreter that April is installed for: it resolves, downloads and makes the policy.
+own=$root/.venv/bin/python
+"$own" -m pip --version >/dev/null 2>&1 || fail "there is no .venv with pip; call launch/install.sh first"
+
+collect() {
+    local size
+    say "collecting what April[$extras] needs beside the host's packages"
+    "$own" "$root/launch/gpu/collect.py" "$folder" "$extras"
+    say "making the quickstart's policy and prompts, if they are not there"
+    (cd "$root" && "$own" -m april.cli make-policy >&2 && "$own" -m april.cli make-data >&2)
+    mkdir -p "$folder/cache"
+    cp -r "$root/cache/policy" "$root/cache/data" "$folder/cache/"
+    size=$(du -sm "$folder" | cut -f1)
+    [ "$size" -le "$most_mb" ] || fail "$folder holds $size MB; more than $most_mb MB is too much for one transfer"
+    say "$folder holds $(ls "$folder"/*.whl | wc -l) wheels and the policy, $size MB"
+}
+
+# .venv-gpu: the host's versions of what April imports, with torch's CPU build where an index for it is given.
+make_environment() {
+    local venv=$root/.venv-gpu
+    if [ ! -e "$venv/april-installed" ]; then
+        "${APRIL_PYTHON:-python3.12}" -m venv "$venv" || fail "no Python 3.12 was found; set APRIL_PYTHON, or give --python or --no-check"
+        say "making .venv-gpu with the host's versions"
+        "$venv/bin/python" -m pip install -qq "torch==$(sed -n 's/^torch==//p' "$host")" \
+            ${APRIL_TORCH_INDEX:+--index-url "$APRIL_TORCH_INDEX"}
+        grep -E '^(accelerate|aiohttp|fsspec|hypothesis|jinja2|msgpack|numpy|prometheus-client|psutil|pyarrow|pytest|pytest-timeout|pytest-xdist|pyyaml|rich|safetensors|sympy|tokenizers|transformers)(==|$)' \
+            "$host" >"$venv/host.txt"
+        "$venv/bin/python" -m pip install -qq -r "$venv/host.txt"
+        touch "$venv/april-installed"
+    fi
+    python=$venv/bin/python
+}
+
+# What the host will do first, here: install without an index, import, and train a few steps of the quickstart's task.
+rehearse() {
+    local site
+    site=$(mktemp -d)
+    say "checking with $("$python" --version), torch $("$python" -c 'import torch; print(torch.__version__)')"
+    PATH=$(dirname "$python"):$PATH APRIL_GPU_FOLDER=$folder APRIL_GPU_SITE=$site "$root/launch/gpu/on_host.sh" \
+        python3 "$root/benchmarks/gpu/start_run.py" --device cpu --tiny --seconds 100 --out "$site/rows.jsonl" >"$site/log" 2>&1 ||
+        { tail -n 40 "$site/log" >&2; fail "April does not train with the host's versions; the end of its log stands above"; }
+    if grep -q ': failed"' "$site/rows.jsonl"; then cat "$site/rows.jsonl" >&2; fail "an attempt failed"; fi
+    rm -rf "$site"
+    say "April trains with the host's versions"
+}
+
+collect
+if $check; then
+    [ -n "$python" ] || make_environment
+    rehearse
+else
+    say "not checked with the host's versions (--no-check)"
+fi
