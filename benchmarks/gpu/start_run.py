@@ -23,6 +23,7 @@ from common import APRIL, ROOT, python_path, quickstart_policy
 
 from april.data.arithmetic import make_data
 from april.observe.report.run_folder import read_records
+from april.util.lifetime import end_with_parent
 
 LEARNER, WORKER = "-m april.learner ", "-m april.cli worker"
 """Parts of the command lines of a learner rank and of a worker."""
@@ -135,7 +136,7 @@ def share(part: Part, sharing: Sharing, inputs: dict[str, object], folder: Path,
     run_dir, output = folder / sharing.name, folder / f"{sharing.name}.log"
     killer, started = Killer(run_dir, sharing.kills), time.time()
     with output.open("wb") as log:
-        run = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT)
+        run = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT, preexec_fn=end_with_parent)
     killer.start()
     try:
         status = run.wait(max(1.0, seconds - LEAVE_S))
