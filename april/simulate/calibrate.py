@@ -1,5 +1,6 @@
 """Fits the engine cost model to a real engine: decode steps at steady loads, prefills, and weight updates."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol
@@ -68,13 +69,18 @@ class Probe(Protocol):
         """Time a load of `running` sequences with responses of 1 to `longest` tokens; the same sequences every time."""
 
 
-def measure(probe: Probe) -> list[Timing]:
-    """Time a grid of loads: running sequences times longest responses."""
-    counts = sorted({max(1, round(probe.slots * share)) for share in RUNNING_SHARES})
-    probe.time(probe.slots, min(LONGEST_RESPONSES[0], probe.longest_response))  # warm-up
+def measure(
+    probe: Probe,
+    longest_responses: Sequence[int] = LONGEST_RESPONSES,
+    shares: Sequence[float] = RUNNING_SHARES,
+    repeats: int = REPEATS,
+) -> list[Timing]:
+    """Time a grid of loads: running sequences (`shares` of the slots) times longest responses (tokens)."""
+    counts = sorted({max(1, round(probe.slots * share)) for share in shares})
+    probe.time(probe.slots, min(longest_responses[0], probe.longest_response))  # warm-up
     return [
-        median_timing([probe.time(running, longest) for _ in range(REPEATS)])
-        for longest in sorted({min(longest, probe.longest_response) for longest in LONGEST_RESPONSES})
+        median_timing([probe.time(running, longest) for _ in range(repeats)])
+        for longest in sorted({min(longest, probe.longest_response) for longest in longest_responses})
         for running in counts
     ]
 
