@@ -5,8 +5,8 @@ import time
 import orjson
 
 from april.workers.engines.base import Chunk
-from april.workers.engines.paced.engine import PacedEngine
-from april.workers.engines.paced.entry import PacedEntry
+from april.workers.engines.embedded.entry import PacedEntry
+from april.workers.engines.embedded.paced import PacedEngine
 
 GAUGE = "slots.jsonl"
 """File in the run's folder: sums since the worker's start, a line every NOTE_S."""

@@ -41,7 +41,11 @@ def attach_vllm(model, request, **options):
     return VLLMEngine(model.folder, VOCABULARY, **{"max_context": TINY_CONTEXT, "stream_tokens": 5} | options, url=url)
 
 
-STARTS = {"torch": start_torch, "sglang": attach_sglang, "vllm": attach_vllm}
+def start_flat(model, request, **options):
+    return TorchEngine(model.folder, flat=True, **options)
+
+
+STARTS = {"torch": start_torch, "torch-flat": start_flat, "sglang": attach_sglang, "vllm": attach_vllm}
 MARKS = {"sglang": pytest.mark.sglang, "vllm": pytest.mark.vllm}
 RETRACT = "sglang-retract"
 
@@ -60,7 +64,7 @@ def bench(request, tiny_model):
             engine.load_weights(version, tiny_model().weights())
         return engine
 
-    yield Bench(ENGINES.find(request.param.removesuffix("-retract")), make, tiny_model)
+    yield Bench(ENGINES.find(request.param.partition("-")[0]), make, tiny_model)
     for engine in made:
         engine.cancel_all(range(3000))
         engine.close()

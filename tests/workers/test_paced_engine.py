@@ -9,9 +9,9 @@ from april.observe.report.facts import facts
 from april.observe.report.run_folder import read_run
 from april.workers.engines.base import Request
 from april.workers.engines.conformance.harness import V0, V1, drive, prompt
+from april.workers.engines.embedded import paced
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.paced import engine as paced
-from april.workers.engines.paced.engine import PacedEngine
+from april.workers.engines.embedded.paced import PacedEngine
 
 PACING = Pacing.model_validate(
     {"cost": {"decode_base_s": 1.0, "decode_running_s": 0.25, "decode_kv_s": 0.001, "prefill_s": 0.01}, "update_s": 7.0}

@@ -2,10 +2,13 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from april.simulate.probe import load_folder_weights
 from april.wire.message import Version
@@ -26,16 +29,18 @@ from april.workers.engines.conformance.harness import (
 )
 from april.workers.engines.embedded.decoder import Decoder
 from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.embedded.flat_cache import SCRATCH, Extents, FlatCache
 
 
-@pytest.fixture
-def make_engine(tiny_model):
-    """make_engine(model=qwen3, version=V0, **options) -> engine with the model's weights."""
+@pytest.fixture(params=[False, True], ids=["grouped", "flat"])
+def make_engine(request, tiny_model):
+    """make_engine(model=qwen3, version=V0, **options) -> engine with the model's weights and either kind of cache."""
     made = []
 
     def make(model=None, version: Version | None = V0, **options):
         model = model or tiny_model()
-        engine = TorchEngine(model.folder, **{"slots": 8, "chunk_tokens": 7, "report_s": 1e9} | options)
+        defaults = {"slots": 8, "chunk_tokens": 7, "report_s": 1e9, "flat": request.param}
+        engine = TorchEngine(model.folder, **defaults | options)
         made.append(engine)
         if version is not None:
             engine.load_weights(version, model.weights())
@@ -117,14 +122,19 @@ def test_after_a_swap_every_logprob_is_that_of_the_new_weights(make_engine, tiny
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Contexts that engines have prefilled, each as a list of tokens with its padding."""
-    contexts, real = [], Decoder.prefill
+    """Contexts that engines have prefilled, each as a list of tokens, with its padding in a cache by groups."""
+    contexts, by_groups, flat = [], Decoder.prefill, Decoder.fill
 
     def prefill(self, tokens, *behind):
         contexts.extend(tokens.tolist())
-        return real(self, tokens, *behind)
+        return by_groups(self, tokens, *behind)
+
+    def fill(self, tokens, positions, rows):
+        contexts.extend(part.tolist() for part in tokens.tensor_split(rows.query_starts[1:-1].long()))
+        return flat(self, tokens, positions, rows)
 
     monkeypatch.setattr(Decoder, "prefill", prefill)
+    monkeypatch.setattr(Decoder, "fill", fill)
     return contexts
 
 
@@ -268,6 +278,42 @@ def test_contexts_larger_than_one_prefill_are_admitted_one_after_another(tiny_mo
     engine.load_weights(V1, tiny_model().weights())
     for request in requests:
         assert_true_logprobs(tiny_model(), request, streams[request.id])
+
+
+@pytest.mark.parametrize("contexts_held", [1, 2, 3.5])
+def test_sequences_that_find_no_room_in_the_cache_wait_and_lose_nothing(
+    tiny_model, make_engine, monkeypatch, contexts_held
+):
+    """Each token is the one of an engine with room for all; the youngest is evicted first, so that all end."""
+    requests = [Request(i, prompt(60, seed=i), 330 + 40 * (i % 3), seed=i) for i in range(6)]
+    whole = drive(make_engine(), requests)
+    evicted, evict = [], TorchEngine._evict
+    monkeypatch.setattr(FlatCache, "_room", lambda cache: SCRATCH + int(contexts_held * cache.max_context))
+    monkeypatch.setattr(TorchEngine, "_evict", lambda engine, stored: (evicted.append(1), evict(engine, stored)))
+    engine = make_engine(flat=True)
+    before = drive(engine, requests, steps=100)
+    engine.load_weights(V1, tiny_model().weights())
+    after = drive(engine)
+    assert evicted
+    for request in requests:
+        streams = [part[request.id] for part in (before, after) if request.id in part]
+        assert join(*streams).tokens == whole[request.id].tokens
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=60))
+def test_extents_never_overlap_and_free_ranges_are_merged(steps):
+    extents, held = Extents(100), {}
+    for key, length in steps:
+        if key in held:
+            extents.give(*held.pop(key))
+        elif (start := extents.take(length)) is not None:
+            held[key] = (start, length)
+        taken = sorted(held.values())
+        assert all(start + length <= after for (start, length), (after, _) in pairwise(taken))
+        assert not taken or sum(taken[-1]) <= 100
+    for start, length in held.values():
+        extents.give(start, length)
+    assert extents.take(100) == 0
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])

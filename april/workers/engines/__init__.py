@@ -10,7 +10,7 @@ ENGINES = Registry(
     "engine",
     {
         "torch": "april.workers.engines.embedded.entry:TorchEntry",
-        "paced": "april.workers.engines.paced.entry:PacedEntry",
+        "paced": "april.workers.engines.embedded.entry:PacedEntry",
         "sglang": "april.workers.engines.sglang.entry:SGLangEntry",
         "vllm": "april.workers.engines.vllm.entry:VLLMEntry",
     },

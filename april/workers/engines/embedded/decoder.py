@@ -6,8 +6,9 @@ caller keeps keys and values, see `kv_cache.py`.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported RoPE types: those whose frequencies do not depend on the sequence length."""
 ATTENTION_BLOCK = 128
 """Number of a row's queries that attend as one block after a cached prefix."""
+SCORED_TOKENS = 1024
+"""Number of tokens whose logits `score` computes at a time."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,11 @@ class RMSNorm:
         self._scaled = weight * self.size**0.5
         self._floor = torch.tensor((self.size * eps) ** 0.5, dtype=weight.dtype, device=weight.device)
 
+    def assign(self, other: "RMSNorm") -> None:
+        """Take the other's weight, in place."""
+        self.weight.copy_(other.weight)
+        self._scaled.copy_(other._scaled)
+
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return F.rms_norm(x, (self.size,), None, self.eps) * self.weight
@@ -166,6 +174,26 @@ class Layer:
     down: Tensor
     down_bias: Tensor | None
 
+    def assign(self, other: "Layer") -> None:
+        """Take the other's weights, in place."""
+        for field in fields(self):
+            old, new = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(old, RMSNorm):
+                old.assign(new)
+            elif old is not None:
+                old.copy_(new)
+
+
+class PrefillRows(Protocol):
+    """Where a prefill's keys and values are stored, and what its queries attend to."""
+
+    def store(self, layer: int, heads: Tensor) -> None:
+        """`heads`: [T, 2 * kv_heads, head_dim], rotated keys, and values."""
+
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
+        """Store keys and values, and attend causally. `heads`: [T, heads + 2 * kv_heads, head_dim]; returns
+        [T, heads * head_dim]."""
+
 
 class Decoder:
     """One set of weights, ready to run. It shares no storage with the tensors that it is made from."""
@@ -182,6 +210,18 @@ class Decoder:
         self.output = self.embedding if shape.tied else self._own(tensors["lm_head.weight"])
         self.layers = [self._layer(tensors, f"model.layers.{layer}.") for layer in range(shape.layers)]
         self._last_keys_values = self._without_queries(self.layers[-1])
+
+    def refill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace all weights in place, layer by layer; a graph that was captured with them computes with the new ones.
+        Raises EngineError, with the old weights unchanged, for tensors of another model."""
+        check_tensors(self.shape.tensors(), self.shape.tied, tensors)
+        self.embedding.copy_(tensors["model.embed_tokens.weight"])
+        self.norm.assign(RMSNorm(self._own(tensors["model.norm.weight"]), self.shape.norm_eps))
+        if not self.shape.tied:
+            self.output.copy_(tensors["lm_head.weight"])
+        for index, layer in enumerate(self.layers):
+            layer.assign(self._layer(tensors, f"model.layers.{index}."))
+        self._last_keys_values.assign(self._without_queries(self.layers[-1]))
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, self.dtype, copy=True)
@@ -238,8 +278,8 @@ class Decoder:
     def decode(self, tokens: Tensor, positions: Tensor, groups: list) -> Tensor:
         """Logits, float32 [n, vocabulary], of the next token of n sequences.
 
-        `tokens`, `positions`: int64 [n], the last token of each sequence and its position. `groups`: the `LengthGroup`s
-        of the rows; each stores its rows' new keys and values, and attends over its cache.
+        `tokens`, `positions`: int64 [n], the last token of each sequence and its position. `groups`: the rows of the
+        batch from `start` to `stop`, in order; each stores its rows' new keys and values, and attends over its cache.
         """
         x = F.embedding(tokens, self.embedding)
         rotation = self.rotations[positions].unsqueeze(1)
@@ -267,14 +307,30 @@ class Decoder:
             x = self._mix(layer, x, attended)
         yield self._project(self._last_keys_values, x, rotation)
 
+    def fill(self, tokens: Tensor, positions: Tensor, rows: "PrefillRows") -> None:
+        """Prefill contexts that lie end to end. `tokens`, `positions`: int64 [T]; `rows` stores the new keys and values
+        of each layer, and attends."""
+        x = F.embedding(tokens, self.embedding)
+        rotation = self.rotations[positions].unsqueeze(1)
+        for index, layer in enumerate(self.layers[:-1]):
+            (heads,) = self._project(layer, x, rotation)
+            x = self._mix(layer, x, rows.attend(index, heads))
+        (heads,) = self._project(self._last_keys_values, x, rotation)
+        rows.store(len(self.layers) - 1, heads)
+
     def score(self, tokens: Tensor) -> Tensor:
         """Log-probabilities, float32 [T - 1], of `tokens[1:]` (int64 [T]) given the tokens before each."""
         x = F.embedding(tokens[:-1], self.embedding)
         rotation = self.rotations[: len(x)].unsqueeze(1)
         for layer in self.layers:
             x = self._mix(layer, x, self._attend(self._project(layer, x, rotation)))
-        logprobs = torch.log_softmax(F.linear(self.norm(x), self.output).float(), dim=-1)
-        return logprobs.gather(1, tokens[1:, None])[:, 0]
+        scored = []
+        for hidden, targets in zip(
+            self.norm(x).split(SCORED_TOKENS), tokens[1:, None].split(SCORED_TOKENS), strict=True
+        ):
+            logprobs = torch.log_softmax(F.linear(hidden, self.output).float(), dim=-1)
+            scored.append(logprobs.gather(1, targets)[:, 0])
+        return torch.cat(scored)
 
     def _attend(self, heads: Tensor) -> Tensor:
         """Causal attention; `heads`: rotated [n, length, heads + 2 * kv_heads, head_dim]. Returns [n * length, heads *

@@ -5,8 +5,7 @@ of a slot that were not returned yet are always of the current version.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import Chunk, EngineError, Finish, Request, Ticks
 from april.workers.engines.embedded.decoder import Decoder, make_rotations, read_shape
+from april.workers.engines.embedded.flat_cache import FlatCache, runs_flash
 from april.workers.engines.embedded.kv_cache import KVCache
 from april.workers.engines.embedded.sampling import sample, uniforms
 from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable, Wave, shared_prefixes
@@ -24,8 +24,6 @@ from april.workers.engines.entry import check_request
 
 CPU_PREFILL_TOKENS = 512
 """Most padded tokens in one prefill on a CPU, so that activations stay in the core's cache."""
-START_ALIGNMENT_TOKENS = 32
-"""Prefill after a shared prefix starts at a multiple of this, so that contexts with similar prefixes share a batch."""
 
 
 class TorchEngine:
@@ -43,11 +41,13 @@ class TorchEngine:
         report_s: float = 2.0,
         prefill_tokens: int = 4096,
         keep_cache: bool = False,
+        flat: bool | None = None,
     ):
         """`max_context`: tokens of prompt and response; None for the model's maximum. `chunk_tokens`, `report_s`: a
         chunk is due after so many tokens, and those of all sequences together every so many seconds. `prefill_tokens`:
         most padded tokens in one prefill (fewer on a CPU), and most context tokens admitted in one step. `keep_cache`:
-        keep the KV cache when weights change, to measure the cost of recomputing contexts."""
+        keep the KV cache when weights change, to measure the cost of recomputing contexts. `flat`: whether the cache is
+        a `FlatCache`; None for where flash attention runs."""
         self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
         self.max_context = max_context or self.shape.max_positions
         if self.max_context > self.shape.max_positions:
@@ -63,13 +63,16 @@ class TorchEngine:
         self.keep_cache = keep_cache
         self._decoder: Decoder | None = None
         self._rotations = make_rotations(self.shape, self.max_context, self.device)
-        self._cache = KVCache(self.shape, slots, self.max_context, self.device)
+        self._flat = runs_flash(self.device, self.shape) if flat is None else flat
+        self._cache = self._new_cache()
         self._table = SlotTable(slots, self.max_context)
         self._queue: dict[int, Request] = {}
         self._slot_of: dict[int, int] = {}
         self._free = list(reversed(range(slots)))
         self._awaiting_prefill: list[int] = []
         """Running slots whose context is not in the KV cache."""
+        self._cache_full = False
+        """Whether some of them wait for room in the cache, before which nothing is admitted."""
         self._pre_swap_chunks: list[Chunk] = []
         """Chunks of the old version, taken when weights changed; returned by the next step."""
         self._failures: list[tuple[int, str]] = []
@@ -104,11 +107,13 @@ class TorchEngine:
 
     def load_weights(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         with torch.inference_mode():
-            decoder = Decoder(self.shape, tensors, self._rotations)
+            if self._decoder is None:
+                self._decoder = Decoder(self.shape, tensors, self._rotations)
+            else:
+                self._decoder.refill(tensors)
         for slot in self._slot_of.values():
             self._pre_swap_chunks += self._take_chunk(slot)
-        self._decoder, self.version = decoder, version
-        self._batch = None
+        self.version, self._batch = version, None
         if not self.keep_cache:
             self._cache.clear()
             self._awaiting_prefill = list(self._slot_of.values())
@@ -129,12 +134,16 @@ class TorchEngine:
     def release(self) -> None:
         """Implements `TimeSharingEngine`: drop weights and KV cache, and return their memory to the device."""
         self.discard_weights()
-        self._cache = KVCache(self.shape, self.slots, self.max_context, self.device)
+        self._cache = self._new_cache()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def resume(self) -> None:
         """Implements `TimeSharingEngine`; the cache grows with what it holds, so nothing is allocated yet."""
+
+    def _new_cache(self) -> FlatCache | KVCache:
+        kind = FlatCache if self._flat else KVCache
+        return kind(self.shape, self.slots, self.max_context, self.device)
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
@@ -144,8 +153,8 @@ class TorchEngine:
         self._admit()
         if self._awaiting_prefill:
             self._prefill(self._decoder)
-        if self._slot_of:
-            batch = self._batch = self._batch or self._new_batch()
+        if self._slot_of and (batch := self._batch or self._new_batch()):
+            self._batch = batch
             failed = self._decode(self._decoder, batch)
             chunks += self._fail(failed) if len(failed) else self._collect(batch)
         return chunks
@@ -178,7 +187,7 @@ class TorchEngine:
     def _admit(self) -> None:
         """Move queued requests into free slots, first come first served, up to `prefill_tokens` per step."""
         room_tokens = self.prefill_tokens
-        while self._queue and self._free:
+        while self._queue and self._free and not self._cache_full:
             request = next(iter(self._queue.values()))
             if self._awaiting_prefill and len(request.tokens) > room_tokens:
                 return
@@ -191,55 +200,25 @@ class TorchEngine:
     def _prefill(self, decoder: Decoder) -> None:
         """Prefill the contexts of new slots into the cache, without the last token, which is decoded."""
         length = self._table.length
-        for slot in sorted(
-            self._awaiting_prefill, key=lambda slot: (length[slot], slot)
-        ):  # the order in which they are prefilled
-            self._cache.allocate(slot, int(length[slot]) - 1)
-        for wave in self._waves():
+        in_order = sorted(self._awaiting_prefill, key=lambda slot: (length[slot], slot))
+        placed = [slot for slot in in_order if self._cache.allocate(slot, int(length[slot]) - 1)]
+        if not placed:
+            return
+        for wave in self._waves(placed):
             for slot, (other, shared) in wave.items():
                 if shared:
                     self._cache.copy(other, slot, shared)
-            for slots, start in self._prefill_batches({slot: shared for slot, (_, shared) in wave.items()}):
-                self._prefill_batch(decoder, slots, start)
-        self._awaiting_prefill = []
+            shares = {slot: shared for slot, (_, shared) in wave.items()}
+            self._cache.prefill(decoder, self._table, shares, self._pass_tokens)
+        self._awaiting_prefill = [slot for slot in self._awaiting_prefill if slot not in set(placed)]
+        self._cache_full = bool(self._awaiting_prefill)
         self._batch = None
 
-    def _waves(self) -> list[Wave]:
+    def _waves(self, placed: list[int]) -> list[Wave]:
         """Waves of slots to prefill. With `keep_cache` no cached prefix is shared: it may come from older weights."""
         unfilled = set(self._awaiting_prefill)
         filled = [slot for slot in self._slot_of.values() if slot not in unfilled and not self.keep_cache]
-        return shared_prefixes(self._table, self._awaiting_prefill, filled)
-
-    def _prefill_batch(self, decoder: Decoder, slots: np.ndarray, start: int) -> None:
-        """Prefill the contexts of `slots` from position `start` on; the tokens before it are in the cache."""
-        longest = int(self._table.length[slots].max()) - 1
-        tokens = torch.from_numpy(self._table.tokens[slots, start:longest].astype(np.int64)).to(self.device)
-        rows = self._cache.rows(slots)
-        prefix = partial(self._cache.read, rows, length=start) if start else None
-        for layer, keys_values in enumerate(decoder.prefill(tokens, start, prefix)):
-            self._cache.store(rows, layer, keys_values, start)
-
-    def _prefill_batches(self, shared: Mapping[int, int]) -> Iterator[tuple[np.ndarray, int]]:
-        """(slots, start position) of each prefill batch: slots of similar length, at most `_pass_tokens` with padding.
-
-        `shared`: number of leading tokens of each slot that are in the cache.
-        """
-        batch: list[int] = []
-        batch_start = 0
-        stored = {slot: int(self._table.length[slot]) - 1 for slot in shared}
-        rest = [
-            (shared[slot] // START_ALIGNMENT_TOKENS * START_ALIGNMENT_TOKENS, stored[slot], slot) for slot in shared
-        ]
-        for start, stop, slot in sorted(rest):
-            if stop == shared[slot]:
-                continue
-            if batch and (start != batch_start or (len(batch) + 1) * (stop - start) > self._pass_tokens):
-                yield np.array(batch), batch_start
-                batch = []
-            batch_start = start
-            batch.append(slot)
-        if batch:
-            yield np.array(batch), batch_start
+        return shared_prefixes(self._table, placed, filled)
 
     def _decode(self, decoder: Decoder, batch: DecodeBatch) -> np.ndarray:
         """Sample one token for every running sequence; returns no slots.
@@ -247,9 +226,7 @@ class TorchEngine:
         If some logits are not finite, sample nothing and return those slots.
         """
         uniform = torch.from_numpy(uniforms(batch.stream, batch.lengths)).to(self.device)
-        for span, longest in zip(batch.spans, batch.longest, strict=True):
-            span.begin_step(batch.positions[span.start : span.stop], longest)
-        logits = decoder.decode(batch.last, batch.positions, batch.spans)
+        logits = self._cache.decode(decoder, batch)
         tokens, logprobs = sample(logits, uniform, batch.plan)
         logprobs = logprobs.cpu().numpy()
         if not np.isfinite(logprobs.sum()):
@@ -274,17 +251,27 @@ class TorchEngine:
             self._free_slot(slot)
         return chunks
 
-    def _new_batch(self) -> DecodeBatch:
-        """Move sequences that have filled their length group, then build a new decode batch."""
+    def _new_batch(self) -> DecodeBatch | None:
+        """Move sequences that have filled their place in the cache, then build a new decode batch; None if the only one
+        has to be prefilled again."""
         running, stored = np.fromiter(self._slot_of.values(), np.int64), self._table.length - 1
-        for slot in self._cache.outgrown(running, stored[running]):
-            self._cache.promote(int(slot), stored)
+        for slot in map(int, self._cache.outgrown(running, stored[running])):
+            while slot not in self._awaiting_prefill and not self._cache.promote(slot, stored):
+                self._evict(stored)
         slots = self._cache.batch_order()
-        full_at = self._cache.capacities_of(slots) + 1
+        if not len(slots):
+            return None
         return DecodeBatch(
-            self._table, slots, self._cache.occupied_groups(), full_at,
-            self.chunk_tokens, self.shape.vocabulary, self.device,
+            self._table, slots, self._cache.capacities_of(slots) + 1, self.chunk_tokens, self.shape.vocabulary,
+            self.device,
         )  # fmt: skip
+
+    def _evict(self, stored: np.ndarray) -> None:
+        """Take the cache from the youngest sequence that has some; it is prefilled again when there is room."""
+        youngest = next(slot for slot in reversed(self._slot_of.values()) if slot not in self._awaiting_prefill)
+        self._cache.release(youngest, stored)
+        self._awaiting_prefill.append(youngest)
+        self._cache_full = True
 
     def _collect(self, batch: DecodeBatch) -> list[Chunk]:
         """Chunks that are due after a decode step; finished sequences free their slots."""

@@ -1,4 +1,5 @@
-"""Registry entry of the embedded engine; it imports no torch."""
+"""Registry entries of the embedded engine and of the paced one, which is the same at the speed of other hardware; they
+import no torch."""
 
 import math
 from importlib.metadata import version
@@ -6,12 +7,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
+from april.config.costs import pacing_of
 from april.util.errors import refuse
 from april.workers.engines import ENGINES
 from april.workers.engines.entry import EngineEntry, MemoryShare
 
 if TYPE_CHECKING:
     from april.workers.engines.embedded.engine import TorchEngine
+    from april.workers.engines.embedded.paced import PacedEngine
 
 
 MEMORY_OPTION = "memory_fraction"
@@ -71,3 +74,41 @@ class TorchEntry(EngineEntry):
         fraction = float(config.engine.server.get(MEMORY_OPTION) or max(0.0, available))
         # While new weights are loaded, the old ones are still held.
         return MemoryShare({MEMORY_OPTION: fraction}, total_bytes * fraction - 2 * weight_bytes - ACTIVATION_BYTES)
+
+
+class PacedEntry(EngineEntry):
+    scores = True
+    yields_cpu = False
+    reads = ("pace", "pace_factor", "pause")
+
+    @classmethod
+    def from_config(cls, config: Config, device: str, name: str) -> "PacedEngine":
+        from april.workers.engines.base import EngineError
+        from april.workers.engines.embedded.paced import PacedEngine
+
+        try:
+            return PacedEngine(
+                config.model.path,
+                pacing_of(config.engine.pace),
+                config.engine.pace_factor,
+                config.run_dir / "paced" / f"{name}.json",
+                slots=config.worker.slots,
+                device=device,
+                chunk_tokens=config.worker.chunk_tokens,
+                report_s=config.worker.report_s,
+                keep_cache=config.engine.pause == "in_place",
+            )
+        except EngineError as error:
+            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        if not config.engine.pace:
+            refuse(
+                "engine.pace",
+                None,
+                "is missing: it names the hardware whose time the engine keeps",
+                "use h100, or the file that `april calibrate` has written",
+            )
+        pacing_of(config.engine.pace)

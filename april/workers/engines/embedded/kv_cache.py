@@ -4,6 +4,8 @@ Groups have doubling capacities; a sequence moves up when it outgrows its group.
 rows and attends over the length of its longest one. Memory grows with the occupied rows.
 """
 
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from april.workers.engines.embedded.decoder import DecoderShape
+from april.workers.engines.embedded.decoder import Decoder, DecoderShape
+from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
 
 SMALLEST_CAPACITY = 128
 LENGTH_STEP = 16
 """Attention lengths are rounded up to a multiple of this (tokens)."""
+START_ALIGNMENT_TOKENS = 32
+"""Prefill after a shared prefix starts at a multiple of this, so that contexts with similar prefixes share a batch."""
 
 
 class LengthGroup:
@@ -140,11 +145,12 @@ class KVCache:
         self._group_of = np.full(slots, -1)
         self._row_of = np.zeros(slots, np.int64)
 
-    def allocate(self, slot: int, position: int) -> None:
-        """Assign `slot` a row in the smallest group that can store `position`."""
+    def allocate(self, slot: int, position: int) -> bool:
+        """Assign `slot` a row in the smallest group that can store `position`; there always is one."""
         index = int(np.searchsorted(self._capacities, position, side="right"))
         self._group_of[slot] = index
         self._row_of[slot] = self.groups[index].add(slot)
+        return True
 
     def release(self, slot: int, stored: np.ndarray) -> None:
         """Free the slot's row. `stored`: int [slots], number of positions with keys and values in each slot."""
@@ -177,14 +183,15 @@ class KVCache:
         """The `slots` whose next `positions` lie beyond their group's capacity."""
         return slots[positions >= self.capacities_of(slots)]
 
-    def promote(self, slot: int, stored: np.ndarray) -> None:
-        """Move a sequence that fills its group into the next one."""
+    def promote(self, slot: int, stored: np.ndarray) -> bool:
+        """Move a sequence that fills its group into the next one; there always is room."""
         length = int(stored[slot])
         old, row = self.groups[self._group_of[slot]], self._row_of[slot]
         held = old.keys_values[:, :, row, :, :length].clone()
         self.release(slot, stored)
         self.allocate(slot, length)
         self.groups[self._group_of[slot]].keys_values[:, :, self._row_of[slot], :, :length] = held
+        return True
 
     def batch_order(self) -> np.ndarray:
         """All slots in the order of the decode batch; sets `start` and `stop` of each group."""
@@ -193,9 +200,6 @@ class KVCache:
             group.start, group.stop = start, start + len(group.slots)
             start = group.stop
         return np.array([slot for group in self.groups for slot in group.slots], np.int64)
-
-    def occupied_groups(self) -> list[LengthGroup]:
-        return [group for group in self.groups if group.slots]
 
     def rows(self, slots: np.ndarray) -> CacheRows:
         """The cache rows of the given slots, by length group."""
@@ -220,6 +224,48 @@ class KVCache:
         for group, held, chosen in rows.parts:
             read[:, chosen] = group.keys_values[layer][:, held, :, :length]
         return read.permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+    # --- forward passes --------------------------------------------------------------------------------------------
+
+    def prefill(self, decoder: Decoder, table: SlotTable, shared: Mapping[int, int], pass_tokens: int) -> None:
+        """Prefill the contexts of slots without their last token, in passes of at most `pass_tokens` with padding or
+        one context.
+
+        `shared`: number of leading tokens of each slot that are in the cache.
+        """
+        for slots, start in prefill_batches(table, shared, pass_tokens):
+            longest = int(table.length[slots].max()) - 1
+            tokens = torch.from_numpy(table.tokens[slots, start:longest].astype(np.int64)).to(decoder.device)
+            rows = self.rows(slots)
+            prefix = partial(self.read, rows, length=start) if start else None
+            for layer, keys_values in enumerate(decoder.prefill(tokens, start, prefix)):
+                self.store(rows, layer, keys_values, start)
+
+    def decode(self, decoder: Decoder, batch: DecodeBatch) -> Tensor:
+        """Logits, float32 [n, vocabulary], of the next token of each row."""
+        groups = [group for group in self.groups if group.slots]
+        for group in groups:
+            rows = slice(group.start, group.stop)
+            group.begin_step(batch.positions[rows], int(batch.lengths[rows].max()) - 1)
+        return decoder.decode(batch.last, batch.positions, groups)
+
+
+def prefill_batches(table: SlotTable, shared: Mapping[int, int], pass_tokens: int) -> Iterator[tuple[np.ndarray, int]]:
+    """(slots, start position) of each prefill batch: slots of similar length, at most `pass_tokens` with padding."""
+    batch: list[int] = []
+    batch_start = 0
+    stored = {slot: int(table.length[slot]) - 1 for slot in shared}
+    rest = [(shared[slot] // START_ALIGNMENT_TOKENS * START_ALIGNMENT_TOKENS, stored[slot], slot) for slot in shared]
+    for start, stop, slot in sorted(rest):
+        if stop == shared[slot]:
+            continue
+        if batch and (start != batch_start or (len(batch) + 1) * (stop - start) > pass_tokens):
+            yield np.array(batch), batch_start
+            batch = []
+        batch_start = start
+        batch.append(slot)
+    if batch:
+        yield np.array(batch), batch_start
 
 
 def indices(values: np.ndarray, device: torch.device) -> slice | Tensor:

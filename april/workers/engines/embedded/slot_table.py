@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from april.workers.engines.base import Request
-from april.workers.engines.embedded.kv_cache import LengthGroup
 from april.workers.engines.embedded.sampling import SamplingPlan, stream_of
 
 
@@ -69,19 +68,16 @@ class DecodeBatch:
         self,
         table: SlotTable,
         slots: np.ndarray,
-        spans: list[LengthGroup],
         full_at: np.ndarray,
         chunk_tokens: int,
         vocabulary: int,
         device: torch.device,
     ):
-        """`full_at`: int64 [n], the context length at which a row has outgrown its length group."""
-        self.slots, self.spans = slots, spans
+        """`full_at`: int64 [n], the context length at which a row has outgrown its place in the cache."""
+        self.slots = slots
         self.lengths = table.length[slots]
-        self.longest = [int(self.lengths[span.start : span.stop].max()) - 1 for span in spans]
-        """Largest position of each group's rows."""
         self.due_at = np.minimum(np.minimum(table.max_length[slots], table.handed_over[slots] + chunk_tokens), full_at)
-        """int64 [n]: context length at which a row ends, has a chunk due, or moves to another length group."""
+        """int64 [n]: context length at which a row ends, has a chunk due, or moves within the cache."""
         table.reserve(int(self.due_at.max()))
         self.stream = table.stream[slots]
         self.plan = SamplingPlan.of(
@@ -101,7 +97,6 @@ class DecodeBatch:
         self.lengths += 1
         table.length[self.slots] = self.lengths
         self.positions += 1
-        self.longest = [longest + 1 for longest in self.longest]
 
     def stopped(self) -> np.ndarray:
         """bool [n]: rows whose last token is one of their stop tokens."""

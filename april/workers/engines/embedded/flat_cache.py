@@ -1,0 +1,403 @@
+"""KV cache for GPUs with flash attention: each slot has an extent of one flat run of tokens, and decode steps are CUDA
+graphs.
+
+One kernel attends for all slots of whatever lengths, and reads only the positions that they have; a prefill after a
+cached prefix and a decode step differ only in the number of queries. Reference for the layout: the variable-length
+interface of FlashAttention-2 (arXiv 2307.08691).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from april.workers.engines.base import EngineError
+from april.workers.engines.embedded.decoder import Decoder, DecoderShape
+from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable
+
+SMALLEST_EXTENT = 128
+"""Extents are 128 tokens or doublings of it, up to the longest context."""
+SCRATCH = SMALLEST_EXTENT
+"""Tokens at the front that belong to no slot; the padding rows of a graph write there."""
+FIRST_TOKENS = 1 << 15
+"""Size with which the cache begins (tokens); it doubles when it is full."""
+GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Numbers of rows for which graphs are captured; above the last one, its multiples."""
+FLASH_CAPABILITY = (8, 0)
+"""Lowest CUDA compute capability (major, minor) with flash attention."""
+FLASH_TYPES = (torch.bfloat16, torch.float16)
+LARGEST_FLASH_HEAD = 256
+RESERVE_BYTES = 1 << 30
+"""Memory that the cache leaves to activations, to a layer's new weights, and to fragmentation."""
+SAMPLING_COPIES = 8
+"""Copies of a step's float32 logits that sampling makes at its peak."""
+
+
+def runs_flash(device: torch.device, shape: DecoderShape) -> bool:
+    """Whether torch's flash attention computes this model on this device."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
+        and shape.dtype in FLASH_TYPES
+        and shape.head_dim % 8 == 0
+        and shape.head_dim <= LARGEST_FLASH_HEAD
+    )
+
+
+# --- extents ----------------------------------------------------------------------------------------------------------
+
+
+class Extents:
+    """Allocates ranges of [0, size), first fit; adjacent free ranges are merged."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._free = [(0, size)] if size else []
+        """(start, length) of each free range, in order."""
+
+    def take(self, length: int) -> int | None:
+        """Start of a new range of `length`; None if no free range is as long."""
+        for index, (start, free) in enumerate(self._free):
+            if free >= length:
+                self._free[index : index + 1] = [(start + length, free - length)] if free > length else []
+                return start
+        return None
+
+    def give(self, start: int, length: int) -> None:
+        """Free a range."""
+        merged: list[tuple[int, int]] = []
+        for begin, size in sorted([*self._free, (start, length)]):
+            if merged and sum(merged[-1]) == begin:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((begin, size))
+        self._free = merged
+
+    def grow(self, size: int) -> None:
+        self.give(self.size, size - self.size)
+        self.size = size
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of queries that attend to their slots' extents; what `Decoder.decode` and `Decoder.fill` ask for."""
+
+    shape: DecoderShape
+    keys_values: list[Tensor]
+    """Of each layer: [tokens, 2 * kv_heads, head_dim]."""
+    write_index: Tensor
+    """int64 [T]: where the keys and values of each new token are stored."""
+    query_starts: Tensor
+    """int32 [rows + 1]: cumulative number of queries."""
+    extent_starts: Tensor
+    """int32 [rows + 1]: start of each row's extent; the last entry is not read."""
+    used: Tensor
+    """int32 [rows]: positions of each row, with its new ones."""
+    most_queries: int
+    most_keys: int
+
+    start = 0
+
+    @property
+    def stop(self) -> int:
+        return len(self.write_index)
+
+    def store(self, layer: int, heads: Tensor) -> None:
+        self.keys_values[layer].index_copy_(0, self.write_index, heads)
+
+    def attend(self, layer: int, heads: Tensor) -> Tensor:
+        queries = heads[:, : self.shape.heads]
+        self.store(layer, heads[:, self.shape.heads :])
+        keys, values = self.keys_values[layer].chunk(2, dim=1)
+        attended = attend_flash if heads.is_cuda else attend_each
+        return attended(queries, keys, values, self).reshape(len(heads), -1)
+
+
+def attend_flash(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+    """One call for all rows. `queries`: [T, heads, head_dim]; `keys`, `values`: [tokens, kv_heads, head_dim]."""
+    causal = rows.most_queries > 1  # with one query a row, grouped heads are computed together where nothing is masked
+    return torch.ops.aten._flash_attention_forward(
+        queries, keys, values, rows.query_starts, rows.extent_starts, rows.most_queries, rows.most_keys,
+        0.0, causal, False, window_size_left=-1, window_size_right=0 if causal else -1, seqused_k=rows.used,
+    )[0]  # fmt: skip
+
+
+def attend_each(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+    """As `attend_flash`, row by row, on any device."""
+    bounds, parts = rows.query_starts.tolist(), []
+    for row, (first, stop) in enumerate(pairwise(bounds)):
+        begin, used = int(rows.extent_starts[row]), int(rows.used[row])
+        visible = torch.ones(stop - first, used, dtype=torch.bool, device=queries.device).tril(used - (stop - first))
+        query, key, value = (
+            part.transpose(0, 1)[None]
+            for part in (queries[first:stop], keys[begin : begin + used], values[begin : begin + used])
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True)
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+# --- cache ------------------------------------------------------------------------------------------------------------
+
+
+class FlatCache:
+    """The KV cache of all slots. It grows as far as the device's memory allows; then a slot may get no extent."""
+
+    def __init__(self, shape: DecoderShape, slots: int, max_context: int, device: torch.device):
+        self.shape, self.max_context, self.device, self.slots = shape, max_context, device, slots
+        self._keys_values: list[Tensor] = []
+        self._extents = Extents(0)
+        self._most_tokens = 0
+        """Largest size of the cache (tokens); 0 until the first slot, when the weights have their memory."""
+        self._start_of = np.full(slots, -1)
+        self._capacity_of = np.zeros(slots, np.int64)
+        rows = graph_rows(slots)
+        self._tokens, self._positions = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self._starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._entered: DecodeBatch | None = None
+        """The batch whose extents are in `_starts`."""
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        """Graph of a decode step, by its number of rows."""
+        self._logits = torch.empty(rows, shape.vocabulary, dtype=torch.float32, device=device)
+        """Where graphs leave their logits."""
+        self._decoder: Decoder | None = None
+        """The decoder that the graphs run."""
+
+    # --- extents ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, slot: int, position: int) -> bool:
+        """Give `slot` an extent that can store `position`; whether there was one."""
+        extent = self._take(position)
+        if extent is None:
+            return False
+        self._start_of[slot], self._capacity_of[slot] = extent
+        return True
+
+    def _take(self, position: int) -> tuple[int, int] | None:
+        """(start, length) of a new extent that can store `position`; other extents may move for it. None without
+        room."""
+        capacity = SMALLEST_EXTENT
+        while capacity <= position:
+            capacity *= 2
+        capacity = min(capacity, self.max_context)
+        start = self._extents.take(capacity)
+        while start is None and self._grow(capacity):
+            start = self._extents.take(capacity)
+        return None if start is None else (start, capacity)
+
+    def release(self, slot: int, stored: np.ndarray) -> None:
+        """Free the slot's extent."""
+        self._extents.give(int(self._start_of[slot]), int(self._capacity_of[slot]))
+        self._start_of[slot] = -1
+
+    def clear(self) -> None:
+        self._start_of.fill(-1)
+        self._free_from(SCRATCH)
+
+    def copy(self, slot: int, to: int, length: int) -> None:
+        """Copy the first `length` positions of a slot to slot `to`."""
+        source, target = int(self._start_of[slot]), int(self._start_of[to])
+        for layer in self._keys_values:
+            layer[target : target + length] = layer[source : source + length]
+
+    def zero(self, slot: int) -> None:
+        start = int(self._start_of[slot])
+        for layer in self._keys_values:
+            layer[start : start + int(self._capacity_of[slot])] = 0
+
+    def capacities_of(self, slots: np.ndarray) -> np.ndarray:
+        """Capacity (tokens) of each slot's extent."""
+        return self._capacity_of[slots]
+
+    def outgrown(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The `slots` with an extent whose next `positions` lie beyond it."""
+        return slots[(self._start_of[slots] >= 0) & (positions >= self._capacity_of[slots])]
+
+    def promote(self, slot: int, stored: np.ndarray) -> bool:
+        """Move a sequence that fills its extent into a larger one; whether there was one."""
+        length = int(stored[slot])
+        extent = self._take(length)
+        if extent is None:
+            return False
+        (target, _), start = extent, int(self._start_of[slot])
+        for layer in self._keys_values:
+            layer[target : target + length] = layer[start : start + length]
+        self.release(slot, stored)
+        self._start_of[slot], self._capacity_of[slot] = extent
+        return True
+
+    def batch_order(self) -> np.ndarray:
+        """The slots that have an extent."""
+        return np.flatnonzero(self._start_of >= 0)
+
+    def _grow(self, needed: int) -> bool:
+        """Make room for an extent of `needed` tokens by enlarging the cache or, at its largest, by moving extents
+        together; whether anything has changed."""
+        if not self._most_tokens:
+            self._most_tokens = self._room()
+        size = self._extents.size
+        larger = min(self._most_tokens, max(2 * size, size + needed, SCRATCH + FIRST_TOKENS))
+        if larger <= size:
+            return self._compact()
+        self._graphs.clear()  # they hold the old addresses
+        for layer in range(self.shape.layers):
+            grown = torch.zeros(
+                larger, 2 * self.shape.kv_heads, self.shape.head_dim, dtype=self.shape.dtype, device=self.device
+            )
+            if size:
+                grown[:size] = self._keys_values[layer]
+                self._keys_values[layer] = grown
+            else:
+                self._keys_values.append(grown)
+        self._extents.grow(larger)
+        if not size:
+            self._extents.take(SCRATCH)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the old, smaller tensors fit no later request
+        return True
+
+    def _room(self) -> int:
+        """Tokens for all slots' contexts, or as many as the free memory holds. Raises EngineError if that is less than
+        one context."""
+        # Extents of different sizes leave gaps until they are moved together.
+        wanted = SCRATCH + self.slots * self.max_context
+        if self.device.type != "cuda":
+            return wanted
+        free = torch.cuda.mem_get_info(self.device)[0]
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        allowed = total * torch.cuda.get_per_process_memory_fraction(self.device)
+        free = min(free, allowed - torch.cuda.memory_reserved(self.device))
+        free -= RESERVE_BYTES + SAMPLING_COPIES * self.slots * self.shape.vocabulary * 4
+        token_bytes = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * self.shape.dtype.itemsize
+        # While the cache grows, one layer exists twice.
+        held = int(free / token_bytes * self.shape.layers / (self.shape.layers + 1))
+        if held < SCRATCH + self.max_context:
+            raise EngineError(
+                f"{max(0, free) / 2**30:.1f} GiB are free for the KV cache, which holds {max(0, held)} tokens; one "
+                f"context takes {self.max_context}: shorten sampling.max_response_tokens, lower worker.slots, or give "
+                "the engine more memory"
+            )
+        return min(wanted, held)
+
+    def _compact(self) -> bool:
+        """Move all extents to the front; whether one has moved."""
+        front, moved = SCRATCH, False
+        for slot in sorted(self.batch_order(), key=lambda slot: self._start_of[slot]):
+            start, capacity = int(self._start_of[slot]), int(self._capacity_of[slot])
+            if start != front:
+                moved = True
+                for layer in self._keys_values:
+                    layer[front : front + capacity] = layer[start : start + capacity].clone()
+                self._start_of[slot] = front
+            front += capacity
+        if moved:
+            self._free_from(front)
+            self._entered = None
+        return moved
+
+    def _free_from(self, front: int) -> None:
+        """Make all tokens from `front` on one free range."""
+        self._extents = Extents(self._extents.size)
+        self._extents.take(front)
+
+    # --- forward passes --------------------------------------------------------------------------------------------
+
+    def prefill(self, decoder: Decoder, table: SlotTable, shared: Mapping[int, int], pass_tokens: int) -> None:
+        """Prefill the contexts of slots without their last token, in passes of at most `pass_tokens` or one context.
+
+        `shared`: number of leading tokens of each slot that are in the cache.
+        """
+        batch: list[int] = []
+        tokens = 0
+        for slot, begin in shared.items():
+            new = int(table.length[slot]) - 1 - begin
+            if batch and tokens + new > pass_tokens:
+                self._prefill_batch(decoder, table, batch, shared)
+                batch, tokens = [], 0
+            if new:
+                batch.append(slot)
+                tokens += new
+        if batch:
+            self._prefill_batch(decoder, table, batch, shared)
+
+    def _prefill_batch(self, decoder: Decoder, table: SlotTable, slots: list[int], shared: Mapping[int, int]) -> None:
+        spans = [(slot, shared[slot], int(table.length[slot]) - 1) for slot in slots]
+        tokens = np.concatenate([table.tokens[slot, begin:end] for slot, begin, end in spans]).astype(np.int64)
+        positions = np.concatenate([np.arange(begin, end) for _, begin, end in spans])
+        counts = np.array([end - begin for _, begin, end in spans])
+        starts, used = self._start_of[slots], np.array([end for *_, end in spans])
+        rows = Rows(
+            self.shape,
+            self._keys_values,
+            self._tensor(positions + np.repeat(starts, counts), np.int64),
+            self._tensor(np.concatenate([[0], counts.cumsum()]), np.int32),
+            self._tensor(np.concatenate([starts, [0]]), np.int32),
+            self._tensor(used, np.int32),
+            int(counts.max()),
+            int(used.max()),
+        )
+        decoder.fill(self._tensor(tokens, np.int64), self._tensor(positions, np.int64), rows)
+
+    def decode(self, decoder: Decoder, batch: DecodeBatch) -> Tensor:
+        """Logits, float32 [n, vocabulary], of the next token of each row."""
+        count = len(batch.slots)
+        size = graph_rows(count)
+        if decoder is not self._decoder:
+            self._graphs.clear()
+            self._decoder = decoder
+        if batch is not self._entered:
+            self._entered = batch
+            self._starts.zero_()
+            self._starts[:count] = self._tensor(self._start_of[batch.slots], np.int32)
+            self._positions.zero_()
+        self._tokens[:count] = batch.last
+        self._positions[:count] = batch.positions
+        if self.device.type != "cuda":
+            self._step(decoder, size)
+        else:
+            if size not in self._graphs:
+                pool = next((graph.pool() for graph in self._graphs.values()), None)
+                self._graphs[size] = capture(partial(self._step, decoder, size), pool)
+            self._graphs[size].replay()
+        return self._logits[:count]
+
+    def _step(self, decoder: Decoder, size: int) -> None:
+        positions = self._positions[:size]
+        rows = Rows(
+            self.shape, self._keys_values, self._starts[:size] + positions, self._query_starts[: size + 1],
+            self._starts[: size + 1], (positions + 1).int(), 1, self.max_context,
+        )  # fmt: skip
+        self._logits[:size] = decoder.decode(self._tokens[:size], positions, [rows])
+
+    def _tensor(self, values: np.ndarray, dtype: type) -> Tensor:
+        return torch.from_numpy(values.astype(dtype)).to(self.device)
+
+
+def graph_rows(count: int) -> int:
+    """Smallest number of rows of a graph that holds `count`."""
+    last = GRAPH_ROWS[-1]
+    return next((rows for rows in GRAPH_ROWS if rows >= count), -(-count // last) * last)
+
+
+def capture(step: Callable[[], None], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+    """Capture a step as a CUDA graph, after one pass that initialises its libraries. `pool`: memory that graphs share
+    which never run at a time; None for new memory."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step()
+    return graph
