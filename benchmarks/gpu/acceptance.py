@@ -34,8 +34,6 @@ LOOK_S, WRITE_S = 0.1, 2.0
 """Seconds between looks at a part's process, and between versions of the JSON file."""
 LEAVE_S = 3.0
 """Seconds in which a part that has used up its limit may leave, before it is killed."""
-LEAST_S = 25.0
-"""Seconds that every part gets where they suffice, since it takes some to start."""
 END_S = 2.0
 """Seconds of all that are kept for the end."""
 LOG_CHARACTERS = 4000
@@ -57,10 +55,12 @@ class Plan:
     script: str
     minutes: float
     """Its share of the time, of 8 minutes in all."""
+    least_s: float = 22.0
+    """Seconds that it gets however short the whole is, as far as they suffice: it takes some to start."""
 
 
 PLANS = (
-    Plan("run", "start_run.py", 2),
+    Plan("run", "start_run.py", 2, least_s=55.0),
     Plan("learner", "learner_step.py", 2),
     Plan("engine", "engine_decode.py", 1),
     Plan("claim", "claim.py", 2),
@@ -184,17 +184,24 @@ class Acceptance:
 def limit_s(plan: Plan, later: list[Plan], left_s: float, tiny: bool) -> float:
     """Seconds for a part, the first of `later`, of those that are left for all of these.
 
-    By their shares, but none gets less than LEAST_S where they suffice. A rehearsal takes what it needs.
+    By their shares, but none gets less than its least where they suffice. A rehearsal takes what it needs.
     """
-    least = min(LEAST_S, left_s / len(later))
+    least = sum(each.least_s for each in later)
     if tiny:
-        return left_s - least / 2 * (len(later) - 1)
-    whole = sum(each.minutes for each in later)
-    small = [each for each in later if each.minutes / whole * left_s < least]
-    if plan in small:
-        return least
-    whole -= sum(each.minutes for each in small)
-    return plan.minutes / whole * (left_s - least * len(small))
+        return left_s - min(left_s, least - plan.least_s) / 2
+    if least >= left_s:
+        return left_s * plan.least_s / least
+    by_share, free_s = list(later), left_s
+    while small := [each for each in by_share if free_s * each.minutes / minutes_of(by_share) < each.least_s]:
+        if plan in small:
+            return plan.least_s
+        by_share = [each for each in by_share if each not in small]
+        free_s -= sum(each.least_s for each in small)
+    return free_s * plan.minutes / minutes_of(by_share)
+
+
+def minutes_of(plans: list[Plan]) -> float:
+    return sum(plan.minutes for plan in plans)
 
 
 def end(process: subprocess.Popen, mark: str) -> None:

@@ -4,11 +4,13 @@ Once they divide its memory, and a worker and the learner are killed (SIGKILL) i
 policy and the prompts are those of `april quickstart`, the engine is the embedded one.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -27,11 +29,17 @@ from april.util.lifetime import end_with_parent
 
 LEARNER, WORKER = "-m april.learner ", "-m april.cli worker"
 """Parts of the command lines of a learner rank and of a worker."""
+FINISHED, LATE, FAILED = "finished", "out of time", "failed"
+"""What becomes of a run."""
 LOOK_S = 0.05
-LEAVE_S = 12.0
+LEAVE_S = 9.0
 """Seconds in which a run that is interrupted ends by itself, before it is killed."""
-FEW_S = 60.0
-"""With fewer seconds than these for both runs, they are short ones."""
+BRIEF_S = 75.0
+"""With fewer seconds than these both runs are short and beside each other."""
+START_S = 15.0
+"""Seconds without which no run is begun."""
+DIVIDED_SHARE = 0.68
+"""Share of the time for the run that divides the memory, in which two parts are killed."""
 ENOUGH_STEPS = 16
 """Steps after which the quickstart's policy answers nine of ten held-out prompts."""
 LOG_CHARACTERS = 2500
@@ -88,27 +96,32 @@ class Killer(Thread):
 
 def main() -> None:
     part = Part.from_command_line(__doc__.partition("\n")[0])
-    short = part.tiny or part.left_s < FEW_S
-    kills = ((1, WORKER),) if short else ((4, LEARNER), (10, WORKER))
-    if part.tiny:
-        kills = ((1, WORKER), (2, LEARNER))
-    divided = Sharing("divided", {}, 4 if short else 32, kills)
-    turns = Sharing("turns", {"devices.turns": True}, 3 if short else 16)
+    brief = part.left_s < BRIEF_S
+    kills = ((1, WORKER),) if brief else ((1, WORKER), (2, LEARNER)) if part.tiny else ((4, LEARNER), (10, WORKER))
+    few = part.tiny or brief
+    divided = Sharing("divided", {}, 4 if few else 32, kills)
+    turns = Sharing("turns", {"devices.turns": True}, 3 if few else 16)
     with tempfile.TemporaryDirectory(prefix="april-gpu-") as made:
         folder = Path(made)
         policy = quickstart_policy(folder, quick=part.tiny and not (ROOT / "cache/policy").exists())
         prompts, held_out = make_data(folder / "data")
         inputs = {"model.path": policy, "data.path": prompts, "data.eval_path": held_out, "run.dir": folder}
-        finished = False
-        with part.attempt("divided memory"):
-            finished = share(part, divided, inputs, folder, part.left_s * 0.65)
-        if not finished and part.enough_time("divided memory in fp32", 30):
-            exact = Sharing("divided_fp32", {"learner.compute": "fp32"}, divided.steps)
-            with part.attempt("divided memory in fp32"):
-                share(part, exact, inputs, folder, part.left_s * 0.5)
-        if part.enough_time("turns", 15):
-            with part.attempt("turns"):
-                share(part, turns, inputs, folder, part.left_s)
+        if brief:  # starting takes most of the time, so both start at once
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda sharing: attempt(part, sharing, inputs, 1.0), (divided, turns)))
+            return
+        if attempt(part, divided, inputs, DIVIDED_SHARE) == FAILED:
+            attempt(part, Sharing("divided_fp32", {"learner.compute": "fp32"}, divided.steps), inputs, 0.5)
+        attempt(part, turns, inputs, 1.0)
+
+
+def attempt(part: Part, sharing: Sharing, inputs: dict[str, object], share_of_time: float) -> str:
+    """Run once within this share of the time that is left; returns what became of it."""
+    with part.attempt(sharing.name):
+        if not part.enough_time(sharing.name, START_S):
+            return LATE
+        return share(part, sharing, inputs, part.left_s * share_of_time)
+    return FAILED
 
 
 def keys_of(part: Part, sharing: Sharing) -> dict[str, object]:
@@ -117,7 +130,7 @@ def keys_of(part: Part, sharing: Sharing) -> dict[str, object]:
     keys = {
         "run.name": sharing.name, "devices.share": True, "schedule.max_steps": sharing.steps,
         "worker.count": 1, "worker.slots": 128, "worker.device": device,
-        "learner.ranks": 1, "learner.device": device, "learner.checkpoint_every": 4,
+        "learner.ranks": 1, "learner.device": device, "learner.checkpoint_every": 4, "evaluation.every": ENOUGH_STEPS,
     }  # fmt: skip
     if part.tiny:
         keys |= {
@@ -127,48 +140,44 @@ def keys_of(part: Part, sharing: Sharing) -> dict[str, object]:
     return keys | sharing.keys
 
 
-def share(part: Part, sharing: Sharing, inputs: dict[str, object], folder: Path, seconds: float) -> bool:
-    """Run once, record what became of it, and return whether it came to its end; it is interrupted after `seconds`."""
+def share(part: Part, sharing: Sharing, inputs: dict[str, object], seconds: float) -> str:
+    """Run once, record and return what became of it; it has left after `seconds`."""
     words = [word for key, value in (inputs | keys_of(part, sharing)).items() for word in (f"--{key}", str(value))]
     words = [word.lower() if word in ("True", "False") else word for word in words]
     command = [*APRIL, "run", str(ROOT / "configs/quickstart.toml"), *words]
     environment = os.environ | {"PYTHONPATH": python_path()} | ({"OMP_NUM_THREADS": "1"} if part.tiny else {})
-    run_dir, output = folder / sharing.name, folder / f"{sharing.name}.log"
+    run_dir = Path(str(inputs["run.dir"])) / sharing.name
+    output = run_dir.with_suffix(".log")
     killer, started = Killer(run_dir, sharing.kills), time.time()
     with output.open("wb") as log:
         run = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT, preexec_fn=end_with_parent)
     killer.start()
+    outcome = LATE
     try:
-        status = run.wait(max(1.0, seconds - LEAVE_S))
+        outcome = FAILED if run.wait(seconds - min(LEAVE_S, seconds / 4)) else FINISHED
     except subprocess.TimeoutExpired:
-        status = end(run)
+        if end(run) == 0:  # it was about to
+            outcome = FINISHED
     finally:
         killer.over.set()
         killer.join()
-        if run.poll() is None:
-            run.kill()
-    try:
-        record(part, sharing, run_dir, started, killer.killed)
-    finally:
-        text = output.read_text(errors="replace")
-        part.fact(f"{sharing.name}: exit status", status)
-        part.fact(f"{sharing.name}: restarts", [line for line in text.splitlines() if "restart" in line][:6])
-        if status:
-            for log in (output, *sorted((run_dir / "logs").glob("*.log"))):
-                part.fact(f"{sharing.name}: end of {log.name}", log.read_text(errors="replace")[-LOG_CHARACTERS:])
-    return status == 0
-
-
-def end(run: subprocess.Popen) -> int | str:
-    """Interrupt a run that takes too long, and kill it if it does not leave."""
-    run.send_signal(signal.SIGINT)
-    try:
-        run.wait(LEAVE_S - 2)
-    except subprocess.TimeoutExpired:
         run.kill()
-        run.wait()
-        return "out of time, and killed"
-    return "out of time"
+    text = output.read_text(errors="replace")
+    part.fact(f"{sharing.name}: restarts", [line for line in text.splitlines() if "; restart " in line])
+    if outcome != FINISHED:
+        part.fact(f"{sharing.name}: failed", f"{outcome}, status {run.wait()}")
+        for log in (output, *sorted((run_dir / "logs").glob("*.log"))):
+            part.fact(f"{sharing.name}: end of {log.name}", log.read_text(errors="replace")[-LOG_CHARACTERS:])
+    record(part, sharing, run_dir, started, killer.killed)
+    return outcome
+
+
+def end(run: subprocess.Popen) -> int | None:
+    """Interrupt a run that takes too long; returns its status, None if it does not leave."""
+    run.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return run.wait(LEAVE_S - 2)
+    return None
 
 
 def record(part: Part, sharing: Sharing, run_dir: Path, started: float, killed: list[str]) -> None:
@@ -188,6 +197,8 @@ def record(part: Part, sharing: Sharing, run_dir: Path, started: float, killed: 
         part.fact(f"{sharing.name}: means of a step", {key: round(mean, 6) for key, mean in means.items()})
     alarms = sorted({alarm["name"] for step in steps for alarm in step["alarms"]})
     part.fact(f"{sharing.name}: alarms", alarms)
+    if not (run_dir / "summary.json").exists():
+        return part.fact(f"{sharing.name}: state", "no summary was written")
     summary = orjson.loads((run_dir / "summary.json").read_bytes())
     tokens = summary["tokens"]
     parts = sum(tokens[state] for state in ("trained", "delivered", "ready", "open")) + sum(
