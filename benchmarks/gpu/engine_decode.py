@@ -59,7 +59,7 @@ def main() -> None:
     scale = TINY if part.tiny else FULL
     dtype = torch.bfloat16 if part.device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory(prefix="april-gpu-") as made:
-        folder = make_model(Path(made), scale.shape, dtype, 2 * max(scale.context, scale.longest), str(part.device))
+        folder = make_model(Path(made), scale.shape, dtype, 4 * max(scale.context, scale.longest), str(part.device))
         weights = load_folder_weights(folder)
         bench = Bench(part, scale, folder, weights)
         with part.attempt("logprobs of the engine against transformers"):
