@@ -28,8 +28,9 @@ from common import commit, installed, machine, short  # noqa: E402
 
 from april.util.lifetime import end_with_parent  # noqa: E402
 
-MARK = "APRIL_GPU_PART"
-"""Environment variable by which all processes of a part are found, whatever session they have made their own."""
+MARK, STARTED = "APRIL_GPU_PART", "APRIL_GPU_STARTED_S"
+"""Environment variables: a mark by which all processes of a part are found, whatever session they have made their own;
+when the part was started, from which its seconds count."""
 LOOK_S, WRITE_S = 0.1, 2.0
 """Seconds between looks at a part's process, and between versions of the JSON file."""
 LEAVE_S = 3.0
@@ -143,9 +144,10 @@ class Acceptance:
         command += ["--tiny"] * self.options.tiny
         command += ["--seconds", f"{max(1.0, outcome.limit_s - LEAVE_S):.1f}", "--out", str(lines)]
         began = time.monotonic()
+        variables = os.environ | {MARK: mark, STARTED: str(began)}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | {MARK: mark},
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables,
                 start_new_session=True, preexec_fn=end_with_parent,
             )  # fmt: skip
         try:
