@@ -72,6 +72,10 @@ def run(
     sample_writer = SampleWriter(config) if source else None
     while arrived := prefetcher.take():
         (batch, ready), wait_s = arrived
+        if time_slice.is_shared:  # engines load weights only in a time slice of their own
+            costs |= publication.finish()
+            MAIN.at("waiting for the other ranks")
+            dist.barrier(main_group)
         costs |= time_slice.acquire(main_group)
         MAIN.at("training")
         prefetcher.request(batch.step + 1)

@@ -119,6 +119,11 @@ class TimeSlice:
         self._host_offload = HostOffload(device, config.run_dir)
         self._offload_s = 0.0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether engines have time slices on the accelerator, too."""
+        return self._time_sharing is not None
+
     def acquire(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Wait for the accelerator and move the offloaded state back onto it; returns the seconds that each took. A
         learner that has state passes `group`, in which all ranks wait for each other. Raises TimeSliceLate."""

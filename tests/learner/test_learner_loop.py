@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -104,6 +105,40 @@ def test_weights_are_sent_while_the_next_batch_is_trained(live, monkeypatch):
     monkeypatch.setattr(Trainer, "step", train_and_tell)
     monkeypatch.setattr(Diary, "publish", publish_once_trained)
     assert ("publish", Version(0, 2)) in live(2).events
+
+
+class HeldSlice:
+    """A time slice that notes whether the learner holds the accelerator."""
+
+    is_shared, held = True, True
+
+    def acquire(self, group=None):
+        self.held = True
+        return {}
+
+    def release(self, trainer):
+        self.held = False
+
+
+def test_engines_that_share_the_accelerator_in_time_take_weights_before_the_next_batch_is_trained(
+    policy_folder, one_rank, tmp_path, monkeypatch
+):
+    """A batch of groups that were left over is there at once, before engines can have loaded the last weights."""
+    time_slice, publish, held = HeldSlice(), Diary.publish, []
+
+    def publish_once_released(diary, version, tensors, canary):
+        while time_slice.held and not held:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        held.append(time_slice.held)
+        return publish(diary, version, tensors, canary)
+
+    monkeypatch.setattr(Diary, "publish", publish_once_released)
+    config = make_config(policy_folder, tmp_path / "run")
+    diary = Diary(policy_folder, 3)
+    loop.run(config, Trainer(config, torch.device("cpu")), diary, diary, time_slice)
+    assert held == [False] * 4 and len(diary.metrics) == 3
+    assert all("publish_s" in metrics for metrics in diary.metrics)
 
 
 @pytest.fixture
