@@ -6,8 +6,9 @@ that is left. Engine and learner share the card by divided memory, then in turns
 all runs are started together, and each waits in its engine until it is let go.
 
 The engine's cost model is fitted as `april calibrate` does, before the first run. The learner's time for a token, and
-the time from a batch to its weights in the engine, are those of `sync`, where nothing else runs beside them. While the
-learner trains under `continuous`, the engine is taken to stand still: two processes take turns on one card.
+the time from a batch to its weights in the engine, are those of `sync`, where nothing else runs beside them. Under
+`continuous` the learner trains while the engine generates, and two processes share the card's time: the learner is
+taken to need twice its time, and the engine to lose as much of its own as the learner needs alone.
 """
 
 import os
@@ -60,16 +61,21 @@ CARD = Size(
 )
 TINY = Size(QWEN3_SHAPES["tiny"], 4, 32, median=32, longest=512, prompt=16)
 SCALES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-"""By which median and cut are scaled; the largest is taken for which ROUNDS rounds fit the time of a run."""
-ROUNDS = 3.5
+"""By which median and cut are scaled: the largest for which all runs fit into the time that is left."""
+ROUNDS = {"sync": 3.2, "continuous": 2.2, "april": 2.2}
+"""Time of a run, in times of its longest response."""
 SHARES = (1 / 16, 1 / 4, 1)
 """Running sequences of the loads that are timed for the cost model, as shares of the slots."""
 LEARNER_KEYS = ("gather_s", "canary_s", "publish_s", "wait_s", "turn_wait_s", "turn_move_s")
 """Means of these of the learner's metrics are kept."""
 RUNS = (("sync", False), ("continuous", False), ("april", False), ("sync", True), ("april", True))
 """(schedule, whether engine and learner take turns), by worth. `continuous` cannot: it generates while it trains."""
-LEAST_S, START_S = 4.0, 45.0
-"""Least time of a run, and longest start of all (seconds)."""
+TINY_RUNS = (("sync", False), ("continuous", False), ("april", True))
+ENOUGH_S = ((75, 5), (50, 3), (30, 2), (-1, 1))
+"""(seconds that have to be left, number of RUNS that are then started)"""
+LEAST_S, BUILD_S, START_S, MEASURING_S = 4.0, 2.0, 60.0, 8.0
+"""Least time of a run, time to build its engine, longest start of all runs, and what is then kept for measuring them
+(seconds)."""
 GUESSED_S = 5e-3
 """Seconds of a decode step, by which lengths are scaled if no cost model could be fitted."""
 LOOK_S = 0.05
@@ -121,7 +127,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="april-claim-", dir=shared if shared.is_dir() else None) as made:
         folder, runs = Path(made), []
         policy, prompts = make_inputs(folder, size, part.device.type)
-        wanted = RUNS if part.left_s > 75 or part.tiny else RUNS[:3] if part.left_s > 40 else RUNS[:2]
+        most = next(count for seconds, count in ENOUGH_S if part.left_s > seconds)
+        wanted = TINY_RUNS if part.tiny else RUNS[:most]
         try:
             runs = [Run(part, folder, policy, prompts, size, *each) for each in wanted]
             with part.attempt("claim"):
@@ -262,15 +269,15 @@ class Measured:
         return {key: float(f"{value:.4g}") for key, value in (figures | learner).items()}
 
 
-def watch(run: Run, lengths: dict, seconds: float, warm_s: float) -> Measured:
-    """Let a run go for so many seconds, and longer until it has been measured over two steps. The first step, and those
-    of the first `warm_s`, are not measured."""
+def watch(run: Run, lengths: dict, seconds: float, last_s: float, warm_s: float) -> Measured:
+    """Let a run go for so many seconds from when its engine is built, and longer until it has been measured over two
+    steps, but no longer than `last_s`. The first step, and those of the first `warm_s`, are not measured."""
     run.begin(lengths)
-    while not (run.folder / GAUGE).exists() and time.time() < run.began + seconds and not run.ended:
-        time.sleep(LOOK_S)
-    built = time.time()
-    while time.time() < built + seconds or len(run.steps) < 3:
-        if time.time() > built + 2 * seconds:
+    built = None
+    while built is None or time.time() < built + seconds or len(run.steps) < 3:
+        if built is None and (run.folder / GAUGE).exists():
+            built = time.time()
+        if time.time() > run.began + last_s:
             break
         if run.ended:
             raise RuntimeError(f"{run.name} has ended:\n{run.log_end()}")
@@ -278,7 +285,7 @@ def watch(run: Run, lengths: dict, seconds: float, warm_s: float) -> Measured:
     records = run.steps
     run.end()
     if len(records) < 2:
-        raise RuntimeError(f"{len(records)} steps in {2 * seconds:.0f} s:\n{run.log_end()}")
+        raise RuntimeError(f"{len(records)} steps in {time.time() - run.began:.0f} s:\n{run.log_end()}")
     warm = sum(record["time"] < run.began + warm_s for record in records)
     first = max(1, min(warm, len(records) // 2))
     begin, end = records[first - 1]["time"], records[-1]["time"]
@@ -296,9 +303,10 @@ def compare(part: Part, size: Size, started: list[Run], policy: Path) -> None:
     cost = (
         fitted.cost if fitted else EngineCost(decode_base_s=GUESSED_S, decode_running_s=0, decode_kv_s=0, prefill_s=0)
     )
-    each_s = LEAST_S if part.tiny else max(LEAST_S, (part.left_s - 3) / max(1, len(runs)))
     longest_s = cost.steps_s(size.longest, size.slots // 8, size.slots // 8 * size.median)
-    scale = next((scale for scale in SCALES if ROUNDS * scale * longest_s <= each_s), SCALES[-1])
+    wanted_s = longest_s * sum(ROUNDS[run.kind] for run in runs)
+    most_s = part.left_s - 3 - BUILD_S * len(runs)
+    scale = next((scale for scale in SCALES if part.tiny or scale * wanted_s <= most_s), SCALES[-1])
     lengths = {
         "family": "lognormal", "median_tokens": size.median * scale, "longest_tokens": round(size.longest * scale),
         "prompt_tokens": size.prompt, **SPREADS,
@@ -311,12 +319,14 @@ def compare(part: Part, size: Size, started: list[Run], policy: Path) -> None:
         if not part.enough_time(run.name, LEAST_S):
             continue
         with part.attempt(run.name):
+            seconds = LEAST_S if part.tiny else max(LEAST_S, most_s * ROUNDS[run.kind] * longest_s / wanted_s)
+            last_s = 6 * LEAST_S if part.tiny else part.left_s - 1
             warm_s = scale * longest_s if run.kind == "continuous" else 0.0
-            found = measured[run.name] = watch(run, lengths, min(each_s, max(LEAST_S, part.left_s - 2)), warm_s)
+            found = measured[run.name] = watch(run, lengths, min(seconds, last_s), last_s, warm_s)
             part.row(f"gpu_tokens_per_s_{run.name}", found.tokens_per_s, "tokens/s")
             part.row(f"gpu_idle_slots_{run.name}", found.idle_share(size.slots), "fraction")
             part.fact(f"{run.name}: measured", found.summary())
-            alone = measured["sync" + "_turns" * run.turns]
+            alone = measured.get(f"sync{'_turns' * run.turns}") or measured["sync"]
             if run.kind != "sync":
                 name = f"gpu_{run.kind}_vs_sync" + "_turns" * run.turns
                 part.row(name, found.tokens_per_s / alone.tokens_per_s, "ratio")
@@ -342,7 +352,7 @@ def foretell(part: Part, run: Run, found: Measured, alone: Measured, scenario: S
 
 def await_engines(part: Part, started: list[Run]) -> list[Run]:
     """The runs whose engines wait to be let go, once all do or it has taken too long; the others are ended."""
-    began, longest_s = time.monotonic(), START_S if part.tiny else min(START_S, part.left_s / 2)
+    began, longest_s = time.monotonic(), START_S if part.tiny else min(START_S, part.left_s - MEASURING_S)
     runs = list(started)
     while not all(run.waits for run in runs) and time.monotonic() < began + longest_s:
         for run in [run for run in runs if run.ended]:
@@ -375,9 +385,9 @@ def calibrate(part: Part, size: Size, policy: Path) -> Fit:
 def scenario_of(run: Run, found: Measured, alone: Measured, fitted: Fit, lengths: dict) -> Scenario:
     """What is simulated of a run. `alone`: `sync`, shared the same way."""
     size = run.size
-    pause_s = alone.gauge["load_s"] / len(alone.steps)
+    pause_s, train_token_s = alone.gauge["load_s"] / len(alone.steps), alone.train_s / alone.tokens
     if run.kind == "continuous":
-        pause_s += alone.train_s / len(alone.steps)
+        pause_s, train_token_s = pause_s + alone.train_s / len(alone.steps), 2 * train_token_s
     cost = fitted.cost.model_dump(exclude_unset=True)
     cost["decode_base_s"] += alone.loop_s
     schedule = {
@@ -388,7 +398,7 @@ def scenario_of(run: Run, found: Measured, alone: Measured, fitted: Fit, lengths
         "seed": 0, "limit_responses": 4000, "warmup_steps": found.first, "steps": len(found.steps),
         "schedule": schedule, "lengths": lengths, "cost": cost,
         "engines": {"count": 1, "slots": size.slots, "prefix_cache": False},
-        "learner": {"token_s": alone.train_s / alone.tokens},
+        "learner": {"token_s": train_token_s},
         "weights": {"transfer_s": alone.handover_s, "pause_s": pause_s, "keep_kv": False},
     }  # fmt: skip
     return Scenario.model_validate(tree)
