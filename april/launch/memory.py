@@ -35,6 +35,8 @@ class ModelShape:
     hidden: int
     kept_bytes: int
     """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms."""
+    compiled_bytes: int
+    """The same with `learner.compile`: the inputs of matrix products, norms, rotation, gate and attention, bfloat16."""
     head: int
     """Parameters of the output projection."""
 
@@ -59,9 +61,9 @@ def read_shape(folder: Path) -> ModelShape | None:
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     parameters = embeddings + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
     kept = 20 * hidden + 14 * (query_width + kv_width) + 2 * kv_width + 8 * inner
-    return ModelShape(
-        parameters, 2 * layers * kv_width * WEIGHT_BYTES, context, layers, hidden, kept, head=vocabulary * hidden
-    )
+    compiled = 8 * hidden + 10 * query_width + 2 * kv_width + 6 * inner
+    kv_bytes = 2 * layers * kv_width * WEIGHT_BYTES
+    return ModelShape(parameters, kv_bytes, context, layers, hidden, kept, compiled, head=vocabulary * hidden)
 
 
 # --- trained parameters with an adapter -------------------------------------------------------------------------------
@@ -115,8 +117,10 @@ weight."""
 HEAD_BYTES = 12
 """Temporary bytes per parameter of the output head: bfloat16 weight and gradient, and two float32 copies of the
 gradient."""
-LOGITS_BYTES = 256 << 20
-"""Memory of one block of logits, their log-probabilities, and the loss's temporaries."""
+BLOCK_LOGITS = 1 << 27
+"""Most logits in a block: `LOGITS_PER_ACCELERATOR_CHUNK` of `april/learner/model.py`."""
+LOGIT_BYTES = 12
+"""Bytes per logit of a block: logit, log-probability, and the loss's temporaries."""
 CONTEXT_BYTES = GIB
 """Memory of the CUDA context, its libraries, and fragmentation."""
 RELEASED_SERVER_BYTES = 2 << 30
@@ -149,24 +153,31 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
 def activations_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of a micro-batch's activations: those of all layers; with activation checkpointing, the input of every
     layer and all activations of one layer."""
-    learner, longest = config.learner, config.longest_prompt_tokens + config.sampling.max_response_tokens
-    tokens = max(learner.microbatch_tokens, longest)
-    each = shape.layers * shape.kept_bytes
+    learner = config.learner
+    kept = shape.compiled_bytes if learner.compile else shape.kept_bytes
+    each = shape.layers * kept
     if learner.activation_checkpointing:
-        each = shape.layers * 2 * shape.hidden + shape.kept_bytes
-    return float(tokens * each * (2 if learner.compute == "fp32" else 1))
+        each = shape.layers * 2 * shape.hidden + kept
+    return float(pass_tokens(config) * each * (2 if learner.compute == "fp32" else 1))
 
 
-def head_bytes(shape: ModelShape) -> float:
+def head_bytes(config: Config, shape: ModelShape) -> float:
     """Bytes of the output head's temporaries and of one block of logits."""
-    return float(shape.head * HEAD_BYTES + LOGITS_BYTES)
+    logits = min(BLOCK_LOGITS, pass_tokens(config) * shape.head // shape.hidden)
+    return float(shape.head * HEAD_BYTES + logits * LOGIT_BYTES)
+
+
+def pass_tokens(config: Config) -> int:
+    """Most tokens in a forward and backward pass of the learner."""
+    longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
+    return max(config.learner.microbatch_tokens, longest)
 
 
 def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:
     """Plan for an accelerator of `total_bytes`. Raises ConfigError if the rest is too small for weights and one
     response."""
     states, activations = states_bytes(config, shape), activations_bytes(config, shape)
-    head = head_bytes(shape)
+    head = head_bytes(config, shape)
     learner, ranks = states + activations + head + CONTEXT_BYTES, config.engine.tensor_ranks
     weights, longest = shape.parameters * WEIGHT_BYTES / ranks, config.longest_prompt_tokens
     longest += config.sampling.max_response_tokens

@@ -17,10 +17,20 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 log = logging.getLogger(__name__)
 
-NAME = "packed"
+NAME, COMPILED_NAME = "packed", "packed_in_compiled_layers"
 FLASH_CAPABILITY = (8, 0)
 """Lowest CUDA compute capability (major, minor) with flash attention."""
 FLASH_TYPES = (torch.bfloat16, torch.float16)
+
+
+class Packing:
+    """Where the sequences of a packed row lie. No list and no dataclass, since `torch.compile` looks into those and
+    would compile anew for each number of sequences."""
+
+    def __init__(self, seq_lens: list[int], cu_seq_lens: Tensor):
+        """`seq_lens`: length of each sequence; `cu_seq_lens`, int32 [sequences + 1]: their starts, then the length of
+        the row."""
+        self.seq_lens, self.cu_seq_lens, self.longest = seq_lens, cu_seq_lens, max(seq_lens)
 
 
 class PackedAttentionError(ValueError):
@@ -38,13 +48,17 @@ def packed_attention(
     seq_lens: list[int] | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    packing: Packing | None = None,
     **features,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None); the sum of `seq_lens` is T.
 
     Runs `variable_length`, which needs `cu_seq_lens_q` (int32 [sequences + 1]) and `max_length_q`, or `each_sequence`,
-    as `choose_kernel` decides. Raises PackedAttentionError for inputs that neither supports.
+    as `choose_kernel` decides. `packing` stands for all three. Raises PackedAttentionError for inputs that neither
+    supports.
     """
+    if packing is not None:
+        seq_lens, cu_seq_lens_q, max_length_q = packing.seq_lens, packing.cu_seq_lens, packing.longest
     lengths = check_supported(query, key, attention_mask, dropout, seq_lens, features)
     if kernel_for(query.device, query.dtype) == "variable_length":
         return variable_length(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
@@ -145,8 +159,10 @@ def no_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = No
         raise PackedAttentionError("a key-value cache is in use; pass use_cache=False")
 
 
-def register() -> str:
-    """Register packed attention with transformers; returns the name to pass as `attn_implementation`."""
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, no_mask)
-    return NAME
+def register(compiled: bool = False) -> str:
+    """Register packed attention with transformers; returns the name to pass as `attn_implementation`. With `compiled`
+    the name is for layers that are compiled, which call it as it is."""
+    name = COMPILED_NAME if compiled else NAME
+    AttentionInterface.register(name, torch.compiler.disable(packed_attention) if compiled else packed_attention)
+    AttentionMaskInterface.register(name, no_mask)
+    return name

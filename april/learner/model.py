@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,9 @@ from april.learner.loading import ModelError, empty_model, load_weights, persist
 from april.learner.packing import MicroBatch, PackedSupport
 
 LOGITS_PER_CHUNK = 2**24
-"""Most logits that the head computes at once (64 MiB in fp32); more tokens are scored in chunks."""
+"""Most logits that the head computes at once on a CPU (64 MiB in fp32); more tokens are scored in chunks."""
+LOGITS_PER_ACCELERATOR_CHUNK = 2**27
+"""The same on an accelerator (512 MiB), whose matrix units want many rows; counted in `april/launch/memory.py`."""
 BUCKET_BYTES = 16 * 2**20
 """Bytes gathered to rank 0 at a time; the fastest size measured on gloo."""
 GROUPED_BYTES = 16
@@ -38,17 +41,21 @@ class ScoreTokens(torch.autograd.Function):
     """Autograd function of `score_tokens`. With more than one chunk, the backward pass recomputes the logits.
 
     With supports (truncated sampling), a logit's column is an index into the target's support instead of a token id;
-    these log-probabilities take little memory and are kept for the backward pass.
+    these log-probabilities take little memory and are kept for the backward pass. With `compiled`, `scores_of` and
+    `gradient_of` run over the logits of a chunk, which are then never kept.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support):
+    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support, compiled):
         target_logits, logprobs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk)
         columns = support.positions if support else targets
-        whole = None if support else torch.empty_like(chunks.buffer)
+        whole = None if support or compiled else torch.empty_like(chunks.buffer)
         kept = []
         for rows, logits in chunks:
+            if compiled:
+                target_logits[rows], logprobs[rows], entropies[rows] = fused(scores_of)(logits, columns[rows, None])
+                continue
             if support:
                 logits = support.select(logits, rows)
             indices = columns[rows, None]
@@ -60,6 +67,7 @@ class ScoreTokens(torch.autograd.Function):
                 kept.append(log_p)
         ctx.save_for_backward(hidden, weight, columns, target_logits - logprobs, entropies, *kept)
         ctx.temperature, ctx.rows_per_chunk, ctx.support = temperature, rows_per_chunk, support
+        ctx.compiled = compiled
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing
         return logprobs, entropies
 
@@ -74,28 +82,69 @@ class ScoreTokens(torch.autograd.Function):
             log_ps = ((slice(start, start + len(log_p)), log_p) for start, log_p in zip(starts, kept, strict=True))
         else:
             chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk)
-            log_ps = ((rows, logits.sub_(normalisers[rows, None])) for rows, logits in chunks)
+            log_ps = (
+                (rows, logits if ctx.compiled else logits.sub_(normalisers[rows, None])) for rows, logits in chunks
+            )
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, log_p in log_ps:
             logprob_gradient = logprob_gradients[rows, None]
-            if entropy_gradients is None:
-                gradient = log_p.exp_().mul_(-logprob_gradient)
+            entropy_gradient = None if entropy_gradients is None else entropy_gradients[rows, None]
+            if ctx.compiled:
+                scales = [normalisers[rows, None], entropies[rows, None], logprob_gradient, entropy_gradient]
+                gradient = fused(gradient_of)(log_p, columns[rows, None], *scales, ctx.temperature, hidden.dtype)
             else:
-                factor = (log_p + entropies[rows, None]).mul_(-entropy_gradients[rows, None]).sub_(logprob_gradient)
-                gradient = log_p.exp_().mul_(factor)
-            gradient.scatter_add_(1, columns[rows, None], logprob_gradient)
-            if ctx.support:
-                gradient = ctx.support.spread(gradient, rows, len(weight))
-            if ctx.temperature != 1:
-                gradient.div_(ctx.temperature)
-            gradient = gradient.to(hidden.dtype)
+                if entropy_gradient is None:
+                    gradient = log_p.exp_().mul_(-logprob_gradient)
+                else:
+                    factor = (log_p + entropies[rows, None]).mul_(-entropy_gradient).sub_(logprob_gradient)
+                    gradient = log_p.exp_().mul_(factor)
+                gradient.scatter_add_(1, columns[rows, None], logprob_gradient)
+                if ctx.support:
+                    gradient = ctx.support.spread(gradient, rows, len(weight))
+                if ctx.temperature != 1:
+                    gradient.div_(ctx.temperature)
+                gradient = gradient.to(hidden.dtype)
             torch.mm(gradient, weight, out=hidden_gradient[rows])
             if weight_gradient is not None:
                 add_matmul(weight_gradient, gradient.T, hidden[rows])
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None, None
+
+
+def scores_of(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logit, log-probability and entropy of each row of logits [n, V] at its column; `columns` int64 [n, 1], results
+    [n]."""
+    log_p = torch.log_softmax(logits, -1)
+    found = logits.gather(-1, columns)[:, 0], log_p.gather(-1, columns)[:, 0]
+    return *found, -(log_p.exp() * log_p).sum(-1)
+
+
+def gradient_of(
+    logits: Tensor,
+    columns: Tensor,
+    normalisers: Tensor,
+    entropies: Tensor,
+    logprob_gradients: Tensor,
+    entropy_gradients: Tensor | None,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient of logits [n, V] before the division by `temperature`, from those of log-probability and entropy, [n, 1]
+    each."""
+    log_p = logits - normalisers
+    factor = -logprob_gradients
+    if entropy_gradients is not None:
+        factor = factor - entropy_gradients * (log_p + entropies)
+    at_target = torch.arange(logits.shape[1], device=logits.device) == columns
+    return ((log_p.exp() * factor + torch.where(at_target, logprob_gradients, 0.0)) / temperature).to(dtype)
+
+
+@cache
+def fused(function: Callable) -> Callable:
+    """`function`, compiled on its first call to one pass or few over its inputs, of any number of rows."""
+    return torch.compile(function, dynamic=True)
 
 
 class LogitChunks:
@@ -134,17 +183,26 @@ def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def score_tokens(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, support: PackedSupport | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    support: PackedSupport | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised over
     the target's support if there are supports.
 
     hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both are differentiable, with one backward pass
-    per call. At most `LOGITS_PER_CHUNK` logits exist at a time, in two copies; if one chunk holds all, it is kept for
-    the backward pass.
+    per call. At most `LOGITS_PER_CHUNK` logits exist at a time (on an accelerator `LOGITS_PER_ACCELERATOR_CHUNK`), in
+    two copies; if one chunk holds all, it is kept for the backward pass. `compiled`: passes over whole logits are
+    compiled.
     """
-    rows_per_chunk = max(1, LOGITS_PER_CHUNK // len(weight))
-    return ScoreTokens.apply(hidden, weight, targets, temperature, rows_per_chunk, support)
+    most = LOGITS_PER_CHUNK if hidden.device.type == "cpu" else LOGITS_PER_ACCELERATOR_CHUNK
+    rows_per_chunk = max(1, most // len(weight))
+    return ScoreTokens.apply(
+        hidden, weight, targets, temperature, rows_per_chunk, support, compiled and support is None
+    )
 
 
 class Policy(nn.Module):
@@ -158,6 +216,8 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
         self.temperature = temperature
+        self.compiled = False
+        """Whether `compile_layers` has compiled the layers."""
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -169,22 +229,26 @@ class Policy(nn.Module):
         the policy's sampling temperature unless another is given."""
         head = self.lm.get_output_embeddings()
         rows = hidden_states(self.lm, micro)
-        return score_tokens(rows, head.weight, micro.targets, temperature or self.temperature, micro.support)
+        temperature = temperature or self.temperature
+        return score_tokens(rows, head.weight, micro.targets, temperature, micro.support, self.compiled)
+
+    def compile_layers(self) -> None:
+        """Compile the forward pass of each layer in place, except for its attention; sequences of any lengths share
+        what has been compiled. To be called before the model is sharded."""
+        self.compiled = True
+        self.lm.set_attn_implementation(attention.register(compiled=True))
+        for layer in self.lm.base_model.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
     """Last hidden states of the positions that predict the targets of `micro`, [K, D]."""
-    longest = max(micro.seq_lens)
     hidden = lm.base_model(
         input_ids=micro.ids,
         position_ids=micro.positions,
         attention_mask=None,
         use_cache=False,
-        seq_lens=micro.seq_lens,
-        cu_seq_lens_q=micro.cu_seq_lens,
-        cu_seq_lens_k=micro.cu_seq_lens,
-        max_length_q=longest,
-        max_length_k=longest,
+        packing=attention.Packing(micro.seq_lens, micro.cu_seq_lens),
     ).last_hidden_state
     return hidden[0, micro.target_rows]
 

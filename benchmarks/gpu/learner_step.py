@@ -14,25 +14,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from part import QWEN3_SHAPES, Part, make_model  # first: it puts april on sys.path
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from part import QWEN3_SHAPES, Part, make_model
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.utils import logging
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
-from transformers.utils import logging  # noqa: E402
-
-from april.config import Config, LearnerSection  # noqa: E402
-from april.launch import memory  # noqa: E402
-from april.learner import attention, performance  # noqa: E402
-from april.learner.batch import TrainingBatch, TrainSample  # noqa: E402
-from april.learner.packing import MicroBatch, input_tokens  # noqa: E402
-from april.learner.trainer import ReadyBatch, Trainer  # noqa: E402
-from april.wire.message import Version  # noqa: E402
+from april.config import Config, LearnerSection
+from april.launch import memory
+from april.learner import attention, performance
+from april.learner.batch import TrainingBatch, TrainSample
+from april.learner.packing import MicroBatch, input_tokens
+from april.learner.trainer import ReadyBatch, Trainer
+from april.wire.message import Version
 
 GROUP = 8
 LR = 1e-6
@@ -128,8 +128,8 @@ def planned_bytes(config: Config) -> float:
     """What the learner is calculated to take where it shares an accelerator: by `devices.share`."""
     shape = memory.read_shape(config.model.path)
     assert shape is not None
-    parts = memory.states_bytes(config, shape), memory.activations_bytes(config, shape), memory.head_bytes(shape)
-    return sum(parts) + memory.CONTEXT_BYTES
+    parts = (memory.states_bytes, memory.activations_bytes, memory.head_bytes)
+    return sum(part(config, shape) for part in parts) + memory.CONTEXT_BYTES
 
 
 def synchronize(device: torch.device) -> None:
@@ -326,13 +326,13 @@ def padded_passes(samples: list[TrainSample], budget_tokens: int) -> list[list[T
     return passes
 
 
-def compare(part: Part, steps: LearnerSteps, measured: Measured, recompute: bool) -> None:
+def compare(part: Part, steps: LearnerSteps, measured: Measured) -> None:
     """The learner and the bare loop in turns on the same micro-batches, then the padded loop on the same samples."""
     scale, device = steps.scale, part.device
     micros, tokens = [micro.packed for micro in measured.ready.micros], tokens_of(measured.batch)
     speeds = {"ours": [], "bare": []}
     with part.attempt("bare packed loop"):
-        bare = Bare(steps.shape, scale.longest, recompute, device)
+        bare = Bare(steps.shape, scale.longest, SAFE.recompute, device)
         bare.step(micros[-1:])  # to warm up
         turns = {
             "bare": lambda: bare.step(micros),
@@ -373,17 +373,13 @@ def first_shape(part: Part, scale: Scale, folder: Path) -> None:
             if variant == SAFE:
                 with part.attempt("publication"):
                     steps.publication(measured.trainer)
-            if variant == BEST and part.enough_time("bare packed loop", 3 + 2 * steps.step_s):
-                compare(part, steps, measured, variant.recompute)
+            if variant == SAFE and part.enough_time("bare packed loop", 3 + 2 * steps.step_s):
+                compare(part, steps, measured)
             del measured
         if steps.mfu:
             part.fact("MFU so far", {name: round(value, 3) for name, value in steps.mfu.items()})
     if steps.mfu and scale.shapes[0] == "1.7B":
         part.row("gpu_mfu_1_7b", max(steps.mfu.values()), "fraction")
-
-
-BEST = Variant(recompute=True, compiled=HAS_COMPILE)
-"""The variant that is compared with the other loops."""
 
 
 def other_shape(part: Part, scale: Scale, shape: str) -> None:
@@ -392,8 +388,11 @@ def other_shape(part: Part, scale: Scale, shape: str) -> None:
         return
     with part.attempt(shape), model_folder(part, shape, scale) as folder:
         steps = LearnerSteps(part, scale, shape, folder)
-        with steps.trained(BEST):
+        with steps.trained(SAFE):
             pass
+        if HAS_COMPILE and part.enough_time(f"{shape} compiled", 20 + 3 * steps.step_s):
+            with steps.trained(Variant(recompute=True, compiled=True)):
+                pass
 
 
 @contextmanager
@@ -423,6 +422,8 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     scale = TINY if part.tiny else BRIEF if part.left_s < BRIEF_S else FULL
+    if part.tiny:
+        torch.compile = partial(torch.compile, backend="aot_eager")  # the default one calls a C++ compiler for a minute
     join_alone(part.device)
     part.fact("attention kernel", attention.kernel_for(part.device, torch.bfloat16))
     if part.device.type == "cuda":

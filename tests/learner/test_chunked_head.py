@@ -41,8 +41,10 @@ def supports(targets):
 @pytest.mark.parametrize("used", [("logprob",), ("entropy",), ("logprob", "entropy")], ids="+".join)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("rows_per_chunk", [7, 23], ids=["chunks", "one chunk"])
-def test_chunks_equal_whole_logits(used, dtype, tolerance, rows_per_chunk, cut, monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "to compile"])
+def test_chunks_equal_whole_logits(used, dtype, tolerance, rows_per_chunk, cut, compiled, monkeypatch):
     monkeypatch.setattr(model, "LOGITS_PER_CHUNK", rows_per_chunk * 50)
+    monkeypatch.setattr(model, "fused", lambda function: function)
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 16).to(dtype), torch.randn(50, 16).to(dtype)
     targets, factors = torch.randint(0, 50, (23,)), {"logprob": torch.randn(23), "entropy": torch.randn(23)}
@@ -56,7 +58,7 @@ def test_chunks_equal_whole_logits(used, dtype, tolerance, rows_per_chunk, cut, 
         return [score.detach() for score in scores.values()], [tensor.grad.float() for tensor in inputs]
 
     ours, our_gradients = gradients(
-        lambda *inputs: model.score_tokens(*inputs, targets, TEMPERATURE, support), hidden, weight
+        lambda *inputs: model.score_tokens(*inputs, targets, TEMPERATURE, support, compiled), hidden, weight
     )
     theirs, their_gradients = gradients(
         lambda *inputs: written_out(*inputs, targets, drawable), hidden.float(), weight.float()

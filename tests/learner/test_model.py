@@ -1,5 +1,7 @@
 """Other architectures than the quickstart's: exact where they are supported, refused where they are not."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -144,3 +147,22 @@ def test_a_sliding_window_is_refused(tmp_path):
     sample = make_sample(np.random.default_rng(0), 3, 5, 1.0)
     with pytest.raises(PackedAttentionError, match="sliding_window"):
         policy(pack([sample], CPU))
+
+
+def test_compiled_layers_train_as_plain_ones_and_are_not_compiled_for_each_batch(one_rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ compiler
+    folder = random_model(Qwen3Config(**SHAPE), tmp_path / "source")
+    rng = np.random.default_rng(0)
+    plain, compiled = (
+        Trainer(make_config(folder, tmp_path / f"run-{compile}", lr=1e-3, compile=compile), CPU)
+        for compile in (False, True)
+    )
+    counted = []
+    for lengths in [(5, 9), (30, 4, 2), (7,), (1, 2, 3, 4), (6, 6, 6, 6, 6)]:
+        samples = [make_sample(rng, 3, length, float(i % 2)) for i, length in enumerate((*lengths, 3))]
+        batch = near_policy(TrainingBatch(0, [samples]), folder, rng)
+        expected, found = plain.step(batch), compiled.step(batch)
+        for name in ("loss", "grad_norm", "entropy"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6)
+        counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counted[0] and counted[-1] == counted[1]

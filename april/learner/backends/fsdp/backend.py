@@ -28,6 +28,8 @@ class FSDPBackend(Backend):
         policy = empty_policy(path, config.sampling.temperature, section.activation_checkpointing)
         if config.lora.is_set:
             lora.attach(policy.lm, config.lora, config.seed)
+        if section.compile:
+            policy.compile_layers()
         self.adapter = lora.describe(policy.lm, config.lora)
         self.cost = performance.forward_cost(policy.lm)
         self.bf16 = uses_bf16(section, device)

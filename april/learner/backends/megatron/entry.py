@@ -42,6 +42,7 @@ class MegatronEntry(BackendEntry):
             f"sampling.top_k = {config.sampling.top_k}, top_p = {config.sampling.top_p} and "
             f"min_p = {config.sampling.min_p}": config.sampling.is_cut,
             "learner.activation_checkpointing = true": learner.activation_checkpointing,
+            "learner.compile = true": learner.compile,
         }
         for setting, is_set in refused.items():
             if is_set:
