@@ -168,8 +168,8 @@ class FlatCache:
         """The batch whose extents are in `_starts`."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         """Graph of a decode step, by its number of rows."""
-        self._logits = torch.empty(rows, shape.vocabulary, dtype=torch.float32, device=device)
-        """Where graphs leave their logits."""
+        self._logits = torch.empty(0, shape.vocabulary, dtype=torch.float32, device=device)
+        """Where graphs leave their logits: float32 [rows, vocabulary], allocated with the cache."""
         self._decoder: Decoder | None = None
         """The decoder that the graphs run."""
 
@@ -262,6 +262,7 @@ class FlatCache:
         self._extents.grow(larger)
         if not size:
             self._extents.take(SCRATCH)
+            self._logits = self._logits.new_empty(graph_rows(self.slots), self.shape.vocabulary)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the old, smaller tensors fit no later request
         return True
