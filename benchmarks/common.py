@@ -240,4 +240,5 @@ def commit() -> str:
         return "unknown"
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
     changes = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True)
-    return (head.stdout.strip() or "unknown") + ("+" if changes.stdout.strip() else "")
+    known = head.stdout.strip() or os.environ.get("APRIL_COMMIT") or "unknown"
+    return known + ("+" if changes.stdout.strip() else "")

@@ -19,5 +19,6 @@ python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --dis
 for part in policy data; do
     [ -e "$root/cache/$part" ] || { mkdir -p "$root/cache" && cp -r "$folder/cache/$part" "$root/cache/"; }
 done
+if [ -e "$folder/commit" ]; then export APRIL_COMMIT=$(<"$folder/commit"); fi
 export PYTHONPATH=$site:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 exec "$@"

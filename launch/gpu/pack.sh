@@ -48,6 +48,7 @@ collect() {
     (cd "$root" && "$own" -m april.cli make-policy >&2 && "$own" -m april.cli make-data >&2)
     mkdir -p "$folder/cache"
     cp -r "$root/cache/policy" "$root/cache/data" "$folder/cache/"
+    git -C "$root" rev-parse HEAD >"$folder/commit" 2>/dev/null || true     # a copy of the tree may lack its history
     size=$(du -sm "$folder" | cut -f1)
     [ "$size" -le "$most_mb" ] || fail "$folder holds $size MB; more than $most_mb MB is too much for one transfer"
     say "$folder holds $(ls "$folder"/*.whl | wc -l) wheels and the policy, $size MB"
