@@ -8,7 +8,7 @@ all runs are started together, and each waits in its engine until it is let go.
 The engine's cost model is fitted as `april calibrate` does, before the first run. The learner's time for a token, and
 the time from a batch to its weights in the engine, are those of `sync`, where nothing else runs beside them. Under
 `continuous` the learner trains while the engine generates, and two processes share the card's time: the learner is
-taken to need twice its time, and the engine to lose as much of its own as the learner needs alone.
+taken to need twice its time, and the engine to be slower by as much as the learner needs alone.
 """
 
 import os
@@ -29,7 +29,7 @@ import torch  # isort: skip
 from april.learner.policy.warm_start import build_tokenizer  # isort: skip
 from april.observe.report.run_folder import read_records  # isort: skip
 from april.config.costs import EngineCost  # isort: skip
-from april.simulate.calibrate import Fit, fit, measure  # isort: skip
+from april.simulate.calibrate import COSTS, Fit, fit, measure  # isort: skip
 from april.simulate.pipeline import simulate  # isort: skip
 from april.simulate.probe import probe_of  # isort: skip
 from april.simulate.scenario import Scenario  # isort: skip
@@ -338,6 +338,10 @@ def compare(part: Part, size: Size, started: list[Run], policy: Path) -> None:
 
 def foretell(part: Part, run: Run, found: Measured, alone: Measured, scenario: Scenario) -> float:
     """Record what the simulator says of a run; returns by how much its tokens/s are too many, as a share."""
+    if run.kind == "continuous":
+        limit = no_barrier_limit(scenario) / alone.tokens_per_s
+        part.row("gpu_continuous_vs_sync_limit", limit, "ratio")
+        scenario = beside_learner(scenario, alone.train_s / len(alone.steps))
     foretold = simulate(scenario)
     error = foretold.consumed_per_s / found.tokens_per_s - 1
     part.row(f"gpu_prediction_error_{run.name}", error, "ratio")
@@ -345,8 +349,6 @@ def foretell(part: Part, run: Run, found: Measured, alone: Measured, scenario: S
     figures |= {f"idle_{cause}": share for cause, share in foretold.idle_share.items() if share}
     part.fact(f"{run.name}: simulated", {key: float(f"{value:.4g}") for key, value in figures.items()})
     part.fact(f"{run.name}: scenario", scenario.model_dump(mode="json", exclude_unset=True))
-    if run.kind == "continuous":
-        part.row("gpu_continuous_vs_sync_limit", no_barrier_limit(scenario) / alone.tokens_per_s, "ratio")
     return error
 
 
@@ -375,8 +377,6 @@ def calibrate(part: Part, size: Size, policy: Path) -> Fit:
         fitted = fit(
             measure(probe, loads, SHARES, repeats=1), f"{name}, {size.slots} slots", probe.engine.kv_tokens, False
         )
-    if part.device.type == "cuda":
-        torch.cuda.empty_cache()
     part.fact("claim: cost model", fitted.describe().splitlines())
     part.fact("claim: seconds of the fit", round(time.monotonic() - began, 2))
     return fitted
@@ -384,10 +384,7 @@ def calibrate(part: Part, size: Size, policy: Path) -> Fit:
 
 def scenario_of(run: Run, found: Measured, alone: Measured, fitted: Fit, lengths: dict) -> Scenario:
     """What is simulated of a run. `alone`: `sync`, shared the same way."""
-    size = run.size
-    pause_s, train_token_s = alone.gauge["load_s"] / len(alone.steps), alone.train_s / alone.tokens
-    if run.kind == "continuous":
-        pause_s, train_token_s = pause_s + alone.train_s / len(alone.steps), 2 * train_token_s
+    size, pause_s = run.size, alone.gauge["load_s"] / len(alone.steps)
     cost = fitted.cost.model_dump(exclude_unset=True)
     cost["decode_base_s"] += alone.loop_s
     schedule = {
@@ -398,10 +395,19 @@ def scenario_of(run: Run, found: Measured, alone: Measured, fitted: Fit, lengths
         "seed": 0, "limit_responses": 4000, "warmup_steps": found.first, "steps": len(found.steps),
         "schedule": schedule, "lengths": lengths, "cost": cost,
         "engines": {"count": 1, "slots": size.slots, "prefix_cache": False},
-        "learner": {"token_s": train_token_s},
+        "learner": {"token_s": alone.train_s / alone.tokens},
         "weights": {"transfer_s": alone.handover_s, "pause_s": pause_s, "keep_kv": False},
     }  # fmt: skip
     return Scenario.model_validate(tree)
+
+
+def beside_learner(scenario: Scenario, train_s: float) -> Scenario:
+    """The scenario with an engine and a learner that share a card's time all the time. `train_s`: the learner's time
+    for a batch, alone."""
+    measures = simulate(scenario)
+    slower = 1 + train_s * scenario.steps / measures.measured.time_s
+    costs = {f"cost__{key}": slower * getattr(scenario.cost, key) for key in COSTS}
+    return scenario.with_keys(learner__token_s=2 * scenario.learner.token_s, **costs)
 
 
 if __name__ == "__main__":
