@@ -234,11 +234,11 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the tree that was measured, with a + when it had changes; "unknown" without git."""
-    here = Path(__file__).parent
+    """The commit of the tree that was measured, with a + when it had changes; without git or its history what
+    APRIL_COMMIT says."""
+    here, packed = Path(__file__).parent, os.environ.get("APRIL_COMMIT") or "unknown"
     if shutil.which("git") is None:
-        return "unknown"
+        return packed
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True)
     changes = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True)
-    known = head.stdout.strip() or os.environ.get("APRIL_COMMIT") or "unknown"
-    return known + ("+" if changes.stdout.strip() else "")
+    return (head.stdout.strip() or packed) + ("+" if changes.stdout.strip() else "")
