@@ -1,11 +1,13 @@
 """Downloads the wheels that a host without a network lacks: what is needed, and what that needs, but not what it has.
 
-    python launch/gpu/collect.py FOLDER EXTRAS
+    python launch/gpu/collect.py .gpu 'april-rl[learner,worker]'
+    python launch/gpu/collect.py .gpu-vllm vllm==0.24.0 --without flashinfer-python,tilelang
 
-FOLDER gets the wheels of April[EXTRAS], for CPython 3.12 on x86-64. pip itself would first fetch torch and all that it
-needs, to learn what the host has anyway.
+The folder gets the wheels for CPython 3.12 on x86-64. pip itself would first fetch torch and all that it needs, to
+learn what the host has anyway.
 """
 
+import argparse
 import subprocess
 import sys
 import tomllib
@@ -25,12 +27,18 @@ MARKERS = {"python_version": "3.12", "python_full_version": "3.12.3", "sys_platf
 
 
 def main() -> None:
-    folder, extras = Path(sys.argv[1]), sys.argv[2].split(",")
+    arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    arguments.add_argument("folder", type=Path, help="emptied of wheels first")
+    arguments.add_argument("needs", nargs="+", type=Requirement, help="as pip takes them; april-rl is this checkout")
+    arguments.add_argument("--without", default="", metavar="NAMES", help="packages that are left out, with commas")
+    options = arguments.parse_args()
+    folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
-    there = read_host(ROOT / "launch/gpu/host.txt")
-    wanted, packed = needs_of_april(extras), {}
+    without = map(canonicalize_name, options.without.split(","))
+    there = read_host(ROOT / "launch/gpu/host.txt") | dict.fromkeys(without, "")
+    wanted, packed = [each for need in options.needs for each in expanded(need)], {}
     while wanted:
         missing = [need for need in wanted if not is_there(need, there) and canonicalize_name(need.name) not in packed]
         if missing:
@@ -55,10 +63,13 @@ def is_there(need: Requirement, there: dict[str, str]) -> bool:
     return name in there
 
 
-def needs_of_april(extras: list[str]) -> list[Requirement]:
+def expanded(need: Requirement) -> list[Requirement]:
+    """The need itself, or in place of April what it needs with these extras."""
+    if canonicalize_name(need.name) != "april-rl":
+        return [need]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = [project["optional-dependencies"][extra] for extra in extras]
-    return [Requirement(need) for needs in (project["dependencies"], *optional) for need in needs]
+    optional = [project["optional-dependencies"][extra] for extra in sorted(need.extras)]
+    return [Requirement(each) for needs in (project["dependencies"], *optional) for each in needs]
 
 
 def needs_of_wheel(wheel: Path) -> list[Requirement]:

@@ -43,7 +43,7 @@ own=$root/.venv/bin/python
 collect() {
     local size
     say "collecting what April[$extras] needs beside the host's packages"
-    "$own" "$root/launch/gpu/collect.py" "$folder" "$extras"
+    "$own" "$root/launch/gpu/collect.py" "$folder" "april-rl[$extras]"
     say "making the quickstart's policy and prompts, if they are not there"
     (cd "$root" && "$own" -m april.cli make-policy >&2 && "$own" -m april.cli make-data >&2)
     mkdir -p "$folder/cache"
