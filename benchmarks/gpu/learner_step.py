@@ -13,33 +13,32 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from bare_loop import LR, Bare, synchronize
+from kernel_checks import check_kernels
 from part import QWEN3_SHAPES, Part, make_model
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, Qwen3Config
+from torch.profiler import ProfilerActivity
 from transformers.utils import logging
 
 from april.config import Config, LearnerSection
 from april.launch import memory
 from april.learner import attention, performance
 from april.learner.batch import TrainingBatch, TrainSample
-from april.learner.packing import MicroBatch, input_tokens
+from april.learner.packing import input_tokens
 from april.learner.trainer import ReadyBatch, Trainer
 from april.wire.message import Version
 
 GROUP = 8
-LR = 1e-6
 BRIEF_S = 60.0
 """With fewer seconds than these all is tried on the smallest shape, with less work."""
-HEAD_ROWS = 2048
-"""Tokens that the bare loop scores at once."""
+KERNELS = 16
+"""Kernels that a profile names."""
 GIB = float(1 << 30)
 
 
@@ -63,7 +62,7 @@ class Scale:
         return self.longest // 64
 
 
-FULL = Scale(("1.7B", "0.6B", "4B"), groups=10, median=512, longest=16_384, microbatch_tokens=16_384, steps=3)
+FULL = Scale(("1.7B", "0.6B", "4B"), groups=6, median=512, longest=16_384, microbatch_tokens=16_384, steps=2)
 BRIEF = Scale(("0.6B",), groups=2, median=512, longest=8_192, microbatch_tokens=8_192, steps=1)
 TINY = Scale(("tiny", "tiny"), groups=2, median=32, longest=256, microbatch_tokens=512, steps=1)
 
@@ -81,8 +80,10 @@ class Variant:
 
 
 SAFE = Variant(recompute=True, compiled=False)
-VARIANTS = (SAFE, Variant(True, True), Variant(False, True), Variant(False, False))
+VARIANTS = (SAFE, Variant(False, True), Variant(True, True), Variant(False, False))
 """By worth."""
+COMPILE_S = 30.0
+"""Seconds that compiling may take."""
 HAS_COMPILE = "compile" in LearnerSection.model_fields
 
 
@@ -132,9 +133,14 @@ def planned_bytes(config: Config) -> float:
     return sum(part(config, shape) for part in parts) + memory.CONTEXT_BYTES
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def fits(part: Part, what: str, config: Config) -> bool:
+    """Whether the card has the calculated memory; records it if not."""
+    if part.device.type != "cuda":
+        return True
+    total, planned = torch.cuda.mem_get_info()[1], planned_bytes(config)
+    if planned > total:
+        part.fact(f"{what}: left out", f"{planned / GIB:.1f} GiB are calculated, the card has {total / GIB:.1f}")
+    return planned <= total
 
 
 def empty(device: torch.device) -> None:
@@ -231,6 +237,27 @@ class LearnerSteps:
         part.row(f"gpu_memory_allocated_gib_{suffix}", allocated / GIB, "GiB")
         part.row(f"gpu_memory_plan_error_{suffix}", abs(planned / used - 1), "ratio")
 
+    def profile(self, measured: Measured, variant: Variant) -> None:
+        """Record which kernels a step of the first micro-batch spends its time in."""
+        what = f"{self.name}_{variant.name}: kernels of one micro-batch"
+        if not self.part.enough_time(what, 4 + self.step_s):
+            return
+        with self.part.attempt(what):
+            ready = replace(measured.ready, minibatches=[measured.ready.minibatches[0][:1]])
+            on_card = self.part.device.type == "cuda"
+            activity = ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU
+            with torch.profiler.profile(activities=[activity]) as profiler:
+                measured.trainer.step(measured.batch, ready)
+                synchronize(self.part.device)
+            events = [
+                (event.self_device_time_total if on_card else event.self_cpu_time_total, event.count, event.key[:70])
+                for event in profiler.key_averages()
+            ]
+            events.sort(reverse=True)
+            total = sum(spent for spent, _, _ in events)
+            table = [f"{spent / 1e3:.1f} ms, {count} x {key}" for spent, count, key in events[:KERNELS]]
+            self.part.fact(what, [f"{total / 1e3:.1f} ms in all", *table])
+
     def publication(self, trainer: Trainer) -> None:
         """Seconds in which all weights are collected on the CPU, from where they are published."""
         seconds, state = [], {}
@@ -243,87 +270,7 @@ class LearnerSteps:
         self.part.row(f"gpu_weights_to_cpu_gb_per_s_{self.name}", [gigabytes / each for each in seconds[1:]], "GB/s")
 
 
-# --- the other loops --------------------------------------------------------------------------------------------------
-
-
-class Bare:
-    """The plainest loop over packed micro-batches: a model of transformers and AdamW, both in bf16."""
-
-    def __init__(self, shape: str, longest: int, recompute: bool, device: torch.device):
-        config = Qwen3Config(
-            **QWEN3_SHAPES[shape], max_position_embeddings=longest, bos_token_id=None, eos_token_id=None
-        )
-        with torch.device(device):
-            self.lm = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=attention.register()
-            )
-        self.lm.train()
-        if recompute:
-            self.lm.gradient_checkpointing_enable({"use_reentrant": False})
-        self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=LR, fused=True)
-        self.device = device
-
-    def step(self, micros: list[MicroBatch]) -> None:
-        for micro in micros:
-            longest = max(micro.seq_lens)
-            hidden = self.lm.base_model(
-                input_ids=micro.ids, position_ids=micro.positions, use_cache=False, seq_lens=micro.seq_lens,
-                cu_seq_lens_q=micro.cu_seq_lens, cu_seq_lens_k=micro.cu_seq_lens, max_length_q=longest,
-                max_length_k=longest,
-            ).last_hidden_state  # fmt: skip
-            self.loss(hidden[0, micro.target_rows], micro.targets).backward()
-        self.update()
-
-    def update(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.lm.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        synchronize(self.device)
-
-    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sum of the targets' negative log-probabilities, by chunks whose logits the backward pass recomputes."""
-        total = torch.zeros((), device=hidden.device)
-        for rows, chunk in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
-            total = total + checkpoint(self.chunk_loss, rows, chunk, use_reentrant=False)
-        return total / len(targets)
-
-    def chunk_loss(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.lm.lm_head(rows).float(), targets, reduction="sum")
-
-    def step_padded(self, samples: list[TrainSample], budget_tokens: int, limit_s: float) -> float:
-        """Tokens/s over padded rows in the order of arrival, as many passes as `limit_s` has room for."""
-        self.lm.set_attn_implementation("sdpa")
-        done, began = 0, time.perf_counter()
-        for rows in padded_passes(samples, budget_tokens):
-            width = max(map(input_tokens, rows))
-            ids, mask, targets = torch.zeros(3, len(rows), width, dtype=torch.int64)
-            behind_prompt = torch.zeros(len(rows), width, dtype=torch.bool)
-            for row, sample in enumerate(rows):
-                length, tokens = input_tokens(sample), torch.from_numpy(sample.tokens.astype(np.int64))
-                ids[row, :length], targets[row, :length], mask[row, :length] = tokens[:-1], tokens[1:], 1
-                behind_prompt[row, sample.prompt_tokens - 1 : length] = True
-            ids, mask, targets, behind_prompt = (
-                tensor.to(self.device) for tensor in (ids, mask, targets, behind_prompt)
-            )
-            hidden = self.lm.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-            self.loss(hidden[behind_prompt], targets[behind_prompt]).backward()
-            synchronize(self.device)
-            done += sum(map(input_tokens, rows))
-            if time.perf_counter() - began > limit_s:
-                break
-        self.update()
-        return done / (time.perf_counter() - began)
-
-
-def padded_passes(samples: list[TrainSample], budget_tokens: int) -> list[list[TrainSample]]:
-    """Consecutive samples whose rows, padded to the longest, hold at most the budget."""
-    passes: list[list[TrainSample]] = [[]]
-    for sample in samples:
-        longest = max(map(input_tokens, [*passes[-1], sample]))
-        if passes[-1] and longest * (len(passes[-1]) + 1) > budget_tokens:
-            passes.append([])
-        passes[-1].append(sample)
-    return passes
+# --- beside the other loops -------------------------------------------------------------------------------------------
 
 
 def compare(part: Part, steps: LearnerSteps, measured: Measured) -> None:
@@ -360,14 +307,17 @@ def compare(part: Part, steps: LearnerSteps, measured: Measured) -> None:
 
 
 def first_shape(part: Part, scale: Scale, folder: Path) -> None:
-    steps = LearnerSteps(part, scale, scale.shapes[0], folder)
+    steps, compiled = LearnerSteps(part, scale, scale.shapes[0], folder), False
     for variant in VARIANTS:
         if variant.compiled and not HAS_COMPILE:
             if variant.recompute:
                 part.fact("torch.compile of the learner", "not built")
             continue
         what = f"{steps.shape} {variant.name}"
-        if not part.enough_time(what, 5 + 2 * steps.step_s):
+        compiling = variant.compiled * (5.0 if compiled else COMPILE_S)
+        if not part.enough_time(what, 5 + compiling + 3 * steps.step_s):
+            continue
+        if not fits(part, what, config_of(folder, scale, variant, part.device)):
             continue
         with part.attempt(what), steps.trained(variant) as measured:
             if variant == SAFE:
@@ -375,6 +325,9 @@ def first_shape(part: Part, scale: Scale, folder: Path) -> None:
                     steps.publication(measured.trainer)
             if variant == SAFE and part.enough_time("bare packed loop", 3 + 2 * steps.step_s):
                 compare(part, steps, measured)
+            compiled |= variant.compiled
+            if not (variant.compiled and variant.recompute):
+                steps.profile(measured, variant)
             del measured
         if steps.mfu:
             part.fact("MFU so far", {name: round(value, 3) for name, value in steps.mfu.items()})
@@ -431,6 +384,7 @@ def main() -> None:
     try:
         with part.attempt(scale.shapes[0]), model_folder(part, scale.shapes[0], scale) as folder:
             first_shape(part, scale, folder)
+        check_kernels(part)
         for shape in scale.shapes[1:]:
             other_shape(part, scale, shape)
     finally:
