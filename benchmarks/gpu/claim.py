@@ -76,6 +76,8 @@ ENOUGH_S = ((75, 5), (50, 3), (30, 2), (-1, 1))
 LEAST_S, BUILD_S, START_S, MEASURING_S = 4.0, 2.0, 60.0, 8.0
 """Least time of a run, time to build its engine, longest start of all runs, and what is then kept for measuring them
 (seconds)."""
+SHORT_S = 40.0
+"""With fewer seconds left, the cost model is fitted while the runs start, which disturb it."""
 GUESSED_S = 5e-3
 """Seconds of a decode step, by which lengths are scaled if no cost model could be fitted."""
 LOOK_S = 0.05
@@ -297,9 +299,13 @@ def watch(run: Run, lengths: dict, seconds: float, last_s: float, warm_s: float)
 
 def compare(part: Part, size: Size, started: list[Run], policy: Path) -> None:
     """Fit the cost model, measure the runs one after the other, and record what the simulator says of each."""
-    runs, fitted = await_engines(part, started), None
+    runs, fitted, is_short = started, None, part.left_s < SHORT_S and not part.tiny
+    if not is_short:
+        runs = await_engines(part, started)
     with part.attempt("cost model"):
         fitted = calibrate(part, size, policy)
+    if is_short:
+        runs = await_engines(part, started)
     cost = (
         fitted.cost if fitted else EngineCost(decode_base_s=GUESSED_S, decode_running_s=0, decode_kv_s=0, prefill_s=0)
     )
