@@ -113,12 +113,16 @@ QWEN3_SHAPES = {
         "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
     },
+    "small": {
+        "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True,
+    },
     "tiny": {
         "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-"""Shapes of Qwen3, by the keys of config.json (Qwen's model cards); `tiny` is for rehearsals."""
+"""Shapes of Qwen3, by the keys of config.json (Qwen's model cards), and two of no model; `tiny` is for rehearsals."""
 
 
 def make_model(folder: Path, shape: str, dtype: torch.dtype, max_positions: int, device: str = "cpu") -> Path:
