@@ -306,7 +306,8 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
     fully_shard(policy, **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if dist.get_world_size() > 1:  # one rank would copy its gradients to divide them by 1
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     return policy
 

@@ -53,7 +53,6 @@ class Scale:
     """Median length of responses, tokens."""
     longest: int
     """Length of the longest sequence, tokens; one in each step has it."""
-    microbatch_tokens: int
     steps: int
     """Measured steps, behind one of warm-up."""
 
@@ -62,9 +61,9 @@ class Scale:
         return self.longest // 64
 
 
-FULL = Scale(("1.7B", "0.6B", "4B"), groups=6, median=512, longest=16_384, microbatch_tokens=16_384, steps=2)
-BRIEF = Scale(("0.6B",), groups=2, median=512, longest=8_192, microbatch_tokens=8_192, steps=1)
-TINY = Scale(("tiny", "tiny"), groups=2, median=32, longest=256, microbatch_tokens=512, steps=1)
+FULL = Scale(("1.7B", "0.6B", "4B"), groups=6, median=512, longest=16_384, steps=2)
+BRIEF = Scale(("0.6B",), groups=2, median=512, longest=8_192, steps=1)
+TINY = Scale(("tiny", "tiny"), groups=2, median=32, longest=256, steps=1)
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,16 @@ class Variant:
 
     recompute: bool
     compiled: bool
+    sequences: int
+    """Longest sequences that a micro-batch has room for."""
 
     @property
     def name(self) -> str:
         return f"{'recompute' if self.recompute else 'keep'}{'_compiled' * self.compiled}"
 
 
-SAFE = Variant(recompute=True, compiled=False)
-VARIANTS = (SAFE, Variant(False, True), Variant(True, True), Variant(False, False))
+SAFE = Variant(recompute=True, compiled=False, sequences=2)
+VARIANTS = (SAFE, Variant(False, True, 1), Variant(True, True, 2), Variant(False, False, 1))
 """By worth."""
 COMPILE_S = 30.0
 """Seconds that compiling may take."""
@@ -111,8 +112,8 @@ def tokens_of(batch: TrainingBatch) -> int:
 
 def config_of(folder: Path, scale: Scale, variant: Variant, device: torch.device) -> Config:
     learner = {
-        "ranks": 1, "device": device.type, "lr": LR, "compute": "bf16", "microbatch_tokens": scale.microbatch_tokens,
-        "activation_checkpointing": variant.recompute,
+        "ranks": 1, "device": device.type, "lr": LR, "compute": "bf16",
+        "microbatch_tokens": variant.sequences * scale.longest, "activation_checkpointing": variant.recompute,
     }  # fmt: skip
     return Config.model_validate(
         {
@@ -298,7 +299,7 @@ def compare(part: Part, steps: LearnerSteps, measured: Measured) -> None:
         part.row("gpu_step_vs_bare", [a / b for a, b in zip(speeds["ours"], speeds["bare"], strict=True)], "ratio")
         if part.enough_time("padded loop", 2 * steps.step_s):
             limit_s = min(4 * steps.step_s, part.left_s / 3)
-            padded = bare.step_padded(measured.batch.samples, 2 * scale.microbatch_tokens, limit_s)
+            padded = bare.step_padded(measured.batch.samples, SAFE.sequences * scale.longest, limit_s)
             part.row("gpu_padded_tokens_per_s", padded, "tokens/s")
             part.row("gpu_step_vs_padded", [each / padded for each in speeds["ours"]], "ratio")
 
@@ -341,10 +342,13 @@ def other_shape(part: Part, scale: Scale, shape: str) -> None:
         return
     with part.attempt(shape), model_folder(part, shape, scale) as folder:
         steps = LearnerSteps(part, scale, shape, folder)
-        with steps.trained(SAFE):
+        variant = replace(SAFE, sequences=1) if shape == "4B" else SAFE
+        if not fits(part, shape, config_of(folder, scale, variant, part.device)):
+            return
+        with steps.trained(variant):
             pass
         if HAS_COMPILE and part.enough_time(f"{shape} compiled", 20 + 3 * steps.step_s):
-            with steps.trained(Variant(recompute=True, compiled=True)):
+            with steps.trained(replace(variant, compiled=True)):
                 pass
 
 
@@ -381,10 +385,11 @@ def main() -> None:
     part.fact("attention kernel", attention.kernel_for(part.device, torch.bfloat16))
     if part.device.type == "cuda":
         part.fact("peak TFLOP/s", performance.peak_tflops(part.device))
+    check_kernels(part)
+    empty(part.device)
     try:
         with part.attempt(scale.shapes[0]), model_folder(part, scale.shapes[0], scale) as folder:
             first_shape(part, scale, folder)
-        check_kernels(part)
         for shape in scale.shapes[1:]:
             other_shape(part, scale, shape)
     finally:
