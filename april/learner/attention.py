@@ -104,11 +104,8 @@ def variable_length(
         raise PackedAttentionError("cu_seq_lens_q and max_length_q are missing; pass both next to seq_lens")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     options = {"scale": scaling, "window_size": (-1, 0)}  # every earlier token, no later one
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in parameters_of(varlen_attn):
-            options["enable_gqa"] = True
-        else:  # torch 2.11
-            k, v = all_heads(k, q.shape[1]), all_heads(v, q.shape[1])
+    if q.shape[1] != k.shape[1] and "enable_gqa" in parameters_of(varlen_attn):  # torch 2.11 takes them without a word
+        options["enable_gqa"] = True
     return varlen_attn(q, k, v, cu_seq_lens, cu_seq_lens, longest, longest, **options)[None]
 
 

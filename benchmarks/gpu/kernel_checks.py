@@ -32,7 +32,7 @@ def check_attention(part: Part) -> None:
     weights = torch.randn(1, sum(lengths), 16, 128, device=device)
 
     def results(attend, dtype):
-        inputs = [tensor.to(dtype).requires_grad_() for tensor in (q, k, v)]
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
         output = attend(*inputs)
         (output.float() * weights).sum().backward()
         return [output, *(tensor.grad for tensor in inputs)]

@@ -53,22 +53,22 @@ def test_no_sequence_sees_another(policy, samples):
     assert not torch.equal(before[~others], after[~others])
 
 
-def whole_heads(query, key, value, starts, _, longest, __, *, scale, window_size):
-    """`varlen_attn` of torch 2.11, which needs as many key heads as query heads, on the CPU."""
-    assert query.shape == key.shape == value.shape
+def without_a_word(query, key, value, starts, _, longest, __, *, scale, window_size):
+    """`varlen_attn` of torch 2.11, which takes fewer key heads than query heads as they are, on the CPU."""
     assert (window_size, longest) == ((-1, 0), max(starts.diff()))
-    heads_first = (tensor.transpose(0, 1)[None].float() for tensor in (query, key, value))
+    repeats = query.shape[1] // key.shape[1]
+    whole = (query, *(part.repeat_interleave(repeats, 1) for part in (key, value)))
+    heads_first = (tensor.transpose(0, 1)[None].float() for tensor in whole)
     return each_sequence(*heads_first, starts.diff().tolist(), scale)[0].to(query.dtype)
 
 
-def grouped_heads(query, key, value, *places, enable_gqa=False, **options):
+def by_an_option(query, key, *others, enable_gqa=False, **options):
     """`varlen_attn` of later torch versions, on the CPU."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
-    repeats = query.shape[1] // key.shape[1]
-    return whole_heads(query, *(part.repeat_interleave(repeats, 1) for part in (key, value)), *places, **options)
+    return without_a_word(query, key, *others, **options)
 
 
-@pytest.mark.parametrize("varlen_attn", [whole_heads, grouped_heads])
+@pytest.mark.parametrize("varlen_attn", [without_a_word, by_an_option])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_one_variable_length_call_equals_a_call_a_sequence(monkeypatch, varlen_attn, kv_heads):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)

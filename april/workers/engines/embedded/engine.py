@@ -55,6 +55,8 @@ class TorchEngine:
                 f"max_context = {max_context} exceeds the model's {self.shape.max_positions} positions; lower it"
             )
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:  # some of torch's calls ask for an index
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.slots, self.generated_tokens = slots, 0
         self.version: Version | None = None
         self.chunk_tokens, self.prefill_tokens = chunk_tokens, prefill_tokens

@@ -8,7 +8,7 @@ interface of FlashAttention-2 (arXiv 2307.08691).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +32,8 @@ FLASH_CAPABILITY = (8, 0)
 """Lowest CUDA compute capability (major, minor) with flash attention."""
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256
+ROWS_TO_FILL_A_GPU = 24
+"""Rows of a decode step with which a GPU is busy without dividing their keys (measured on an H200)."""
 RESERVE_BYTES = 1 << 30
 """Memory that the cache leaves to activations, to a layer's new weights, and to fragmentation."""
 SAMPLING_COPIES = 8
@@ -111,6 +113,11 @@ class Rows:
     def stop(self) -> int:
         return len(self.write_index)
 
+    @cached_property
+    def shared_starts(self) -> Tensor:
+        """int32 [rows + 1]: `query_starts` where the heads that share a key head are queries of one head."""
+        return self.query_starts * (self.shape.heads // self.shape.kv_heads)
+
     def store(self, layer: int, heads: Tensor) -> None:
         self.keys_values[layer].index_copy_(0, self.write_index, heads)
 
@@ -123,12 +130,22 @@ class Rows:
 
 
 def attend_flash(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
-    """One call for all rows. `queries`: [T, heads, head_dim]; `keys`, `values`: [tokens, kv_heads, head_dim]."""
-    causal = rows.most_queries > 1  # with one query a row, grouped heads are computed together where nothing is masked
-    return torch.ops.aten._flash_attention_forward(
-        queries, keys, values, rows.query_starts, rows.extent_starts, rows.most_queries, rows.most_keys,
+    """One call for all rows. `queries`: [T, heads, head_dim]; `keys`, `values`: [tokens, kv_heads, head_dim].
+
+    In a decode step the heads that share a key head read it together: many rows give them as queries of one head, with
+    few rows the kernel does so itself and splits their keys among multiprocessors.
+    """
+    causal, starts, most = rows.most_queries > 1, rows.query_starts, rows.most_queries
+    shape, sharing = queries.shape, queries.shape[1] // keys.shape[1]
+    together = not causal and sharing > 1 and shape[0] >= ROWS_TO_FILL_A_GPU
+    if together:
+        queries = queries.unflatten(1, (-1, sharing)).transpose(1, 2).flatten(0, 1)
+        starts, most = rows.shared_starts, sharing
+    attended = torch.ops.aten._flash_attention_forward(
+        queries, keys, values, starts, rows.extent_starts, most, rows.most_keys,
         0.0, causal, False, window_size_left=-1, window_size_right=0 if causal else -1, seqused_k=rows.used,
     )[0]  # fmt: skip
+    return attended.unflatten(0, (-1, sharing)).transpose(1, 2).reshape(shape) if together else attended
 
 
 def attend_each(queries: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
