@@ -24,6 +24,8 @@ LOGITS_PER_CHUNK = 2**24
 """Most logits that the head computes at once on a CPU (64 MiB in fp32); more tokens are scored in chunks."""
 LOGITS_PER_ACCELERATOR_CHUNK = 2**27
 """The same on an accelerator (512 MiB), whose matrix units want many rows; counted in `april/launch/memory.py`."""
+ROWS_OF_CHUNK = 128
+"""The tokens of an accelerator's chunk are a multiple of this: whole tiles of its matrix products."""
 BUCKET_BYTES = 16 * 2**20
 """Bytes gathered to rank 0 at a time; the fastest size measured on gloo."""
 GROUPED_BYTES = 16
@@ -179,7 +181,7 @@ def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
     elif left.device.type == "cpu":
         total.addmm_(left.float(), right.float())
     else:
-        total += torch.mm(left, right, out_dtype=torch.float32)
+        torch.ops.aten.addmm.dtype_out(total, left, right, out_dtype=torch.float32, out=total)
 
 
 def score_tokens(
@@ -198,8 +200,10 @@ def score_tokens(
     two copies; if one chunk holds all, it is kept for the backward pass. `compiled`: passes over whole logits are
     compiled.
     """
-    most = LOGITS_PER_CHUNK if hidden.device.type == "cpu" else LOGITS_PER_ACCELERATOR_CHUNK
-    rows_per_chunk = max(1, most // len(weight))
+    if hidden.device.type == "cpu":
+        rows_per_chunk = max(1, LOGITS_PER_CHUNK // len(weight))
+    else:
+        rows_per_chunk = ROWS_OF_CHUNK * max(1, LOGITS_PER_ACCELERATOR_CHUNK // len(weight) // ROWS_OF_CHUNK)
     return ScoreTokens.apply(
         hidden, weight, targets, temperature, rows_per_chunk, support, compiled and support is None
     )

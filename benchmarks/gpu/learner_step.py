@@ -173,7 +173,7 @@ class LearnerSteps:
         self.vocabulary = QWEN3_SHAPES[shape]["vocab_size"]
         self.mfu: dict[str, float] = {}
         """Best MFU of each variant."""
-        self.step_s = 10.0
+        self.step_s = 1.0 if scale == BRIEF else 4.0
         """Seconds of the last step, by which it is seen whether there is time for more."""
 
     @property
