@@ -83,8 +83,8 @@ class Variant:
 SAFE = Variant(recompute=True, compiled=False, sequences=2)
 VARIANTS = (SAFE, Variant(False, True, 1), Variant(True, True, 2), Variant(False, False, 1))
 """By worth."""
-COMPILE_S = 30.0
-"""Seconds that compiling may take."""
+COMPILE_S, BRIEF_COMPILE_S = 25.0, 10.0
+"""Seconds that have to be left for compiling; a brief attempt is made though they may not suffice."""
 HAS_COMPILE = "compile" in LearnerSection.model_fields
 
 
@@ -315,7 +315,7 @@ def first_shape(part: Part, scale: Scale, folder: Path) -> None:
                 part.fact("torch.compile of the learner", "not built")
             continue
         what = f"{steps.shape} {variant.name}"
-        compiling = variant.compiled * (5.0 if compiled else COMPILE_S)
+        compiling = variant.compiled * (5.0 if compiled else BRIEF_COMPILE_S if scale == BRIEF else COMPILE_S)
         if not part.enough_time(what, 5 + compiling + 3 * steps.step_s):
             continue
         if not fits(part, what, config_of(folder, scale, variant, part.device)):
