@@ -34,8 +34,8 @@ FINISHED, LATE, FAILED = "finished", "out of time", "failed"
 LOOK_S = 0.05
 LEAVE_S = 9.0
 """Seconds in which a run that is interrupted ends by itself, before it is killed."""
-BRIEF_S = 75.0
-"""With fewer seconds than these both runs are short and beside each other."""
+BESIDE_S, BRIEF_S = 240.0, 75.0
+"""With fewer seconds than these both runs are beside each other, and then also short: starting takes most of a run."""
 START_S = 15.0
 """Seconds without which no run is begun."""
 DIVIDED_SHARE = 0.68
@@ -99,14 +99,14 @@ def main() -> None:
     brief = part.left_s < BRIEF_S
     kills = ((1, WORKER),) if brief else ((1, WORKER), (2, LEARNER)) if part.tiny else ((4, LEARNER), (10, WORKER))
     few = part.tiny or brief
-    divided = Sharing("divided", {}, 4 if few else 32, kills)
+    divided = Sharing("divided", {}, 4 if few else 24, kills)
     turns = Sharing("turns", {"devices.turns": True}, 3 if few else 16)
     with tempfile.TemporaryDirectory(prefix="april-gpu-") as made:
         folder = Path(made)
         policy = quickstart_policy(folder, quick=part.tiny and not (ROOT / "cache/policy").exists())
         prompts, held_out = make_data(folder / "data")
         inputs = {"model.path": policy, "data.path": prompts, "data.eval_path": held_out, "run.dir": folder}
-        if brief:  # starting takes most of the time, so both start at once
+        if part.left_s < BESIDE_S:
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(lambda sharing: attempt(part, sharing, inputs, 1.0), (divided, turns)))
             return
