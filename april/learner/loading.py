@@ -250,7 +250,7 @@ def assign(lm: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
         local.copy_(value)
         return
     device = target.device_mesh.device_type if isinstance(target, DTensor) else "cpu"
-    read_in = torch.empty_like(local, device=device).copy_(value)
+    read_in = torch.empty_like(local, device=device).copy_(value.to(device))  # converted there, not on the way
     if isinstance(target, DTensor):
         shape, stride = target.shape, target.stride()
         read_in = DTensor.from_local(

@@ -398,11 +398,14 @@ def gather_bucket(
         for _, parameter in bucket
     ]
     sent = nn.functional.pad(local, (0, sum(math.prod(parts[0]) for parts in shapes) - len(local)))
-    received = [torch.empty_like(sent) for _ in range(ranks)] if leader else []
-    dist.gather(sent, received or None, dst=to, group=group)
+    if ranks == 1:
+        received = [sent]
+    else:
+        received = [torch.empty_like(sent) for _ in range(ranks)] if leader else []
+        dist.gather(sent, received or None, dst=to, group=group)
     if not leader:
         return {}
-    shards = [shard.cpu() for shard in received]
+    shards = [on_cpu(shard) for shard in received]
     used, full = [0] * ranks, {}
     for (name, parameter), rank_shapes in zip(bucket, shapes, strict=True):
         parts = []
@@ -411,8 +414,15 @@ def gather_bucket(
             parts.append(data[used[rank] : used[rank] + length].view(shape))
             used[rank] += length
         dim = sharded_dim(parameter)
-        full[name] = parts[0].clone() if dim is None else torch.cat(parts, dim)
+        full[name] = parts[0] if dim is None or ranks == 1 else torch.cat(parts, dim)
     return full
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU; an accelerator's comes through page-locked memory, which torch uses again for the next."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def sharded_dim(parameter: DTensor) -> int | None:
