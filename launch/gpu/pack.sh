@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # Collects what an offline GPU host lacks for April, and checks that April imports and trains with the versions there.
 #
-#   launch/gpu/pack.sh [--no-check] [--python PATH]
+#   launch/gpu/pack.sh [vllm] [--no-check] [--python PATH]
 #
 # The wheels (CPython 3.12, x86-64) and the quickstart's policy and prompts go to .gpu, which goes to the host with the
 # checkout; there launch/gpu/on_host.sh installs them. launch/gpu/host.txt says what the host has.
 #
+#   vllm            vLLM as well, to .gpu-vllm, in pieces of 55 MB that travel one after the other. For Hopper cards and
+#                   dense models: without flash-attention 2, flashinfer, and kernels for other cards and other formats.
 #   --no-check      only collect
 #   --python PATH   check with this interpreter, which has the host's packages; otherwise .venv-gpu is made with them
 #
 # APRIL_GPU_FOLDER     where everything goes (default .gpu in the repository root)
 # APRIL_GPU_EXTRAS     extras of April that are packed (default learner,worker,rewards)
+# APRIL_GPU_VLLM       what is packed as vLLM (default vllm==0.24.0, which wants the host's torch)
 # APRIL_TORCH_INDEX    package index for torch's CPU build, for .venv-gpu alone
 # APRIL_PYTHON         a Python 3.12 for .venv-gpu (default python3.12)
 set -euo pipefail
@@ -21,7 +24,16 @@ extras=${APRIL_GPU_EXTRAS:-learner,worker,rewards}
 host=$root/launch/gpu/host.txt
 most_mb=40
 check=true
+with_vllm=false
 python=
+vllm=${APRIL_GPU_VLLM:-vllm==0.24.0}
+vllm_folder=$root/.gpu-vllm
+piece_mb=55
+# What a dense model on a Hopper card does without; the last ones are there, in a version that a dependency refuses.
+vllm_without=flashinfer-python,flashinfer-cubin,humming-kernels,nvidia-cudnn-frontend,nvidia-cutlass-dsl,quack-kernels
+vllm_without+=,tilelang,tokenspeed-mla,numba,numpy,setuptools,transformers
+vllm_files_without="vllm/vllm_flash_attn/_vllm_fa2_C* vllm/third_party/fmha_sm100 vllm/third_party/deep_gemm
+    vllm/vllm-rs vllm/_qutlass* vllm/_flashmla* xgrammar/lib/*.a mistral_common/data/tekken_*"
 
 say() { echo "april: $*"; }
 fail() { echo "april: $*" >&2; exit 1; }
@@ -30,6 +42,7 @@ while [ $# != 0 ]; do
     case $1 in
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
         --no-check) check=false ;;
+        vllm) with_vllm=true ;;
         --python) python=$(realpath -s "${2:?--python needs the path of an interpreter}"); shift ;;
         *) fail "argument '$1' is unknown, see --help" ;;
     esac
@@ -52,6 +65,31 @@ collect() {
     size=$(du -sm "$folder" | cut -f1)
     [ "$size" -le "$most_mb" ] || fail "$folder holds $size MB; more than $most_mb MB is too much for one transfer"
     say "$folder holds $(ls "$folder"/*.whl | wc -l) wheels and the policy, $size MB"
+}
+
+# vLLM, installed and stripped, as pieces of one compressed archive.
+collect_vllm() {
+    local work file
+    work=$(mktemp -d)
+    say "collecting $vllm and what it needs beside the host's packages"
+    # Newer ones of xgrammar want a newer tvm-ffi than vLLM does.
+    "$own" "$root/launch/gpu/collect.py" "$work/wheels" "$vllm" 'xgrammar<0.2.2' --without "$vllm_without"
+    "$own" - "$work" <<'PY'
+import pathlib, sys, zipfile
+
+work = pathlib.Path(sys.argv[1])
+for wheel in (work / "wheels").glob("*.whl"):  # none has more than what lies in site-packages, but for scripts
+    zipfile.ZipFile(wheel).extractall(work / "site")
+PY
+    (cd "$work/site" && rm -rf $vllm_files_without)
+    find "$work/site" -name '*.so' -exec strip --strip-debug {} + 2>/dev/null || true
+    mkdir -p "$vllm_folder"
+    rm -f "$vllm_folder"/vllm.*
+    say "compressing $(du -sm "$work/site" | cut -f1) MB, which takes minutes"
+    tar -C "$work/site" --sort=name -cf - . | xz -4 -T0 | split -d -b "${piece_mb}000000" - "$vllm_folder/vllm.tar.xz."
+    (cd "$vllm_folder" && sha256sum vllm.tar.xz.* >vllm.sha256)
+    rm -rf "$work"
+    say "$vllm_folder holds $(ls "$vllm_folder"/vllm.tar.xz.* | wc -l) pieces, $(du -sm "$vllm_folder" | cut -f1) MB"
 }
 
 # .venv-gpu: the host's versions of what April imports, with torch's CPU build where an index for it is given.
@@ -83,10 +121,23 @@ rehearse() {
     say "April trains with the host's versions"
 }
 
+rehearse_vllm() {
+    local site
+    site=$(mktemp -d)
+    say "checking that vLLM's engine can be imported with the host's versions"
+    PATH=$(dirname "$python"):$PATH APRIL_GPU_FOLDER=$folder APRIL_GPU_SITE=$site "$root/launch/gpu/on_host.sh" --vllm \
+        python3 -c 'import vllm.v1.engine.async_llm, vllm.v1.worker.gpu_worker, vllm.v1.attention.backends.flash_attn' \
+        >"$site/log" 2>&1 || { tail -n 20 "$site/log" >&2; fail "vLLM does not; the end of its log stands above"; }
+    rm -rf "$site" "$site-vllm"
+    say "it can"
+}
+
 collect
+if $with_vllm; then collect_vllm; fi
 if $check; then
     [ -n "$python" ] || make_environment
     rehearse
+    if $with_vllm; then rehearse_vllm; fi
 else
     say "not checked with the host's versions (--no-check)"
 fi
