@@ -97,10 +97,10 @@ class Killer(Thread):
 def main() -> None:
     part = Part.from_command_line(__doc__.partition("\n")[0])
     brief = part.left_s < BRIEF_S
-    kills = ((1, WORKER),) if brief else ((1, WORKER), (2, LEARNER)) if part.tiny else ((4, LEARNER), (10, WORKER))
+    kills = ((1, WORKER),) if brief else ((1, WORKER), (2, LEARNER)) if part.tiny else ((3, LEARNER), (8, WORKER))
     few = part.tiny or brief
-    divided = Sharing("divided", {}, 4 if few else 24, kills)
-    turns = Sharing("turns", {"devices.turns": True}, 3 if few else 16)
+    divided = Sharing("divided", {}, 4 if few else 20, kills)
+    turns = Sharing("turns", {"devices.turns": True}, 3 if few else 12)
     with tempfile.TemporaryDirectory(prefix="april-gpu-") as made:
         folder = Path(made)
         policy = quickstart_policy(folder, quick=part.tiny and not (ROOT / "cache/policy").exists())
