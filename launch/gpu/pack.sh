@@ -82,7 +82,6 @@ for wheel in (work / "wheels").glob("*.whl"):  # none has more than what lies in
     zipfile.ZipFile(wheel).extractall(work / "site")
 PY
     (cd "$work/site" && rm -rf $vllm_files_without)
-    find "$work/site" -name '*.so' -exec strip --strip-debug {} + 2>/dev/null || true
     mkdir -p "$vllm_folder"
     rm -f "$vllm_folder"/vllm.*
     say "compressing $(du -sm "$work/site" | cut -f1) MB, which takes minutes"
