@@ -267,5 +267,10 @@ def check_tensors(expected: Mapping[str, tuple[int, ...]], tied: bool, tensors: 
     """Raise EngineError unless names and shapes are as `expected`, see `check_heads`, and all values are finite."""
     check_heads(expected, tied, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")
+
+
+def is_finite(tensor: "torch.Tensor") -> bool:
+    """Whether all values are finite, by their extremes: `isfinite` takes 20 times as long for bfloat16 on a CPU."""
+    return not tensor.numel() or all(bool(extreme.isfinite()) for extreme in tensor.aminmax())

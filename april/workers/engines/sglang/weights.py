@@ -26,7 +26,7 @@ from april.config import stored
 from april.weights.channel import ChannelManifest
 from april.weights.snapshot import server_buckets
 from april.workers.engines.base import EngineError
-from april.workers.engines.entry import check_tensors, folder_tensors
+from april.workers.engines.entry import check_tensors, folder_tensors, is_finite
 from april.workers.engines.sglang.client import ServerRefuses, SGLangClient
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def write_adapter(folder: Path, model: Path, adapter: "Adapter", tensors: "Mappi
     from safetensors.torch import save_file
 
     for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")
     layers = sorted({name.rpartition(".")[0] for name in tensors})
     rank = min(tensors[f"{layers[0]}.lora_A"].shape)
