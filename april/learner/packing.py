@@ -65,7 +65,7 @@ def assign_to_bins(
         tokens[cheapest] += length
         squares[cheapest] += length**2
         cost[cheapest] += costs[sample]
-    coarse = np.floor((1 - cost / cost.max()) / ALIKE)
+    coarse = np.floor((1 - cost / np.max(cost)) / ALIKE)
     return [bins[i] for i in np.lexsort((-squares, coarse))]
 
 
