@@ -34,7 +34,8 @@ class ModelShape:
     layers: int
     hidden: int
     kept_bytes: int
-    """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms."""
+    """Activation bytes per token and layer kept for the backward pass: bfloat16, but float32 inside norms. By 5 % more
+    than an H200 needed for 1.7 billion parameters."""
     compiled_bytes: int
     """The same with `learner.compile`: the inputs of matrix products, norms, rotation, gate and attention, bfloat16."""
     head: int
@@ -60,7 +61,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         attention += 2 * head
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
     parameters = embeddings + layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
-    kept = 20 * hidden + 14 * (query_width + kv_width) + 2 * kv_width + 8 * inner
+    kept = 16 * hidden + 14 * (query_width + kv_width) + 8 * inner
     compiled = 8 * hidden + 10 * query_width + 2 * kv_width + 6 * inner
     kv_bytes = 2 * layers * kv_width * WEIGHT_BYTES
     return ModelShape(parameters, kv_bytes, context, layers, hidden, kept, compiled, head=vocabulary * hidden)

@@ -73,7 +73,7 @@ def device_copy(part: Part, size: int) -> None:
         target.copy_(source)
         synchronize(part.device)
         speeds.append(size / 1e9 / (time.perf_counter() - began))
-    part.row("gpu_copy_gb_per_s", speeds[1:], "GB/s")
+    part.row("gpu_device_copy_gb_per_s", speeds[1:], "GB/s")
 
 
 # --- memory of another process ----------------------------------------------------------------------------------------
