@@ -10,12 +10,18 @@ import json
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
-from common import Row, parser, report
+from common import Row, execute, parser, quickstart_policy, report
 
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
+from april.data.arithmetic import make_data
+from april.wire.message import Version
 from april.workers.rewards.code import code
 from april.workers.rewards.mathematics import math
 from april.workers.rewards.messages import Item, RewardRules, Undecided
@@ -214,8 +220,62 @@ def collect(pool: RewardPool, count: int) -> list[int]:
     return keys
 
 
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+STEPS, EVERY = 24, 3
+QUICK_STEPS_SLOW_EVALUATIONS = {
+    "schedule.kind": "continuous", "schedule.rollout_batch_size": 2, "schedule.over_sampling_batch_size": 4,
+    "schedule.n_samples_per_prompt": 2, "evaluation.every": EVERY, "evaluation.prompts": 16, "evaluation.samples": 4,
+    "evaluation.share": 0.25, "sampling.max_response_tokens": 100, "worker.slots": 4, "learner.ranks": 1,
+}  # fmt: skip
+
+
+def evaluations_mixed(given) -> tuple[list[Row], list[str]]:
+    """Evaluations whose tokens are of several versions, in a run whose evaluations outlast its steps; with the prompts
+    that were not evaluated, and the free slots of workers that put newer weights off."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        policy, (train, held_out) = quickstart_policy(folder, quick=True), make_data(folder / "data")
+        settings = QUICK_STEPS_SLOW_EVALUATIONS | {
+            "schedule.max_steps": 2 * EVERY if given.quick else STEPS, "run.dir": folder, "run.name": "mixed",
+            "model.path": policy, "data.path": train, "data.eval_path": held_out,
+        }  # fmt: skip
+        overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        configuration = Path(__file__).parents[1] / "configs/quickstart.toml"
+        execute([sys.executable, "-m", "april.cli", "run", configuration, *overrides], folder / "log", threads=1)
+        found = held_out_versions(folder / "mixed")
+        results = json.loads((folder / "mixed/summary.json").read_text())["evaluation"]
+    mixed = {step: versions for step, versions in found.items() if {version.step for version in versions} != {step}}
+    rows = [
+        Row("evaluations_mixed", [float(len(mixed))], f"of {len(found)}"),
+        Row("prompts_not_evaluated", [float(sum(point["not_evaluated"] for point in results))], "prompts"),
+        Row("evaluation_held_slot_s", [sum(point["held_slot_s"] for point in results)], "slots x s"),
+    ]
+    return rows, [f"step {step}: {', '.join(sorted(map(str, versions)))}" for step, versions in mixed.items()]
+
+
+def held_out_versions(run_dir: Path) -> dict[int, set[Version]]:
+    """Versions that sampled any held-out token in a run's journal, by evaluated step."""
+    evaluated: dict[int, int] = {}
+    groups: dict[int, int] = {}
+    versions: dict[int, set[Version]] = defaultdict(set)
+    with closing(Journal(run_dir / "journal")) as journal:
+        for event, _ in journal.replay():
+            match event:
+                case GroupOpened(group=group, evaluation=True, floor=step):
+                    evaluated[group] = step
+                case Leased(lease_id=lease_id, group=group):
+                    groups[lease_id] = group
+                case RowsAccepted():
+                    for row in event.rows:
+                        if (group := groups[row.lease_id]) in evaluated:
+                            versions[evaluated[group]].add(row.version)
+    return versions
+
+
 ROWS: dict[str, Callable] = {
     "programs_right": programs_right, "math_pairs": math_pairs, "quick_verdicts_late": quick_verdicts_late,
+    "evaluations_mixed": evaluations_mixed,
 }  # fmt: skip
 """Rows by the function that measures them: arguments -> (rows, what was wrong in words)."""
 

@@ -13,7 +13,8 @@ from april import wire
 from april.broker.context import BrokerContext, MessageTable
 from april.broker.filters.filters import FilterFailed, GroupFilters
 from april.broker.handlers.agents import AgentHandler
-from april.broker.handlers.learner import Evaluations, LearnerHandler, NodeHandler
+from april.broker.handlers.evaluations import Evaluations
+from april.broker.handlers.learner import LearnerHandler, NodeHandler
 from april.broker.handlers.lease_holders import LeaseHolderHandler, ScorerHandler
 from april.broker.handlers.monitors import MonitorHandler
 from april.broker.handlers.workers import WorkerHandler
@@ -109,7 +110,7 @@ class Service:
         self.run = self.context.run
         self.evaluations = Evaluations(self.context)
         self.agents = AgentHandler(self.context)
-        self.workers = WorkerHandler(self.context, forward_to_agents=self.agents.forward_rows)
+        self.workers = WorkerHandler(self.context, self.evaluations, forward_to_agents=self.agents.forward_rows)
         self.scorers = ScorerHandler(self.context)
         self.learner = LearnerHandler(self.context, self.evaluations)
         self.monitors = MonitorHandler(self.context, stop=self.stop, abort=self.workers.abort)
@@ -355,6 +356,7 @@ class Service:
             self.agents.hand_out(now)
             self.workers.hand_out(now)
             self.scorers.hand_out(now)
+        self.evaluations.announce()
         self._cancel_revoked()
         self.monitors.log_deaths()
         self.recorder.update_peak(self.ledger)
@@ -384,6 +386,7 @@ class Service:
         slots = sum(max(0, peer.capacity - self.config.worker.prefetch) for peer in self.peers.workers())
         waiting = sum(map(self.ledger.open_samples.count, TO_GENERATE))
         self.recorder.add_slot_usage(self.ledger.leases.generating, slots, waiting)
+        self.evaluations.watch(now)
         for lease in self.ledger.expire(now):
             self._cancel(lease.worker, lease.id)
         self.recorder.alarms.watch([peer.loop(now) for peer in self.peers.by_id.values() if peer.loop_position])

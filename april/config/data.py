@@ -304,6 +304,12 @@ class EvaluationSection(Section):
         description="Largest share of each worker's slots that evaluation samples may take. A high value finishes "
         "evaluations sooner and slows training meanwhile.",
     )
+    hold_s: float = Field(
+        600.0,
+        ge=0,
+        description="Longest time for which workers put off newer weights until the samples of an evaluation have "
+        "ended (seconds). What is left then counts as not evaluated. Their free slots train nothing meanwhile.",
+    )
     sets: dict[str, EvaluationSetSection] = Field(
         {},
         description="Further sets of held-out prompts by name, as [evaluation.sets.NAME]. Each is generated in "

@@ -366,7 +366,7 @@ class Pipeline:
             if load != engine.load or index in self.state.down or (without_sample and entry == without_sample[-1]):
                 continue
             step = engine.version.step
-            sample = choose_sample(self.schedule, self.ledger, step) if step > no_sample_up_to else None
+            sample = choose_sample(self.schedule, self.ledger, engine.version) if step > no_sample_up_to else None
             if sample is None:
                 no_sample_up_to = max(no_sample_up_to, step)
                 without_sample.append(entry)

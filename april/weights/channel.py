@@ -64,6 +64,9 @@ class ChannelAlive(Message):
     """Sign of life of a worker that keeps its channel, sent every 0.5 seconds."""
 
     channel: str
+    puts_off: bool = False
+    """Whether the worker puts off loading the weights that the manifest has announced: nobody waits for it, and its
+    deadlines do not run."""
 
 
 class TensorHead(msgspec.Struct, array_like=True, frozen=True):

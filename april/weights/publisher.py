@@ -81,6 +81,8 @@ class WeightChannel:
     last_seen: float
     state: str = "joining"
     acknowledged: Version | None = None
+    puts_off: bool = False
+    """Whether the worker puts off loading what it was sent."""
     posted: Version | None = None
     """Version that the worker is ready to receive; None before the first."""
     server_ranks: int = 0
@@ -184,7 +186,8 @@ class WeightPublisher:
     def publish(
         self, version: Version, weights: Mapping[str, Tensor] | AdapterWeights, canary: Canary | None = None
     ) -> dict[str, float]:
-        """Send `version` to all workers; returns once each has loaded it or is lost, or at the publish deadline.
+        """Send `version` to all workers; returns once each has loaded it, puts that off or is lost, or at the publish
+        deadline.
 
         `canary`: the learner's canary under this version. With an adapter, workers that do not have the same base model
         are sent complete weights. Returns the figures of the publication, by name.
@@ -228,7 +231,7 @@ class WeightPublisher:
         """Publish a snapshot, and wait for the workers as `publish` does; returns the same figures."""
         version, deadline = snapshot.version, clock.now() + self.config.publish_deadline_s
         with self._changed:
-            late = self._wait_for(self._behind, snapshot, deadline)
+            late = self._wait_for(self._awaited, snapshot, deadline)
             reached = sum(channel.acknowledged == version for channel in self._channels.values())
             lost, self._lost = self._lost, 0
             wrong, self._wrong = self._wrong, 0
@@ -258,6 +261,10 @@ class WeightPublisher:
         """Open channels whose worker has not loaded `version` yet."""
         live = [channel for channel in self._channels.values() if channel.state in ("ready", "sending")]
         return [channel for channel in live if channel.acknowledged != version]
+
+    def _awaited(self, version: Version) -> list[WeightChannel]:
+        """Open channels whose worker is still to load `version`, unless it puts that off."""
+        return [channel for channel in self._behind(version) if not channel.puts_off]
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End all threads, except for those that are blocked in a channel that has not timed out yet."""
@@ -312,12 +319,18 @@ class WeightPublisher:
             return
         channel.last_seen = clock.now()
         if isinstance(message, ChannelAlive):
-            return
+            return self._note_alive(channel, message)
         try:
             channel.inbox.put_nowait(message)
         except queue.Full:
             with self._changed:
                 self._lose(channel, "it sends too many messages at once")
+
+    def _note_alive(self, channel: WeightChannel, message: ChannelAlive) -> None:
+        if channel.puts_off != message.puts_off:
+            with self._changed:
+                channel.puts_off = message.puts_off
+                self._changed.notify_all()
 
     def _invite(self, route: bytes, join: ChannelJoin, peer: KeyOwner) -> None:
         """Open a new channel for a worker; an earlier channel of a worker of the same name is closed as lost."""
@@ -433,6 +446,7 @@ class WeightPublisher:
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(channel, manifest)
         self._await(channel, ChannelPosted, snapshot.version, deadline)
+        deadline = clock.now() + self.config.transfer_deadline_s
         channel.posted = snapshot.version
         self._set_state(channel, "sending")
         parts: Iterable[Tensor]
@@ -453,9 +467,14 @@ class WeightPublisher:
         return checksums_in_server(unpack(snapshot.heads, snapshot.data, snapshot.checksum))
 
     def _await(self, channel: WeightChannel, kind: type[wire.Message], version: Version | None, deadline: float) -> Any:
-        """Wait for the channel's next message of type `kind`, for `version` if given. Raises ChannelLost."""
-        silent_since = clock.now()
+        """Wait for the channel's next message of type `kind`, for `version` if given. Raises ChannelLost.
+
+        The deadline does not run while the worker puts its update off.
+        """
+        silent_since, timeout_s = clock.now(), deadline - clock.now()
         while channel.state != "lost" and not self._closed:
+            if channel.puts_off:
+                deadline = clock.now() + timeout_s
             try:
                 message = channel.inbox.get(timeout=min(0.2, max(0.001, deadline - clock.now())))
             except queue.Empty:

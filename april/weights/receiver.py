@@ -132,6 +132,7 @@ class WeightReceiver:
         self._learner = ("", "")
         """(address, CURVE public key) of the learner's publisher."""
         self._closed = False
+        self._puts_off = False
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
@@ -149,15 +150,26 @@ class WeightReceiver:
         return staged
 
     @property
+    def staged_version(self) -> Version | None:
+        """Version of the weights that `take` would return; None if there are none."""
+        with self._lock:
+            return self._staged.version if self._staged else None
+
+    @property
     def has_staged(self) -> bool:
         """Whether `take` would return weights."""
-        with self._lock:
-            return self._staged is not None
+        return self.staged_version is not None
 
     def loaded(self, version: Version) -> None:
         """Note that the engine samples from `version` now; the learner is told."""
         self.held = version
         self._report(LearnerConnection.tell_loaded, version)
+
+    def put_off(self, puts_off: bool) -> None:
+        """Tell the learner whether the engine puts off loading the weights that have arrived."""
+        if puts_off != self._puts_off:
+            self._puts_off = puts_off
+            self._wake()
 
     def refuse(self, why: str, wrong: bool = False) -> None:
         """Tell the learner that the engine does not accept the weights or, with `wrong`, holds other weights. The
@@ -329,7 +341,7 @@ class LearnerConnection:
         if self.invite and not self.receiver.up():
             self._fail("its server is down")
         if self.invite:
-            self._send(ChannelAlive(self.invite.channel))
+            self._send(ChannelAlive(self.invite.channel, self.receiver._puts_off))
         elif clock.now() >= self._ask_again_at and self.receiver.up():
             self._ask_again_at = clock.now() + INVITATION_S
             receiver, server = self.receiver, self.receiver.server

@@ -165,6 +165,13 @@ class Cancel(Message):
     tokens and the cause `recall`."""
 
 
+class Evaluating(Message):
+    """Names the policy steps at which held-out samples wait for a worker with weights of that step. Such a worker loads
+    no other weights meanwhile, at most `evaluation.hold_s`."""
+
+    steps: list[int]
+
+
 class ActivitySpan(Message):
     """What a worker did from `start` to `end` (Unix time, seconds), for the timeline."""
 

@@ -20,7 +20,7 @@ from april.wire.limits import clip
 from april.wire.message import Version
 from april.wire.sockets.broker import BrokerConnection
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
-from april.workers.engines.weight_intake import WeightLoader, WrongWeights
+from april.workers.engines.weight_intake import UpdateHold, WeightLoader, WrongWeights, changes_version
 from april.workers.environments.turns import EnvironmentTurns, TokenizedObservation
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Score
@@ -99,6 +99,7 @@ class Worker:
         self.scoring = Scoring(config, self.tokenizer, start_now=config.reward.where == "worker")
         self.reports = Reports(connection)
         self.failures = Failures(log)
+        self.hold = UpdateHold(config)
         self.active: dict[int, ActiveSample] = {}
         self.acknowledged_tokens = 0
         self.watermark = 0
@@ -169,7 +170,7 @@ class Worker:
         servers loads weights, the others go on, and nothing counts as waiting.
         """
         all_load = bool(self.weight_loaders) and all(loader.has_pending for loader in self.weight_loaders)
-        stalled = self.engine.version is None or all_load
+        stalled = self.engine.version is None or (all_load and not self.hold.active)
         if not decoded and not stalled:
             return
         live, queued = self.engine.live, 0 if stalled else self.engine.queued
@@ -193,6 +194,7 @@ class Worker:
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.active), self.acknowledged_tokens)
         self.watermark = max(self.watermark, welcome.watermark)
+        self.hold.waiting = ()
         for lease_id in welcome.lost_lease_ids:
             self._drop(lease_id)
         self._connect_weight_loaders(welcome.weights_address, welcome.weights_key)
@@ -246,6 +248,8 @@ class Worker:
                 for lease_id in lease_ids:
                     if not self._is_handed_over(lease_id):
                         self._drop(lease_id)
+            case wire.Evaluating(steps):
+                self.hold.waiting = steps
             case wire.WeightsAddress():
                 self._connect_weight_loaders(message.address, message.key)
             case wire.Stop():
@@ -288,8 +292,8 @@ class Worker:
             self.scoring.submit(lease, grant.finish_reason)
         elif grant.lease_id <= self.watermark and not task.evaluation:
             self._give_back(grant.lease_id, "abort")
-        else:
-            self._continue(sample)
+        elif not (task.evaluation and changes_version(self.engine, self.weight_loaders)):
+            self._continue(sample)  # else it is given back once the new version is loaded
 
     def _continue(self, sample: ActiveSample) -> None:
         """Submit the current turn to the engine, or, if the turn is over, to the environment."""
@@ -425,21 +429,41 @@ class Worker:
             intake.receiver.connect(address, key)
 
     def _share_device(self) -> None:
-        loading = any(intake.is_loading for intake in self.weight_loaders)
+        loading = any(intake.is_loading for intake in self.weight_loaders) or self.hold.is_awaited(self.engine.version)
         staged = any(intake.receiver.has_staged for intake in self.weight_loaders)
         if self.time_sharing.switch(self.engine, loading, staged):
             for intake in self.weight_loaders:
                 intake.receiver.released()
 
+    def _held_out(self) -> list[int]:
+        """Lease ids of the held-out samples that generate."""
+        held_out = (lease for lease, each in self.active.items() if each.task.evaluation and not each.finished)
+        return [lease for lease in held_out if not self.reports.is_closing(lease)]
+
+    def _give_back_held_out(self) -> None:
+        for lease_id in self._held_out():
+            self._give_back(lease_id, "recall")
+
     def _load_weights(self) -> None:
-        for intake in self.weight_loaders if self.time_sharing.holds_device else ():
+        """Load weights that have arrived, unless held-out samples need the engine's version."""
+        if not self.time_sharing.holds_device:
+            return
+        version, changed = self.engine.version, changes_version(self.engine, self.weight_loaders)
+        others = [loader for loader in self.weight_loaders if loader.receiver.staged_version not in (None, version)]
+        holds = self.hold.holds(version, bool(others), bool(others and self._held_out()))
+        if others and not holds:
+            self._give_back_held_out()
+        for intake in self.weight_loaders:
+            intake.receiver.put_off(puts_off := holds and intake in others)
             try:
-                loaded_in_s = intake.load()
+                loaded_in_s = None if puts_off and not intake.is_loading else intake.load()
             except WrongWeights as error:
                 self._wrong_weights = error
                 return self.stop(str(error))
             if loaded_in_s is not None:
                 self._report_capacity(loaded_in_s)
+        if changed and not changes_version(self.engine, self.weight_loaders):
+            self._give_back_held_out()
 
     def _report_capacity(self, loaded_in_s: float) -> None:
         version, capacity = self.engine.version, self.engine.capacity
@@ -449,7 +473,8 @@ class Worker:
 
     def _report_capacity_change(self) -> None:
         """Report the engine's capacity if it has changed notably since the last report, or dropped to zero."""
-        capacity = self.engine.capacity if self.engine.version is not None and self.time_sharing.keeps_device else 0
+        takes_work = self.time_sharing.keeps_device or self.hold.is_awaited(self.engine.version)
+        capacity = self.engine.capacity if self.engine.version is not None and takes_work else 0
         reported = self._reported_capacity
         if reported is None and capacity and self.engine.version == self._reported_version:
             return self._report_capacity(0.0)

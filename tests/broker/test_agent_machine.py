@@ -12,7 +12,7 @@ from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import SessionLost
 from april.broker.ledger.ledger import Ledger, LedgerError
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import SampleState, needs_agent
+from april.broker.ledger.samples import NOT_EVALUATED, SampleState, needs_agent
 from april.broker.plan import make_schedule
 from april.broker.schedules.schedule import choose_sample
 from april.config import ScheduleSection
@@ -86,7 +86,7 @@ class World:
 
     def generate(self):
         worker = self.chance.choice(list(self.steps))
-        if sample := choose_sample(self.schedule, self.ledger, self.steps[worker]):
+        if sample := choose_sample(self.schedule, self.ledger, Version(0, self.steps[worker])):
             self.ledger.lease(sample, worker, self.steps[worker], 0.0)
         if lease := self.a_lease(lambda lease: lease.generating and lease.worker == worker):
             sample = lease.sample
@@ -151,6 +151,9 @@ class World:
         if self.chance.random() < 0.1 and not self.ledger.evaluations:
             self.ledger.open_group(0, 0, floor=self.ledger.steps.consumed, evaluation=True, size=2)
         for step, groups in list(self.ledger.evaluations.items()):
+            for group in groups if min(self.steps.values()) > step else ():
+                if group.state == "open" and group.unfinished:
+                    self.ledger.discard(group, NOT_EVALUATED)
             if all(group.state != "open" for group in groups):
                 self.ledger.record_evaluation(step, {})
 
@@ -160,7 +163,10 @@ class World:
             assert all(s.reward is not None for g in batch for s in g.samples if s.state is SampleState.DONE)
             self.ledger.consume(self.ledger.steps.consumed)
         for worker in self.steps:
-            if self.chance.random() < 0.5:
+            if self.chance.random() < 0.5 and self.steps[worker] < self.ledger.steps.consumed:
+                for lease in list(self.ledger.leases.values()):
+                    if lease.worker == worker and lease.generating and lease.sample.group.evaluation:
+                        self.ledger.end_lease(lease.id, "recall")
                 self.steps[worker] = self.ledger.steps.consumed
 
     # --- what holds ---

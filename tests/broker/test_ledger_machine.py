@@ -37,9 +37,9 @@ class ScheduleMachine(machine.ScheduleMachine):
             assert self.ledger.steps.consumed == event.step, "the learner still has a batch"
         return super().journal(event, arrays)
 
-    def choose(self, step, share_left):
-        ranks = {sample: self.rank(sample, share_left) for sample in self.waiting_for(step)}
-        sample = super().choose(step, share_left)
+    def choose(self, version, share_left):
+        ranks = {sample: self.rank(sample, share_left) for sample in self.waiting_for(version)}
+        sample = super().choose(version, share_left)
         if sample is None:
             assert not ranks
             return None
@@ -47,17 +47,19 @@ class ScheduleMachine(machine.ScheduleMachine):
         assert sample not in ranks or ranks[sample] == min(ranks.values())
         return sample
 
-    def waiting_for(self, step):
-        """Samples that a worker at policy step `step` may be given, derived from the rules independently of the
-        queues."""
-        ledger = self.ledger
+    def waiting_for(self, version):
+        """Samples that a worker under `version` may be given, derived from the rules independently of the queues."""
+        ledger, step = self.ledger, version.step
+        evaluated = [s for group in ledger.evaluations.get(step, ()) for s in group.samples if s.segments]
+        evaluates = all(of == version for sample in evaluated for _, _, of in sample.segments)
         permitted = ledger.rounds.open and step >= self.schedule.floor(ledger)
         if self.continuous:
             permitted = ledger.rounds.open and ledger.leases.generating < self.section.most_in_flight
         for group in ledger.groups.values():
             for sample in group.samples if group.state is GroupState.OPEN else ():
-                generates = sample.state in TO_GENERATE and sample.first_step <= step
-                if sample.state is SampleState.GENERATED or (generates and (group.evaluation or permitted)):
+                permits = (evaluates and group.opened_at == step) if group.evaluation else permitted
+                generates = sample.state in TO_GENERATE and sample.first_step <= step and permits
+                if sample.state is SampleState.GENERATED or generates:
                     yield sample
 
     def rank(self, sample, share_left):
@@ -93,7 +95,7 @@ def test_a_snapshot_covers_every_attribute_of_the_ledger():
     """Each attribute of the ledger is either stored in a snapshot or derived from the rest."""
     stored = {*Parts.__struct_fields__, "groups", "ready", "deliveries", "evaluations", "leases"}
     outside = {"rules", "write", "group_scored", "observer", "clock"}
-    derived = {"unfiltered", "open_samples", "queue", "bound", "_expiries"}
+    derived = {"unfiltered", "open_samples", "queue", "bound", "evaluated_versions", "_expiries"}
     assert set(vars(Ledger(Rules(1, 1, 0)))) == stored | outside | derived
 
 

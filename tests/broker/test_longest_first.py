@@ -30,7 +30,7 @@ class Run:
         self.leases = [self.lease() for _ in range(GROUPS * GROUP_SIZE)]
 
     def lease(self):
-        sample = choose_sample(self.schedule, self.ledger, 0)
+        sample = choose_sample(self.schedule, self.ledger, Version(0, 0))
         return sample and self.ledger.lease(sample, "worker", 0, 0.0)
 
     def end(self, lease, tokens):
@@ -43,7 +43,7 @@ class Run:
 
     def order(self):
         taken = []
-        while sample := choose_sample(self.schedule, self.ledger, 0):
+        while sample := choose_sample(self.schedule, self.ledger, Version(0, 0)):
             self.ledger.lease(sample, "worker", 0, 0.0)
             taken.append(sample)
         return taken

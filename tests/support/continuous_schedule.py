@@ -30,7 +30,7 @@ class Run:
         self.schedule.advance(self.ledger)
 
     def lease(self, step=0, worker="w"):
-        sample = choose_sample(self.schedule, self.ledger, step)
+        sample = choose_sample(self.schedule, self.ledger, Version(0, step))
         return sample and self.ledger.lease(sample, worker, step, 0.0)
 
     def fill(self, step=0):

@@ -17,6 +17,16 @@ class Receiver:
     def has_staged(self):
         return bool(self.staged)
 
+    @property
+    def staged_version(self):
+        return self.staged[0].version if self.staged else None
+
+    def connect(self, address, key=""):
+        pass
+
+    def put_off(self, puts_off):
+        self.reported += ["put off"] if puts_off else []
+
     def take(self):
         return self.staged.pop(0) if self.staged else None
 

@@ -281,6 +281,26 @@ def test_a_worker_that_leaves_tells_the_learner(publisher, caplog):
     assert "is lost: its worker has left" in caplog.text
 
 
+@pytest.mark.parametrize("patience", [WeightsSection(publish_deadline_s=5.0, transfer_deadline_s=1.0)], ids=["hasty"])
+def test_nobody_waits_for_a_worker_that_puts_its_update_off_and_it_keeps_its_channel(publisher):
+    publisher.publish(Version(0, 0), weights(0))
+    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
+    receiver.connect(publisher.address)
+    receiver.loaded(take(receiver).version)
+    wait_until(lambda: publisher.publish(Version(0, 0), weights(0))["publish_workers"] == 1)
+    receiver.put_off(True)
+    figures = publisher.publish(Version(0, 1), weights(1))
+    assert (figures["publish_late"], figures["publish_workers"]) == (0, 0)
+    [channel] = publisher._channels.values()
+    time.sleep(2 * publisher.config.transfer_deadline_s)
+    assert publisher.publish(Version(0, 2), weights(2))["publish_lost"] == 0
+    assert publisher._channels == {channel.name: channel}
+    receiver.put_off(False)
+    receiver.loaded(take(receiver).version)
+    assert take(receiver).version == Version(0, 2)
+    receiver.close()
+
+
 def take(receiver):
     staged = []
     wait_until(lambda: staged.append(receiver.take()) or staged[-1])

@@ -50,6 +50,13 @@ class Invariants(RuleBasedStateMachine):
             assert self.ledger.account.counts[state] == len(members)
 
     @invariant()
+    def an_evaluation_is_of_one_version(self):
+        for step, groups in self.ledger.evaluations.items() if hasattr(self, "ledger") else ():
+            samples = [sample for group in groups for sample in group.samples_with_forks]
+            versions = {version for sample in samples for _, _, version in sample.segments}
+            assert versions <= {self.ledger.evaluated_versions.get(step)} and all(v.step == step for v in versions)
+
+    @invariant()
     def the_load_counts_the_generating_leases(self):
         if hasattr(self, "ledger"):
             assert self.ledger.leases.generating == sum(trains(lease) for lease in self.ledger.leases.values())

@@ -19,7 +19,7 @@ from april.broker.ledger.admission import Verdict
 from april.broker.ledger.events import BatchDelivered, GroupDiscarded, Leased, PromptSubmitted
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
-from april.broker.ledger.samples import TO_GENERATE, GroupState, SampleState
+from april.broker.ledger.samples import NOT_EVALUATED, TO_GENERATE, GroupState, SampleState
 from april.broker.plan import make_schedule
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import choose_sample
@@ -135,6 +135,7 @@ class ScheduleMachine(Invariants):
         if isinstance(event, GroupDiscarded):
             permitted = {"filtered"} if self.section.partial_rollout else {"filtered", "aborted"}
             permitted |= {zero_spread.__name__} if self.ledger_rules.filtered else set()
+            permitted = {NOT_EVALUATED} if self.ledger.groups[event.group].evaluation else permitted
             assert event.reason in permitted, "nothing is thrown away for its age"
             if event.reason == zero_spread.__name__:
                 assert self.ledger.groups[event.group].state is GroupState.READY
@@ -161,19 +162,19 @@ class ScheduleMachine(Invariants):
         if self.ledger.rounds.draining:
             return
         for _ in range(count):
-            step = self.versions[worker].step
-            sample = self.choose(step, share_left)
+            version = self.versions[worker]
+            sample = self.choose(version, share_left)
             if sample is None:
                 return
-            lease = self.ledger.lease(sample, worker, step, expires_at=0.0)
+            lease = self.ledger.lease(sample, worker, version.step, expires_at=0.0)
             kind = type(self.schedule)
             if kind.dial and kind.dial.counts_samples and trains(lease):
                 assert self.ledger.leases.generating <= kind.samples_in_flight(self.section)
 
-    def choose(self, step, share_left):
-        """The next sample for a worker at policy step `step`; None if no sample waits. `share_left`: whether the worker
-        may take another evaluation sample."""
-        return choose_sample(self.schedule, self.ledger, step, share_left)
+    def choose(self, version, share_left):
+        """The next sample for a worker under `version`; None if no sample waits. `share_left`: whether the worker may
+        take another evaluation sample."""
+        return choose_sample(self.schedule, self.ledger, version, share_left)
 
     @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())
     def generate(self, data, count, ends):
@@ -204,12 +205,15 @@ class ScheduleMachine(Invariants):
                 assert verdict is (Verdict.DUPLICATE if offset < 0 else Verdict.GAP)
 
     @rule(data=st.data())
-    def chunk_of_an_older_version_or_holder(self, data):
+    def chunk_of_another_version_or_holder(self, data):
         if lease := self.a_lease(data, generating=True):
             length = lease.sample.length
             if lease.step:
                 assert self.ledger.add_chunk(lease.id, length, 1, Version(0, lease.step - 1)) is Verdict.FENCED
             assert self.ledger.add_chunk(lease.id + 100_000, length, 1, Version(9, 999)) is Verdict.FENCED
+            if not trains(lease):
+                newer = self.ledger.add_chunk(lease.id, length, 1, Version(0, lease.step + 1))
+                assert newer in (Verdict.FENCED, Verdict.INVALID), "an evaluation is of one version"
 
     @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]))
     def score(self, data, reward):
@@ -257,8 +261,16 @@ class ScheduleMachine(Invariants):
 
     @rule(worker=st.sampled_from(["w0", "w1"]))
     def load_weights(self, worker):
-        if self.ledger.steps.consumed >= self.ledger.steps.frontier:
-            self.versions[worker] = Version(self.ledger.learner.incarnation, self.ledger.steps.consumed)
+        """Load the newest weights, after giving the held-out samples back whose evaluation is of the old ones."""
+        if self.ledger.steps.consumed < self.ledger.steps.frontier:
+            return
+        for lease in self.held_out_leases(worker):
+            self.ledger.end_lease(lease.id, "recall")
+        self.versions[worker] = Version(self.ledger.learner.incarnation, self.ledger.steps.consumed)
+
+    def held_out_leases(self, worker):
+        leases = [lease for lease in self.ledger.leases.values() if lease.worker == worker]
+        return [lease for lease in leases if lease.generating and not trains(lease)]
 
     @rule(
         seed=st.integers(0, 2**32),
@@ -300,6 +312,20 @@ class ScheduleMachine(Invariants):
                 self.ledger.open_group(step, row, floor=step, evaluation=True, size=1)
 
     @rule()
+    def give_up_evaluations(self):
+        """Count prompts as not evaluated whose version no worker has any more; at the current step, begin again."""
+        for step, groups in list(self.ledger.evaluations.items()):
+            if any(version.step == step and self.ledger.may_evaluate(version) for version in self.versions.values()):
+                continue
+            if step < self.ledger.steps.consumed:
+                for group in groups:
+                    if group.state is GroupState.OPEN and group.unfinished:
+                        self.ledger.discard(group, NOT_EVALUATED)
+            elif step == self.ledger.steps.consumed and step in self.ledger.evaluated_versions:
+                self.ledger.restart_evaluation(step)
+                self.ledger.open_group(step, 0, floor=step, evaluation=True, size=1)
+
+    @rule()
     def record_evaluations(self):
         for step, groups in list(self.ledger.evaluations.items()):
             if all(group.state is not GroupState.OPEN for group in groups):
@@ -328,11 +354,13 @@ class ScheduleMachine(Invariants):
             if turn % every == 0:
                 self.evaluate(1)
             for worker in self.versions:
-                self.load_weights(worker)
+                if not self.held_out_leases(worker):
+                    self.load_weights(worker)
                 self.hand_back_what_was_aborted(worker)
                 self.fill(worker)
                 for lease in [lease for lease in ledger.leases.values() if lease.worker == worker]:
                     self.go_on(lease, count=1 + lease.sample.group.id % 5, ends=lease.sample.index == 0)
+            self.give_up_evaluations()
             self.advance()
             if ledger.steps.consumed < ledger.steps.next:
                 self.consume()
@@ -377,7 +405,8 @@ class ScheduleMachine(Invariants):
             sample, worker = lease.sample, lease.worker
             while sample.state is not SampleState.DEAD:
                 if not sample.lease_id:
-                    self.ledger.lease(sample, worker, max(sample.first_step, self.versions[worker].step), 0.0)
+                    newest = sample.first_step if sample.group.evaluation else self.versions[worker].step
+                    self.ledger.lease(sample, worker, max(sample.first_step, newest), 0.0)
                 self.ledger.end_lease(sample.lease_id, "generation_failed", "engine fell over", 1.0)
             if requeue:
                 self.ledger.requeue(sample.group.id)

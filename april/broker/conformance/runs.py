@@ -92,7 +92,7 @@ def work(schedule: Schedule, ledger: Ledger, lengths: dict[int, int]) -> None:
     """Fill the worker's slots and generate one token of each response. `lengths`: final length of each response in
     tokens, by lease id."""
     version = Version(0, ledger.steps.consumed)
-    while len(lengths) < SLOTS and (sample := choose_sample(schedule, ledger, version.step)):
+    while len(lengths) < SLOTS and (sample := choose_sample(schedule, ledger, version)):
         lease = ledger.lease(sample, "w", version.step, 0.0)
         lengths[lease.id] = 1 + (sample.group.id * 7 + sample.index * 3) % 11 * 3
     for lease_id in list(lengths):

@@ -1,5 +1,4 @@
-"""Handles messages of the learner (batches out, trained steps and checkpoints in) and of the learner's machines, and
-runs the evaluations of the learner's weights on held-out prompts."""
+"""Handles messages of the learner (batches out, trained steps and checkpoints in) and of the learner's machines."""
 
 import logging
 from typing import ClassVar
@@ -8,85 +7,21 @@ from msgspec.structs import replace
 
 from april import wire
 from april.broker.context import BrokerContext, MessageTable
+from april.broker.handlers.evaluations import Evaluations
 from april.broker.journal.files import Damaged
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import chunk_refs_in
 from april.broker.ledger.ledger import LedgerError
-from april.broker.ledger.samples import Group, GroupState, Sample, SampleState
+from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.payloads import pack
 from april.broker.peers import Peer, Peers
 from april.broker.telemetry.discards import DiscardedGroup
-from april.broker.telemetry.evaluation import accuracy_of, describe_evaluation
 from april.broker.telemetry.sample_history import SampleHistory
 from april.data.groups import chosen_groups
 from april.data.rows import BadRow
 from april.wire import limits
 
 log = logging.getLogger(__name__)
-
-
-# --- evaluations ------------------------------------------------------------------------------------------------------
-
-
-class Evaluations:
-    """Schedules evaluations of held-out prompts, records their results, and finds the best weights by them.
-
-    The ledger holds all state of the evaluations.
-
-    evaluations.open_due()
-    evaluations.record_complete()
-    evaluations.best()
-    """
-
-    def __init__(self, context: BrokerContext):
-        self.context, self.ledger = context, context.ledger
-        self.section, self.held_out = context.config.evaluation, context.prompts.held_out
-
-    def open_due(self) -> None:
-        """Open groups for the held-out prompts if the current weights are due for evaluation."""
-        step = self.ledger.steps.consumed
-        if not self._is_due(step):
-            return
-        for number, held_out in self.held_out.items():
-            for position, tokens in held_out.tokens:
-                self.ledger.open_group(
-                    number, position, floor=step, evaluation=True, size=held_out.settings.samples, prompt=tokens
-                )
-
-    def _is_due(self, step: int) -> bool:
-        opened = step in self.ledger.evaluations or step in self.ledger.evaluated
-        has_prompts = any(held_out.tokens for held_out in self.held_out.values())
-        if not has_prompts or opened or step < self.ledger.steps.frontier:
-            return False
-        every = self.section.every
-        at_the_end = self.context.schedule.finished(self.ledger) and step == self.ledger.steps.next
-        return step == 0 or at_the_end or bool(every and step % every == 0)
-
-    def record_complete(self) -> None:
-        """Record the result of each evaluation whose groups are all complete."""
-        for step, groups in list(self.ledger.evaluations.items()):
-            if any(group.state is GroupState.OPEN for group in groups):
-                continue
-            by_set: dict[int, list[Group]] = {number: [] for number in self.held_out}
-            for group in groups:
-                by_set[group.epoch].append(group)
-            evaluated = [(self.held_out[number].settings, groups) for number, groups in by_set.items()]
-            result = self.context.recorder.record_evaluation(step, evaluated)
-            self.ledger.record_evaluation(step, result)
-            log.info("%s", describe_evaluation(result), extra={"step": step})
-
-    def best(self) -> int | None:
-        """Policy step of the most accurate trained weights on the set `evaluation.best`, the later one of equals; None
-        if there is no such set or no accuracy yet."""
-        accuracies = {
-            step: accuracy_of(result, self.section.best) for step, result in self.ledger.evaluated.items() if step
-        }
-        known = [(accuracy, step) for step, accuracy in accuracies.items() if accuracy is not None]
-        return max(known)[1] if known and self.section.best else None
-
-    def undecided(self) -> list[int]:
-        """Policy steps of trained weights that are still being evaluated."""
-        return [step for step in self.ledger.evaluations if step and self.section.best]
 
 
 # --- the learner ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 
 from april import wire
 from april.broker.context import BrokerContext
+from april.broker.handlers.evaluations import Evaluations
 from april.broker.handlers.lease_holders import NOT_CURRENT, LeaseHolderHandler
 from april.broker.handlers.reports import RowValidator, read_report
 from april.broker.ledger.admission import Verdict
@@ -18,6 +19,7 @@ from april.broker.ledger.samples import TO_GENERATE, Lease, Sample
 from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
 from april.broker.peers import Peer
 from april.broker.schedules.schedule import choose_sample
+from april.wire.message import Version
 from april.wire.rows import CHUNK, Buffer
 
 # --- limit of the load ------------------------------------------------------------------------------------------------
@@ -64,8 +66,9 @@ SPEED_WINDOW_S = 2.0
 
 
 class WorkerHandler(LeaseHolderHandler):
-    def __init__(self, context: BrokerContext, forward_to_agents: ForwardRows):
+    def __init__(self, context: BrokerContext, evaluations: Evaluations, forward_to_agents: ForwardRows):
         super().__init__(context)
+        self.evaluations = evaluations
         self.forward_to_agents = forward_to_agents
         self.max_leases = context.config.security.max_leases
         self.validator = RowValidator(context.config)
@@ -81,6 +84,9 @@ class WorkerHandler(LeaseHolderHandler):
 
     def record_instant(self, peer: Peer, instant: str, now: float) -> None:
         self.recorder.add_span(peer.name, instant, now, now)
+
+    def after_welcome(self, peer: Peer) -> None:
+        self.evaluations.greet(peer)
 
     def cancel(self, peer: Peer, lease_id: int) -> None:
         self.maybe_ready[peer.id] = peer
@@ -221,16 +227,16 @@ class WorkerHandler(LeaseHolderHandler):
     def _fill(self, now: float) -> None:
         """Grant each sample to the least loaded worker, or to the worker that has the sample's prefix in its KV cache.
 
-        A worker with the prefix must have room and be at the same policy step. If no sample fits a worker at step k,
-        none fits workers at steps ≤ k: skip them. While other workers load the newest weights, `FillLimit` bounds the
-        load of each.
+        A worker with the prefix must have room and the same version. If no sample fits a worker at step k, none but
+        held-out ones fits workers at steps ≤ k: skip them. While other workers load the newest weights, `FillLimit`
+        bounds the load of each.
         """
         max_load = math.inf
         if self.fill_limit:
             max_load = self.fill_limit.max_load(self.peers.workers(), self.newest_step, self.ledger, now)
         first = self._first_ready(max_load)
         sample = self._choose(first) if first else None
-        if first and sample is None:
+        if first and sample is None and not self.ledger.evaluations:
             return
         ready = {peer.uid: peer for peer in self.maybe_ready.values() if self._has_room(peer)}
         self.maybe_ready = {peer.id: peer for peer in ready.values()}
@@ -240,18 +246,24 @@ class WorkerHandler(LeaseHolderHandler):
             remaining -= 1
         by_load = [(self._load_share(peer), peer.id, peer) for peer in ready.values()]
         heapq.heapify(by_load)
-        exhausted_step = -1
+        exhausted_step, exhausted = -1, set[Version | None]()
         while by_load and remaining:
             queued_load, peer_id, peer = by_load[0]
             if (load := self._load_share(peer)) != queued_load:
                 heapq.heapreplace(by_load, (load, peer_id, peer))
-            elif peer.step <= exhausted_step or load >= max_load or not self._has_room(peer):
+            elif (
+                load >= max_load
+                or not self._has_room(peer)
+                or peer.version in exhausted
+                or (peer.step <= exhausted_step and peer.step not in self.ledger.evaluations)
+            ):
                 heapq.heappop(by_load)
             elif sample := self._choose(peer):
                 self._grant(sample, peer, ready, now)
                 remaining -= 1
             else:
-                exhausted_step = peer.step
+                exhausted.add(peer.version)
+                exhausted_step = max(exhausted_step, peer.step)
         self.has_more = not remaining
 
     def _first_ready(self, max_load: float) -> Peer | None:
@@ -285,15 +297,15 @@ class WorkerHandler(LeaseHolderHandler):
         return self._load(peer) / peer.capacity
 
     def _choose(self, peer: Peer) -> Sample | None:
+        assert peer.version is not None, "only a worker with weights has room"
         share_left = self._evaluation_share_left(peer)
-        return choose_sample(self.context.schedule, self.ledger, peer.step, share_left)
+        return choose_sample(self.context.schedule, self.ledger, peer.version, share_left)
 
     def _grant(self, sample: Sample, peer: Peer, ready: dict[str, Peer], now: float) -> None:
         """Lease a sample to `peer`, for which it was chosen, or to the worker in `ready` (by uid) whose KV cache has
         the sample's prefix."""
-        step = peer.step
-        cached = ready.get(sample.cached_by(step))
-        if cached and cached.step == step and self._has_room(cached):
+        cached = ready.get(sample.cached_by(peer.step))
+        if cached and cached.version == peer.version and self._has_room(cached):
             peer = cached
         self.lease(sample, peer, peer.step, now)
 

@@ -183,6 +183,9 @@ def thaw(frozen: bytes | bytearray | memoryview, ledger: LedgerState) -> bytes:
             for sample in group.samples_with_forks:
                 if sample.state in (*UNFINISHED, SampleState.GENERATED):
                     ledger.push(sample)
+    for evaluated in (group for groups in ledger.evaluations.values() for group in groups):
+        for _, _, version in (segment for sample in evaluated.samples_with_forks for segment in sample.segments):
+            ledger.evaluated_versions.setdefault(version.step, version)
     return image.attachment
 
 

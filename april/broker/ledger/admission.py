@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from april.broker.ledger.samples import Lease, fork_position
 from april.broker.ledger.state import LedgerState
+from april.wire.message import Version
 from april.wire.rows import CHUNK, ReportRow
 
 
@@ -17,7 +18,7 @@ class Verdict(StrEnum):
     """Something that must come first is missing, such as earlier tokens of the response."""
     FENCED = "fenced"
     """The lease is not current or belongs to another holder, or the policy version is older than that of accepted
-    tokens."""
+    tokens, or not the one that the sample's evaluation is of."""
     INVALID = "invalid"
     DROPPED = "dropped"
     """An earlier row of the same lease was not accepted."""
@@ -63,9 +64,18 @@ def check_row(
         is_permitted = generating and row.tokens > 0 and fits
         has_valid_source = ledger.was_published(row.step, row.incarnation) if is_chunk else at_turn_end
         verdict = Verdict.OK if is_permitted and has_valid_source else Verdict.INVALID
+        if is_chunk and verdict is Verdict.OK and is_of_another_evaluation(ledger, lease, row):
+            verdict = Verdict.FENCED
     if verdict is Verdict.OK:
         may_generate = not row.finish and not lease.agent
         pending[row.lease_id] = (row.end, row.step if is_chunk else floor, is_chunk, may_generate)
     elif verdict is not Verdict.DUPLICATE:
         pending[row.lease_id] = AFTER_REJECTED_ROW
     return verdict
+
+
+def is_of_another_evaluation(ledger: LedgerState, lease: Lease, row: ReportRow) -> bool:
+    """Whether a row has held-out tokens under another version than the one that their evaluation is of."""
+    group = lease.sample.group
+    version = Version(row.incarnation, row.step)
+    return group.evaluation and not (row.step == group.opened_at and ledger.may_evaluate(version))

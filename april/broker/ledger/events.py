@@ -202,6 +202,13 @@ class EvaluationRecorded(Event):
     """Result of the evaluation, in the form it has in summary.json."""
 
 
+class EvaluationRestarted(Event):
+    """The evaluation of policy step `step` begins again: the version of its first tokens, made by an earlier start of
+    the learner, is gone. The groups of the evaluation are no longer needed."""
+
+    step: int
+
+
 class DrainStarted(Event):
     """A drain has started: no lease is granted, and workers have to hand back leases up to the watermark."""
 

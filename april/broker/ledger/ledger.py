@@ -113,7 +113,7 @@ class Ledger(LedgerState):
         """Lease a waiting sample to a worker at policy step `step`; renewals extend it up to `ends_at` at most.
 
         A scoring lease on a group that is scored as a whole covers all its live samples. Raises LedgerError if the
-        sample does not wait or needs a later step.
+        sample does not wait, or needs a later step or, if it is held out, another one.
         """
         scoring = sample.state is SampleState.GENERATED
         if scoring and sample.group.group_scored:
@@ -122,7 +122,7 @@ class Ledger(LedgerState):
             sample = sample.group.live_samples[0]
         if sample.lease_id or not (scoring or sample.state in TO_GENERATE) or sample.group.state is not GroupState.OPEN:
             raise LedgerError(f"sample {sample.group.id}.{sample.index} is not waiting")
-        if not scoring and step < sample.first_step:
+        if not scoring and (step < sample.first_step or (sample.group.evaluation and step > sample.first_step)):
             raise LedgerError(f"sample {sample.group.id}.{sample.index} needs step {sample.first_step}, not {step}")
         lease_id = self.serials.last_lease_id + 1
         self.commit(events.Leased(lease_id, sample.group.id, sample.index, worker, step, scoring, sample.fork_number))
@@ -196,7 +196,7 @@ class Ledger(LedgerState):
         ledger says; `checksum`: crc32 of the payload if known.
         """
         verdicts, ending, pending = [], [], dict[int, PendingTail]()
-        leases, max_tokens = self.leases, self.rules.max_response_tokens
+        leases, max_tokens, evaluating = self.leases, self.rules.max_response_tokens, bool(self.evaluations)
         frontier, newest = self.steps.frontier, max(0, self.learner.incarnation)
         for index, row in enumerate(ROW.iter_unpack(table)):
             lease_id, _, start, tokens, incarnation, step, _, _, kind, finish, _, _, _ = row
@@ -210,6 +210,7 @@ class Ledger(LedgerState):
             is_plain = (
                 start == length and generating and kind == CHUNK and floor <= step <= frontier
                 and incarnation <= newest and start < start + tokens < max_tokens and index not in malformed
+                and not (evaluating and lease.sample.group.evaluation)
             )  # fmt: skip
             if is_plain:
                 verdict, pending[lease_id] = Verdict.OK, (start + tokens, step, True, not finish)
@@ -329,6 +330,10 @@ class Ledger(LedgerState):
     def record_evaluation(self, step: int, result: dict[str, Any]) -> None:
         """Store the result of a complete evaluation, and forget its groups."""
         self.commit(events.EvaluationRecorded(step, result))
+
+    def restart_evaluation(self, step: int) -> None:
+        """Drop the evaluation of policy step `step`, which can be opened again."""
+        self.commit(events.EvaluationRestarted(step))
 
     def start_drain(self) -> None:
         """Start a drain: grant no lease, and have workers hand back training samples in generation. Idempotent."""

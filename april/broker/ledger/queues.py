@@ -61,6 +61,14 @@ class WaitingSamples:
         first = self.first(step) if self._by_step else None
         return heapq.heappop(first)[2] if first else None
 
+    def take_exactly(self, step: int) -> Sample | None:
+        """Remove and return the first sample whose `first_step` is `step`; None if there is none."""
+        while heap := self._by_step.get(step):
+            if _waits_from(sample := heapq.heappop(heap)[2], step):
+                return sample
+        self._by_step.pop(step, None)
+        return None
+
 
 class HandOutQueue:
     """Samples waiting for a lease, one queue per kind; `choose_sample` defines the order of the kinds.
@@ -119,7 +127,8 @@ class HandOutQueue:
         return self._scoring.popleft() if self.has_scoring else None
 
     def take_evaluation(self, step: int) -> Sample | None:
-        return self._evaluation.take(step)
+        """Remove and return a sample of the evaluation of policy step `step`; None if there is none."""
+        return self._evaluation.take_exactly(step)
 
     def take_started(self, step: int) -> Sample | None:
         """Remove and return a sample of a group of which some sample has been leased; None if there is none."""

@@ -25,6 +25,7 @@ from april.broker.ledger.samples import (
     needs_agent,
     turn_ends_by_fork,
 )
+from april.wire.message import Version
 
 DEAD_SAMPLE = "dead_sample"
 """Discard reason of a group that has lost too many samples, and of the tokens of dead samples."""
@@ -191,6 +192,8 @@ class LedgerState:
         """Groups of the batches that a learner may still have to train, by step."""
         self.evaluations: dict[int, list[Group]] = {}
         """Groups of the evaluations in progress, by evaluated policy step."""
+        self.evaluated_versions: dict[int, Version] = {}
+        """Version that the first token of an evaluation in progress was sampled under, by policy step."""
         self.leases = LeaseBook()
         self.bound = StalenessBound(rules.max_staleness, rules.batch_groups)
         self.open_samples = OpenSamples()
@@ -204,6 +207,10 @@ class LedgerState:
     def was_published(self, step: int, incarnation: int) -> bool:
         """Whether weights of this version can exist. Incarnation 0 counts as published before the learner's start."""
         return step <= self.steps.frontier and incarnation <= max(0, self.learner.incarnation)
+
+    def may_evaluate(self, version: Version) -> bool:
+        """Whether the evaluation of `version.step` is, or may become, one of `version`: the first token decides."""
+        return self.evaluated_versions.get(version.step, version) == version
 
     def ends_with_generation(self, group: Group) -> bool:
         """Whether a generation lease of `group` ends with the response, so that scoring needs a lease of its own."""
@@ -321,6 +328,14 @@ class LedgerState:
         self.cohorts.finish(group.ordinal, [sample.sampled_tokens for sample in group.samples], [])
         self.observer.record_discard(list(group.samples_with_forks), reason, 0)
         group.forget()
+
+    def forget_evaluation(self, step: int) -> None:
+        """Drop the groups of the evaluation of policy step `step`, and end those that are still open."""
+        for group in self.evaluations.pop(step):
+            if group.state is GroupState.OPEN:
+                self.end_group(group, "")
+            group.forget()
+        self.evaluated_versions.pop(step, None)
 
     def end_session(self, sample: Sample, superseded: list[tuple[int, int]]) -> None:
         """End an agent session: discard incomplete turns, and tokens that only an earlier execution of the agent has

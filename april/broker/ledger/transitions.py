@@ -20,6 +20,7 @@ from april.broker.ledger.samples import (
     as_agent_sample,
 )
 from april.broker.ledger.state import DEAD_SAMPLE, LedgerState
+from april.wire.message import Version
 from april.wire.rows import CHUNK, ROW, ReportRow, padded
 from april.wire.work import MAX_FORKS, session_lease_id
 
@@ -126,6 +127,7 @@ def on_rows_accepted(ledger: LedgerState, event: events.RowsAccepted, reference:
             group.tokens += tokens
             if group.evaluation:
                 evaluated += tokens
+                ledger.evaluated_versions.setdefault(step, Version(incarnation, step))
             else:
                 trained += tokens
         else:
@@ -262,9 +264,12 @@ def on_group_requeued(ledger: LedgerState, event: events.GroupRequeued, referenc
 
 
 def on_evaluation_recorded(ledger: LedgerState, event: events.EvaluationRecorded, reference: Any) -> None:
-    for group in ledger.evaluations.pop(event.step):
-        group.forget()
+    ledger.forget_evaluation(event.step)
     ledger.evaluated[event.step] = event.result
+
+
+def on_evaluation_restarted(ledger: LedgerState, event: events.EvaluationRestarted, reference: Any) -> None:
+    ledger.forget_evaluation(event.step)
 
 
 # --- rounds and batches -----------------------------------------------------------------------------------------------
@@ -346,6 +351,7 @@ HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
     events.GroupDiscarded: on_group_discarded,
     events.GroupRequeued: on_group_requeued,
     events.EvaluationRecorded: on_evaluation_recorded,
+    events.EvaluationRestarted: on_evaluation_restarted,
     events.DrainStarted: on_drain_started,
     events.DrainEnded: on_drain_ended,
     events.RoundStarted: on_round_started,

@@ -14,6 +14,7 @@ from april.broker.ledger.samples import Group, GroupState, Sample
 from april.broker.schedules import SCHEDULES
 from april.config import ScheduleSection
 from april.util.errors import refuse
+from april.wire.message import Version
 
 KIND_SPECIFIC_KEYS = ("over_sampling_batch_size", "partial_rollout", "overlap", "in_flight")
 """Keys of [schedule] that only some schedules read; all other keys apply to every schedule."""
@@ -171,17 +172,20 @@ class Schedule:
         return ledger.queue.take_for_agent(evaluation=False)
 
 
-def choose_sample(schedule: Schedule, ledger: Ledger, step: int, evaluation_share_left: bool = True) -> Sample | None:
-    """The next sample for a worker with a free slot at policy step `step`, to be leased at once; None if none waits.
+def choose_sample(
+    schedule: Schedule, ledger: Ledger, version: Version, evaluation_share_left: bool = True
+) -> Sample | None:
+    """The next sample for a worker with a free slot under `version`, to be leased at once; None if none waits.
 
     The order: samples that only lack a score, as they take no slot, unless scorers score; samples with a deadline,
     evaluation up to its share of the worker's slots (`evaluation_share_left`), and training. Evaluation beyond its
-    share fills slots that would stay idle.
+    share fills slots that would stay idle. Held-out samples are for the workers with the evaluated version alone.
     """
+    step, evaluates = version.step, ledger.may_evaluate(version)
     return (
         (None if ledger.rules.scored_apart else ledger.queue.take_scoring())
         or schedule.urgent_sample(ledger, step)
-        or (ledger.queue.take_evaluation(step) if evaluation_share_left else None)
+        or (ledger.queue.take_evaluation(step) if evaluates and evaluation_share_left else None)
         or schedule.next_sample(ledger, step)
-        or ledger.queue.take_evaluation(step)
+        or (ledger.queue.take_evaluation(step) if evaluates else None)
     )

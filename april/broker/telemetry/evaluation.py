@@ -4,7 +4,7 @@ from math import comb, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
-from april.broker.ledger.samples import Group, Sample, SampleState
+from april.broker.ledger.samples import Group, GroupState, Sample, SampleState
 from april.config.data import HELD_OUT
 from april.wire.message import Version
 
@@ -34,37 +34,51 @@ def summarise(rewards: list[list[float]], samples: int) -> dict[str, Any]:
     return {"mean_at_k": mean and {"k": samples, **mean}, "pass_at_k": passes}
 
 
-def describe_set(groups: list[Group], samples: int) -> dict[str, Any]:
-    """Scores of a set of held-out prompts with `samples` samples each.
+def describe_set(groups: list[Group], samples: int, version: Version | None) -> dict[str, Any]:
+    """Scores of a set of held-out prompts with `samples` samples each, evaluated on `version`.
 
     `accuracy` is the mean over prompts of the mean accuracy of their samples. Failed samples are counted, not scored as
-    zero.
+    zero. So are prompts that were not evaluated, which could not be generated under `version` in time.
     """
-    done = [samples_done for group in groups if (samples_done := done_samples(group))]
+    done = [samples_done for group in groups if (samples_done := evaluated_samples(group, version))]
+    failed = [group for group in groups if not group.live_samples]
     scores = summarise([[sample.accuracy for sample in prompt] for prompt in done], samples)
     return {
         "accuracy": scores["mean_at_k"] and scores["mean_at_k"]["value"],
         "prompts": len(done),
-        "failed": len(groups) - len(done),
-        "failed_samples": len(groups) * samples - sum(map(len, done)),
+        "failed": len(failed),
+        "failed_samples": sum(len(group.samples) - len(group.live_samples) for group in groups),
+        "not_evaluated": len(groups) - len(done) - len(failed),
         **scores,
     }
 
 
-def versions_of(groups: list[Group]) -> set[Version]:
-    """Versions of the policy that sampled any token of the finished samples."""
-    forks = [fork for group in groups for sample in done_samples(group) for fork in sample.with_forks]
-    return {version for fork in forks for _, _, version in fork.segments}
+def versions_of(groups: list[Group], version: Version | None) -> set[Version]:
+    """Versions that sampled any token of the samples that count in an evaluation on `version`."""
+    return {of for group in groups for sample in evaluated_samples(group, version) for of in versions_in(sample)}
 
 
-def done_samples(group: Group) -> list[Sample]:
-    return [sample for sample in group.samples if sample.state is SampleState.DONE]
+def evaluated_samples(group: Group, version: Version | None) -> list[Sample]:
+    """The scored samples of a held-out prompt whose tokens were all sampled under `version`; none of a discarded
+    group, whose other samples are not evaluated."""
+    if group.state is GroupState.DISCARDED:
+        return []
+    return [s for s in group.samples if s.state is SampleState.DONE and versions_in(s) == {version}]
+
+
+def versions_in(sample: Sample) -> set[Version]:
+    return {version for fork in sample.with_forks for _, _, version in fork.segments}
 
 
 def accuracy_of(result: dict[str, Any], name: str) -> float | None:
     """Accuracy on the evaluation set `name`; None if the set was not evaluated, or none of its samples could be
     scored."""
     return sets_of(result).get(name, {}).get("accuracy")
+
+
+def is_complete(result: dict[str, Any], name: str) -> bool:
+    """Whether each prompt of the evaluation set `name` was evaluated, as far as it did not fail."""
+    return not sets_of(result).get(name, {}).get("not_evaluated", 0)
 
 
 def sets_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -81,6 +95,7 @@ def describe_evaluation(result: dict[str, Any]) -> str:
 
 def score(scored: dict[str, Any]) -> str:
     failed = f", {scored['failed']} left out, whose responses could not be scored" if scored["failed"] else ""
+    failed += f", {scored['not_evaluated']} not evaluated in time" if scored.get("not_evaluated") else ""
     accuracy = "none" if scored["accuracy"] is None else f"{scored['accuracy']:.3f}"
     return f"{accuracy} on {scored['prompts']} prompts{failed}"
 

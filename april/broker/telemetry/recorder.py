@@ -27,7 +27,7 @@ from april.config.data import EvaluationSet
 from april.util import clock
 from april.util.files import replace_file
 from april.wire import limits
-from april.wire.message import MAX_NUMBER
+from april.wire.message import MAX_NUMBER, Version
 from april.wire.training import ENGINE_GAP_PREFIX
 
 log = logging.getLogger(__name__)
@@ -291,19 +291,28 @@ class Recorder:
             self._drift, self._drift_due = drift_of(ledger.cohorts), now + DRIFT_S
         return self._drift
 
-    def record_evaluation(self, step: int, evaluated: list[tuple[EvaluationSet, list[Group]]]) -> dict[str, Any]:
-        """Record a complete evaluation at policy `step`; returns its result.
+    def record_evaluation(
+        self,
+        step: int,
+        version: Version | None,
+        evaluated: list[tuple[EvaluationSet, list[Group]]],
+        held_slot_s: float,
+    ) -> dict[str, Any]:
+        """Record the evaluation of policy `step` on `version`; returns its result.
+
+        `version`: None if no sample was generated. `held_slot_s`: see `Evaluations`.
 
         The result holds the scores of the first set, as `describe_set` returns them. If sets have names of their own,
         `sets` holds those of each set by name.
         """
-        scored_sets = [(each, describe_set(groups, each.samples)) for each, groups in evaluated]
-        versions = sorted({version for _, groups in evaluated for version in versions_of(groups)})
+        scored_sets = [(each, describe_set(groups, each.samples, version)) for each, groups in evaluated]
+        versions = sorted({of for _, groups in evaluated for of in versions_of(groups, version)})
         result = {
             "step": step,
             "time": round(clock.now(), 3),
-            "version": list(versions[-1]) if versions else None,
-            "versions": [list(version) for version in versions],
+            "version": version and list(version),
+            "versions": [list(of) for of in versions],
+            "held_slot_s": round(held_slot_s, 1),
             **scored_sets[0][1],
         }
         if any(each.number for each, _ in scored_sets):

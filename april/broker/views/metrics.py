@@ -219,6 +219,19 @@ METRICS: dict[str, MetricSpec] = {
     "april_evaluation_step": gauge(
         "Policy step of the newest evaluation", lambda run: newest_evaluation(run).get("step")
     ),
+    "april_evaluation_not_evaluated": gauge(
+        "Held-out prompts of the newest evaluation that could not be generated under its version in time, by set",
+        lambda run: {
+            name: scored["not_evaluated"]
+            for name, scored in sets_of(newest_evaluation(run)).items()
+            if "not_evaluated" in scored
+        },
+        "set",
+    ),
+    "april_evaluation_held_slot_seconds": gauge(
+        "Free slots, times seconds, of workers that put newer weights off for the newest evaluation",
+        lambda run: newest_evaluation(run).get("held_slot_s"),
+    ),
     "april_sessions": gauge("Peers that are connected", lambda run: run.sessions, "role"),
     "april_worker_leases": gauge(
         "Samples that a worker generates", lambda run: {worker.name: worker.leased for worker in run.workers}, "worker"

@@ -52,12 +52,14 @@ def describe(run: RunFolder, steps: Steps) -> dict[str, Any]:
 
 
 def last_evaluation(run: RunFolder) -> dict[str, Any] | None:
-    """`step` and `accuracy` of the newest held-out evaluation, and the accuracy of each named set in `sets`."""
+    """`step`, `accuracy` and `not_evaluated` of the newest held-out evaluation, and the accuracy of each named set in
+    `sets`."""
     if not run.evaluation:
         return None
     point = run.evaluation[-1]
     sets = {name: scores.get("accuracy") for name, scores in (point.get("sets") or {}).items()}
-    return {"step": point.get("step") or 0, "accuracy": point["accuracy"], "sets": sets}
+    missing = sum(scores.get("not_evaluated") or 0 for scores in (point.get("sets") or {"": point}).values())
+    return {"step": point.get("step") or 0, "accuracy": point["accuracy"], "not_evaluated": missing, "sets": sets}
 
 
 def held_out_curves(run: RunFolder) -> list[dict[str, Any]]:

@@ -84,6 +84,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         ("reward, first → last 3", reward(run)),
         ("held-out accuracy, first → last", "" if run.named_evaluations else accuracy(run)),
         *((f"accuracy, {name}", first_to_last_of(points)) for name, points in run.named_evaluations.items()),
+        ("evaluations cost", evaluation_cost(run)),
         ("paced, not measured", paced(run)),
         ("rollout speed", rate(rollout_tokens_per_s(run))),
         ("gradient", gradient(run)),
@@ -134,10 +135,23 @@ def first_to_last_of(points: list[dict]) -> str:
     first, last = points[0], points[-1]
     prompts = f", {last['prompts']} prompts" if last.get("prompts") else ""
     prompts += f", {last['failed']} left out" if last.get("failed") else ""
+    prompts += f", {last['not_evaluated']} not evaluated in time" if last.get("not_evaluated") else ""
     if len(points) == 1:
         return f"{number(first['accuracy'])} (step {first.get('step')}{prompts})"
     steps_named = f"steps {first.get('step')} → {last.get('step')}"
     return f"{first_to_last(first['accuracy'], last['accuracy'])} ({steps_named}{prompts})"
+
+
+def evaluation_cost(run: RunFolder) -> str:
+    """What evaluations on one version each have cost: free slots of workers that put newer weights off, and prompts of
+    all evaluations that were left out because no worker had the version any more."""
+    results = run.summary.get("evaluation") or []
+    slot_s = sum(result.get("held_slot_s") or 0 for result in results)
+    scored = [each for result in results for each in (result.get("sets") or {"": result}).values()]
+    left_out = sum(each.get("not_evaluated") or 0 for each in scored)
+    costs = [f"{slot_s:,.0f} slots × s until newer weights were loaded" if slot_s >= 1 else ""]
+    costs.append(f"{count(left_out)} prompts not evaluated in time" if left_out else "")
+    return ", ".join(filter(None, costs))
 
 
 def paced(run: RunFolder) -> str:

@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
+from april.config import Config
 from april.util import clock
+from april.weights import TRANSPORTS
 from april.weights.canary import Canary
 from april.weights.receiver import StagedWeights, WeightReceiver
+from april.wire.message import Version
 from april.workers.engines.base import AdapterEngine, Engine, EngineError
 
 log = logging.getLogger(__name__)
@@ -173,6 +176,11 @@ class WeightLoader:
         """Whether weights are being loaded."""
         return self._in_progress is not None
 
+    @property
+    def loading_version(self) -> Version | None:
+        """Version of the weights that are being loaded; None if none are."""
+        return self._in_progress[0].version if self._in_progress else None
+
     def load(self) -> float | None:
         """Load staged weights, or continue loading them; called in every pass of the worker's loop.
 
@@ -230,3 +238,46 @@ class WeightLoader:
         if self.weight_check and staged.canary is None:
             log.warning("the learner has published no canary with %s: nothing is proven", staged.version)
         return staged.canary if self.weight_check else None
+
+
+def changes_version(engine: Engine, loaders: Sequence[WeightLoader]) -> bool:
+    """Whether another version than that of the engine is being loaded into it, or into a server behind it."""
+    return any(loader.loading_version not in (None, engine.version) for loader in loaders)
+
+
+# --- updates put off for held-out samples -----------------------------------------------------------------------------
+
+
+class UpdateHold:
+    """Says how long a worker puts off newer weights, so that an evaluation is of one version: while held-out samples of
+    the engine's version run on the worker, or wait for a worker, and at most for `evaluation.hold_s` seconds.
+
+    if hold.holds(engine.version, pending=weights_have_arrived, runs_held_out=...):
+        ...  # load nothing
+    """
+
+    def __init__(self, config: Config):
+        self.hold_s = config.evaluation.hold_s
+        """Longest time for which an update is put off, seconds. A trainer that loads the weights itself fails if an
+        engine has not stopped by `weights.publish_deadline_s`."""
+        if not TRANSPORTS.find(config.weights.transport).carries_weights:
+            self.hold_s = min(self.hold_s, config.weights.publish_deadline_s / 2)
+        self.waiting: Collection[int] = ()
+        """Policy steps at which held-out samples wait for a worker, as the broker says."""
+        self._since: float | None = None
+        """Time at which the current update was first put off; None if none is."""
+        self.active = False
+        """Whether an update is put off, as `holds` last said."""
+
+    def is_awaited(self, version: Version | None) -> bool:
+        """Whether held-out samples wait for a worker with `version`."""
+        return version is not None and version.step in self.waiting
+
+    def holds(self, version: Version | None, pending: bool, runs_held_out: bool) -> bool:
+        """Whether an update of an engine with `version` is put off now. `pending`: whether there is one."""
+        if not pending or version is None or not (runs_held_out or self.is_awaited(version)):
+            self._since = None
+        elif self._since is None:
+            self._since = clock.now()
+        self.active = self._since is not None and clock.now() - self._since < self.hold_s
+        return self.active

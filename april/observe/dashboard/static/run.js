@@ -26,7 +26,7 @@ function running(counts) {
 
 const heldOut = (held) => {
   const sets = Object.entries(held?.sets ?? {});
-  return (sets.length ? sets : [["Held-out", held?.accuracy]]).map(([name, accuracy]) => [name, number(accuracy, 3), held && `at step ${held.step}`]);
+  return (sets.length ? sets : [["Held-out", held?.accuracy]]).map(([name, accuracy]) => [name, number(accuracy, 3), held && `at step ${held.step}${held.not_evaluated ? `, ${held.not_evaluated} prompts not evaluated` : ""}`]);
 };
 
 const since = (times) => (times ?? []).map((time) => (time - times[0]) / 60);
