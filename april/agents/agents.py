@@ -88,17 +88,20 @@ class Agents:
             loop = asyncio.get_running_loop()
             self._timers[key] = loop.call_later(self.section.timeout_s, self._time_out, key)
 
-    def program_ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
+    def program_ended(
+        self, key: int, reward: float | None, error: str, state: bytes = b"", details: dict[str, float] | None = None
+    ) -> None:
         session = self.sessions.get(key)
         if session is None:
             return
         if error:
             return self._give_back(key, error)
-        reward = session.reward if reward is None else reward
+        if reward is None:
+            reward, details = session.reward, session.details
         superseded, state = session.superseded_forks(), state or session.state
         closing: wire.Closing = wire.Closed(key, superseded, state)
         if reward is not None:
-            closing = wire.Scored(key, [reward], [{}], superseded, state)
+            closing = wire.Scored(key, [reward], [details or {}], superseded, state)
         self.completed += 1
         self._forget(key, "its agent has ended")
         self.link.close_session(closing)

@@ -121,6 +121,8 @@ class ConversationTree:
         """Why the session takes no more calls; "" while it does."""
         self.reward: float | None = None
         """Reward that the agent has posted; None without one."""
+        self.details: dict[str, float] = {}
+        """Named numbers that the agent has posted with its reward."""
         self.state = b""
         """MessagePack of the state that the agent has posted; b"" without one."""
         self._turns_by_key: defaultdict[bytes, list[Turn]] = defaultdict(list)

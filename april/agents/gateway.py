@@ -29,6 +29,7 @@ from april.agents.host import pack_state
 from april.config import Config
 from april.data.messages import BadMessages
 from april.data.tokenizer import Tokenizer
+from april.wire.limits import reward_details
 
 MAX_BODY_BYTES = 8 << 20
 """Largest request body."""
@@ -107,8 +108,12 @@ class Gateway:
         reward = body.get("reward")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= 1e9:
             raise Refusal("invalid_value", f"'reward' = {reward!r} is no finite number up to 1e9")
+        try:
+            session.details = reward_details(body.get("details", {}))
+        except ValueError as error:
+            raise Refusal("invalid_value", f"'details': {error}") from None
         session.reward = float(reward)
-        return json_response({"reward": session.reward})
+        return json_response({"reward": session.reward} | ({"details": session.details} if session.details else {}))
 
     async def _state(self, request: web.Request) -> web.Response:
         session, body = self.session_of(request), await read_body(request)

@@ -19,7 +19,7 @@ from april.agents import PROGRAMS
 from april.util.lifetime import die_with_parent, exit_at_once
 from april.util.logs import user_traceback
 from april.util.pool import LENGTH_BYTES, READY, frame, private_pipes, write_frame
-from april.wire.limits import MAX_AGENT_STATE_BYTES, MAX_REWARD, is_reward
+from april.wire.limits import MAX_AGENT_STATE_BYTES, MAX_REWARD, is_reward, reward_details
 
 HEARTBEAT_S = 1.0
 ERROR_CHARACTERS = 2000
@@ -51,6 +51,8 @@ class ProgramEnded(msgspec.Struct, array_like=True):
     error: str = ""
     state: bytes = b""
     """MessagePack of the program's `session.state`; b"" without one."""
+    details: dict[str, float] = {}
+    """Named numbers that the program gives with its reward, such as `correct`."""
 
 
 @dataclass
@@ -140,10 +142,15 @@ class Host:
         self.running.pop(order.key, None)
         write_frame(self.outgoing, frame(ended))
 
-    def _outcome(self, key: int, reward: Any, state: bytes) -> ProgramEnded:
+    def _outcome(self, key: int, result: Any, state: bytes) -> ProgramEnded:
+        reward, given = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         is_number = isinstance(reward, int | float) or hasattr(reward, "__float__")
         if reward is None or (is_number and is_reward(float(reward))):
-            return ProgramEnded(key, None if reward is None else float(reward), state=state)
+            try:
+                details = reward_details(given)
+            except ValueError as error:
+                return ProgramEnded(key, error=f"what it returned with its reward: {error}")
+            return ProgramEnded(key, None if reward is None else float(reward), state=state, details=details)
         return ProgramEnded(
             key, error=f"it returned {reward!r}, which is neither a finite number up to {MAX_REWARD:g} nor None"
         )

@@ -33,8 +33,11 @@ class ProgramObserver(Protocol):
     def program_started(self, key: int) -> None:
         """The session's program is running: its timeout starts."""
 
-    def program_ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
-        """The session's program has ended. `state`: MessagePack of its final state."""
+    def program_ended(
+        self, key: int, reward: float | None, error: str, state: bytes = b"", details: dict[str, float] | None = None
+    ) -> None:
+        """The session's program has ended. `state`: MessagePack of its final state; `details`: named numbers that it
+        gave with its reward."""
 
     def process_died(self, keys: list[int], why: str) -> None:
         """The process that ran the programs of these sessions has died before they ended."""
@@ -115,7 +118,7 @@ class ProgramRunner:
         if timer := self.cancelling.pop(ended.key, None):
             timer.cancel()
         else:
-            self.observer.program_ended(ended.key, ended.reward, ended.error, ended.state)
+            self.observer.program_ended(ended.key, ended.reward, ended.error, ended.state, ended.details)
 
     async def _replace(self, process: asyncio.subprocess.Process, why: str) -> None:
         self._kill()

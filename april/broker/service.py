@@ -386,7 +386,8 @@ class Service:
         slots = sum(max(0, peer.capacity - self.config.worker.prefetch) for peer in self.peers.workers())
         waiting = sum(map(self.ledger.open_samples.count, TO_GENERATE))
         self.recorder.add_slot_usage(self.ledger.leases.generating, slots, waiting)
-        self.evaluations.watch(now)
+        if not self.run.over:
+            self.evaluations.watch(now)
         for lease in self.ledger.expire(now):
             self._cancel(lease.worker, lease.id)
         self.recorder.alarms.watch([peer.loop(now) for peer in self.peers.by_id.values() if peer.loop_position])

@@ -317,8 +317,9 @@ class EvaluationSection(Section):
     )
     best: str = Field(
         "",
-        description="Set whose accuracy decides which checkpoint is kept and exported as the best: a name of "
-        "evaluation.sets, or heldout for data.eval_path. It adds a checkpoint at each evaluation. Empty: none.",
+        description="Set whose accuracy (reward, if it is not known what is correct) decides which checkpoint is "
+        "kept and exported as the best: a name of evaluation.sets, or heldout for data.eval_path. It adds a "
+        "checkpoint at each evaluation. Empty: none.",
     )
 
     @field_validator("sets")

@@ -220,3 +220,11 @@ def adapter_config(rank: int, alpha: float, targets: list[str], base: Path | str
         "target_modules": targets,
         "inference_mode": True,
     }
+
+
+def held_out_score(scored: Mapping[str, Any]) -> tuple[str, float | None]:
+    """What an evaluation of a set of held-out prompts says, and of what: ("accuracy", value) if it is known which
+    responses were correct, otherwise ("reward", mean reward). The value is None if nothing could be scored."""
+    if scored.get("accuracy") is not None:
+        return "accuracy", scored["accuracy"]
+    return "reward", scored.get("reward")

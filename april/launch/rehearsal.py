@@ -65,7 +65,9 @@ class AgentOutcome:
     def program_started(self, key: int) -> None:
         pass
 
-    def program_ended(self, key: int, reward: float | None, error: str, state: bytes = b"") -> None:
+    def program_ended(
+        self, key: int, reward: float | None, error: str, state: bytes = b"", details: dict[str, float] | None = None
+    ) -> None:
         self.reward, self.error = reward, error
         self.is_over = True
 

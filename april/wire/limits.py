@@ -6,6 +6,7 @@ Bounds that depend on the size of a cluster are configuration keys instead (`sec
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,18 @@ MAX_TEXT_CHARACTERS = 500
 def is_reward(value: float) -> bool:
     """Whether a number is finite and at most `MAX_REWARD` in absolute value."""
     return abs(value) <= MAX_REWARD
+
+
+def reward_details(given: Any) -> dict[str, float]:
+    """The details that an agent gives with its reward. Raises ValueError unless they are finite numbers by name."""
+    are_numbers = isinstance(given, dict) and all(
+        isinstance(name, str) and name.isprintable() and len(name) <= 128
+        and isinstance(value, int | float) and is_reward(float(value))
+        for name, value in given.items()
+    )  # fmt: skip
+    if not are_numbers or too_many_details(given):
+        raise ValueError(f"{given!r} is no table of finite numbers by name, at most {MAX_REWARD_DETAILS}")
+    return {name: float(value) for name, value in given.items()}
 
 
 def clip(text: str, characters: int = MAX_TEXT_CHARACTERS) -> str:

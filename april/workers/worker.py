@@ -194,7 +194,6 @@ class Worker:
     def _say_hello(self) -> None:
         welcome = self.connection.hello(list(self.active), self.acknowledged_tokens)
         self.watermark = max(self.watermark, welcome.watermark)
-        self.hold.waiting = ()
         for lease_id in welcome.lost_lease_ids:
             self._drop(lease_id)
         self._connect_weight_loaders(welcome.weights_address, welcome.weights_key)

@@ -12,7 +12,7 @@ from april.agents import programs
 from april.agents.agents import MAX_DEATHS, Agents
 from april.agents.dialects import Chat
 from april.agents.gateway import Gateway
-from april.agents.host import ProgramEnded, StartProgram, pack_state
+from april.agents.host import Host, ProgramEnded, StartProgram, pack_state
 from april.agents.link import BrokerLink
 from april.agents.listening import Addresses
 from april.agents.programs import CommandRunner, ProgramRunner
@@ -95,6 +95,22 @@ def test_the_reward_is_the_program_s_or_the_posted_one_or_the_verifier_s(agents,
     assert agents.link.closings == [closing] and not agents.gateway.sessions
 
 
+def test_an_agent_says_what_was_correct_beside_its_reward(agents):
+    for posted, returned in ((0.25, None), (None, 0.5)):
+        agents.open_session(LEASE, [])
+        agents.sessions[SESSION].reward, agents.sessions[SESSION].details = posted, {"correct": 0.0}
+        agents.program_ended(SESSION, returned, "", details=returned and {"correct": 1.0})
+    scored = [(closing.rewards, closing.details) for closing in agents.link.closings]
+    assert scored == [([0.25], [{"correct": 0.0}]), ([0.5], [{"correct": 1.0}])]
+
+
+def test_details_of_a_program_s_reward_are_numbers_by_name():
+    host = Host(None, None, 1)
+    assert host._outcome(1, (1, {"correct": True}), b"") == ProgramEnded(1, 1.0, details={"correct": 1.0})
+    for wrong in ((1.0, {"correct": "yes"}), (1.0, {1: 2.0}), (1.0, None), (1.0, {"a": float("nan")})):
+        assert "numbers by name" in host._outcome(1, wrong, b"").error
+
+
 def test_a_failed_program_starts_from_nothing_and_a_late_outcome_is_ignored(agents):
     agents.open_session(LEASE, [])
     agents.program_ended(SESSION, None, "ValueError: no\nTraceback ...")
@@ -137,8 +153,8 @@ class ProgramObserver:
     def program_started(self, key):
         pass
 
-    def program_ended(self, key, reward, error, state=b""):
-        self.outcomes.append(ProgramEnded(key, reward, error, state))
+    def program_ended(self, key, reward, error, state=b"", details=None):
+        self.outcomes.append(ProgramEnded(key, reward, error, state, details or {}))
         self.changed.set()
 
     def process_died(self, keys, why):

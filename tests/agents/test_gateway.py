@@ -314,6 +314,9 @@ def test_a_harness_takes_a_session_and_posts_its_reward_and_state(meet, loop):
     key = told["api_key"]
     assert ask(client.with_options(api_key=key), "12*3=").choices[0].message.content == "11"
     assert call("POST", f"{url}/session/reward", {"reward": "much"}, key)[0] == 400
+    detailed = {"reward": 0.5, "details": {"correct": 1.0}}
+    assert call("POST", f"{url}/session/reward", detailed | {"details": {"correct": "yes"}}, key)[0] == 400
+    assert call("POST", f"{url}/session/reward", detailed, key) == (200, detailed)
     assert call("POST", f"{url}/session/reward", {"reward": 0.5}, key) == (200, {"reward": 0.5})
     assert call("POST", f"{url}/session/state", {"state": "s" * 5000}, key)[0] == 400
     assert call("POST", f"{url}/session/state", {"state": {"tests": 3}}, key)[0] == 200

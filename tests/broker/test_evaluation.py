@@ -67,7 +67,8 @@ def test_several_samples_of_a_held_out_prompt_are_evaluated_beside_training(conv
     for turn, grant in enumerate(sorted(grants, key=lambda grant: (grant.group, grant.index))):
         worker.complete(grant, reward=float(turn == 0))
     result = talk.ledger.evaluated[0]
-    assert (result["accuracy"], result["prompts"], result["failed"]) == (pytest.approx(1 / 6, abs=1e-6), 2, 0)
+    assert (result["reward"], result["prompts"], result["failed"]) == (pytest.approx(1 / 6, abs=1e-6), 2, 0)
+    assert result["accuracy"] is None and "step 0: reward 0.167 on" in describe_evaluation(result)
     assert {k: v["value"] for k, v in result["pass_at_k"].items()} == {
         "1": pytest.approx(1 / 6, abs=1e-6),
         "2": pytest.approx(1 / 3, abs=1e-6),
@@ -179,7 +180,7 @@ def test_workers_are_told_when_held_out_samples_wait_for_them(converse):
     assert [received.message.steps for received in worker.take(wire.Evaluating)] == [[]]
     talk.restart_broker()
     again = joined(FakeWorker(talk), 0, capacity=2)
-    assert next(received.message.steps for received in again.take(wire.Evaluating)) == []
+    assert next(received.message.steps for received in again.take(wire.Evaluating)) == [0], "its leases are lost"
 
 
 def test_an_evaluation_begins_again_once_a_restarted_learner_has_replaced_its_version(converse):
@@ -222,7 +223,7 @@ def test_an_evaluation_of_which_prompts_were_left_out_is_not_the_best(converse):
         for grant in held_out[evaluated:]:
             worker.give_back(grant, 0, "recall")
         talk.tick(0.3)
-    results = [(result["accuracy"], result["not_evaluated"]) for result in talk.ledger.evaluated.values()]
+    results = [(result["reward"], result["not_evaluated"]) for result in talk.ledger.evaluated.values()]
     assert results == [(1.0, 0), (0.5, 0), (1.0, 2)] and talk.service.evaluations.best() == 1
 
 

@@ -79,9 +79,9 @@ def test_results_are_stored_by_name_and_survive_a_broker_that_dies_between_the_s
     worker = joined(FakeWorker(talk), capacity=64)
     grants = evaluation_grants(worker)
     for grant in grants[0]:
-        worker.complete(grant, reward=1.0)
+        worker.complete(grant, reward=1.0, correct=1.0)
     for turn, grant in enumerate(grants[1][:4]):
-        worker.complete(grant, reward=float(turn == 0))
+        worker.complete(grant, reward=2.0, correct=float(turn == 0))
     assert not talk.ledger.evaluated
     talk.restart_broker()
     talk.tick(talk.config.broker.readopt_s + 1)
@@ -89,13 +89,13 @@ def test_results_are_stored_by_name_and_survive_a_broker_that_dies_between_the_s
     rest = evaluation_grants(worker)
     assert {number: len(of_set) for number, of_set in rest.items()} == {1: 2, 2: 1}
     for grant in rest[1] + rest[2]:
-        worker.complete(grant, reward=0.0)
+        worker.complete(grant, reward=0.0, correct=0.0)
     result = talk.ledger.evaluated[0]
     found = {name: (one["accuracy"], one["prompts"]) for name, one in result["sets"].items()}
     assert found == {"heldout": (1.0, 2), "hard": (pytest.approx(1 / 6, abs=1e-6), 3), "easy": (0.0, 1)}
     assert result["accuracy"] == 1.0 and list(result["sets"]["hard"]["pass_at_k"]) == ["1", "2"]
-    said = "evaluation at step 0: accuracy heldout 1.000 on 2 prompts; hard 0.167 on 3 prompts; easy 0.000 on 1 prompts"
-    assert describe_evaluation(result) == said
+    said = "heldout accuracy 1.000 on 2 prompts; hard accuracy 0.167 on 3 prompts; easy accuracy 0.000 on 1 prompts"
+    assert describe_evaluation(result) == f"evaluation at step 0: {said}"
     figures = evaluation_metrics(result)
     assert figures["evaluation/accuracy"] == 1.0 and figures["evaluation/sets/easy/accuracy"] == 0.0
     lines = (talk.config.run_dir / "metrics.jsonl").read_bytes().splitlines()
@@ -168,6 +168,6 @@ def test_a_report_has_each_set_by_name(load):
     (run_dir / "config.toml").write_text(talk.config.to_toml())
     RUN_FOLDER.claim(run_dir, new=True)
     named = read_run(run_dir).named_evaluations
-    assert {name: [point["accuracy"] for point in points] for name, points in named.items()} == {
+    assert {name: [point["reward"] for point in points] for name, points in named.items()} == {
         "heldout": [1.0], "hard": [0.5], "easy": [1.0]
     }  # fmt: skip

@@ -18,7 +18,7 @@ from april.observe.report.run_folder import read_records
 from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch
 
 ROOT = Path(__file__).parents[2]
-WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/accuracy", "evaluation/pass_at_k/1/value"
+WANTED = "reward", "learner/loss", "tokens_ledger/generated", "evaluation/reward", "evaluation/pass_at_k/1/value"
 
 
 def records(path):

@@ -37,7 +37,7 @@ def test_the_best_checkpoint_by_one_of_the_sets_is_exported_beside_the_last(
     assert [point["step"] for point in found] == list(range(7))
     assert all(list(point["sets"]) == ["heldout", "brief", "often"] for point in found)
     assert {point["sets"]["often"]["mean_at_k"]["k"] for point in found} == {3}
-    best = max((point["sets"]["brief"]["accuracy"], point["step"]) for point in found if point["step"])[1]
+    best = max((point["sets"]["brief"]["reward"], point["step"]) for point in found if point["step"])[1]
     directory = run_dir / "checkpoints"
     assert checkpoint.steps(directory) == sorted({best, 6})
     for name, step in (("best", best), ("policy", 6)):

@@ -289,15 +289,17 @@ def scored(tokens, response="#1", **rules):
 def test_the_overlong_penalty_grows_in_the_buffer_at_the_end_of_the_budget(tokens, reward):
     shaped = scored(tokens, max_response_tokens=100, overlong_buffer_tokens=40, overlong_penalty=0.5)
     assert shaped.reward == pytest.approx(reward)
-    assert shaped.details == {"base": 1.0, "overlong": pytest.approx(reward - 1.0)}
+    assert shaped.details == {"correct": 1.0, "base": 1.0, "overlong": pytest.approx(reward - 1.0)}
 
 
 def test_penalties_add_up_and_are_reported_separately():
     rules = {"max_response_tokens": 10, "overlong_buffer_tokens": 10, "format_pattern": "^#", "format_penalty": 0.25}
     assert scored(5, **rules).reward == pytest.approx(0.5)
-    assert scored(5, response="?", **rules).details == {"base": 0.0, "overlong": -0.5, "format": -0.25}
+    assert scored(5, response="?", **rules).details == {
+        "correct": 0.0, "base": 0.0, "overlong": -0.5, "format": -0.25
+    }  # fmt: skip
     assert scored(5, response="?", **rules).reward == pytest.approx(-0.75)
-    assert scored(5).details == {}
+    assert scored(5).details == {"correct": 1.0}
 
 
 # --- by name ------------------------------------------------------------------------------------------------

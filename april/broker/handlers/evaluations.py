@@ -7,7 +7,7 @@ from april import wire
 from april.broker.context import BrokerContext
 from april.broker.ledger.samples import NOT_EVALUATED, TO_GENERATE, Group, GroupState, SampleState
 from april.broker.peers import Peer
-from april.broker.telemetry.evaluation import accuracy_of, describe_evaluation, is_complete
+from april.broker.telemetry.evaluation import describe_evaluation, is_complete, score_of
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Evaluations:
 
     def greet(self, peer: Peer) -> None:
         """Tell a worker at which policy steps held-out samples wait for a worker, over the connection of its grants."""
-        self.context.peers.send(peer, wire.Evaluating(self._announced))
+        self.context.peers.send(peer, wire.Evaluating(self._waiting()))
 
     def _waiting(self) -> list[int]:
         """Policy steps of the evaluations with samples that still need a worker."""
@@ -155,18 +155,18 @@ class Evaluations:
     # --- the best -----------------------------------------------------------------------------------------------
 
     def best(self) -> int | None:
-        """Policy step of the most accurate trained weights on the set `evaluation.best`, the later one of equals; None
-        if there is no such set or no accuracy yet.
+        """Policy step of the trained weights with the best accuracy on the set `evaluation.best`, or the best reward if
+        no accuracy is known; the later one of equals. None if there is no such set or no score yet.
 
         An evaluation with prompts that were not evaluated does not count: they are those with the longest responses.
         """
         name = self.section.best
-        accuracies = {
-            step: accuracy_of(result, name)
+        scores = {
+            step: score_of(result, name)
             for step, result in self.ledger.evaluated.items()
             if step and is_complete(result, name)
         }
-        known = [(accuracy, step) for step, accuracy in accuracies.items() if accuracy is not None]
+        known = [(score, step) for step, score in scores.items() if score is not None]
         return max(known)[1] if known and name else None
 
     def undecided(self) -> list[int]:

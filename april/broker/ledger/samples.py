@@ -178,9 +178,19 @@ class Sample(NoAgentDefaults):
     def accuracy(self) -> float:
         """Accuracy of the sample: the detail `correct` of its verifier or, without one, the reward before penalties;
         NaN while unscored."""
-        details = self.details or {}
+        return (self.details or {}).get("correct", self.base_reward)
+
+    @property
+    def base_reward(self) -> float:
+        """The reward before penalties; NaN while unscored."""
         unknown = math.nan if self.reward is None else self.reward
-        return details.get("correct", details.get("base", unknown))
+        return (self.details or {}).get("base", unknown)
+
+    @property
+    def is_correct_known(self) -> bool:
+        """Whether the sample's score says if the response was correct. One over its verifier's limits was not."""
+        details = self.details or {}
+        return "correct" in details or bool(details.get("over_limit"))
 
     @property
     def chunk_refs(self) -> Iterator[ChunkRef]:

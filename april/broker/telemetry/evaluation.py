@@ -6,6 +6,7 @@ from typing import Any
 
 from april.broker.ledger.samples import Group, GroupState, Sample, SampleState
 from april.config.data import HELD_OUT
+from april.config.stored import held_out_score
 from april.wire.message import Version
 
 PASSED = 1.0
@@ -37,14 +38,19 @@ def summarise(rewards: list[list[float]], samples: int) -> dict[str, Any]:
 def describe_set(groups: list[Group], samples: int, version: Version | None) -> dict[str, Any]:
     """Scores of a set of held-out prompts with `samples` samples each, evaluated on `version`.
 
-    `accuracy` is the mean over prompts of the mean accuracy of their samples. Failed samples are counted, not scored as
-    zero. So are prompts that were not evaluated, which could not be generated under `version` in time.
+    `reward` is the mean over prompts of the mean reward of their samples, before penalties. `accuracy` is the same of
+    the detail `correct`, or None unless that is known of each sample. mean@k and pass@k are of `correct`, or else of
+    the reward. Failed samples are counted, not scored as zero. So are prompts that were not evaluated, which could not
+    be generated under `version` in time.
     """
     done = [samples_done for group in groups if (samples_done := evaluated_samples(group, version))]
     failed = [group for group in groups if not group.live_samples]
     scores = summarise([[sample.accuracy for sample in prompt] for prompt in done], samples)
+    is_known = all(sample.is_correct_known for prompt in done for sample in prompt)
+    reward = describe([fmean(sample.base_reward for sample in prompt) for prompt in done])
     return {
-        "accuracy": scores["mean_at_k"] and scores["mean_at_k"]["value"],
+        "accuracy": scores["mean_at_k"]["value"] if is_known and done else None,
+        "reward": reward and reward["value"],
         "prompts": len(done),
         "failed": len(failed),
         "failed_samples": sum(len(group.samples) - len(group.live_samples) for group in groups),
@@ -70,10 +76,10 @@ def versions_in(sample: Sample) -> set[Version]:
     return {version for fork in sample.with_forks for _, _, version in fork.segments}
 
 
-def accuracy_of(result: dict[str, Any], name: str) -> float | None:
-    """Accuracy on the evaluation set `name`; None if the set was not evaluated, or none of its samples could be
-    scored."""
-    return sets_of(result).get(name, {}).get("accuracy")
+def score_of(result: dict[str, Any], name: str) -> float | None:
+    """Accuracy on the evaluation set `name`, or the reward if the accuracy is not known; None if the set was not
+    evaluated, or none of its samples could be scored."""
+    return held_out_score(sets_of(result).get(name, {}))[1]
 
 
 def is_complete(result: dict[str, Any], name: str) -> bool:
@@ -90,14 +96,14 @@ def describe_evaluation(result: dict[str, Any]) -> str:
     """Describe an evaluation in one sentence for the log, with the number of prompts that could not be scored."""
     sets = sets_of(result)
     scores = [f"{f'{name} ' if len(sets) > 1 else ''}{score(scored)}" for name, scored in sets.items()]
-    return f"evaluation at step {result['step']}: accuracy {'; '.join(scores)}"
+    return f"evaluation at step {result['step']}: {'; '.join(scores)}"
 
 
 def score(scored: dict[str, Any]) -> str:
     failed = f", {scored['failed']} left out, whose responses could not be scored" if scored["failed"] else ""
     failed += f", {scored['not_evaluated']} not evaluated in time" if scored.get("not_evaluated") else ""
-    accuracy = "none" if scored["accuracy"] is None else f"{scored['accuracy']:.3f}"
-    return f"{accuracy} on {scored['prompts']} prompts{failed}"
+    measure, value = held_out_score(scored)
+    return f"{measure} {'none' if value is None else f'{value:.3f}'} on {scored['prompts']} prompts{failed}"
 
 
 def sizes(samples: int) -> list[int]:

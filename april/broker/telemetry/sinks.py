@@ -96,14 +96,14 @@ def step_metrics(record: dict[str, Any]) -> dict[str, float]:
     return figures | {f"alarms/{alarm['name']}": 1.0 for alarm in record.get("alarms", ())}
 
 
-SCORES = ("accuracy", "mean_at_k", "pass_at_k")
+SCORES = ("accuracy", "reward", "mean_at_k", "pass_at_k")
 
 
 def evaluation_metrics(result: dict[str, Any]) -> dict[str, float]:
     """Scores of an evaluation as scalar metrics: those of its first set and, with several sets, those of each as
     sets/NAME."""
-    sets = {name: {score: found[score] for score in SCORES} for name, found in result.get("sets", {}).items()}
-    return scalars({"evaluation": {score: result[score] for score in SCORES} | {"sets": sets}})
+    sets = {name: {score: found.get(score) for score in SCORES} for name, found in result.get("sets", {}).items()}
+    return scalars({"evaluation": {score: result.get(score) for score in SCORES} | {"sets": sets}})
 
 
 def scalars(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:

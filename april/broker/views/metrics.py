@@ -205,7 +205,11 @@ METRICS: dict[str, MetricSpec] = {
         "loss",
     ),
     "april_evaluation_accuracy": gauge(
-        "Accuracy of the newest evaluation", lambda run: newest_evaluation(run).get("accuracy")
+        "Accuracy of the newest evaluation, if it is known which responses were correct",
+        lambda run: newest_evaluation(run).get("accuracy"),
+    ),
+    "april_evaluation_reward": gauge(
+        "Mean reward of the newest evaluation, before penalties", lambda run: newest_evaluation(run).get("reward")
     ),
     "april_evaluation_set_accuracy": gauge(
         "Accuracy of the newest evaluation, by set of held-out prompts",

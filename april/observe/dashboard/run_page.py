@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from april.config.stored import held_out_score
 from april.observe.dashboard.steps import Steps
 from april.observe.report.facts import facts, resumes, token_totals
 from april.observe.report.run_folder import RunFolder, dig
@@ -52,26 +53,27 @@ def describe(run: RunFolder, steps: Steps) -> dict[str, Any]:
 
 
 def last_evaluation(run: RunFolder) -> dict[str, Any] | None:
-    """`step`, `accuracy` and `not_evaluated` of the newest held-out evaluation, and the accuracy of each named set in
-    `sets`."""
+    """`step`, `measure` (accuracy or reward), `value` and `not_evaluated` of the newest held-out evaluation, and the
+    value of each named set in `sets`."""
     if not run.evaluation:
         return None
     point = run.evaluation[-1]
-    sets = {name: scores.get("accuracy") for name, scores in (point.get("sets") or {}).items()}
+    sets = {name: held_out_score(scores)[1] for name, scores in (point.get("sets") or {}).items()}
     missing = sum(scores.get("not_evaluated") or 0 for scores in (point.get("sets") or {"": point}).values())
-    return {"step": point.get("step") or 0, "accuracy": point["accuracy"], "not_evaluated": missing, "sets": sets}
+    measure, value = held_out_score(point)
+    return {"step": point.get("step") or 0, "measure": measure, "value": value, "not_evaluated": missing, "sets": sets}
 
 
 def held_out_curves(run: RunFolder) -> list[dict[str, Any]]:
-    """The accuracies to be joined by a line each: of named sets one curve each, otherwise one for each set of
-    prompts."""
+    """The accuracies, or rewards, to be joined by a line each: of named sets one curve each, otherwise one for each set
+    of prompts."""
     named = run.named_evaluations
     unnamed = {f"held-out{f', set {n}' if n > 1 else ''}": points for n, points in enumerate(run.evaluation_sets, 1)}
     return [
         {
             "label": label,
             "steps": [point.get("step") or 0 for point in points],
-            "accuracy": [point["accuracy"] for point in points],
+            "values": [held_out_score(point)[1] for point in points],
         }
         for label, points in (named or unnamed).items()
     ]

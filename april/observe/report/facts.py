@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from april.config.stored import held_out_score
 from april.observe.report.run_folder import RunFolder, dig
 from april.util.text import counted
 
@@ -82,8 +83,11 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         ("failed because", run.summary.get("failure") or ""),
         ("steps", steps(run)),
         ("reward, first → last 3", reward(run)),
-        ("held-out accuracy, first → last", "" if run.named_evaluations else accuracy(run)),
-        *((f"accuracy, {name}", first_to_last_of(points)) for name, points in run.named_evaluations.items()),
+        (f"held-out {measure_of(run.evaluation)}, first → last", "" if run.named_evaluations else accuracy(run)),
+        *(
+            (f"{measure_of(points)}, {name}", first_to_last_of(points))
+            for name, points in run.named_evaluations.items()
+        ),
         ("evaluations cost", evaluation_cost(run)),
         ("paced, not measured", paced(run)),
         ("rollout speed", rate(rollout_tokens_per_s(run))),
@@ -131,15 +135,21 @@ def accuracy(run: RunFolder) -> str:
     return first_to_last_of(run.evaluation_sets[-1])
 
 
+def measure_of(points: list[dict]) -> str:
+    """What the figures of evaluations are: accuracy if it is known which responses were correct, otherwise reward."""
+    return held_out_score(points[-1])[0] if points else "accuracy"
+
+
 def first_to_last_of(points: list[dict]) -> str:
     first, last = points[0], points[-1]
+    values = [held_out_score(point)[1] for point in (first, last)]
     prompts = f", {last['prompts']} prompts" if last.get("prompts") else ""
     prompts += f", {last['failed']} left out" if last.get("failed") else ""
     prompts += f", {last['not_evaluated']} not evaluated in time" if last.get("not_evaluated") else ""
     if len(points) == 1:
-        return f"{number(first['accuracy'])} (step {first.get('step')}{prompts})"
+        return f"{number(values[0])} (step {first.get('step')}{prompts})"
     steps_named = f"steps {first.get('step')} → {last.get('step')}"
-    return f"{first_to_last(first['accuracy'], last['accuracy'])} ({steps_named}{prompts})"
+    return f"{first_to_last(*values)} ({steps_named}{prompts})"
 
 
 def evaluation_cost(run: RunFolder) -> str:

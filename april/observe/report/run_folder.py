@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from april.config import ConfigError
-from april.config.stored import is_step
+from april.config.stored import held_out_score, is_step
 from april.util.versions import RUN_FOLDER
 
 
@@ -88,17 +88,17 @@ class RunFolder:
 
     @property
     def evaluation(self) -> list[dict]:
-        """Held-out evaluations with an accuracy, oldest first; of several sets the first."""
-        points = [point for point in self.summary.get("evaluation") or [] if point.get("accuracy") is not None]
+        """Held-out evaluations with an accuracy or a reward, oldest first; of several sets the first."""
+        points = [point for point in self.summary.get("evaluation") or [] if held_out_score(point)[1] is not None]
         return sorted(points, key=lambda point: point.get("step") or 0)
 
 
 def evaluations_by_set(points: list[dict]) -> dict[str, list[dict]]:
-    """Evaluations with an accuracy by the name of their set: `step`, `accuracy` and the set's other figures."""
+    """Evaluations with an accuracy or a reward by the name of their set: `step` and the set's figures."""
     by_set: dict[str, list[dict]] = {}
     for point in points:
         for name, scores in (point.get("sets") or {}).items():
-            if scores.get("accuracy") is not None:
+            if held_out_score(scores)[1] is not None:
                 by_set.setdefault(name, []).append({"step": point.get("step") or 0, **scores})
     return by_set
 

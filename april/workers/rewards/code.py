@@ -24,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from april.workers.rewards.messages import Item, RewardRules, Score, Undecided, takes_items
+from april.workers.rewards.messages import Item, RewardRules, Score, Undecided, right_or_wrong, takes_items
 from april.workers.rewards.python_tests import PROGRAM_MODULES, LabelPlan, plan_of
 from april.workers.rewards.sandbox import SandboxLimits, SandboxResult, run
 from april.workers.rewards.text import after_thinking
@@ -230,6 +230,7 @@ print(); print({mark!r} + result)
 """
 
 
+@right_or_wrong
 @takes_items
 def code(items: list[Item], rules: RewardRules) -> list[Score]:
     [item] = items

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from april.workers.rewards.messages import Undecided
+from april.workers.rewards.messages import Undecided, right_or_wrong
 from april.workers.rewards.text import END_OF_THINKING, after_phrase, after_thinking, boxes, last_boxed
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -34,6 +34,7 @@ BETWEEN_BOXES = re.compile(
 Detailed = tuple[float, dict[str, float]]
 
 
+@right_or_wrong
 def math(response: str, label: str, finish_reason: str) -> Detailed:
     """1.0 iff the answer is equivalent to the label.
 
@@ -46,6 +47,7 @@ def math(response: str, label: str, finish_reason: str) -> Detailed:
     return float(correct), {"boxed": float(answer is not None)}
 
 
+@right_or_wrong
 def deepscaler(response: str, label: str, finish_reason: str) -> Detailed:
     """1.0 iff the reasoning ends with `</think>` (or `###Response`), and the last box after it is equivalent to the
     label."""

@@ -1,6 +1,7 @@
 """Messages between a reward pool and its verifier processes."""
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -80,6 +81,16 @@ class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 BatchVerifier = Callable[[list[Item], RewardRules], list[Score]]
 """A verifier that scores several items in one call, with access to the run's rules."""
+
+
+AnyVerifier = TypeVar("AnyVerifier", bound=Callable[..., Any])
+
+
+def right_or_wrong(verifier: AnyVerifier) -> AnyVerifier:
+    """Decorator that marks a verifier whose reward is 1 for a right response and 0 for a wrong one; its scores get the
+    detail `correct`."""
+    vars(verifier)["right_or_wrong"] = True
+    return verifier
 
 
 def takes_items(verifier: BatchVerifier) -> BatchVerifier:

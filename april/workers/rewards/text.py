@@ -6,6 +6,7 @@ from collections import Counter
 from decimal import Decimal
 
 from april.util.text import final_number, last_number, leading_number
+from april.workers.rewards.messages import right_or_wrong
 
 # --- answers in a response --------------------------------------------------------------------------------------------
 
@@ -74,17 +75,20 @@ CHOICE_PHRASES = tuple(
 LONE_CHOICE = re.compile(rf"^\W*(?:{NOUN}\W+)?([A-Z])\W*$")
 
 
+@right_or_wrong
 def final_answer(response: str, label: str, finish_reason: str) -> float:
     """1.0 iff the response ended with a stop token and the text after its first `#` is the label."""
     _, mark, answer = response.partition("#")
     return float(finish_reason == "stop" and mark == "#" and answer == label)
 
 
+@right_or_wrong
 def exact(response: str, label: str, finish_reason: str) -> float:
     """1.0 iff the response ended with a stop token and equals the label."""
     return float(finish_reason == "stop" and response == label)
 
 
+@right_or_wrong
 def regex(response: str, label: str, finish_reason: str) -> float:
     """1.0 iff the label, a regular expression, matches in the text after the reasoning.
 
@@ -110,6 +114,7 @@ def normalised_words(text: str) -> list[str]:
     return ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
 
 
+@right_or_wrong
 def choice(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
     """1.0 iff the chosen letter is the label's.
 
@@ -141,6 +146,7 @@ def chosen_letter(text: str) -> str | None:
     return letter[1] if letter else None
 
 
+@right_or_wrong
 def gsm8k(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
     """1.0 iff the number after the last `####` equals the label. Raises ValueError for a label that is not a number.
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from april.util.errors import ConfigError, refuse
 from april.util.text import GROUP_REWARD
@@ -45,8 +46,9 @@ def find_verifier(name: str) -> BatchVerifier:
         verifier = adapted(verifier, prefix, is_group)
     elif is_group and bare in VERIFIERS.shipped and not getattr(verifier, "in_batches", False):
         raise LookupError(f"{bare} sees one response at a time; name your own as group:package.module:function")
+    known = getattr(verifier, "right_or_wrong", False)
     if getattr(verifier, "takes_items", False):
-        return verifier
+        return with_correct(verifier) if known else verifier
     call = bound_call(verifier, GROUP_PARAMETERS if is_group else PARAMETERS)
 
     def score(items: list[Item], rules: RewardRules) -> list[Score]:
@@ -55,7 +57,18 @@ def find_verifier(name: str) -> BatchVerifier:
     def score_group(items: list[Item], rules: RewardRules) -> list[Score]:
         return score_responses_together(call, items)
 
-    return score_group if is_group else score
+    return score_group if is_group else with_correct(score) if known else score
+
+
+def with_correct(verifier: BatchVerifier) -> BatchVerifier:
+    """A verifier of right and wrong responses whose scores say so in the detail `correct`."""
+
+    def score(items: list[Item], rules: RewardRules) -> list[Score]:
+        scores = verifier(items, rules)
+        known = {score.key: {"correct": score.reward} for score in scores if score.reward is not None}
+        return [replace(score, details={**known.get(score.key, {}), **score.details}) for score in scores]
+
+    return score
 
 
 def interface_of(name: str) -> str:

@@ -19,7 +19,7 @@ const percent = (share) => `${number(100 * share, 2)} %`;
  * A series may have its own `data` [x, y] instead of a column. `columns`: those that `series` reads, if it is a function.
  */
 export const CHARTS = [
-  { title: "Reward", series: rewards, columns: ["reward"], why: "The mean reward of each trained batch, and the accuracy on held-out prompts. Both should rise, and rise together." },
+  { title: "Reward", series: rewards, columns: ["reward"], why: "The mean reward of each trained batch, and the accuracy on held-out prompts, or their mean reward where it is not known which responses were correct. Both should rise, and rise together." },
   { title: "What the reward is made of", optional: true, series: details, columns: ["reward_details.*"], why: "Means of the details that the reward has named. One that rises while another falls shows what the policy has found out." },
   { title: "Gradient", unit: "share of the batch", from: 0, write: percent, series: [{ column: "gradient.tokens", label: "tokens" }, { column: "gradient.groups", label: "groups" }], why: "What bore a gradient. A group whose rewards are all equal bears none: near 0 the prompts are too easy or too hard, or the reward does not tell responses apart." },
   { title: "Entropy", unit: "nats", series: [{ column: "learner.entropy", label: "entropy" }], why: "Entropy that falls towards 0 ends exploration." },

@@ -26,7 +26,7 @@ function running(counts) {
 
 const heldOut = (held) => {
   const sets = Object.entries(held?.sets ?? {});
-  return (sets.length ? sets : [["Held-out", held?.accuracy]]).map(([name, accuracy]) => [name, number(accuracy, 3), held && `at step ${held.step}${held.not_evaluated ? `, ${held.not_evaluated} prompts not evaluated` : ""}`]);
+  return (sets.length ? sets : [["Held-out", held?.value]]).map(([name, value]) => [name, number(value, 3), held && `${held.measure} at step ${held.step}${held.not_evaluated ? `, ${held.not_evaluated} prompts not evaluated` : ""}`]);
 };
 
 const since = (times) => (times ?? []).map((time) => (time - times[0]) / 60);
@@ -86,8 +86,8 @@ export async function runView(place, { run, runs, address, signal, follow }) {
       const { about, table } = loaded.get(name);
       const x = AXES[axis].of(table);
       const at = (step) => (!x.length ? undefined : step === 0 ? (axis === "step" ? 0 : x[0] - 1e-6) : x[table.step.findIndex((other) => other >= step)]);
-      const heldOut = about.held_out.map(({ label, steps, accuracy }) => {
-        const known = steps.map((step, n) => [at(step), accuracy[n]]).filter(([x]) => x !== undefined);
+      const heldOut = about.held_out.map(({ label, steps, values }) => {
+        const known = steps.map((step, n) => [at(step), values[n]]).filter(([x]) => x !== undefined);
         return { label, x: known.map(([x]) => x), y: known.map(([, y]) => y) };
       });
       const marks = about.resumes.map((step) => table.step.findLastIndex((other) => other <= step)).map((row) => (x[row] + (x[row + 1] ?? x[row])) / 2);
