@@ -15,7 +15,15 @@ RUN = '{instance=~"$broker"}'
 SYNCS = "sum by (le) (rate(april_journal_sync_seconds_bucket[1m]))"
 PANELS = {
     "Learning": [
-        ("Reward", "none", {"april_reward": "of the newest batch", "april_evaluation_accuracy": "held out"}),
+        (
+            "Reward",
+            "none",
+            {
+                "april_reward": "of the newest batch",
+                "april_evaluation_reward": "held out",
+                "april_evaluation_accuracy": "held out, accuracy",
+            },
+        ),
         ("Steps", "none", {"april_steps": "{{kind}}"}),
         ("Staleness, policy steps", "none", {"april_staleness_steps": "{{kind}}"}),
         ("Alarms that are raised", "none", {"april_alarms": "{{alarm}}"}),

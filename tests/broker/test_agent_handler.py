@@ -297,3 +297,20 @@ def test_a_drained_run_has_no_running_turn_and_its_sessions_stay(talk, worker, a
     worker.give_back(grant, 3, "abort")
     assert talk.status()["drain"] == "drained"
     assert sample_of(talk, told).agent_lease == told.lease_id
+
+
+def test_a_held_out_session_keeps_its_version_between_its_turns(talk, worker, agents):
+    held_out = next(told for told in agents.listen() if told.evaluation)
+    assert worker.take(wire.Evaluating)[-1].message.steps == [0], "a session between two turns needs the version, too"
+    agents.say_to_policy(held_out.lease_id, 0, 3)
+    (grant,) = worker.grants()
+    worker.chunk(grant, 3, 4, "stop")
+    talk.ledger.steps.frontier = 1
+    newer = joined(FakeWorker(talk, "w1"), 1)
+    agents.say_to_policy(held_out.lease_id, 7, 2)
+    assert newer.grants() == []
+    (grant,) = worker.grants()
+    worker.chunk(grant, 9, 4, "stop")
+    agents.score(held_out, 0.5, correct=1.0)
+    result = talk.ledger.evaluated[0]
+    assert (result["versions"], result["accuracy"], result["reward"]) == ([[0, 0]], 1.0, 0.5)

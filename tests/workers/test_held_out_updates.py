@@ -1,5 +1,7 @@
 """A worker puts newer weights off while held-out samples of its version are generated, and no longer."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from april import wire
@@ -77,3 +79,17 @@ def test_an_update_is_put_off_between_two_held_out_samples_as_long_as_the_broker
     worker._handle(wire.Received(wire.Evaluating([]), []))
     worker._load_weights()
     assert worker.engine.version == NEWER
+
+
+def test_an_engine_that_takes_turns_with_the_learner_stays_until_no_held_out_sample_waits(overtaken):
+    run, _ = overtaken()
+    worker, delayed = run.worker, []
+    worker.time_sharing = SimpleNamespace(
+        keeps_device=False, holds_device=True, switch=lambda engine, loading, staged: delayed.append(loading)
+    )
+    for waiting in ([0], []):
+        worker._handle(wire.Received(wire.Evaluating(waiting), []))
+        worker._share_device()
+        worker._report_capacity_change()
+        assert (worker._reported_capacity is None) is (not waiting), "the learner waits, so nothing else is taken on"
+    assert delayed == [True, False]
