@@ -236,7 +236,8 @@ class WorkerHandler(LeaseHolderHandler):
             max_load = self.fill_limit.max_load(self.peers.workers(), self.newest_step, self.ledger, now)
         first = self._first_ready(max_load)
         sample = self._choose(first) if first else None
-        if first and sample is None and not self.ledger.evaluations:
+        held_out = self.ledger.evaluations if self.ledger.held_out_waits else {}
+        if first and sample is None and not held_out:
             return
         ready = {peer.uid: peer for peer in self.maybe_ready.values() if self._has_room(peer)}
         self.maybe_ready = {peer.id: peer for peer in ready.values()}
@@ -255,7 +256,7 @@ class WorkerHandler(LeaseHolderHandler):
                 load >= max_load
                 or not self._has_room(peer)
                 or peer.version in exhausted
-                or (peer.step <= exhausted_step and peer.step not in self.ledger.evaluations)
+                or (peer.step <= exhausted_step and peer.step not in held_out)
             ):
                 heapq.heappop(by_load)
             elif sample := self._choose(peer):

@@ -212,6 +212,11 @@ class LedgerState:
         """Whether the evaluation of `version.step` is, or may become, one of `version`: the first token decides."""
         return self.evaluated_versions.get(version.step, version) == version
 
+    @property
+    def held_out_waits(self) -> bool:
+        """Whether a held-out sample waits for a worker."""
+        return any(self.open_samples.count(state, evaluation=True) for state in TO_GENERATE)
+
     def ends_with_generation(self, group: Group) -> bool:
         """Whether a generation lease of `group` ends with the response, so that scoring needs a lease of its own."""
         return self.rules.scored_apart or self.rules.agents or group.group_scored
