@@ -293,8 +293,9 @@ def check_reward(config: Config) -> None:
             f"is more than reward.memory_mb = {reward.memory_mb}, within which programs run",
             "raise that",
         )
-    for name in reward.allowed:
-        registry_of("reward.name").check_name(name, "reward.allowed")
+    for key in ("allowed", "without_special_tokens"):
+        for name in getattr(reward, key):
+            registry_of("reward.name").check_name(name, f"reward.{key}")
     if reward.url and not re.match(r"https?://[^/\s]", reward.url):
         refuse("reward.url", reward.url, "is no address", "give it as http://HOST:PORT/PATH")
     try:

@@ -243,6 +243,11 @@ class RewardSection(Section):
         description="Handling of a response that no verifier can decide within its limits: wrong scores it as wrong, "
         "which blames the policy for a slow machine; failed tries it again, and may cost its group.",
     )
+    without_special_tokens: list[str] = Field(
+        [],
+        description="Verifiers that get responses without special tokens. Others see those that the policy wrote, "
+        "such as </think> where it is one, but no end token at the end. Empty: none.",
+    )
     max_failed_share: float = Field(
         0.05,
         ge=0,
@@ -317,6 +322,11 @@ class EnvironmentSection(Section):
         "",
         description="Text that the policy reads, and learns from, where a call fails. Empty: the sample is handed "
         "back and tried again.",
+    )
+    keep_special_tokens: bool = Field(
+        True,
+        description="Whether the environment sees the special tokens of a turn, such as a tool call's; an end token at "
+        "its end is left out in any case.",
     )
     processes: int = Field(1, ge=1, description="Environment processes of each worker. Each takes its own memory.")
     memory_mb: int = Field(4096, ge=256, description="Largest address space of an environment process (MiB).")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -112,12 +113,29 @@ class Tokenizer:
             return self._fast.encode(text, add_special_tokens=False).ids
         return self.inner.encode(text, add_special_tokens=False)
 
-    def decode(self, ids) -> str:
-        """Text of the ids without special tokens; spaces are not cleaned up."""
+    def decode(self, ids, keep_special: bool = False) -> str:
+        """Text of the ids, without special tokens unless `keep_special`; spaces are not cleaned up."""
         listed = np.asarray(ids, np.int64).tolist()
         if self._fast is not None:
-            return self._fast.decode(listed, skip_special_tokens=True)
-        return self.inner.decode(listed, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return self._fast.decode(listed, skip_special_tokens=not keep_special)
+        return self.inner.decode(listed, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False)
+
+    def response_text(self, ids, keep_special: bool = True, stops: Collection[int] = ()) -> str:
+        """Text of a response, or of a turn of one, as verifiers and environments get it.
+
+        `keep_special`: with special tokens, except end tokens and padding at its end. `stops`: further ids at which
+        responses end. Such an id is an end token if the chat template writes it, or if the folder names no end token;
+        another one, such as a closing tag, belongs to the text.
+        """
+        if not keep_special:
+            return self.decode(ids)
+        template = str(self.inner.chat_template or "")
+        ends = {stop for stop in stops if not self.eos_token_ids or self.decode([stop], keep_special=True) in template}
+        ends |= self.eos_token_ids | {self.inner.pad_token_id}
+        listed = np.asarray(ids, np.int64).tolist()
+        while listed and listed[-1] in ends:
+            listed.pop()
+        return self.decode(listed, keep_special=True)
 
 
 def import_without_torch() -> None:

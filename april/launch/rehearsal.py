@@ -38,7 +38,7 @@ from april.workers.environments.process import EnvironmentAnswer, EnvironmentCal
 from april.workers.rewards.messages import GroupScore, Item, Score
 from april.workers.rewards.pool import RewardPool
 from april.workers.rewards.verifiers import check_verifier, reads_state, right_response
-from april.workers.scoring import reward_rules
+from april.workers.scoring import response_text, reward_rules
 
 # --- agent ------------------------------------------------------------------------------------------------------------
 
@@ -248,8 +248,10 @@ class Rehearsal:
         example = right_response(name)
         response = example(label) if example else label
         prompt = tokenizer.decode(row.tokens) if len(row.tokens) else prompt_text(row.dataset_row)
-        tokens = len(tokenizer.encode_prompt(response))
-        item = Item(index, name, response, label, "stop", prompt, tokens, state)
+        tokens = tokenizer.encode_prompt(response)
+        expressed = tokenizer.decode(tokens, keep_special=True) == response
+        text = response_text(self.config, tokenizer, name, tokens) if expressed else response
+        item = Item(index, name, text, label, "stop", prompt, len(tokens), state)
         if name.startswith(GROUP_REWARD):
             self.verifiers.submit_group(index, name, [item] * self.config.schedule.n_samples_per_prompt)
         else:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,17 +80,19 @@ class Scoring:
         grant, task, tokens = lease
         pool = self.pool or self._start()
         prompt = self.tokenizer.decode(tokens[0])
+        text_of = partial(response_text, self.config, self.tokenizer, task.reward)
         if grant.group_scored:
             responses = zip(tokens[1:], grant.group_scored, states_of(grant), strict=True)
             items = [
-                Item(index, task.reward, self.tokenizer.decode(ids), task.label, reason, prompt, len(ids), state)
+                Item(index, task.reward, text_of(ids), task.label, reason, prompt, len(ids), state)
                 for index, (ids, reason, state) in enumerate(responses)
             ]
             return pool.submit_group(grant.lease_id, task.reward, items)
         response = np.concatenate(tokens[1:])
-        text = self.tokenizer.decode(response)
         state = grant.state if state is None else state
-        pool.submit(grant.lease_id, task.reward, text, task.label, finish_reason, prompt, len(response), state)
+        pool.submit(
+            grant.lease_id, task.reward, text_of(response), task.label, finish_reason, prompt, len(response), state
+        )
 
     def poll(self) -> list[Score | GroupScore]:
         """Scores that have arrived since the last call; a score's key is its lease id."""
@@ -98,6 +101,12 @@ class Scoring:
     def close(self) -> None:
         if self.pool:
             self.pool.close()
+
+
+def response_text(config: Config, tokenizer: Tokenizer, verifier: str, response: np.ndarray) -> str:
+    """Text of a response, int32 [T], as the named verifier gets it."""
+    keep_special = verifier not in config.reward.without_special_tokens
+    return tokenizer.response_text(response, keep_special, config.sampling.stop_token_ids)
 
 
 def states_of(grant: wire.Grant) -> list[bytes]:

@@ -35,6 +35,37 @@ def test_decoding_drops_special_tokens_and_keeps_spaces(folder):
     assert tokenizer.decode([]) == ""
 
 
+def test_a_response_keeps_its_special_tokens_but_not_the_end_token(folder):
+    tokenizer = with_special(folder, "</think>", "<answer>")
+    ids = tokenizer.encode_prompt("3*4</think><answer>12")
+    assert len(ids) == 7
+    for end in ([], [1], [1, 1], [1, 0, 0]):
+        assert tokenizer.response_text([*ids, *end]) == "3*4</think><answer>12"
+        assert tokenizer.response_text([*ids, *end], keep_special=False) == "3*412"
+    assert tokenizer.response_text([*ids, 1, ids[0], 1]) == "3*4</think><answer>12<eos>3", "a turn's end is no end"
+    assert tokenizer.response_text([1]) == tokenizer.response_text([]) == ""
+
+
+def test_a_stop_token_is_an_end_token_if_the_template_writes_it_or_there_is_no_other(folder):
+    tokenizer = with_special(folder, "<end>", "</answer>")
+    end, closing = tokenizer.encode_prompt("<end></answer>").tolist()
+    stops = [end, closing]
+    assert tokenizer.response_text([2, end], stops=stops) == "0<end>"
+    tokenizer.inner.chat_template = "{{ messages[0].content }}<end>"
+    assert tokenizer.response_text([2, end], stops=stops) == "0"
+    assert tokenizer.response_text([2, closing], stops=stops) == "0</answer>"
+    tokenizer.eos_token_ids = frozenset()
+    assert tokenizer.response_text([2, closing], stops=stops) == "0"
+
+
+def with_special(folder, *texts):
+    """The tokeniser of the folder with further special tokens."""
+    inner = build_tokenizer()
+    inner.add_special_tokens({"additional_special_tokens": list(texts)})
+    inner.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("written", "config", "ids"),
     [

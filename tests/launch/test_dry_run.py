@@ -259,6 +259,8 @@ def group(responses, label): return [1.0]
 def half(response, label): return 1 / int(label)
 def marked(response, label): return 2.0 * (response == f"<{label}>"), {"length": len(response)}
 marked.example = "<{}>".format
+def closed(response, label): return float(response == f"</think>{label}")
+closed.example = "</think>{}".format
 def turn(turn): return turn.state["reward"]
 def keep(group): return group.rewards > 1
 """
@@ -325,6 +327,21 @@ def test_a_dry_run_prints_rewards_of_user_defined_functions_and_rows_whose_own_a
     ):  # fmt: skip
         assert sentence in said, said
     assert "final_answer: 6 of 6 reference answers are right" in said
+
+
+def test_a_dry_run_grades_a_response_with_the_special_tokens_that_a_run_keeps(
+    config_file, policy_folder, tmp_path, monkeypatch, capsys
+):
+    policy = shutil.copytree(policy_folder, tmp_path / "policy")
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    tokenizer.save_pretrained(policy)
+    keys = user_dataset(tmp_path, [("7", "mine:closed")], monkeypatch)
+    command = ["run", str(config_file), *keys, "--model.path", str(policy), "--dry-run"]
+    assert cli.main(command) == 0
+    assert "mine:closed: 1 of 1 reference answers are right" in capsys.readouterr().out
+    assert cli.main([*command, "--reward.without_special_tokens", '["mine:closed"]']) == 0
+    assert "remark: verifier 'mine:closed' does not find 1 of 1" in capsys.readouterr().out
 
 
 def cut(path, share=0.7):

@@ -27,6 +27,40 @@ def test_final_answer_is_the_text_after_the_first_mark_of_a_response_that_ended(
     assert final_answer(response, label, finish_reason) == reward
 
 
+ENDS = ("<|im_end|>", "<|eot_id|>\n", "</s></s>", "<end_of_turn>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+TURN = "<|im_end|>\n<|im_start|>user\nThanks"
+RIGHT = {
+    "final_answer": ("6*7=#42", "42"), "exact": ("42", "42"), "regex": ("is 42", "is 42$"), "gsm8k": ("#### 42", "42"),
+    "f1": ("forty two", "forty two"), "choice": ("I say\nB", "B"), "dapo": ("Answer: 42", "42"),
+    "deepscaler": ("</think>\\boxed{42}", "42"), "math": ("The answer is 42.", "42"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_answer_is_right_with_an_end_token_behind_it(name):
+    response, label = RIGHT[name]
+    for end in ENDS:
+        [score] = verify([Item(0, name, response + end, label, "stop")], RewardRules())
+        assert score.reward == 1, (end, score)
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "label"),
+    [
+        ("math", "The answer is $x = 42$", "42"), ("dapo", "Answer: 42", "42"), ("choice", "the answer is b", "B"),
+        ("gsm8k", "#### 42", "42"), ("code", "```python\nprint(1)\n```", '{"inputs": [""], "outputs": ["1"]}'),
+    ],
+)  # fmt: skip
+def test_a_right_answer_is_right_before_another_turn(name, response, label):
+    [score] = verify([Item(0, name, response + TURN, label, "stop")], RewardRules())
+    assert score.reward == 1, score
+
+
+def test_long_runs_of_end_tokens_and_white_space_take_linear_time():
+    assert exact("4" + "<|im_end|>" * 100_000, "4", "stop") == 1
+    assert exact("4" + " \n" * 100_000, "4", "stop") == 0
+
+
 def test_exact_compares_the_whole_response():
     assert exact("yes", "yes", "stop") == 1.0
     assert exact("yes", "yes", "length") == exact("yes.", "yes", "stop") == 0.0

@@ -44,9 +44,9 @@ class EnvironmentTurns:
         self.tokenizer = tokenizer
         self.turn_end_token_ids = turn_end_ids(section.turn_ends, tokenizer)
         """Token ids that end a turn; they may also be end-of-text tokens."""
-        self.stop_token_ids = (
-            self.turn_end_token_ids | tokenizer.eos_token_ids | frozenset(config.sampling.stop_token_ids)
-        )
+        self.response_stops = frozenset(config.sampling.stop_token_ids)
+        """Token ids that end the response beside the tokeniser's end tokens."""
+        self.stop_token_ids = self.turn_end_token_ids | tokenizer.eos_token_ids | self.response_stops
         """Token ids that end a turn or the response."""
         self.max_tokens = section.max_turn_tokens or math.inf
         rules = EnvironmentRules(section.name, section.timeout_s, section.memory_mb)
@@ -78,12 +78,9 @@ class EnvironmentTurns:
     def submit(self, key: int, turn: np.ndarray, number: int, state: bytes, prompt: np.ndarray, label: str) -> None:
         """Have the environment answer a turn; `poll` returns the answer with this `key`."""
         self._states[key] = state
-        decode = self.tokenizer.decode
-        self.pool.submit(
-            EnvironmentCall(
-                key, decode(turn), number, int(turn[-1]) in self.turn_end_token_ids, state, decode(prompt), label
-            )
-        )
+        text = self.tokenizer.response_text(turn, self.section.keep_special_tokens, self.response_stops)
+        complete = int(turn[-1]) in self.turn_end_token_ids
+        self.pool.submit(EnvironmentCall(key, text, number, complete, state, self.tokenizer.decode(prompt), label))
 
     def poll(self) -> list[TokenizedObservation]:
         """Observations that have arrived since the last call."""

@@ -14,7 +14,15 @@ from functools import lru_cache
 from typing import Any
 
 from april.workers.rewards.messages import Undecided, right_or_wrong
-from april.workers.rewards.text import END_OF_THINKING, after_phrase, after_thinking, boxes, last_boxed
+from april.workers.rewards.text import (
+    END_OF_THINKING,
+    after_phrase,
+    after_thinking,
+    boxes,
+    in_lines,
+    last_boxed,
+    without_end,
+)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -43,7 +51,7 @@ def math(response: str, label: str, finish_reason: str) -> Detailed:
     """
     text = after_thinking(response)
     answer = boxed_answer(text)
-    correct = equivalent(label, text if answer is None else answer, whole=answer is not None)
+    correct = equivalent(label, in_lines(text) if answer is None else answer, whole=answer is not None)
     return float(correct), {"boxed": float(answer is not None)}
 
 
@@ -64,7 +72,7 @@ def dapo(response: str, label: str, finish_reason: str) -> Detailed:
     wanted = normalise(last_boxed(label) or label)
     if not wanted:
         raise ValueError(f"label {label[:80]!r} is empty")
-    answer = after_phrase(response[-TAIL_CHARACTERS:], "answer")
+    answer = after_phrase(in_lines(without_end(response)[-TAIL_CHARACTERS:]), "answer")
     correct = answer is not None and normalise(answer) == wanted
     return (1.0 if correct else -1.0), {"correct": float(correct), "answered": float(answer is not None)}
 
@@ -302,8 +310,6 @@ BRACKETS = re.compile(r"\\[()\[\]]")
 """Regular expression for TeX's delimiters of a formula: a backslash and a bracket."""
 SPACES = re.compile(r"\\(?:[,;:!>]|\s|$)|~|\{,\}(?=\d)|\\(?:q?quad|thinspace)\b")
 """Regular expression for TeX's spacing commands, and for `{,}`, a comma without a space."""
-END_TOKENS = re.compile(r"(?:\s*(?:<\|[^|<>]{1,40}\|>|</?s>|<eos>|<end_of_turn>))+\s*$")
-"""Regular expression for the special tokens with which models end a response."""
 COMMANDS = re.compile(r"\\(?:left|right|displaystyle|mathrm)(?![a-z])")
 SIGNS = re.compile(r"\\?%|\^\{?\\circ\}?")
 WRAPPERS = re.compile(r"\\(?:text\w*|math(?:rm|bf|sf|it|tt)|[mhf]box|boxed|overline)\s*\{([^{}]*)\}")
@@ -325,7 +331,7 @@ def normalise(answer: str) -> str:
 
     Similar to arXiv 2206.14858, appendix D.1. An answer that is only a unit stays as it is.
     """
-    answer = BRACKETS.sub("", END_TOKENS.sub("", answer))
+    answer = BRACKETS.sub("", without_end(answer))
     answer = (
         CURRENCY.sub("", answer.replace("\N{MINUS SIGN}", "-").replace("\N{EN DASH}", "-"))
         .strip()

@@ -16,9 +16,29 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 """Regular expression for an escaped character or a brace."""
 
 
+SPECIAL_TOKEN = re.compile(r"<[|\uff5c][^|\uff5c<>]{1,40}[|\uff5c]>|</?s>|<eos>|<(?:start|end)_of_turn>")
+"""Regular expression for a special token that begins or ends a text or a turn."""
+END_TOKEN = re.compile(rf"(?:{SPECIAL_TOKEN.pattern})\s{{0,8}}\Z")
+END_TOKEN_CHARACTERS = 60
+"""Most characters of an end token with the white space after it."""
+
+
+def without_end(response: str) -> str:
+    """The response without the end tokens that it may still have at its end."""
+    end = len(response)
+    while found := END_TOKEN.search(response, max(0, end - END_TOKEN_CHARACTERS), end):
+        end = found.start()
+    return response[:end]
+
+
+def in_lines(response: str) -> str:
+    """The response with each special token between its turns as the end of a line."""
+    return SPECIAL_TOKEN.sub("\n", response)
+
+
 def after_thinking(response: str) -> str:
-    """The text after the last `</think>`; the whole response if there is none."""
-    return response.rpartition(END_OF_THINKING)[2]
+    """The text after the last `</think>`, without end tokens; the whole response if there is no such mark."""
+    return without_end(response.rpartition(END_OF_THINKING)[2])
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
@@ -79,13 +99,13 @@ LONE_CHOICE = re.compile(rf"^\W*(?:{NOUN}\W+)?([A-Z])\W*$")
 def final_answer(response: str, label: str, finish_reason: str) -> float:
     """1.0 iff the response ended with a stop token and the text after its first `#` is the label."""
     _, mark, answer = response.partition("#")
-    return float(finish_reason == "stop" and mark == "#" and answer == label)
+    return float(finish_reason == "stop" and mark == "#" and label in (answer, without_end(answer)))
 
 
 @right_or_wrong
 def exact(response: str, label: str, finish_reason: str) -> float:
     """1.0 iff the response ended with a stop token and equals the label."""
-    return float(finish_reason == "stop" and response == label)
+    return float(finish_reason == "stop" and label in (response, without_end(response)))
 
 
 @right_or_wrong
@@ -101,7 +121,7 @@ def regex(response: str, label: str, finish_reason: str) -> float:
 
 def f1(response: str, label: str, finish_reason: str) -> tuple[float, dict[str, float]]:
     """F1 score of the words of answer and label, ignoring case, punctuation and articles (as in SQuAD)."""
-    text = after_thinking(response)
+    text = in_lines(after_thinking(response))
     boxed = last_boxed(text)
     found, wanted = normalised_words(text if boxed is None else boxed), normalised_words(label)
     common = sum((Counter(found) & Counter(wanted)).values())
@@ -124,7 +144,7 @@ def choice(response: str, label: str, finish_reason: str) -> tuple[float, dict[s
     wanted = LONE_CHOICE.match(FONT.sub("", label).upper())
     if not wanted:
         raise ValueError(f"label {label[:80]!r} is no letter")
-    chosen = chosen_letter(after_thinking(response))
+    chosen = chosen_letter(in_lines(after_thinking(response)))
     return float(chosen == wanted[1]), {"answered": float(chosen is not None)}
 
 

@@ -77,9 +77,13 @@ def test_an_answer_for_a_sample_already_given_back_is_ignored(make_run):
         assert numbers == list(range(len(sample.observations))), "each turn once, in order"
 
 
-def test_the_per_turn_budget_cuts_a_turn_and_the_environment_is_told(make_run):
-    run = make_run(*ONE, "--environment.turn_ends", "[]", "--environment.max_turn_tokens", "4")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_per_turn_budget_cuts_a_turn_and_the_environment_is_told(make_run, keeps):
+    special = ("--environment.keep_special_tokens", str(keeps).lower())
+    run = make_run(*ONE, "--environment.turn_ends", "[]", "--environment.max_turn_tokens", "4", *special)
     run.start_worker()
     first_samples(run)
     assert {call.complete for call in run.worker.environment_turns.pool.asked} == {False}
-    assert all(len(call.text) <= 4 for call in run.worker.environment_turns.pool.asked)
+    texts = [call.text for call in run.worker.environment_turns.pool.asked]
+    assert all(len(text.replace("<pad>", " ")) <= 4 for text in texts)
+    assert any("<pad>" in text for text in texts) == keeps, "random weights write it now and then"
