@@ -9,7 +9,7 @@ import orjson
 
 from april.config.data import COLUMN_SEPARATOR, Mapping
 from april.util.registry import registry_of
-from april.util.text import GROUP_REWARD
+from april.util.text import GROUP_REWARD, takes_row_prompt
 
 LABEL_CHARACTERS = 200_000
 """Longest label (characters); a label is sent with every sample of its prompt."""
@@ -111,6 +111,11 @@ def text_of(message: dict) -> str:
     """Text of a message, without its non-text parts."""
     content = message["content"] or ""
     return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
+
+
+def row_prompt(row: DatasetRow, reward: str) -> str:
+    """The row's prompt as JSON, if the named reward gets it and the row has one; otherwise ""."""
+    return orjson.dumps(row.prompt).decode() if row.prompt and takes_row_prompt(reward) else ""
 
 
 def has_other_parts(message: dict) -> bool:

@@ -25,6 +25,7 @@ from april.agents.programs import CommandRunner, ProgramRunner, Runner
 from april.agents.rendering import Renderer
 from april.broker.filters.filters import CompleteGroup, FilterFailed, GroupFilters, ask
 from april.config import Config, ConfigError
+from april.data.rows import row_prompt
 from april.data.tokenizer import Tokenizer
 from april.launch.check import Findings
 from april.launch.row_checks import InspectedRow, prompt_text
@@ -251,7 +252,8 @@ class Rehearsal:
         tokens = tokenizer.encode_prompt(response)
         expressed = tokenizer.decode(tokens, keep_special=True) == response
         text = response_text(self.config, tokenizer, name, tokens) if expressed else response
-        item = Item(index, name, text, label, "stop", prompt, len(tokens), state)
+        raw_prompt = row_prompt(row.dataset_row, name)
+        item = Item(index, name, text, label, "stop", prompt, len(tokens), state, row_prompt=raw_prompt)
         if name.startswith(GROUP_REWARD):
             self.verifiers.submit_group(index, name, [item] * self.config.schedule.n_samples_per_prompt)
         else:

@@ -4,6 +4,13 @@ import re
 
 GROUP_REWARD = "group:"
 """Prefix of the name of a reward that scores all responses of a prompt together."""
+ROW_PROMPT_REWARDS = ("trl:", "trl_text:", "verifiers:")
+"""Prefixes of rewards whose functions get the prompt as the row has it, besides its text."""
+
+
+def takes_row_prompt(reward: str) -> bool:
+    """Whether the named reward gets the prompt as the row has it."""
+    return reward.removeprefix(GROUP_REWARD).startswith(ROW_PROMPT_REWARDS)
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:

@@ -40,6 +40,8 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
     top_p: float
     top_k: int
     min_p: float
+    row_prompt: str = ""
+    """The prompt as its row has it, JSON: a text or chat messages. Only for a verifier that gets it; otherwise ""."""
 
     @property
     def is_cut(self) -> bool:

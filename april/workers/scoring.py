@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,19 +79,18 @@ class Scoring:
         grant, task, tokens = lease
         pool = self.pool or self._start()
         prompt = self.tokenizer.decode(tokens[0])
-        text_of = partial(response_text, self.config, self.tokenizer, task.reward)
+
+        def item_of(key: int, response: np.ndarray, reason: str, state: bytes) -> Item:
+            text = response_text(self.config, self.tokenizer, task.reward, response)
+            length = len(response)
+            return Item(key, task.reward, text, task.label, reason, prompt, length, state, row_prompt=task.row_prompt)
+
         if grant.group_scored:
             responses = zip(tokens[1:], grant.group_scored, states_of(grant), strict=True)
-            items = [
-                Item(index, task.reward, text_of(ids), task.label, reason, prompt, len(ids), state)
-                for index, (ids, reason, state) in enumerate(responses)
-            ]
+            items = [item_of(index, *response) for index, response in enumerate(responses)]
             return pool.submit_group(grant.lease_id, task.reward, items)
-        response = np.concatenate(tokens[1:])
         state = grant.state if state is None else state
-        pool.submit(
-            grant.lease_id, task.reward, text_of(response), task.label, finish_reason, prompt, len(response), state
-        )
+        pool.put(item_of(grant.lease_id, np.concatenate(tokens[1:]), finish_reason, state))
 
     def poll(self) -> list[Score | GroupScore]:
         """Scores that have arrived since the last call; a score's key is its lease id."""

@@ -39,6 +39,14 @@ def test_a_grant_carries_prompt_label_and_budget(talk, worker):
     assert grant.max_new_tokens == 24 and grant.label.isdigit() and grant.reward == "final_answer"
 
 
+@pytest.mark.parametrize("reward", ["trl:mine:func", "exact"])
+def test_a_grant_carries_the_row_s_prompt_for_a_reward_that_gets_it(converse, reward):
+    talk = converse("--reward.name", reward)
+    grant = joined(FakeWorker(talk)).grants()[-1]
+    text = talk.service.prompts.tokenizer.decode(grant.arrays[0])
+    assert grant.row_prompt == (f'"{text}"' if reward.startswith("trl:") else "")
+
+
 def test_a_chunk_is_acknowledged_only_after_it_is_on_disk(talk, worker):
     grant = worker.grants()[0]
     size = talk.journal.bytes_on_disk

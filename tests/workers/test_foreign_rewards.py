@@ -7,6 +7,7 @@ import pytest
 
 from april import cli
 from april.config import ConfigError
+from april.data.rows import DatasetRow, row_prompt
 from april.workers.rewards.messages import Item, RewardRules
 from april.workers.rewards.process import verify
 from april.workers.rewards.verifiers import check_verifier, find_verifier, reads_state
@@ -28,6 +29,9 @@ def of_two(completions, solution, difficulty):
 
 async def later(completions, **columns):
     return [float(columns["answer"][0])] * len(completions)
+
+def count(prompts, **columns):
+    return [float(len(asked)) for asked in prompts]
 
 def none(completions, **columns):
     return [None] * len(completions)
@@ -51,6 +55,21 @@ async def asked(prompt, completion, answer, state, info):
 
 def parsed(completion, parser):
     return 0.0
+
+ROW = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1="}]
+
+def of_row(prompts, completions, **columns):
+    """A TRL function that wants the row's own messages."""
+    return [float(asked == ROW) for asked in prompts]
+
+def asked_row(prompt, completion, state):
+    return float(prompt == state["prompt"] == ROW)
+
+def text_of_row(prompts, completions, **columns):
+    return [float(asked == "What is 1+1?") for asked in prompts]
+
+def message_of_row(prompts, completions, **columns):
+    return [float(asked == [{"role": "user", "content": "What is 1+1?"}]) for asked in prompts]
 '''
 
 
@@ -73,6 +92,13 @@ class Adds(vf.Task[Sum]):
     async def length(self, trace):
         return float(len(trace.last_reply))
 
+class Asked(vf.Task[Sum]):
+    @vf.reward
+    async def messages(self, task, trace):
+        asked = [(message.role, message.content) for message in self.data.prompt]
+        said = [(node.message.role, node.message.content) for node in trace.nodes]
+        return float(asked == [("system", "Be short."), ("user", "1+1=")] and said == [*asked, ("assistant", "2")])
+
 class InABox(vf.Task[Sum]):
     @vf.reward
     async def ran(self, runtime):
@@ -91,8 +117,9 @@ def functions(tmp_path_factory):
         yield
 
 
-def score(name, response="2", label="2"):
-    (score,) = verify([Item(0, name, response, label, "stop", "1+1=", 1)], RewardRules())
+def score(name, response="2", label="2", row_prompt=""):
+    item = Item(0, name, response, label, "stop", "1+1=", 1, row_prompt=row_prompt)
+    (score,) = verify([item], RewardRules())
     return score
 
 
@@ -132,6 +159,36 @@ def test_a_verifiers_task_gives_the_weighted_sum_of_its_rewards_with_metrics_as_
     assert score("verifiers:tasks:Adds", "11", '{"answer": "2"}').reward == 1.0
     with pytest.raises(ConfigError, match="'ran'"):
         check_verifier("verifiers:tasks:InABox")
+
+
+MESSAGES = json.dumps([{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1="}])
+TEXT = json.dumps("What is 1+1?")
+
+
+@pytest.mark.parametrize(
+    ("name", "row_prompt"),
+    [
+        ("trl:theirs:of_row", MESSAGES), ("verifiers:theirs:asked_row", MESSAGES), ("verifiers:tasks:Asked", MESSAGES),
+        ("trl_text:theirs:text_of_row", TEXT), ("trl:theirs:message_of_row", TEXT),
+    ],
+)  # fmt: skip
+def test_a_function_gets_the_prompt_as_the_row_has_it(name, row_prompt):
+    given = score(name, row_prompt=row_prompt)
+    assert (given.error, given.reward) == (None, 1.0)
+
+
+def test_a_function_of_a_group_gets_the_row_s_messages():
+    items = [Item(at, "group:trl:theirs:of_row", "2", "2", "stop", "1+1=", row_prompt=MESSAGES) for at in range(2)]
+    assert [one.reward for one in find_verifier("group:trl:theirs:of_row")(items, RewardRules())] == [1.0, 1.0]
+
+
+def test_only_a_reward_that_gets_the_row_s_prompt_is_sent_it():
+    row = DatasetRow([{"role": "user", "content": "1+1="}], "2")
+    for name in ("trl:theirs:right", "group:trl:theirs:right", "trl_text:theirs:of_texts", "verifiers:theirs:asked"):
+        assert json.loads(row_prompt(row, name)) == row.prompt
+    for name in ("exact", "verl:theirs:grade", "group:theirs:right", "theirs:right"):
+        assert row_prompt(row, name) == ""
+    assert row_prompt(DatasetRow("", "2"), "trl:theirs:right") == "", "a prompt that a trainer submits has no row"
 
 
 def test_a_function_of_trl_may_see_the_whole_group():
@@ -175,13 +232,17 @@ def test_a_parameter_state_of_verifiers_is_not_an_environment_s_state():
 
 
 def test_a_dry_run_calls_the_function_on_rows_with_their_columns(config_file, tmp_path, capsys):
-    row = {"prompt": "04*3+90=", "solution": "102", "difficulty": 2}
+    asked = [{"role": "user", "content": "04*3"}, {"role": "user", "content": "+90="}]
+    row = {"prompt": asked, "solution": "102", "difficulty": 2}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     rows = str(tmp_path / "rows.jsonl")
     keys = ["--data.path", rows, "--data.eval_path", rows, "--data.label_key", "solution,difficulty"]
     cli.main(["run", str(config_file), "--dry-run", *keys, "--reward.name", "trl:theirs:of_two"])
     said = capsys.readouterr().out
     assert "trl:theirs:of_two: a response that is the label, of" in said and "is worth 0" in said
+    cli.main(["run", str(config_file), "--dry-run", *keys, "--reward.name", "trl:theirs:count"])
+    assert "trl:theirs:count: a response that is the label, of" in (said := capsys.readouterr().out)
+    assert "is worth 2" in said
 
 
 @pytest.mark.full

@@ -17,8 +17,8 @@ class Pool:
     def __init__(self):
         self.texts = []
 
-    def submit(self, key, verifier, response, *_):
-        self.texts.append(response)
+    def put(self, item):
+        self.texts.append(item.response)
 
     def submit_group(self, key, verifier, items):
         self.texts += [item.response for item in items]

@@ -13,6 +13,7 @@ from april.broker.context import BrokerContext, MessageTable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.samples import Group, Lease, Sample
 from april.broker.peers import Peer
+from april.data.rows import row_prompt
 from april.wire import limits
 
 log = logging.getLogger(__name__)
@@ -76,15 +77,17 @@ def task_of(context: BrokerContext, group: Group) -> wire.Task:
     row = context.payloads.row_of(group.evaluation, group.epoch, group.row)
     sampling = context.config.sampling
     drawn = context.prompts.held_out[group.epoch].settings if group.evaluation else sampling
+    reward = context.payloads.reward_of(row)
     return wire.Task(
         group=group.id,
         evaluation=group.evaluation,
         label=row.label,
-        reward=context.payloads.reward_of(row),
+        reward=reward,
         temperature=drawn.temperature,
         top_p=drawn.top_p,
         top_k=drawn.top_k,
         min_p=0.0 if group.evaluation else sampling.min_p,
+        row_prompt=row_prompt(row, reward),
     )
 
 

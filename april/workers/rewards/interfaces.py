@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 Function = Callable[..., Any]
+RowPrompt = str | list[dict[str, Any]]
+"""A prompt as its row has it: a text or chat messages."""
 TRAINER_PARAMETERS = ("completion_ids", "completions_ids", "prompt_ids", "trainer_state", "environments")
 """Parameters of TRL's reward functions for which April has no values."""
 
@@ -51,15 +53,12 @@ def trl_group_verifier(function: Function, messages: bool = True) -> Function:
     if wanted := next((name for name in TRAINER_PARAMETERS if columns.get(name)), None):
         raise LookupError(f"its parameter {wanted!r} is what TRL's trainer has, and a verifier of April's has not")
 
-    def verifier(responses: Sequence[str], label: str, finish_reasons: Sequence[str], prompt: str) -> list[float]:
-        user_messages, assistant_messages = (
-            [chat_message("user", prompt)],
-            [[chat_message("assistant", response)] for response in responses],
-        )
-        arguments = {
-            "prompts": [user_messages if messages else prompt] * len(responses),
-            "completions": assistant_messages if messages else list(responses),
-        }
+    def verifier(
+        responses: Sequence[str], label: str, finish_reasons: Sequence[str], prompt: str, row_prompt: RowPrompt
+    ) -> list[float]:
+        asked = messages_of(row_prompt) if messages else row_prompt if isinstance(row_prompt, str) else prompt
+        said = [[chat_message("assistant", response)] if messages else response for response in responses]
+        arguments: dict[str, Any] = {"prompts": [asked] * len(responses), "completions": said}
         columns_of_row = columns_in(label, [name for name, needed in columns.items() if needed], any_name)
         arguments |= {name: [value] * len(responses) for name, value in columns_of_row.items()}
         rewards = resolved(
@@ -75,8 +74,8 @@ def trl_group_verifier(function: Function, messages: bool = True) -> Function:
 def trl_verifier(function: Function, messages: bool = True) -> Function:
     group_verifier = trl_group_verifier(function, messages)
 
-    def verifier(response: str, label: str, finish_reason: str, prompt: str) -> float:
-        return group_verifier([response], label, [finish_reason], prompt)[0]
+    def verifier(response: str, label: str, finish_reason: str, prompt: str, row_prompt: RowPrompt) -> float:
+        return group_verifier([response], label, [finish_reason], prompt, row_prompt)[0]
 
     return verifier
 
@@ -112,10 +111,10 @@ def verifiers_verifier(function: Function) -> Function:
     if wanted := next((name for name, needed in parameters.items() if needed and name not in known), None):
         raise LookupError(f"its parameter {wanted!r} is none of {', '.join(known)}; give it a default")
 
-    def verifier(response: str, label: str, finish_reason: str, prompt: str) -> float:
+    def verifier(response: str, label: str, finish_reason: str, row_prompt: RowPrompt) -> float:
         columns_of_row = columns_in(label, ["answer"], any_name=False)
         arguments = {
-            "prompt": [chat_message("user", prompt)],
+            "prompt": messages_of(row_prompt),
             "completion": [chat_message("assistant", response)],
             "answer": columns_of_row.get("answer", ""),
             "info": columns_of_row.get("info", {}),
@@ -148,12 +147,17 @@ def verifier_of_task(kind: Any) -> Callable[..., tuple[float, dict[str, float]]]
     if not rewards:
         raise LookupError(f"{kind.__name__} has no method under @reward")
 
-    def verifier(response: str, label: str, finish_reason: str, prompt: str) -> tuple[float, dict[str, float]]:
-        task = kind(data_type(prompt=prompt, **columns_in(label, needed, any_name=False)))
+    def verifier(
+        response: str, label: str, finish_reason: str, row_prompt: RowPrompt
+    ) -> tuple[float, dict[str, float]]:
+        task = kind(data_type(prompt=row_prompt, **columns_in(label, needed, any_name=False)))
+        asked = [vf.UserMessage(content=row_prompt)] if isinstance(row_prompt, str) else task.data.prompt
         messages = [
-            vf.MessageNode(message=vf.UserMessage(content=prompt)),
-            vf.MessageNode(parent=0, message=vf.AssistantMessage(content=response), sampled=True),
+            vf.MessageNode(parent=number - 1 if number else None, message=message)
+            for number, message in enumerate(asked)
         ]
+        reply = vf.AssistantMessage(content=response)
+        messages.append(vf.MessageNode(parent=len(messages) - 1, message=reply, sampled=True))
         trace = vf.Trace(
             task=vf.TraceTask(type=kind.__name__, data=task.data, key=task.key, hash=task.hash),
             agent=vf.AgentInfo(config=vf.AgentConfig()),
@@ -203,8 +207,13 @@ def parameters_of(function: Function) -> tuple[dict[str, bool], bool]:
     return {p.name: p.default is p.empty for p in named}, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def chat_message(role: str, content: str) -> dict[str, str]:
+def chat_message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def messages_of(prompt: RowPrompt) -> list[dict[str, Any]]:
+    """The prompt as chat messages; a text is one of the user's."""
+    return [chat_message("user", prompt)] if isinstance(prompt, str) else prompt
 
 
 def resolved(result: Any) -> Any:

@@ -51,6 +51,8 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Final state of the response's environment, MessagePack; empty without an environment."""
     timeouts: int = 0
     """How often the item has exceeded the time limit so far."""
+    row_prompt: str = ""
+    """The prompt as the row has it, JSON: a text or chat messages. Empty where that is unknown, or nobody asks."""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):

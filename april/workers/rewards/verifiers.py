@@ -31,6 +31,8 @@ PARAMETERS = ("response", "label", "finish_reason", "prompt", "tokens", "state")
 """Parameters that a verifier may have. A verifier with other names gets the first three by position."""
 GROUP_PARAMETERS = ("responses", "label", "finish_reasons", "prompt", "tokens", "states")
 """Parameters that a group verifier may have."""
+ROW_PROMPT = "row_prompt"
+"""Parameter that the adapters of other frameworks' functions have besides."""
 POSITIONAL = 3
 
 
@@ -49,7 +51,8 @@ def find_verifier(name: str) -> BatchVerifier:
     known = getattr(verifier, "right_or_wrong", False)
     if getattr(verifier, "takes_items", False):
         return with_correct(verifier) if known else verifier
-    call = bound_call(verifier, GROUP_PARAMETERS if is_group else PARAMETERS)
+    parameters = GROUP_PARAMETERS if is_group else PARAMETERS
+    call = bound_call(verifier, (*parameters, ROW_PROMPT) if prefix else parameters)
 
     def score(items: list[Item], rules: RewardRules) -> list[Score]:
         return [score_of_result(item, call(arguments_of(item))) for item in items]
@@ -110,12 +113,18 @@ def positional_and_named(verifier: Verifier, known: Sequence[str]) -> tuple[Sequ
 
 
 def arguments_of(item: Item) -> dict[str, Any]:
-    return {name: getattr(item, name) for name in PARAMETERS} | {"state": state_of(item)}
+    named = {name: getattr(item, name) for name in PARAMETERS}
+    return named | {"state": state_of(item), ROW_PROMPT: row_prompt_of(item)}
 
 
 def state_of(item: Item) -> Any:
     """Final state of the response's environment, decoded; None without an environment."""
     return msgspec.msgpack.decode(item.state) if item.state else None
+
+
+def row_prompt_of(item: Item) -> str | list[dict[str, Any]]:
+    """The prompt as the row has it, a text or chat messages; the prompt's text where the row's is unknown."""
+    return msgspec.json.decode(item.row_prompt) if item.row_prompt else item.prompt
 
 
 def score_responses_together(
@@ -130,6 +139,7 @@ def score_responses_together(
             "prompt": items[0].prompt,
             "tokens": [item.tokens for item in items],
             "states": [state_of(item) for item in items],
+            ROW_PROMPT: row_prompt_of(items[0]),
         }
     )
     if len(results) != len(items):
