@@ -2,6 +2,7 @@
 has restarted."""
 
 import os
+import posixpath
 import re
 import signal
 import struct
@@ -14,6 +15,7 @@ import orjson
 import pytest
 
 from april.broker.telemetry import SINKS
+from april.broker.telemetry.sinks import BackgroundSink
 from april.observe.report.run_folder import read_records
 from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch
 
@@ -161,6 +163,45 @@ def test_steps_and_evaluations_reach_tools_with_an_environment_of_their_own():
     done = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"mlflow", "trackio", "swanlab"} <= set(re.findall(r"\[(\w+)\] PASSED", done.stdout))
+
+
+class Particular(BackgroundSink):
+    """Refuses the names that MLflow refuses, all figures of the entry with them."""
+
+    def open(self):
+        self.written = []
+
+    def write(self, step, time, figures):
+        for name in figures:
+            if not re.fullmatch(r"[\w./ :-]+", name) or posixpath.normpath(name) != name:
+                raise ValueError(f"Invalid value {name!r}")
+        self.written.append((step, figures))
+
+
+def test_a_name_that_a_service_refuses_is_changed_and_the_sink_stays(tmp_path, caplog):
+    sink = Particular(tmp_path)
+    for step, figures in enumerate(
+        ({"a b": 1.0}, {"acc@1": 2.0, "acc_1": 3.0, "a b": 4.0}, {"x//y": 5.0, "../z": 6.0})
+    ):
+        sink.step({"step": step, "time": 0.0, "reward_details": figures})
+    sink.close()
+    assert sink.written == [
+        (0, {"reward_details/a b": 1.0}),
+        (1, {"reward_details/acc_1": 3.0, "reward_details/acc_1_": 2.0, "reward_details/a_b": 4.0}),
+        (2, {"reward_details/x/y": 5.0, "reward_details/z": 6.0}),
+    ]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Particular refuses names such as 'reward_details/acc@1', and gets plain ones: "
+        "Invalid value 'reward_details/acc@1'"
+    ]
+
+
+def test_a_service_that_refuses_plain_names_too_is_given_up(tmp_path):
+    sink = Particular(tmp_path)
+    sink.write = lambda *_: 1 / 0
+    sink.step({"step": 0, "time": 0.0, "reward@1": 1.0})
+    with pytest.raises(ZeroDivisionError):
+        sink.close()
 
 
 def test_an_unreachable_service_is_dropped_and_the_run_continues(converse, monkeypatch):

@@ -1,8 +1,10 @@
 """Metrics sinks: receivers of a run's metrics outside its folder, such as a service that plots curves. The base
 classes, and the sinks that ship with April."""
 
+import logging
 import os
 import queue
+import re
 import threading
 import uuid
 from collections.abc import Sequence
@@ -13,6 +15,8 @@ from typing import Any
 from april.broker.telemetry import SINKS
 from april.util.errors import refuse
 from april.util.registry import call_each
+
+log = logging.getLogger(__name__)
 
 
 class Sink:
@@ -118,6 +122,29 @@ def scalars(figures: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
+NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
+"""Regular expression for a character that some services refuse in a metric's name."""
+
+
+def plain_names(figures: dict[str, float]) -> dict[str, float]:
+    """The figures under names that any service accepts: letters, digits, `_`, `-` and `.` in parts between slashes.
+
+    A name that is plain already stays; one that would become the name of another figure gets a `_` more.
+    """
+    renamed: dict[str, float] = {}
+    for name in sorted(figures, key=lambda name: plain_name(name) != name):
+        plain = plain_name(name)
+        while plain in renamed:
+            plain += "_"
+        renamed[plain] = figures[name]
+    return renamed
+
+
+def plain_name(name: str) -> str:
+    parts = (NOT_PLAIN.sub("_", part).strip(".") for part in name.split("/"))
+    return "/".join(filter(None, parts)) or "_"
+
+
 # --- services that may be slow ----------------------------------------------------------------------------------------
 
 
@@ -142,6 +169,8 @@ class BackgroundSink(Sink):
         super().__init__(run_dir)
         self._entries: queue.Queue[Entry | None] = queue.Queue(MOST_WAITING)
         self._error: Exception | None = None
+        self._needs_plain_names = False
+        """Whether the service has refused a name."""
         self._thread = threading.Thread(target=self._serve, name=type(self).__name__, daemon=True)
         self._thread.start()
 
@@ -183,11 +212,24 @@ class BackgroundSink(Sink):
         if self._error:
             raise self._error
 
+    def _write(self, step: int, time: float, figures: dict[str, float]) -> None:
+        """Write an entry; under plain names if the service refuses those that it has, and from then on."""
+        plain = plain_names(figures)
+        if self._needs_plain_names or plain.keys() == figures.keys():
+            return self.write(step, time, plain)
+        try:
+            self.write(step, time, figures)
+        except Exception as refusal:
+            self.write(step, time, plain)
+            odd = next(name for name in figures if name not in plain)
+            log.warning("%s refuses names such as %r, and gets plain ones: %s", type(self).__name__, odd, refusal)
+            self._needs_plain_names = True
+
     def _serve(self) -> None:
         try:
             self.open()
             while entry := self._entries.get():
-                self.write(*entry)
+                self._write(*entry)
             self.end()
         except Exception as error:
             self._error = error
