@@ -364,10 +364,11 @@ def installed_server(config: Config, name: str, packages: tuple[str, ...]) -> st
     try:
         command = [str(python), "-c", VERSION_PROGRAM, *packages[:1], *packages]
         result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INTERPRETER_START_S
-        )
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INTERPRETER_START_S,
+            env=os.environ | {"PYTHONSAFEPATH": "1"},
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         refuse("engine.python", python, f"cannot be run ({error})", fix)
     if result.returncode:
         refuse("engine.python", python, f"has no {name}", fix)
-    return f"{name} {result.stdout.strip()} of {python}"
+    return f"{name} {''.join(result.stdout.splitlines()[-1:])} of {python}"
