@@ -11,7 +11,6 @@ from april.simulate.probe import load_folder_weights
 from april.wire.message import Version
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.environments.process import answer_call
-from april.workers.rewards.messages import Item
 from april.workers.rewards.process import verify
 from april.workers.worker import Worker
 from tests.support.broker_conversation import Conversation, Peer
@@ -53,9 +52,8 @@ class InstantRewards:
     def pending(self):
         return len(self.scores)
 
-    def submit(self, key, verifier, response, label, finish_reason, prompt, tokens, state):
-        item = Item(key, verifier, response, label, finish_reason, prompt, tokens, state)
-        self.scores += verify([item], self.rules)
+    def put(self, *items):
+        self.scores += verify(list(items), self.rules)
 
     def poll(self):
         scores, self.scores = self.scores, []
