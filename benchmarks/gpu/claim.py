@@ -326,7 +326,7 @@ def compare(part: Part, size: Size, started: list[Run], policy: Path) -> None:
             continue
         with part.attempt(run.name):
             seconds = LEAST_S if part.tiny else max(LEAST_S, most_s * ROUNDS[run.kind] * longest_s / wanted_s)
-            last_s = 6 * LEAST_S if part.tiny else part.left_s - 1
+            last_s = 30 * LEAST_S if part.tiny else part.left_s - 1
             warm_s = scale * longest_s if run.kind == "continuous" else 0.0
             found = measured[run.name] = watch(run, lengths, min(seconds, last_s), last_s, warm_s)
             part.row(f"gpu_tokens_per_s_{run.name}", found.tokens_per_s, "tokens/s")
@@ -360,7 +360,7 @@ def foretell(part: Part, run: Run, found: Measured, alone: Measured, scenario: S
 
 def await_engines(part: Part, started: list[Run]) -> list[Run]:
     """The runs whose engines wait to be let go, once all do or it has taken too long; the others are ended."""
-    began, longest_s = time.monotonic(), START_S if part.tiny else min(START_S, part.left_s - MEASURING_S)
+    began, longest_s = time.monotonic(), 3 * START_S if part.tiny else min(START_S, part.left_s - MEASURING_S)
     runs = list(started)
     while not all(run.waits for run in runs) and time.monotonic() < began + longest_s:
         for run in [run for run in runs if run.ended]:
