@@ -208,12 +208,16 @@ def record(part: Part, sharing: Sharing, run_dir: Path, started: float, killed: 
     ledger = "gpu_ledger_closed" if sharing.name == "divided" else f"{name}_ledger_closed"
     part.row(ledger, float(closed), "1 or 0")
     part.fact(f"{sharing.name}: state", summary["state"])
-    if evaluations := summary["evaluation"]:
-        part.row(f"{name}_heldout_first", evaluations[0]["accuracy"], "accuracy")
-    if len(evaluations) > 1:
+    # Of an evaluation that a kill has cut short no accuracy is known.
+    accuracies = {each["step"]: each["accuracy"] for each in summary["evaluation"]}
+    part.fact(f"{sharing.name}: accuracies by step", list(accuracies.items()))
+    known = [step for step, accuracy in accuracies.items() if accuracy is not None]
+    if 0 in known:
+        part.row(f"{name}_heldout_first", accuracies[0], "accuracy")
+    if last := max(known, default=0):
         # A run of a few steps has no figure to be compared with the goal.
-        complete = part.tiny or evaluations[-1]["step"] >= ENOUGH_STEPS
-        part.row(f"{name}_heldout" if complete else f"{name}_heldout_early", evaluations[-1]["accuracy"], "accuracy")
+        complete = part.tiny or last >= ENOUGH_STEPS
+        part.row(f"{name}_heldout" if complete else f"{name}_heldout_early", accuracies[last], "accuracy")
 
 
 if __name__ == "__main__":
