@@ -224,7 +224,7 @@ def produce(ready, window: Window, endpoint: Endpoint, number: int, in_flight: i
                     times_ms = [(now - sent_at.pop(lease_id)) * 1000 for lease_id in done]
                     if window.covers(now):
                         submit_ms += times_ms
-                case wire.Renewed() | wire.WeightsAddress() | wire.Abort():
+                case wire.Renewed() | wire.Evaluating() | wire.WeightsAddress() | wire.Abort():
                     pass
                 case unwanted:
                     raise BenchmarkError(f"the broker answers a producer with {unwanted}")

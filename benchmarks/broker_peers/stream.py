@@ -217,7 +217,7 @@ class Session:
                 for lease_id in done:
                     if (row := self.row_of.pop(lease_id, None)) is not None:
                         self.rows["lease_id"][row] = 0
-            case wire.Renewed() | wire.WeightsAddress() | wire.Abort():
+            case wire.Renewed() | wire.Evaluating() | wire.WeightsAddress() | wire.Abort():
                 pass
             case unwanted:
                 raise BenchmarkError(f"the broker answers a worker with {unwanted}")
