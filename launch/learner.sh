@@ -28,4 +28,4 @@ except ConfigError as error:
     sys.exit(str(error))
 PY
 )
-exec python -P -m april.learner.launch --nproc-per-node "$ranks" -m april.learner "$@"
+exec python -m april.learner.launch --nproc-per-node "$ranks" -m april.learner "$@"

@@ -176,7 +176,7 @@ def error_text(error: BaseException) -> str:
 def main() -> None:
     die_with_parent()
     name, options, threads = sys.argv[1], msgspec.json.decode(sys.argv[2]), int(sys.argv[3])
-    incoming, outgoing = private_pipes(sys.argv[4])
+    incoming, outgoing = private_pipes()
     asyncio.run(Host(load_program(name, options), outgoing, threads).serve(incoming))
     exit_at_once(0)
 

@@ -17,7 +17,7 @@ import orjson
 
 from april.agents.host import CancelProgram, ProgramEnded, StartProgram
 from april.util.lifetime import SUPERVISED, end_marked, end_with_parent, new_mark
-from april.util.pool import LENGTH_BYTES, STDERR, frame
+from april.util.pool import LENGTH_BYTES, frame
 
 GRACE_S = 5.0
 """Grace period of a cancelled program before its process is killed."""
@@ -72,21 +72,15 @@ class ProgramRunner:
 
     async def start(self) -> None:
         """Start the host process. Raises TimeoutError and asyncio.IncompleteReadError if it does not become ready."""
-        answers, written = os.pipe()
-        pipe = os.fdopen(answers, "rb")
-        try:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "april.agents.host", self.program, orjson.dumps(self.options).decode(),
-                str(self.threads), str(written), stdin=asyncio.subprocess.PIPE, stdout=STDERR, pass_fds=[written],
-                start_new_session=True, env=os.environ | self.mark
-                | {SUPERVISED: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )  # fmt: skip
-        finally:
-            os.close(written)
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        await asyncio.wait_for(reader.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
-        self._reading = asyncio.create_task(self._read(self.process, reader))
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "april.agents.host", self.program, orjson.dumps(self.options).decode(),
+            str(self.threads), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            env=os.environ | self.mark
+            | {SUPERVISED: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+        assert self.process.stdout
+        await asyncio.wait_for(self.process.stdout.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
+        self._reading = asyncio.create_task(self._read(self.process))
 
     def start_program(self, order: StartProgram) -> None:
         self.running.add(order.key)
@@ -102,13 +96,14 @@ class ProgramRunner:
         if self.process and self.process.stdin and not self.process.stdin.is_closing():
             self.process.stdin.write(frame(order))
 
-    async def _read(self, process: asyncio.subprocess.Process, answers: asyncio.StreamReader) -> None:
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout
         why = "its process ended"
         try:
             while True:
                 async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                    size = int.from_bytes(await answers.readexactly(LENGTH_BYTES), "little")
-                    ended = msgspec.msgpack.decode(await answers.readexactly(size), type=ProgramEnded)
+                    size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
+                    ended = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=ProgramEnded)
                 if ended.key:
                     self._handle_ended(ended)
         except TimeoutError:

@@ -79,13 +79,14 @@ def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]
     store.write(until, freeze(ledger, history.freeze()), previous=position)
 
 
-def main(folder: str, position: str, rules: str, answers: str) -> int:
-    """Entry point of the snapshot process: between the two phases, write the files to delete to the descriptor
-    `answers` and wait for a line on stdin."""
+def main(folder: str, position: str, rules: str) -> int:
+    """Entry point of the snapshot process: between the two phases, print the files to delete and wait for a line on
+    stdin."""
     gc.disable()
     try:
         for dead in make_snapshot(Path(folder), int(position), msgspec.json.decode(rules, type=Rules)):
-            os.write(int(answers), msgspec.json.encode(dead) + b"\n")
+            sys.stdout.write(f"{msgspec.json.encode(dead).decode()}\n")
+            sys.stdout.flush()
             if not sys.stdin.readline():
                 return NOT_WRITTEN
     except JournalError as error:
@@ -231,27 +232,21 @@ class HelperProcess:
 
     def __init__(self, folder: Path, position: int, rules: Rules):
         """Raises OSError if the process cannot be started."""
-        answers, written = os.pipe()
-        self._answers = os.fdopen(answers, "rb", buffering=0)
-        arguments = [str(folder), str(position), msgspec.json.encode(rules).decode(), str(written)]
-        try:
-            self._inner = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, *arguments],
-                stdin=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=[written],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,
-            )
-        finally:
-            os.close(written)
-        assert self._inner.stdin
-        self._stdin = self._inner.stdin
-        os.set_blocking(answers, False)
+        self._inner = subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(folder), str(position), msgspec.json.encode(rules).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )
+        assert self._inner.stdin and self._inner.stdout
+        self._stdin, self._stdout = self._inner.stdin, self._inner.stdout
+        os.set_blocking(self._stdout.fileno(), False)
         self._output = b""
 
     def dead_files(self) -> list[int] | None:
-        self._output += self._answers.read() or b""
+        self._output += self._stdout.read() or b""
         line, end, self._output = self._output.partition(b"\n")
         if not end:
             self._output = line
@@ -266,7 +261,7 @@ class HelperProcess:
         status = self._inner.poll()
         if status is not None:
             self._stdin.close()
-            self._answers.close()
+            self._stdout.close()
         return status
 
     def kill(self) -> None:

@@ -23,7 +23,8 @@ DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files, one of which exists if Linux has an accelerator for torch; checked to avoid importing torch."""
 ASK_MEMORY = """
 import torch
-print(*(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())))
+for index in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_properties(index).total_memory)
 """
 LOOK_S = 120.0
 """Longest wait for the subprocess that asks torch for the memory of the accelerators (seconds)."""
@@ -89,14 +90,13 @@ def visible_devices() -> list[str]:
 def memory_here() -> list[float]:
     """Memory of each of the `visible_devices` (bytes). A subprocess asks, because asking allocates device memory.
     Raises ConfigError if torch does not answer."""
-    asked = [sys.executable, "-P", "-c", ASK_MEMORY]
+    asked = [sys.executable, "-c", ASK_MEMORY]
     try:
         answer = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LOOK_S)
     except subprocess.TimeoutExpired:
         why, found = f"does not say within {LOOK_S:g} s", []
     else:
-        why = f"does not say ({answer.stderr.strip()[-200:] or 'it sees none'})"
-        found = "".join(answer.stdout.splitlines()[-1:]).split()
+        why, found = f"does not say ({answer.stderr.strip()[-200:] or 'it sees none'})", answer.stdout.split()
     if not found:
         refuse(
             "devices.share",

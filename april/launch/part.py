@@ -50,7 +50,7 @@ def command_of(
     connect_arguments = [] if role == "broker" else ["--connect", connect]
     if role != "learner":
         name_arguments = ["--name", name] if role != "broker" and name else []
-        return [sys.executable, "-P", "-m", "april.cli", role, *arguments, *connect_arguments, *name_arguments]
+        return [sys.executable, "-m", "april.cli", role, *arguments, *connect_arguments, *name_arguments]
     ranks = config.learner.ranks
     if learner_node is None:
         launch = ["april.learner.launch", "--nproc-per-node", str(ranks)]
@@ -69,7 +69,7 @@ def command_of(
         launch += ["--rdzv-backend=c10d", f"--rdzv-id={config.run.name}"]
         launch += [f"--rdzv-endpoint={learner_node.rendezvous}"] if learner_node.rendezvous else []
         launch += [f"--rdzv-conf=is_host={'false' if learner_node.node else 'true'}"]
-    return [sys.executable, "-P", "-m", *launch, "-m", "april.learner", *arguments, *connect_arguments]
+    return [sys.executable, "-m", *launch, "-m", "april.learner", *arguments, *connect_arguments]
 
 
 def supervise_part(

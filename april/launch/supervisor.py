@@ -248,7 +248,7 @@ class Supervisor:
         limits: BrokerSection | WorkerSection | ScorerSection | AgentSection,
         threads: int = 1,
     ) -> Part:
-        command = [sys.executable, "-P", "-m", "april.cli", *arguments]
+        command = [sys.executable, "-m", "april.cli", *arguments]
         log, devices = self.logs / f"{name}.log", self.devices_by_part.get(name, ())
         hung_s = limits.hung_s
         return Part(self.target, name, command, log, threads, limits.max_restarts, hung_s, hung_s, devices)
@@ -266,7 +266,7 @@ class Supervisor:
     def _learner_part(self, config_path: Path, address: str) -> Part:
         section = self.config.learner
         launch = ["-m", "april.learner.launch", "--nproc-per-node", str(section.ranks)]
-        command = [sys.executable, "-P", *launch, "-m", "april.learner", str(config_path), "--connect", address]
+        command = [sys.executable, *launch, "-m", "april.learner", str(config_path), "--connect", address]
         log, devices = self.logs / "learner.log", self.devices_by_part.get("learner", ())
         return Part(
             self.target, "learner", command, log, section.threads, section.max_restarts, section.hung_s, section.load_s,

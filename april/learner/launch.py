@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if status in (0, REFUSED) or started >= options.max_restarts:
         exit_at_once(status)
     os.environ[RESTARTS] = str(started + 1)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "april.learner.launch", *arguments])
+    os.execv(sys.executable, [sys.executable, "-m", "april.learner.launch", *arguments])
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -83,7 +83,7 @@ def run(program: list[str]) -> int:
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = program
-        sys.path[: 0 if sys.flags.safe_path else 1] = [str(Path(program[0]).parent)]
+        sys.path[0] = str(Path(program[0]).parent)
         runpy.run_path(program[0], run_name="__main__")
     return 0
 

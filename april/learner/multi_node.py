@@ -101,5 +101,5 @@ def keep_announcing(connection: BrokerConnection, address: str) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    os.environ |= {SUPERVISED: str(os.getpid()), "PYTHONSAFEPATH": "1"}
+    os.environ[SUPERVISED] = str(os.getpid())
     exit_at_once(main(int(sys.argv[1]), sys.argv[2:]))

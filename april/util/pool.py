@@ -29,8 +29,6 @@ import msgspec
 
 LENGTH_BYTES = 4
 """Size of the length prefix of a frame, which is one encoded message."""
-STDERR = 2
-"""Descriptor of stderr, to which also the output of user code goes."""
 READY = bytes(LENGTH_BYTES)
 """An empty frame: the process is ready."""
 
@@ -41,15 +39,14 @@ def frame(message: msgspec.Struct) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def private_pipes(answers: str) -> tuple[int, BinaryIO]:
-    """Keep the pipes of this process out of reach of user code; returns (descriptor to read from, stream to write to).
+def private_pipes() -> tuple[int, BinaryIO]:
+    """Move stdin and stdout out of reach of user code; returns (descriptor to read from, stream to write to).
 
-    `answers`: number of the inherited descriptor to write to. It is not stdout, into which code that runs when an
-    interpreter starts may print. The stdin of user code is empty.
+    What user code prints then goes to stderr, and its stdin is empty.
     """
-    incoming, outgoing = os.dup(0), os.fdopen(int(answers), "wb")
-    os.set_inheritable(outgoing.fileno(), False)
+    incoming, outgoing = os.dup(0), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return incoming, outgoing
 
@@ -161,7 +158,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
             waits.register(self._wake_reader, select.POLLIN)
             for process in self.processes:
                 if not process.ended:
-                    waits.register(process.answers, select.POLLIN)
+                    waits.register(process.stdout, select.POLLIN)
                     if process.unsent:
                         waits.register(process.stdin, select.POLLOUT)
             deadlines = [process.deadline_s for process in self.processes if process.in_flight or not process.ready]
@@ -221,8 +218,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
 class PoolProcess:
     """One operating-system process and its items, which it answers in order.
 
-    It runs `module` with the time limit, `rules` and the descriptor for answers as arguments; its answers are of the
-    type `answer`.
+    It runs `module` with the time limit and `rules` as arguments; its answers are of the type `answer`.
     """
 
     def __init__(self, module: str, rules: msgspec.Struct, timeout_s: float, answer: Any, prints: Path | None = None):
@@ -230,25 +226,20 @@ class PoolProcess:
         self.timeout_s = timeout_s
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(answer)
         limit, encoded = str(timeout_s + ORPHAN_MARGIN_S), msgspec.json.encode(rules).decode()
-        answers, written = os.pipe()
-        self.answers = os.fdopen(answers, "rb", buffering=0)
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, written)
-            output = stack.enter_context(prints.open("ab")) if prints else STDERR
+        with prints.open("ab") if prints else contextlib.nullcontext() as errors:
             self.inner = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, limit, encoded, str(written)],
+                [sys.executable, "-m", module, limit, encoded],
                 stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                pass_fds=[written],
+                stdout=subprocess.PIPE,
+                stderr=errors,
                 bufsize=0,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
             )
-        assert self.inner.stdin
-        self.stdin = self.inner.stdin
+        assert self.inner.stdin and self.inner.stdout
+        self.stdin, self.stdout = self.inner.stdin, self.inner.stdout
         os.set_blocking(self.stdin.fileno(), False)
-        os.set_blocking(answers, False)
+        os.set_blocking(self.stdout.fileno(), False)
         self.in_flight: deque[Any] = deque()
         self.unsent, self.unread = bytearray(), bytearray()
         self.ready = self.ended = False
@@ -276,7 +267,7 @@ class PoolProcess:
     def receive(self) -> list[Any]:
         """Answers that have arrived in the pipe."""
         try:
-            while data := os.read(self.answers.fileno(), 65536):
+            while data := os.read(self.stdout.fileno(), 65536):
                 self.unread += data
             self.ended = True
         except BlockingIOError:
@@ -328,7 +319,7 @@ class PoolProcess:
             os.killpg(self.inner.pid, signal.SIGKILL)
             self.inner.wait()
         self.stdin.close()
-        self.answers.close()
+        self.stdout.close()
 
 
 def describe_exit(returncode: int) -> str:

@@ -57,7 +57,6 @@ class ChaosSupervisor(supervisor.Supervisor):
 
     def _learner_part(self, config_path: Path, address: str):
         part = super()._learner_part(config_path, self._through_proxy(address))
-        part.command.remove("-P")
         at = part.command.index("april.learner")
         part.command[at : at + 1] = ["tests.chaos.peer", "learner"]
         return part

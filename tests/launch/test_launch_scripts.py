@@ -211,7 +211,7 @@ def run_part(tmp_path: Path, part: str, *arguments: str) -> subprocess.Completed
 def test_the_learner_has_the_ranks_of_its_configuration(tmp_path, config):
     arguments = (str(config), "--connect", "tcp://10.0.0.5:5555", "--learner.ranks", "4")
     result = run_part(tmp_path, "learner", *arguments)
-    ranks = ["python", "-P", "-m", "april.learner.launch", "--nproc-per-node", "4", "-m", "april.learner"]
+    ranks = ["python", "-m", "april.learner.launch", "--nproc-per-node", "4", "-m", "april.learner"]
     assert result.stdout.split() == [*ranks, *arguments]
 
 

@@ -1,14 +1,8 @@
 """Verifiers that hang, fork, crash, flood and lie, in a real run: each is retried, then dead with its reason."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import orjson
 import pytest
 
-import april
 from april.broker.ledger.events import GroupOpened, Leased, LeaseEnded, SampleScored
 from april.cli import main
 from tests.support.journal_events import events
@@ -96,32 +90,6 @@ def test_wild_verifiers_cost_their_own_groups_and_nothing_else(finish_run, run_d
     assert {letter["row"] for letter in letters} & names.keys()
     assert all(letter["attempts"] == 2 and "verifier 'wild:" in letter["error"] for letter in letters)
     assert summary["discarded_groups"] == {"dead_sample": len({letter["group"] for letter in letters})}
-
-
-def test_neither_noise_at_an_interpreter_s_start_nor_a_file_named_like_a_module_harms_a_part(config_file, tmp_path):
-    """Verifiers in the working folder are found all the same."""
-    noisy, place = tmp_path / "noisy", tmp_path / "place"
-    noisy.mkdir()
-    place.mkdir()
-    (noisy / "sitecustomize.py").write_text("print('good morning')\n")
-    (place / "random.py").write_text("raise RuntimeError('the wrong random')\n")
-    (place / "mine.py").write_text(
-        "import random\nrandom.Random\ndef grade(response, label): return float(label in response)\n"
-    )
-    overrides = ["--reward.name", "mine:grade", "--learner.ranks", "1", "--schedule.max_steps", "1"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "april.cli", "run", str(config_file), *overrides],
-        cwd=place,
-        env=os.environ | {"PYTHONPATH": f"{noisy}{os.pathsep}{Path(april.__file__).parents[1]}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = orjson.loads((tmp_path / "runs/small/summary.json").read_bytes())
-    assert summary["state"] == "finished" and summary["steps"] == 1
-    assert "good morning" in (tmp_path / "runs/small/logs/rewards.log").read_text()
-    assert "restart" not in done.stdout + done.stderr
 
 
 def test_a_run_that_ended_with_its_prompts_goes_on_with_those_whose_judge_was_down(

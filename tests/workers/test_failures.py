@@ -1,15 +1,10 @@
 """Failures of user code are logged in full once, then counted; its output goes to a file."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from april.util.logs import Failures
-from april.workers import rewards
 from april.workers.rewards.messages import RewardRules
 from april.workers.rewards.pool import RewardPool
 from tests.support.reward_scores import collect
@@ -32,27 +27,6 @@ def test_a_thousand_equal_failures_log_a_few_lines_and_one_traceback(caplog):
     assert said[-1] == "sample 7 came back, scoring_failed: verifier 'my:grade': TypeError: no"
     assert said[-2].startswith("scoring_failed: 512 of this kind so far") and len(said) == 11
     assert failures.by_cause == {"scoring_failed": 1001} and "TypeError" in failures.last["scoring_failed"]
-
-
-def test_what_an_interpreter_prints_at_its_start_is_no_answer(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text("print('good morning ' * 1000)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    prints = tmp_path / "rewards.log"
-    pool = RewardPool(1, RewardRules(), prints)
-    pool.submit(0, "exact", "a", "a", "stop")
-    scores = collect(pool, 1)
-    pool.close()
-    assert scores[0].reward == 1.0 and "good morning" in prints.read_text()
-
-
-def test_what_an_interpreter_prints_at_its_start_is_no_output_of_a_program(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("print('good morning')\n")
-    program = "import sandbox_runner; sandbox_runner.find_packages(); import sitecustomize, msgspec; print(1)"
-    folders = os.pathsep.join([str(tmp_path), str(Path(rewards.__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", program], env={"PYTHONPATH": folders}, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ class LocalRun:
         self._previous_ns = self._modified_ns()
         descriptor, output_path = tempfile.mkstemp(prefix="april-", suffix=".log")
         self._output_file = Path(output_path)
-        command = [sys.executable, "-P", "-m", "april.cli", "run", "--without-learner", *map(str, paths), *overrides]
+        command = [sys.executable, "-m", "april.cli", "run", "--without-learner", *map(str, paths), *overrides]
         with os.fdopen(descriptor, "wb") as output:
             self.process = subprocess.Popen(
                 command + ["--resume"] * resume,

@@ -1,6 +1,6 @@
-"""An environment process, `python -m april.workers.environments.process LIMIT_S RULES FD`, and a worker's pool of them.
+"""An environment process, `python -m april.workers.environments.process LIMIT_S RULES`, and a worker's pool of them.
 
-A process reads calls on stdin and answers on the descriptor FD, framed as the messages of verifier processes.
+A process reads calls on stdin and answers on stdout, framed as the messages of verifier processes.
 """
 
 import contextlib
@@ -73,12 +73,12 @@ OBSERVATION_CHARACTERS = 1 << 18
 """Longest observation (characters); the rest is cut off."""
 
 
-def main(limit_s: float, rules: EnvironmentRules, descriptor: str) -> None:
+def main(limit_s: float, rules: EnvironmentRules) -> None:
     """Serve calls until the pipe closes.
 
     The pool enforces the time limit of a call; `limit_s` is longer, and only matters if the pool has died.
     """
-    pipe, answers = private_pipes(descriptor)
+    pipe, answers = private_pipes()
     calls = os.fdopen(pipe, "rb")
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -156,4 +156,4 @@ class EnvironmentPool(ProcessPool[EnvironmentCall, EnvironmentAnswer]):
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EnvironmentRules), sys.argv[3])
+    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EnvironmentRules))

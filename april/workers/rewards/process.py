@@ -1,4 +1,4 @@
-"""A verifier process, `python -m april.workers.rewards.process LIMIT_S RULES FD`: items on stdin, scores on FD."""
+"""A verifier process, `python -m april.workers.rewards.process LIMIT_S RULES`: items on stdin, scores on stdout."""
 
 import contextlib
 import importlib
@@ -65,12 +65,12 @@ PRINTED_ERRORS: set[tuple[str, type[Exception]]] = set()
 """(verifier, error class) pairs whose traceback this process has printed."""
 
 
-def main(limit_s: float, rules: RewardRules, descriptor: str) -> None:
+def main(limit_s: float, rules: RewardRules) -> None:
     """Serve items until the pipe closes.
 
     The pool enforces the time limit of an item; `limit_s` is longer, and only matters if the pool has died.
     """
-    items, scores = private_pipes(descriptor)
+    items, scores = private_pipes()
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     inbox = ItemReader(items)
@@ -227,4 +227,4 @@ def objection(value: object) -> str:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=RewardRules), sys.argv[3])
+    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=RewardRules))

@@ -269,7 +269,7 @@ def run_in(folder: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[
     prefix = isolation()
     group = ControlGroup(limits.memory_mb)
     rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets", group.path]
-    runner = [sys.executable, "-I", "-S", "-B", str(RUNNER), *rules]
+    runner = [sys.executable, "-I", "-B", str(RUNNER), *rules]
     process = subprocess.Popen(
         [*DIE_WITH_PARENT, *prefix, *runner],
         stdin=subprocess.PIPE,
@@ -431,11 +431,7 @@ def isolation() -> list[str]:
 def isolation_layers() -> dict[str, bool]:
     """Isolation layers by name, and whether this host has each."""
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-B", str(RUNNER), "layers"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        [sys.executable, "-I", "-B", str(RUNNER), "layers"], capture_output=True, text=True, timeout=60, check=True
     )
     prefix = isolation()
     namespaces = {"namespaces": bool(prefix), "a /proc of its own": "--mount-proc" in prefix}

@@ -17,10 +17,10 @@ import os
 import platform
 import resource
 import runpy
-import site
 import stat
 import struct
 import sys
+import sysconfig
 
 HEADER = ("typing", "collections", "math", "itertools", "functools", "heapq", "bisect", "string", "re", "datetime",
           "copy", "random", "operator", "statistics", "decimal", "fractions", "dataclasses", "abc", "enum")  # fmt: skip
@@ -71,7 +71,6 @@ def main() -> None:
         return print(json.dumps(isolation_layers()))
     limits, no_sockets, group = json.loads(sys.argv[1]), bool(sys.argv[2]), sys.argv[3]
     folder = os.getcwd()
-    find_packages()
     enter(group)
     become_nobody(folder)
     for name, value in (
@@ -94,20 +93,6 @@ def main() -> None:
         vars(builtins).update(header(unbound_names(ast.parse(file.read()))))
     sys.setrecursionlimit(DEEPEST_RECURSION)
     runpy.run_path("entry.py" if os.path.exists("entry.py") else "program.py", run_name="__main__")
-
-
-def find_packages() -> None:
-    """Do what an interpreter does at its start for installed packages, which `-S` leaves out. What they print then is
-    dropped: stdout is for the program's output."""
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        site.main()
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def unbound_names(tree: ast.AST) -> set[str]:
@@ -183,8 +168,6 @@ def confine(folder: str) -> None:
     rules = libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     if rules < 0:
         raise OSError(ctypes.get_errno(), "no Landlock rules")
-    import sysconfig  # which keeps the prefix that it finds when it is first imported
-
     interpreter = {os.path.realpath(sys.executable), *map(sysconfig.get_path, ("stdlib", "platstdlib"))}
     libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), os.path.join(sys.base_prefix, "lib")}
     for path in (*SYSTEM, *interpreter, *libraries):

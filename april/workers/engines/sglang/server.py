@@ -364,11 +364,10 @@ def installed_server(config: Config, name: str, packages: tuple[str, ...]) -> st
     try:
         command = [str(python), "-c", VERSION_PROGRAM, *packages[:1], *packages]
         result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INTERPRETER_START_S,
-            env=os.environ | {"PYTHONSAFEPATH": "1"},
-        )  # fmt: skip
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INTERPRETER_START_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         refuse("engine.python", python, f"cannot be run ({error})", fix)
     if result.returncode:
         refuse("engine.python", python, f"has no {name}", fix)
-    return f"{name} {''.join(result.stdout.splitlines()[-1:])} of {python}"
+    return f"{name} {result.stdout.strip()} of {python}"
