@@ -53,7 +53,7 @@ def test_a_tiny_twin_trains_a_step(twin, start, policy_folder, tmp_path, monkeyp
     if algorithm == "dapo":
         assert 0 < step["reward"] < 1, "only groups with spread are trained"
     else:
-        assert set(step["reward_details"]) == {"boxed", "closed", "over_limit"}
+        assert set(step["reward_details"]) == {"boxed", "closed", "correct", "over_limit"}
 
 
 def test_the_twin_of_gsm8k_trains_from_files_as_they_are_published(start, policy_folder, tmp_path):
