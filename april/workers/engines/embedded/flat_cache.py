@@ -33,7 +33,7 @@ FLASH_CAPABILITY = (8, 0)
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 LARGEST_FLASH_HEAD = 256
 ROWS_TO_FILL_A_GPU = 24
-"""Rows of a decode step with which a GPU is busy without dividing their keys (measured on an H200)."""
+"""Rows of a decode step with which a GPU is busy without dividing their keys (an H200 is with 32, and not with 8)."""
 RESERVE_BYTES = 1 << 30
 """Memory that the cache leaves to activations, to a layer's new weights, and to fragmentation."""
 SAMPLING_COPIES = 8
@@ -97,13 +97,13 @@ class Rows:
     keys_values: list[Tensor]
     """Of each layer: [tokens, 2 * kv_heads, head_dim]."""
     write_index: Tensor
-    """int64 [T]: where the keys and values of each new token are stored."""
+    """Cache positions, int64 [T], where the keys and values of each new token are stored."""
     query_starts: Tensor
-    """int32 [rows + 1]: cumulative number of queries."""
+    """Cumulative number of queries, int32 [rows + 1]."""
     extent_starts: Tensor
-    """int32 [rows + 1]: start of each row's extent; the last entry is not read."""
+    """Start of each row's extent, int32 [rows + 1]; the last entry is not read."""
     used: Tensor
-    """int32 [rows]: positions of each row, with its new ones."""
+    """Number of positions of each row with its new ones, int32 [rows]."""
     most_queries: int
     most_keys: int
 
