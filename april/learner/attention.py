@@ -7,6 +7,7 @@ key-value cache, sliding windows, soft caps, sinks and dropout.
 import logging
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from inspect import signature
 
@@ -21,6 +22,8 @@ NAME, COMPILED_NAME = "packed", "packed_in_compiled_layers"
 FLASH_CAPABILITY = (8, 0)
 """Lowest CUDA compute capability (major, minor) with flash attention."""
 FLASH_TYPES = (torch.bfloat16, torch.float16)
+FLASH_4_MAJORS, FLASH_4_HEADS = (9, 10), (64, 96, 128)
+"""Major compute capabilities, and sizes of heads, for which the package flash-attn-4 is used if it is installed."""
 
 
 class Packing:
@@ -53,32 +56,48 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, H_kv, T, D] -> ([1, T, H, D], None); the sum of `seq_lens` is T.
 
-    Runs `variable_length`, which needs `cu_seq_lens_q` (int32 [sequences + 1]) and `max_length_q`, or `each_sequence`,
-    as `choose_kernel` decides. `packing` stands for all three. Raises PackedAttentionError for inputs that neither
-    supports.
+    Runs `flash_attention_4` or `variable_length`, which need `cu_seq_lens_q` (int32 [sequences + 1]) and
+    `max_length_q`, or `each_sequence`, as `choose_kernel` decides. `packing` stands for all three. Raises
+    PackedAttentionError for inputs that none supports.
     """
     if packing is not None:
         seq_lens, cu_seq_lens_q, max_length_q = packing.seq_lens, packing.cu_seq_lens, packing.longest
     lengths = check_supported(query, key, attention_mask, dropout, seq_lens, features)
-    if kernel_for(query.device, query.dtype) == "variable_length":
-        return variable_length(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    return each_sequence(query, key, value, lengths, scaling), None
+    kernel = kernel_for(query.device, query.dtype, query.shape[-1])
+    if kernel == "each_sequence":
+        return each_sequence(query, key, value, lengths, scaling), None
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise PackedAttentionError("cu_seq_lens_q and max_length_q are missing; pass both next to seq_lens")
+    attend = flash_attention_4 if kernel == "flash_attention_4" else variable_length
+    return attend(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
 
 
-def choose_kernel(capability: tuple[int, int] | None, dtype: torch.dtype, importable: bool) -> str:
-    """`variable_length` (one flash-attention call) where supported, otherwise `each_sequence` (one SDPA call per
-    sequence).
+def choose_kernel(
+    capability: tuple[int, int] | None, dtype: torch.dtype, head_size: int, has_varlen: bool, has_flash_4: bool
+) -> str:
+    """`flash_attention_4` or `variable_length` (one call for all sequences) where supported, otherwise `each_sequence`
+    (one SDPA call per sequence).
 
-    `capability` is the accelerator's compute capability, None on a CPU; `importable`: PyTorch has `varlen_attn`.
+    `capability` is the accelerator's compute capability, None on a CPU; `has_varlen`: PyTorch has `varlen_attn`;
+    `has_flash_4`: the package flash-attn-4 can be imported.
     """
-    flash = importable and dtype in FLASH_TYPES and capability is not None and capability >= FLASH_CAPABILITY
-    return "variable_length" if flash else "each_sequence"
+    if dtype not in FLASH_TYPES or capability is None or capability < FLASH_CAPABILITY:
+        return "each_sequence"
+    if has_flash_4 and capability[0] in FLASH_4_MAJORS and head_size in FLASH_4_HEADS:
+        return "flash_attention_4"
+    return "variable_length" if has_varlen else "each_sequence"
 
 
 @cache
-def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
+def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    name = choose_kernel(capability, dtype, find_spec("torch.nn.attention.varlen") is not None)
+    has_varlen, has_flash_4 = find_spec("torch.nn.attention.varlen") is not None, False
+    if capability is not None and "flash-attn-4" in packages_distributions().get("flash_attn", []):
+        try:
+            has_flash_4 = bool(find_spec("flash_attn.cute.interface"))
+        except Exception as error:
+            log.warning("flash-attn-4 is installed, but cannot be imported, and is not used: %s", error)
+    name = choose_kernel(capability, dtype, head_size, has_varlen, has_flash_4)
     log.info("packed attention by %s on %s in %s", name, device, dtype)
     return name
 
@@ -95,13 +114,24 @@ def each_sequence(query: Tensor, key: Tensor, value: Tensor, seq_lens: list[int]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
+def flash_attention_4(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, longest: int, scaling: float | None
+) -> Tensor:
+    from flash_attn.cute import flash_attn_varlen_func  # the package flash-attn-4, which compiles at the first call
+
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output, _ = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu_seq_lens, cu_seqlens_k=cu_seq_lens, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=scaling, causal=True, deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return output[None]
+
+
 def variable_length(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor | None, longest: int | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, longest: int, scaling: float | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # imported here: builds may lack it
 
-    if cu_seq_lens is None or longest is None:
-        raise PackedAttentionError("cu_seq_lens_q and max_length_q are missing; pass both next to seq_lens")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     options = {"scale": scaling, "window_size": (-1, 0)}  # every earlier token, no later one
     if q.shape[1] != k.shape[1] and "enable_gqa" in parameters_of(varlen_attn):  # torch 2.11 takes them without a word

@@ -64,7 +64,7 @@ class ScoreTokens(torch.autograd.Function):
             target_logits[rows] = logits.gather(-1, indices)[:, 0]
             log_p = torch.log_softmax(logits, -1, out=None if whole is None else whole[: len(logits)])
             logprobs[rows] = log_p.gather(-1, indices)[:, 0]
-            entropies[rows] = -torch.exp(log_p, out=logits).mul_(log_p).sum(-1)
+            entropies[rows] = -row_products(torch.exp(log_p, out=logits), log_p)
             if support or len(hidden) <= rows_per_chunk:
                 kept.append(log_p)
         ctx.save_for_backward(hidden, weight, columns, target_logits - logprobs, entropies, *kept)
@@ -90,29 +90,38 @@ class ScoreTokens(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, log_p in log_ps:
-            logprob_gradient = logprob_gradients[rows, None]
+            logprob_gradient, factors = logprob_gradients[rows, None], None
             entropy_gradient = None if entropy_gradients is None else entropy_gradients[rows, None]
             if ctx.compiled:
                 scales = [normalisers[rows, None], entropies[rows, None], logprob_gradient, entropy_gradient]
                 gradient = fused(gradient_of)(log_p, columns[rows, None], *scales, ctx.temperature, hidden.dtype)
             else:
-                if entropy_gradient is None:
-                    gradient = log_p.exp_().mul_(-logprob_gradient)
+                if entropy_gradient is None:  # the rows are scaled where they are short: hidden states, not logits
+                    gradient, factors = log_p.exp_(), -logprob_gradient / ctx.temperature
+                    gradient.scatter_add_(1, columns[rows, None], torch.full_like(logprob_gradient, -1.0))
                 else:
                     factor = (log_p + entropies[rows, None]).mul_(-entropy_gradient).sub_(logprob_gradient)
-                    gradient = log_p.exp_().mul_(factor)
-                gradient.scatter_add_(1, columns[rows, None], logprob_gradient)
+                    gradient = log_p.exp_().mul_(factor).scatter_add_(1, columns[rows, None], logprob_gradient)
+                    if ctx.temperature != 1:
+                        gradient.div_(ctx.temperature)
                 if ctx.support:
                     gradient = ctx.support.spread(gradient, rows, len(weight))
-                if ctx.temperature != 1:
-                    gradient.div_(ctx.temperature)
                 gradient = gradient.to(hidden.dtype)
-            torch.mm(gradient, weight, out=hidden_gradient[rows])
+            inputs, outputs = hidden[rows], hidden_gradient[rows]
+            torch.mm(gradient, weight, out=outputs)
+            if factors is not None:
+                inputs = (inputs * factors).to(hidden.dtype)
+                outputs.copy_(outputs * factors)
             if weight_gradient is not None:
-                add_matmul(weight_gradient, gradient.T, hidden[rows])
+                add_matmul(weight_gradient, gradient.T, inputs)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None, None, None
+
+
+def row_products(left: Tensor, right: Tensor) -> Tensor:
+    """Inner product of each row of two matrices [n, V], [n], without their elementwise product in memory."""
+    return torch.bmm(left[:, None], right[:, :, None])[:, 0, 0]
 
 
 def scores_of(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -61,7 +61,7 @@ class Scale:
         return self.longest // 64
 
 
-FULL = Scale(("1.7B", "0.6B", "4B"), groups=6, median=512, longest=16_384, steps=2)
+FULL = Scale(("1.7B", "4B", "0.6B"), groups=6, median=512, longest=16_384, steps=2)
 BRIEF = Scale(("0.6B",), groups=2, median=512, longest=8_192, steps=1)
 TINY = Scale(("tiny", "tiny"), groups=2, median=32, longest=256, steps=1)
 
@@ -74,14 +74,17 @@ class Variant:
     compiled: bool
     sequences: int
     """Longest sequences that a micro-batch has room for."""
+    torch_attention: bool = False
+    """Whether PyTorch's own flash attention is used where the package flash-attn-4 would be."""
 
     @property
     def name(self) -> str:
-        return f"{'recompute' if self.recompute else 'keep'}{'_compiled' * self.compiled}"
+        name = f"{'recompute' if self.recompute else 'keep'}{'_compiled' * self.compiled}"
+        return f"{name}{'_torch_attention' * self.torch_attention}"
 
 
-SAFE = Variant(recompute=True, compiled=False, sequences=2)
-VARIANTS = (SAFE, Variant(False, True, 1), Variant(True, True, 2), Variant(False, False, 1))
+SAFE, FASTEST = Variant(recompute=True, compiled=False, sequences=2), Variant(False, True, 1)
+VARIANTS = (SAFE, FASTEST, replace(FASTEST, torch_attention=True), Variant(True, True, 2), Variant(False, False, 1))
 """By worth."""
 COMPILE_S, BRIEF_COMPILE_S = 25.0, 10.0
 """Seconds that have to be left for compiling; a brief attempt is made though they may not suffice."""
@@ -172,7 +175,9 @@ class LearnerSteps:
         self.part, self.scale, self.shape, self.folder = part, scale, shape, folder
         self.vocabulary = QWEN3_SHAPES[shape]["vocab_size"]
         self.mfu: dict[str, float] = {}
-        """Best MFU of each variant."""
+        """Median MFU of each variant."""
+        self.speeds: dict[Variant, list[float]] = {}
+        """Tokens/s of each variant's steps."""
         self.step_s = 1.0 if scale == BRIEF else 4.0
         """Seconds of the last step, by which it is seen whether there is time for more."""
 
@@ -195,13 +200,13 @@ class LearnerSteps:
         synchronize(device)
         part.fact(f"{suffix}: seconds of the first step", round(time.perf_counter() - began, 2))
         try:
-            yield self.measure(trainer, config, suffix)
+            yield self.measure(trainer, config, suffix, variant)
         finally:
             del trainer
             empty(device)
 
-    def measure(self, trainer: Trainer, config: Config, suffix: str) -> Measured:
-        part, speeds, metrics = self.part, [], []
+    def measure(self, trainer: Trainer, config: Config, suffix: str, variant: Variant) -> Measured:
+        part, speeds, metrics = self.part, self.speeds.setdefault(variant, []), []
         for step in range(1, self.scale.steps + 1):
             batch = longtail_batch(self.scale, self.vocabulary, step, self.scale.groups)
             ready = trainer.prepare(batch)  # as in a run, where a thread does so during the step before
@@ -275,7 +280,7 @@ class LearnerSteps:
 
 
 def compare(part: Part, steps: LearnerSteps, measured: Measured) -> None:
-    """The learner and the bare loop in turns on the same micro-batches, then the padded loop on the same samples."""
+    """The learner and the bare loop in turns on the same micro-batches."""
     scale, device = steps.scale, part.device
     micros, tokens = [micro.packed for micro in measured.ready.micros], tokens_of(measured.batch)
     speeds = {"ours": [], "bare": []}
@@ -297,22 +302,29 @@ def compare(part: Part, steps: LearnerSteps, measured: Measured) -> None:
                 break
         part.row("gpu_bare_tokens_per_s", speeds["bare"], "tokens/s")
         part.row("gpu_step_vs_bare", [a / b for a, b in zip(speeds["ours"], speeds["bare"], strict=True)], "ratio")
-        if part.enough_time("padded loop", 2 * steps.step_s):
-            limit_s = min(4 * steps.step_s, part.left_s / 3)
-            padded = bare.step_padded(measured.batch.samples, SAFE.sequences * scale.longest, limit_s)
-            part.row("gpu_padded_tokens_per_s", padded, "tokens/s")
-            part.row("gpu_step_vs_padded", [each / padded for each in speeds["ours"]], "ratio")
+
+
+def compare_padded(part: Part, steps: LearnerSteps) -> None:
+    """The padded loop on the samples of one of the learner's steps."""
+    scale, batch = steps.scale, longtail_batch(steps.scale, steps.vocabulary, 1, steps.scale.groups)
+    with part.attempt("padded loop"):
+        bare = Bare(steps.shape, scale.longest, SAFE.recompute, part.device)
+        padded = bare.step_padded(batch.samples, SAFE.sequences * scale.longest, part.left_s / 2)
+        part.row("gpu_padded_tokens_per_s", padded, "tokens/s")
+        part.row("gpu_step_vs_padded", [each / padded for each in steps.speeds[SAFE]], "ratio")
 
 
 # --- the part ---------------------------------------------------------------------------------------------------------
 
 
-def first_shape(part: Part, scale: Scale, folder: Path) -> None:
+def first_shape(part: Part, scale: Scale, folder: Path) -> LearnerSteps:
     steps, compiled = LearnerSteps(part, scale, scale.shapes[0], folder), False
     for variant in VARIANTS:
         if variant.compiled and not HAS_COMPILE:
             if variant.recompute:
                 part.fact("torch.compile of the learner", "not built")
+            continue
+        if variant.torch_attention and kernel_of(part) != "flash_attention_4":
             continue
         what = f"{steps.shape} {variant.name}"
         compiling = variant.compiled * (5.0 if compiled else BRIEF_COMPILE_S if scale == BRIEF else COMPILE_S)
@@ -320,34 +332,55 @@ def first_shape(part: Part, scale: Scale, folder: Path) -> None:
             continue
         if not fits(part, what, config_of(folder, scale, variant, part.device)):
             continue
-        with part.attempt(what), steps.trained(variant) as measured:
+        with part.attempt(what), attention_of(variant), steps.trained(variant) as measured:
             if variant == SAFE:
                 with part.attempt("publication"):
                     steps.publication(measured.trainer)
             if variant == SAFE and part.enough_time("bare packed loop", 3 + 2 * steps.step_s):
                 compare(part, steps, measured)
             compiled |= variant.compiled
-            if not (variant.compiled and variant.recompute):
+            if variant in (SAFE, FASTEST):
                 steps.profile(measured, variant)
             del measured
         if steps.mfu:
             part.fact("MFU so far", {name: round(value, 3) for name, value in steps.mfu.items()})
     if steps.mfu and scale.shapes[0] == "1.7B":
         part.row("gpu_mfu_1_7b", max(steps.mfu.values()), "fraction")
+    ours, theirs = (steps.speeds.get(each) for each in (FASTEST, replace(FASTEST, torch_attention=True)))
+    if ours and theirs:
+        part.row("gpu_step_flash_4_vs_torch", statistics.median(ours) / statistics.median(theirs), "ratio")
+    return steps
+
+
+def kernel_of(part: Part) -> str:
+    return attention.kernel_for(part.device, torch.bfloat16, 128)
+
+
+@contextmanager
+def attention_of(variant: Variant) -> Iterator[None]:
+    """Lets the learner and the bare loop use the variant's attention."""
+    found = attention.kernel_for
+    if variant.torch_attention:
+        attention.kernel_for = lambda *_: "variable_length"
+    try:
+        yield
+    finally:
+        attention.kernel_for = found
 
 
 def other_shape(part: Part, scale: Scale, shape: str) -> None:
-    needed = 30.0 if shape == "4B" else 12.0
-    if not part.enough_time(shape, needed):
+    big = shape == "4B"
+    if not part.enough_time(shape, 30.0 if big else 12.0):
         return
+    scale = replace(scale, groups=2, steps=1) if big else scale
     with part.attempt(shape), model_folder(part, shape, scale) as folder:
         steps = LearnerSteps(part, scale, shape, folder)
-        variant = replace(SAFE, sequences=1) if shape == "4B" else SAFE
+        variant = replace(SAFE, sequences=1) if big else SAFE
         if not fits(part, shape, config_of(folder, scale, variant, part.device)):
             return
         with steps.trained(variant):
             pass
-        if HAS_COMPILE and part.enough_time(f"{shape} compiled", 20 + 3 * steps.step_s):
+        if HAS_COMPILE and part.enough_time(f"{shape} compiled", 15 + 3 * steps.step_s):
             with steps.trained(replace(variant, compiled=True)):
                 pass
 
@@ -382,16 +415,19 @@ def main() -> None:
     if part.tiny:
         torch.compile = partial(torch.compile, backend="aot_eager")  # the default one calls a C++ compiler for a minute
     join_alone(part.device)
-    part.fact("attention kernel", attention.kernel_for(part.device, torch.bfloat16))
+    part.fact("attention kernel", kernel_of(part))
     if part.device.type == "cuda":
         part.fact("peak TFLOP/s", performance.peak_tflops(part.device))
     check_kernels(part)
     empty(part.device)
     try:
+        steps = None
         with part.attempt(scale.shapes[0]), model_folder(part, scale.shapes[0], scale) as folder:
-            first_shape(part, scale, folder)
+            steps = first_shape(part, scale, folder)
         for shape in scale.shapes[1:]:
             other_shape(part, scale, shape)
+        if steps is not None and steps.speeds.get(SAFE) and part.enough_time("padded loop", 4 * steps.step_s):
+            compare_padded(part, steps)
     finally:
         dist.destroy_process_group()
 

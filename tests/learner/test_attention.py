@@ -1,6 +1,8 @@
 """Packed attention keeps sequences apart, equals one sequence at a time, and refuses what it cannot do."""
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from april.learner.attention import (
     PackedAttentionError,
     choose_kernel,
     each_sequence,
+    flash_attention_4,
     packed_attention,
     variable_length,
 )
@@ -80,19 +83,42 @@ def test_one_variable_length_call_equals_a_call_a_sequence(monkeypatch, varlen_a
     )
 
 
+def by_flash_attention_4(
+    query, key, value, *, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, deterministic, **same
+):
+    """`flash_attn_varlen_func` of flash-attn-4, which returns the sums as well, on the CPU."""
+    assert causal and not deterministic
+    assert same["cu_seqlens_k"] is cu_seqlens_q and same["max_seqlen_k"] == max_seqlen_q
+    return without_a_word(
+        query, key, value, cu_seqlens_q, None, max_seqlen_q, None, scale=softmax_scale, window_size=(-1, 0)
+    ), None
+
+
+def test_flash_attention_4_equals_a_call_a_sequence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute := ModuleType("flash_attn.cute"))
+    cute.flash_attn_varlen_func = by_flash_attention_4
+    lengths, starts = [3, 1, 5], torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
+    found = flash_attention_4(query, key, value, starts, max(lengths), 0.3)
+    torch.testing.assert_close(found, each_sequence(query, key, value, lengths, 0.3))
+
+
 @pytest.mark.parametrize(
-    ("capability", "dtype", "importable", "name"),
+    ("capability", "dtype", "head_size", "has_varlen", "has_flash_4", "name"),
     [
-        ((9, 0), torch.bfloat16, True, "variable_length"),
-        ((8, 0), torch.float16, True, "variable_length"),
-        ((7, 5), torch.float16, True, "each_sequence"),
-        ((9, 0), torch.float32, True, "each_sequence"),
-        ((9, 0), torch.bfloat16, False, "each_sequence"),
-        (None, torch.bfloat16, True, "each_sequence"),
+        ((9, 0), torch.bfloat16, 128, True, False, "variable_length"),
+        ((8, 0), torch.float16, 128, True, True, "variable_length"),
+        ((9, 0), torch.bfloat16, 128, True, True, "flash_attention_4"),
+        ((9, 0), torch.bfloat16, 80, True, True, "variable_length"),
+        ((7, 5), torch.float16, 128, True, True, "each_sequence"),
+        ((9, 0), torch.float32, 128, True, True, "each_sequence"),
+        ((9, 0), torch.bfloat16, 128, False, False, "each_sequence"),
+        (None, torch.bfloat16, 128, True, True, "each_sequence"),
     ],
 )
-def test_flash_attention_is_used_where_supported(capability, dtype, importable, name):
-    assert choose_kernel(capability, dtype, importable) == name
+def test_flash_attention_is_used_where_supported(capability, dtype, head_size, has_varlen, has_flash_4, name):
+    assert choose_kernel(capability, dtype, head_size, has_varlen, has_flash_4) == name
 
 
 def test_padding_rows_and_caches_are_refused(policy):
