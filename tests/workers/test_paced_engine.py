@@ -69,8 +69,8 @@ def test_the_worker_s_time_between_two_steps_counts_into_the_next_step(engine, o
 
 
 def test_late_steps_are_counted_and_reported(engine, owned, monkeypatch, caplog):
-    decode = TorchEngine._decode
-    monkeypatch.setattr(TorchEngine, "_decode", lambda *args: owned.pass_by(5.0) or decode(*args))
+    launch = TorchEngine._launch
+    monkeypatch.setattr(TorchEngine, "_launch", lambda *args: owned.pass_by(5.0) or launch(*args))
     drive(engine, [Request(0, prompt(5), 4)])
     assert engine.pace.late_steps == 4 and engine.pace.late_s > 0
     engine.close()

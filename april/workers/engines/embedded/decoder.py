@@ -381,12 +381,12 @@ class Decoder:
         return heads
 
     def _mix(self, layer: Layer, x: Tensor, attended: Tensor) -> Tensor:
-        """The part of a block after attention: output projection and MLP, both residual."""
-        x = torch.addmm(x, attended, layer.out.t())
+        """The part of a block after attention: output projection and MLP, both residual. Overwrites `x`."""
+        x = x.addmm_(attended, layer.out.t())
         if layer.out_bias is not None:
             x = x + layer.out_bias
         gate, up = F.linear(layer.mlp_norm(x), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
+        x = x.addmm_(F.silu(gate).mul_(up), layer.down.t())
         return x if layer.down_bias is None else x + layer.down_bias
 
 

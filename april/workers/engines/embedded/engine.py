@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching of a small decoder in plain PyTorch, on any device.
 
-A request holds a slot from its first token to its last; a freed slot is refilled in the next step. The sampled tokens
-of a slot that were not returned yet are always of the current version.
+A request holds a slot from its first token to its last; a freed slot is refilled in the next step, or in the one after
+it where steps run ahead. The sampled tokens of a slot that were not returned yet are always of the current version.
 """
 
 import time
@@ -19,7 +19,14 @@ from april.workers.engines.embedded.decoder import Decoder, make_rotations, read
 from april.workers.engines.embedded.flat_cache import FlatCache, runs_flash
 from april.workers.engines.embedded.kv_cache import KVCache
 from april.workers.engines.embedded.sampling import sample, uniforms
-from april.workers.engines.embedded.slot_table import DecodeBatch, SlotTable, Wave, shared_prefixes
+from april.workers.engines.embedded.slot_table import (
+    DecodeBatch,
+    DecodeStep,
+    SlotTable,
+    Wave,
+    shared_prefixes,
+    to_device,
+)
 from april.workers.engines.entry import check_request
 
 CPU_PREFILL_TOKENS = 512
@@ -47,7 +54,7 @@ class TorchEngine:
         chunk is due after so many tokens, and those of all sequences together every so many seconds. `prefill_tokens`:
         most padded tokens in one prefill (fewer on a CPU), and most context tokens admitted in one step. `keep_cache`:
         keep the KV cache when weights change, to measure the cost of recomputing contexts. `flat`: whether the cache is
-        a `FlatCache`; None for where flash attention runs."""
+        a `FlatCache`, and decode steps run ahead of the host; None for where flash attention runs."""
         self.shape = read_shape(model_path, torch.float32 if torch.device(device).type == "cpu" else None)
         self.max_context = max_context or self.shape.max_positions
         if self.max_context > self.shape.max_positions:
@@ -80,6 +87,9 @@ class TorchEngine:
         self._failures: list[tuple[int, str]] = []
         self._batch: DecodeBatch | None = None
         """Arrays of the running slots; None, to be rebuilt, once the set of slots or one's state has changed."""
+        self._ahead: DecodeStep | None = None
+        """A decode step that runs on the device and is not read yet; until then no slot is filled or prefilled. Dropped
+        when weights change: its tokens are sampled again."""
 
     @property
     def live(self) -> int:
@@ -116,6 +126,7 @@ class TorchEngine:
         for slot in self._slot_of.values():
             self._pre_swap_chunks += self._take_chunk(slot)
         self.version, self._batch = version, None
+        self._ahead = None
         if not self.keep_cache:
             self._cache.clear()
             self._awaiting_prefill = list(self._slot_of.values())
@@ -131,7 +142,7 @@ class TorchEngine:
         return str(self.shape.dtype).removeprefix("torch.")
 
     def discard_weights(self) -> None:
-        self._decoder = self._batch = self.version = None
+        self._decoder = self._batch = self._ahead = self.version = None
 
     def release(self) -> None:
         """Implements `TimeSharingEngine`: drop weights and KV cache, and return their memory to the device."""
@@ -152,14 +163,22 @@ class TorchEngine:
         if self._decoder is None:
             return []
         chunks, self._pre_swap_chunks = self._pre_swap_chunks, []
+        step, self._ahead = self._ahead or self._begin_step(self._decoder), None
+        if step is None:
+            return chunks
+        if self._flat and self._batch is step.batch and step.batch.steps_left and not (self._queue and self._free):
+            self._ahead = self._launch(self._decoder, step.batch)
+        return chunks + self._finish_step(step)
+
+    def _begin_step(self, decoder: Decoder) -> DecodeStep | None:
+        """Admit and prefill what there is room for, and launch a decode step of all running slots; None without any."""
         self._admit()
         if self._awaiting_prefill:
-            self._prefill(self._decoder)
-        if self._slot_of and (batch := self._batch or self._new_batch()):
-            self._batch = batch
-            failed = self._decode(self._decoder, batch)
-            chunks += self._fail(failed) if len(failed) else self._collect(batch)
-        return chunks
+            self._prefill(decoder)
+        if not self._slot_of:
+            return None
+        self._batch = self._batch or self._new_batch()
+        return self._launch(decoder, self._batch) if self._batch else None
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> list[Chunk]:
@@ -183,7 +202,7 @@ class TorchEngine:
         self._queue.clear()
         self._slot_of.clear()
         self._pre_swap_chunks.clear()
-        self._decoder = self._batch = None
+        self._decoder = self._batch = self._ahead = None
         vars(self).pop("_cache", None)
 
     def _admit(self) -> None:
@@ -222,20 +241,30 @@ class TorchEngine:
         filled = [slot for slot in self._slot_of.values() if slot not in unfilled and not self.keep_cache]
         return shared_prefixes(self._table, placed, filled)
 
-    def _decode(self, decoder: Decoder, batch: DecodeBatch) -> np.ndarray:
-        """Sample one token for every running sequence; returns no slots.
-
-        If some logits are not finite, sample nothing and return those slots.
-        """
-        uniform = torch.from_numpy(uniforms(batch.stream, batch.lengths)).to(self.device)
+    def _launch(self, decoder: Decoder, batch: DecodeBatch) -> DecodeStep:
+        """Sample one token for every running sequence, after those of launched steps; an accelerator computes it while
+        the host goes on."""
+        uniform = to_device(uniforms(batch.stream, batch.lengths + batch.unread), self.device)
         logits = self._cache.decode(decoder, batch)
         tokens, logprobs = sample(logits, uniform, batch.plan)
-        logprobs = logprobs.cpu().numpy()
-        if not np.isfinite(logprobs.sum()):
-            return batch.slots[~np.isfinite(logprobs)]
+        batch.advance(tokens)
+        return DecodeStep.begun(batch, tokens, logprobs)
+
+    def _finish_step(self, step: DecodeStep) -> list[Chunk]:
+        """Wait for a launched step, and append its tokens; returns the chunks that are due.
+
+        If some logits are not finite, append nothing and fail those sequences.
+        """
+        batch, (tokens, logprobs) = step.batch, step.read()
+        runs = np.ones(len(tokens), bool)
+        if batch is not self._batch:  # sequences may have ended since the launch; no slot was filled again
+            runs = np.isin(batch.slots, np.fromiter(self._slot_of.values(), np.int64))
+        if not np.isfinite(logprobs.sum()) and (failed := ~np.isfinite(logprobs) & runs).any():
+            self._batch = self._ahead = None  # they went on from tokens that do not count
+            return self._fail(batch.slots[failed])
         batch.append(self._table, tokens, logprobs)
-        self.generated_tokens += len(batch.slots)
-        return batch.slots[:0]
+        self.generated_tokens += int(runs.sum())
+        return self._collect(batch, runs)
 
     def _fail(self, slots: np.ndarray) -> list[Chunk]:
         """Fail sequences without finite logits, and return their tokens; the others sample the same token next step.
@@ -275,8 +304,9 @@ class TorchEngine:
         self._awaiting_prefill.append(youngest)
         self._cache_full = True
 
-    def _collect(self, batch: DecodeBatch) -> list[Chunk]:
-        """Chunks that are due after a decode step; finished sequences free their slots."""
+    def _collect(self, batch: DecodeBatch, runs: np.ndarray) -> list[Chunk]:
+        """Chunks that are due after a decode step; finished sequences free their slots. `runs`: bool [n], rows of
+        sequences that had not ended before."""
         is_tick, table = self._ticks.passed(time.monotonic()), self._table
         stopped = batch.stopped()
         if not (stopped.any() or (batch.lengths >= batch.due_at).any() or is_tick):
@@ -285,7 +315,7 @@ class TorchEngine:
         full = lengths >= table.max_length[slots]
         due = is_tick | (lengths - table.handed_over[slots] >= self.chunk_tokens)
         chunks = []
-        for row in np.flatnonzero(stopped | full | due):
+        for row in np.flatnonzero((stopped | full | due) & runs):
             slot = int(slots[row])
             ended: Finish | None = "stop" if stopped[row] else "length" if full[row] else None
             chunks += self._take_chunk(slot, ended)
@@ -311,3 +341,5 @@ class TorchEngine:
             self._cache.release(slot, self._table.length - 1)
         self._free.append(slot)
         self._batch = None
+        if not self._slot_of:
+            self._ahead = None

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from april.wire.message import Version
 from april.workers.engines.base import Chunk
 from april.workers.engines.embedded.decoder import Decoder
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.embedded.slot_table import DecodeBatch
+from april.workers.engines.embedded.slot_table import DecodeBatch, DecodeStep
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +82,9 @@ class PacedEngine(TorchEngine):
         self._context_tokens += int(self._table.length[self._awaiting_prefill].sum())
         super()._prefill(decoder)
 
-    def _decode(self, decoder: Decoder, batch: DecodeBatch) -> np.ndarray:
+    def _launch(self, decoder: Decoder, batch: DecodeBatch) -> DecodeStep:
         self._kv = int(batch.lengths.sum())
-        return super()._decode(decoder, batch)
+        return super()._launch(decoder, batch)
 
     def _wait_until(self, due: float) -> None:
         now, pace = clock.now(), self.pace

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+LARGE_VOCABULARY, BLOCK = 2048, 128
+"""Number of tokens from which a vocabulary is searched by blocks, and tokens of a block."""
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -79,13 +82,36 @@ def sample(logits: Tensor, uniform: Tensor, plan: SamplingPlan) -> tuple[Tensor,
     weights = logprobs.exp()
     if plan.cut_rows is not None:
         weights[plan.cut_rows] = cut(weights[plan.cut_rows], plan.top_k, plan.top_p)
-    # In float64 uniform * total < total, so the first sum above it belongs to a token of positive weight.
-    sums = weights.cumsum(dim=-1, dtype=torch.float64)
-    tokens = torch.searchsorted(sums, uniform.unsqueeze(1) * sums[:, -1:], right=True)
-    tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+    tokens = draw(weights, uniform.unsqueeze(1)).clamp_(max=logits.shape[-1] - 1)  # also of rows that are not finite
     if plan.greedy is not None:
         tokens = torch.where(plan.greedy.unsqueeze(1), logits.argmax(dim=-1, keepdim=True), tokens)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token of each row whose share of the weights holds its uniform number: int64 [n, 1].
+
+    `weights`: float32 [n, vocabulary]; `uniform`: float64 [n, 1]. A large vocabulary is searched in two levels, which
+    spares the running sums over all of it.
+    """
+    vocabulary = weights.shape[-1]
+    if vocabulary < LARGE_VOCABULARY:
+        return draw_within(weights, uniform, None)
+    blocks = F.pad(weights, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = uniform * sums[:, -1:]
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).squeeze(1)
+    return block * BLOCK + draw_within(inside, None, target - before)
+
+
+def draw_within(weights: Tensor, uniform: Tensor | None, target: Tensor | None) -> Tensor:
+    """Index of the first running sum above `target`, float64 [n, 1], or above that share of the total: int64 [n, 1]."""
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = sums[:, -1:].contiguous()
+    found = torch.searchsorted(sums, uniform * total if target is None else target, right=True)
+    return torch.minimum(found, torch.searchsorted(sums, total))  # rounded sums end at the last of positive weight
 
 
 def cut(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """State of the embedded engine in arrays: all slots, the batch of running slots, and the prefixes that slots share."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -78,6 +79,10 @@ class DecodeBatch:
         self.lengths = table.length[slots]
         self.due_at = np.minimum(np.minimum(table.max_length[slots], table.handed_over[slots] + chunk_tokens), full_at)
         """int64 [n]: context length at which a row ends, has a chunk due, or moves within the cache."""
+        self.steps_left = int((self.due_at - self.lengths).min())
+        """Decode steps that can still be launched before a row is due."""
+        self.unread = 0
+        """Launched steps whose tokens are not appended."""
         table.reserve(int(self.due_at.max()))
         self.stream = table.stream[slots]
         self.plan = SamplingPlan.of(
@@ -89,18 +94,58 @@ class DecodeBatch:
         """int64 [n]: the token of each row to decode next, at `positions`."""
         self.positions = torch.from_numpy(self.lengths - 1).to(device)
 
-    def append(self, table: SlotTable, tokens: Tensor, logprobs: np.ndarray) -> None:
+    def advance(self, tokens: Tensor) -> None:
+        """Decode the tokens that were sampled last, int64 [n] on the device, in the next step."""
+        self.last = tokens
+        self.positions += 1
+        self.unread += 1
+        self.steps_left -= 1
+
+    def append(self, table: SlotTable, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append to each row one sampled token, int64 [n], and its log-probability, float32 [n]."""
-        self.last, self._sampled = tokens, tokens.cpu().numpy()
-        table.tokens[self.slots, self.lengths] = self._sampled
+        self._sampled = tokens
+        table.tokens[self.slots, self.lengths] = tokens
         table.logprobs[self.slots, self.lengths] = logprobs
         self.lengths += 1
         table.length[self.slots] = self.lengths
-        self.positions += 1
+        self.unread -= 1
 
     def stopped(self) -> np.ndarray:
         """bool [n]: rows whose last token is one of their stop tokens."""
         return (self._stop_ids == self._sampled[:, None]).any(axis=1)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """A launched decode step of a batch, whose tokens are on their way to the host."""
+
+    batch: DecodeBatch
+    tokens: Tensor
+    logprobs: Tensor
+    copied: torch.cuda.Event | None
+    """What to wait for before they are read; None on a CPU."""
+
+    @classmethod
+    def begun(cls, batch: DecodeBatch, tokens: Tensor, logprobs: Tensor) -> "DecodeStep":
+        """Copy tokens and log-probabilities to the host without waiting for them."""
+        host_tokens, host_logprobs = tokens.to("cpu", non_blocking=True), logprobs.to("cpu", non_blocking=True)
+        copied = None
+        if tokens.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        return cls(batch, host_tokens, host_logprobs, copied)
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, int64 [n], and log-probabilities, float32 [n]."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.tokens.numpy(), self.logprobs.numpy()
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device, in the type that it has; the host does not wait for an accelerator."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # --- shared prefixes --------------------------------------------------------------------------------------------------
