@@ -6,7 +6,7 @@
 # The wheels (CPython 3.12, x86-64) and the quickstart's policy and prompts go to .gpu, which goes to the host with the
 # checkout; there launch/gpu/on_host.sh installs them. launch/gpu/host.txt says what the host has.
 #
-#   vllm            vLLM as well, to .gpu-vllm, in pieces of 55 MB that travel one after the other. For Hopper cards and
+#   vllm            vLLM as well, to .gpu-vllm, in pieces of 57 MB that travel one after the other. For Hopper cards and
 #                   dense models: without flash-attention 2, flashinfer, and kernels for other cards and other formats.
 #   --no-check      only collect
 #   --python PATH   check with this interpreter, which has the host's packages; otherwise .venv-gpu is made with them
@@ -28,7 +28,7 @@ with_vllm=false
 python=
 vllm=${APRIL_GPU_VLLM:-vllm==0.24.0}
 vllm_folder=$root/.gpu-vllm
-piece_mb=55
+piece_mb=57
 # What a dense model on a Hopper card does without; the last ones are there, in a version that a dependency refuses.
 vllm_without=flashinfer-python,flashinfer-cubin,humming-kernels,nvidia-cudnn-frontend,nvidia-cutlass-dsl,quack-kernels
 vllm_without+=,tilelang,tokenspeed-mla,numba,numpy,setuptools,transformers

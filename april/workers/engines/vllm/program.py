@@ -22,7 +22,6 @@ from typing import Any
 from aiohttp import web
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -33,12 +32,19 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+try:
+    from vllm.exceptions import VLLMClientError
+except ImportError:  # older versions raise ValueError
+    VLLMClientError = ValueError
+
 LONGEST_BODY_BYTES = 64 << 20
 WATCH_S = 0.2
 ABORT_AGAIN_S = 0.2
 """Interval at which an abort is repeated (s), since it misses a request that the engine has not admitted yet."""
 DEFAULT_OPTIONS = {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 """Options set by April: log-probabilities after the temperature, and no sampling defaults from the model's folder."""
+HAS_STREAM_INTERVAL = hasattr(SamplingParams, "stream_interval")
+"""Whether a request has an interval of its own; older versions have one for all, `--stream-interval`."""
 EXTENSION = "__mp_main__.WeightsInPlace"
 """Import path of `WeightsInPlace`, under the module name that this program has in the processes it spawns."""
 
@@ -285,6 +291,7 @@ class VLLMServerProgram:
 def sampling_params(body: dict) -> SamplingParams:
     """vLLM's sampling parameters. The seed is mixed with the context length: a resumed sample draws fresh numbers."""
     params = body["sampling_params"]
+    interval = {"stream_interval": params["stream_interval"]} if HAS_STREAM_INTERVAL else {}
     return SamplingParams(
         max_tokens=params["max_new_tokens"],
         temperature=params["temperature"],
@@ -298,13 +305,14 @@ def sampling_params(body: dict) -> SamplingParams:
         detokenize=False,
         logprobs=0,
         output_kind=RequestOutputKind.DELTA,
-        stream_interval=params["stream_interval"],
+        **interval,
     )
 
 
 def logprobs(answer: CompletionOutput) -> list[list]:
-    """The pair [log-probability, token id] of each new token."""
-    return [[entry[token].logprob, token] for token, entry in zip(answer.token_ids, answer.logprobs or [], strict=True)]
+    """The pair [log-probability, token id] of each new token. Where there is none, older versions give all old ones."""
+    entries = (answer.logprobs or [])[: len(answer.token_ids)]
+    return [[entry[token].logprob, token] for token, entry in zip(answer.token_ids, entries, strict=True)]
 
 
 def finish_reason(answer: CompletionOutput, stops: set[int]) -> dict | None:
