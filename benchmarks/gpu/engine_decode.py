@@ -1,5 +1,7 @@
-"""The torch engine on a GPU: its decode step against the memory's bandwidth, `generate` of transformers with a compiled
-static cache, and a bare loop. Random weights of Qwen3-0.6B's shape in bf16; every response has its forced length.
+"""The torch engine on a GPU: its decode step against the memory's bandwidth, a bare loop, and transformers' `generate`
+with a compiled static cache. Random weights of Qwen3-0.6B's shape in bf16; every response has its forced length.
+
+`generate` compiles in a process of its own while the rest is measured, and is timed last, when nothing else runs.
 
 The limit of a decode step reads all weights and the keys and values of every context once, at the speed of a copy on
 the same device.
@@ -10,18 +12,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import select
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import orjson
 import torch
 import torch.nn.functional as F
 from part import QWEN3_SHAPES, Part, make_model
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM
 
 from april.simulate.probe import load_folder_weights
 from april.wire.message import Version
@@ -42,46 +48,95 @@ class Scale:
     rows: int
     """Rows of a `generate` batch, and slots of the engine beside it."""
     prompt: int
-    response: int
-    """Tokens of a prompt and of a response beside `generate`."""
+    """Tokens of a prompt beside `generate`."""
     median: int
     longest: int
-    """Median and cut of the long-tailed lengths (lognormal with σ = 1)."""
+    """Median and cut of the long-tailed lengths (lognormal with σ = 1); the cut is also what equal lengths are."""
+    batches: int
+    """Batches of long-tailed lengths."""
 
 
-FULL = Scale(
-    "0.6B", (256, 32, 128), context=1024, steps=64, rows=128, prompt=128, response=256, median=128, longest=1024
-)
-TINY = Scale("tiny", (4, 2), context=100, steps=4, rows=4, prompt=12, response=8, median=8, longest=24)
+FULL = Scale("0.6B", (32, 128, 256), context=1024, steps=64, rows=128, prompt=128, median=64, longest=512, batches=3)
+TINY = Scale("tiny", (2, 4), context=100, steps=4, rows=4, prompt=12, median=8, longest=24, batches=2)
+BARE_STEPS = 64
+COMPILING_S = 60.0
+"""Longest time that is waited for `generate` to be compiled, once all else is measured (seconds)."""
+KEPT_S = 16.0
+"""Time that is kept for `generate` by what is less telling (seconds)."""
 
 
 def main() -> None:
     part = Part.from_command_line(__doc__.partition("\n\n")[0])
     scale = TINY if part.tiny else FULL
+    if part.device.type == "cpu":
+        torch.set_num_threads(1)
     dtype = torch.bfloat16 if part.device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory(prefix="april-gpu-") as made:
         folder = make_model(Path(made), scale.shape, dtype, 4 * max(scale.context, scale.longest), str(part.device))
-        weights = load_folder_weights(folder)
-        bench = Bench(part, scale, folder, weights)
-        with part.attempt("logprobs of the engine against transformers"):
-            bench.agreement()
-        first, *others = scale.slots
-        for what, measure, needed_s in (
-            (f"decode steps of {first} slots", partial(bench.bandwidth, first), 6),
-            ("generate of transformers", bench.generate, 20),
-            ("generate on long-tailed lengths", bench.long_tail, 10),
-            ("a bare loop", bench.bare_loop, 6),
-            *((f"decode steps of {slots} slots", partial(bench.bandwidth, slots), 5) for slots in others),
-            ("the cache by length groups", bench.grouped, 8),
-        ):
-            if part.enough_time(what, needed_s):
-                with part.attempt(what):
-                    measure()
+        with closing(Generate(part, scale, folder)) as theirs:
+            weights = {name: tensor.to(part.device) for name, tensor in load_folder_weights(folder).items()}
+            bench = Bench(part, scale, folder, weights, theirs)
+            *others, most = scale.slots
+            for what, measure, needed_s in (
+                ("logprobs of the engine against transformers", bench.agreement, 5),
+                *((f"decode steps of {slots} slots", partial(bench.bandwidth, slots), 5) for slots in others),
+                ("the engine's tokens/s", bench.engine_speeds, 15),
+                ("a bare loop", bench.bare_loop, 6),
+                (f"decode steps of {most} slots", partial(bench.bandwidth, most), KEPT_S + 6),
+                ("generate of transformers", bench.generate, KEPT_S),
+                ("the cache by length groups", bench.grouped, 10),
+            ):
+                if part.enough_time(what, needed_s):
+                    with part.attempt(what):
+                        measure()
+
+
+class Generate:
+    """`generate_side.py` in a process of its own, which has begun to compile."""
+
+    def __init__(self, part: Part, scale: Scale, folder: Path):
+        self._part = part
+        sizes = {"rows": scale.rows, "prompt": scale.prompt, "longest": scale.longest}
+        sizes["vocabulary"] = QWEN3_SHAPES[scale.shape]["vocab_size"]
+        words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+        script = Path(__file__).with_name("generate_side.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), str(folder), "--device", str(part.device), *words],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self._waits: float | None = None
+
+    def await_ready(self) -> None:
+        """Wait until it is compiled. Raises TimeoutError."""
+        if self._waits is None:
+            longest_s = COMPILING_S if self._part.tiny else min(COMPILING_S, self._part.left_s - KEPT_S / 2)
+            self._waits = self._read(longest_s)["ready"]
+            self._part.fact("generate: seconds to load and to compile, beside the rest", round(self._waits, 1))
+
+    def seconds_of(self, lengths: np.ndarray) -> float:
+        """Time of a batch with these lengths."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(orjson.dumps(lengths.tolist()) + b"\n")
+        self._process.stdin.flush()
+        return self._read(max(1.0, self._part.left_s))["seconds"]
+
+    def _read(self, longest_s: float) -> dict[str, float]:
+        output = self._process.stdout
+        assert output is not None
+        if not select.select([output], [], [], max(0.0, longest_s))[0]:
+            raise TimeoutError(f"generate has said nothing for {longest_s:.0f} s")
+        if not (line := output.readline()):
+            raise RuntimeError(f"generate has ended with status {self._process.wait()}; its error is in the log")
+        return orjson.loads(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 class Bench:
-    def __init__(self, part: Part, scale: Scale, folder: Path, weights: dict[str, torch.Tensor]):
-        self.part, self.scale, self.folder, self.weights = part, scale, folder, weights
+    def __init__(self, part: Part, scale: Scale, folder: Path, weights: dict[str, torch.Tensor], theirs: Generate):
+        self.part, self.scale, self.folder, self.weights, self.theirs = part, scale, folder, weights, theirs
         self._model = None
         self._speeds: dict[str, float] = {}
 
@@ -97,7 +152,7 @@ class Bench:
         context = context or self.scale.context + 2 * self.scale.steps + 104
         engine = TorchEngine(
             self.folder, slots, context, str(self.part.device), chunk_tokens=4096, report_s=1e9,
-            prefill_tokens=16_384, flat=flat,
+            prefill_tokens=16_384, flat=None if flat else False,
         )  # fmt: skip
         engine.load_weights(V0, self.weights)
         return engine
@@ -111,12 +166,15 @@ class Bench:
         if self.part.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def now(self) -> float:
+        """The time when all work on the device is done (seconds)."""
+        self.sync()
+        return time.perf_counter()
+
     def timed(self, work: Callable[[], object]) -> float:
-        self.sync()
-        started = time.perf_counter()
+        started = self.now()
         work()
-        self.sync()
-        return time.perf_counter() - started
+        return self.now() - started
 
     # --- what is measured ----------------------------------------------------------------------------------------
 
@@ -150,7 +208,11 @@ class Bench:
             engine.step()
         for _ in range(4):  # graphs of the full batch are captured, and its contexts move to larger extents
             engine.step()
-        step_s = [self.timed(engine.step) for _ in range(scale.steps)]
+        times = [self.now()]
+        for _ in range(scale.steps):  # steps run ahead, so nothing else waits for the device between them
+            engine.step()
+            times.append(time.perf_counter())
+        step_s = np.diff(times).tolist()
         context = scale.context + 4 + scale.steps / 2
         shape = engine.shape
         token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
@@ -190,25 +252,43 @@ class Bench:
             self.part.row("gpu_copy_gb_per_s", self._speeds["copy"] / 1e9, "GB/s")
         return self._speeds["copy"]
 
-    def engine_speed(self, lengths: np.ndarray, flat: bool = True) -> float:
-        """Tokens/s of the engine on these lengths, with one run before it in which graphs are captured."""
-        scale = self.scale
-        engine = self.engine(scale.rows, flat, scale.prompt + int(lengths.max()) + 8)
-        prompts = self.prompts(len(lengths), scale.prompt)
-        requests = [
+    def requests(self, lengths: np.ndarray) -> list[Request]:
+        prompts = self.prompts(len(lengths), self.scale.prompt)
+        return [
             Request(i, prompt, int(length), seed=i)
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
-        drain(engine, [replace(request, max_new_tokens=min(request.max_new_tokens, 16)) for request in requests])
-        seconds = self.timed(lambda: drain(engine, requests))
+
+    @property
+    def equal_lengths(self) -> np.ndarray:
+        return np.full(self.scale.rows, self.scale.longest)
+
+    @property
+    def long_tailed_lengths(self) -> np.ndarray:
+        scale = self.scale
+        drawn = np.exp(np.random.default_rng(0).normal(np.log(scale.median), 1.0, scale.batches * scale.rows))
+        return np.clip(drawn.round(), 1, scale.longest).astype(int)
+
+    def engine_speeds(self) -> None:
+        """Tokens/s of the engine on equal and on long-tailed lengths. Before, it runs once with all its rows and once
+        with every number of rows: its cache grows, and graphs are captured."""
+        scale = self.scale
+        engine = self.engine(scale.rows, context=scale.prompt + scale.longest + 8)
+        rows, long_tailed = np.arange(scale.rows), self.long_tailed_lengths
+        warm_s = self.timed(lambda: drain(engine, self.requests(self.equal_lengths)))
+        warm_s += self.timed(lambda: drain(engine, self.requests(1 + rows % scale.longest)))
+        self.part.fact("the engine's first runs, with captures (seconds)", round(warm_s, 2))
+        for name, lengths in (("equal", self.equal_lengths), ("long_tailed", long_tailed)):
+            requests = self.requests(lengths)
+            self._speeds[name] = int(lengths.sum()) / self.timed(lambda requests=requests: drain(engine, requests))
+            ending = "_long_tailed" * (name == "long_tailed")
+            self.part.row(f"gpu_engine_tokens_per_s{ending}", self._speeds[name], "tokens/s")
         engine.close()
-        return int(lengths.sum()) / seconds
 
     @torch.inference_mode()
     def bare_loop(self) -> None:
         """The same model in the plainest loop: transformers' forward with a dynamic cache, one multinomial a step."""
-        scale = self.scale
-        steps = min(scale.response, 64)
+        scale, steps = self.scale, min(self.scale.longest, BARE_STEPS)
         ids = torch.from_numpy(np.stack(self.prompts(scale.rows, scale.prompt)).astype(np.int64)).to(self.part.device)
 
         def loop() -> None:
@@ -219,66 +299,38 @@ class Bench:
 
         self.timed(loop)
         speed = scale.rows * steps / self.timed(loop)
-        ours = self._equal()
         self.part.row("gpu_bare_loop_tokens_per_s", speed, "tokens/s")
-        self.part.row("gpu_engine_vs_bare", ours / speed, "ratio")
-
-    def _equal(self) -> float:
-        if "equal" not in self._speeds:
-            scale = self.scale
-            self._speeds["equal"] = self.engine_speed(np.full(scale.rows, scale.response))
-            self.part.row("gpu_engine_tokens_per_s", self._speeds["equal"], "tokens/s")
-        return self._speeds["equal"]
+        self.part.row("gpu_engine_vs_bare", self._speeds["equal"] / speed, "ratio")
 
     def generate(self) -> None:
-        """Equal lengths: the engine against `generate` with a static cache, which transformers compiles."""
-        ours, scale = self._equal(), self.scale
-        compiling_s = self.timed(lambda: self.run_generate(np.full(scale.rows, scale.response)))
-        speed = scale.rows * scale.response / self.timed(lambda: self.run_generate(np.full(scale.rows, scale.response)))
-        self.part.fact("seconds of the first generate, with compilation", round(compiling_s, 1))
-        self.part.row("gpu_generate_tokens_per_s", speed, "tokens/s")
-        self.part.row("gpu_engine_vs_generate", ours / speed, "ratio")
-
-    def long_tail(self) -> None:
-        """Long-tailed lengths: a batch of `generate` lasts as long as its longest response."""
-        scale = self.scale
-        rng = np.random.default_rng(0)
-        drawn = np.exp(rng.normal(np.log(scale.median), 1.0, 2 * scale.rows)).round()
-        lengths = np.clip(drawn, 1, scale.longest).astype(int)
-        ours = self.engine_speed(lengths)
-        self.part.row("gpu_engine_tokens_per_s_long_tailed", ours, "tokens/s")
-        tokens, seconds = 0, 0.0
-        for start in range(0, len(lengths), scale.rows):
-            batch = lengths[start : start + scale.rows]
-            tokens += int(batch.sum())
-            seconds += self.timed(lambda batch=batch: self.run_generate(batch))
-            if not self.part.enough_time("another batch of generate", seconds):
+        """The engine against `generate`: equal lengths, then long-tailed ones in the order in which they come, where a
+        batch lasts as long as its longest response."""
+        scale, ours = self.scale, self._speeds
+        self.theirs.await_ready()
+        equal = self.equal_lengths
+        seconds = self.theirs.seconds_of(equal)
+        self.part.row("gpu_generate_tokens_per_s", int(equal.sum()) / seconds, "tokens/s")
+        self.part.row("gpu_engine_vs_generate", ours["equal"] * seconds / int(equal.sum()), "ratio")
+        tokens, taken_s, most_s = 0, 0.0, 1.1 * seconds
+        for number, batch in enumerate(self.long_tailed_lengths.reshape(-1, scale.rows)):
+            if number and not self.part.enough_time("another batch of generate", most_s):
                 break
-        self.part.row("gpu_engine_vs_generate_long_tailed", ours / (tokens / seconds), "ratio")
+            taken_s += self.theirs.seconds_of(batch)
+            tokens += int(batch.sum())
+            self.part.fact("generate: long-tailed batches, tokens/s", [number + 1, round(tokens / taken_s)])
+        self.part.row("gpu_generate_tokens_per_s_long_tailed", tokens / taken_s, "tokens/s")
+        self.part.row("gpu_engine_vs_generate_long_tailed", ours["long_tailed"] * taken_s / tokens, "ratio")
 
     def grouped(self) -> None:
         """The flat cache with its graphs against the cache by length groups, on equal lengths."""
-        theirs = self.engine_speed(np.full(self.scale.rows, self.scale.response), flat=False)
-        self.part.row("gpu_flat_vs_grouped", self._equal() / theirs, "ratio")
-
-    @torch.inference_mode()
-    def run_generate(self, lengths: np.ndarray) -> None:
-        prompts = np.stack(self.prompts(len(lengths), self.scale.prompt)).astype(np.int64)
-        ids = torch.from_numpy(prompts).to(self.part.device)
-        longest = int(lengths.max())
-        output = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            eos_token_id=None, pad_token_id=0, cache_implementation="static", max_new_tokens=longest,
-            stopping_criteria=StoppingCriteriaList([Never()]),
-        )  # fmt: skip
-        assert output.shape[1] == ids.shape[1] + longest
-
-
-class Never(StoppingCriteria):
-    """No row ends before the batch does."""
-
-    def __call__(self, input_ids: torch.Tensor, scores, **_) -> torch.Tensor:
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        requests = self.requests(self.equal_lengths // 4)
+        seconds = []
+        for flat in (True, False):
+            engine = self.engine(self.scale.rows, flat, self.scale.prompt + self.scale.longest + 8)
+            drain(engine, [replace(request, max_new_tokens=8) for request in requests])
+            seconds.append(self.timed(lambda engine=engine: drain(engine, requests)))
+            engine.close()
+        self.part.row("gpu_flat_vs_grouped", seconds[1] / seconds[0], "ratio")
 
 
 def drain(engine: TorchEngine, requests: list[Request]) -> dict[int, list[Chunk]]:
