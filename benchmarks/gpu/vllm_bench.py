@@ -175,12 +175,9 @@ class Bench:
         return asyncio.run(answer())
 
     def await_idle(self) -> None:
-        """Abort what runs in the server, and wait until nothing does."""
-        until = time.monotonic() + PATIENCE_S
-        self.call("/abort_request", {"abort_all": True})
-        while self.call("/v1/loads")["loads"][0]["num_running_reqs"] and time.monotonic() < until:
-            time.sleep(POLL_S)
-        self.call("/flush_cache", {})
+        """End what runs in the server, and empty its prefix cache."""
+        self.call("/pause_generation", {})
+        self.call("/continue_generation", {})
 
     def log_end(self) -> str:
         return self.server.settings.log.read_text(errors="replace")[-6000:]

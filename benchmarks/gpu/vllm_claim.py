@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import orjson
 from part import Part  # puts april and the harness on sys.path
 from vllm_bench import (
     CARD,
@@ -38,7 +39,7 @@ from vllm_bench import (
 )
 from vllm_engine import GAUGE, WAITS, lengths_of
 
-from common import APRIL, read_lines  # isort: skip
+from common import APRIL  # isort: skip
 
 from april import wire  # isort: skip
 from april.config import WeightsSection  # isort: skip
@@ -61,7 +62,8 @@ ENOUGH_S = ((170, 3), (130, 2), (-1, 0))
 """(seconds that have to be left, number of RUNS that are then started)"""
 MEASURE_S, RUN_S, LEAST_STEPS = 20.0, 24.0, 3
 """Seconds that a measurement needs, and a run; steps of a run, of which the first is not timed."""
-ABORTS = 3
+ABORTS, RECALL_S = 3, 10.0
+"""Recalls that are timed, and longest time of each (seconds)."""
 
 
 def main() -> None:
@@ -70,18 +72,18 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="april-vllm-", dir=shared if shared.is_dir() else None) as made,
         contextlib.ExitStack() as parts,
+        part.attempt("vllm"),
     ):
         bench = Bench(part, size, Path(made), parts)
         rollouts = [Rollout(bench, count, parts) for count in size.concurrent]
         kinds = RUNS[: 2 if part.tiny else next(count for seconds, count in ENOUGH_S if part.left_s > seconds)]
         runs = [Run(bench, kind, parts) for kind in kinds]
-        with part.attempt("vllm: start"):
-            bench.await_server()
-            for rollout in rollouts:
-                if part.enough_time(rollout.name, MEASURE_S):
-                    with part.attempt(rollout.name):
-                        compare(bench, rollout)
-            compare_schedules(bench, runs)
+        bench.await_server()
+        for rollout in rollouts:
+            if part.enough_time(rollout.name, MEASURE_S):
+                with part.attempt(rollout.name):
+                    compare(bench, rollout)
+        compare_schedules(bench, runs)
 
 
 # --- requests in flight -----------------------------------------------------------------------------------------------
@@ -97,7 +99,8 @@ class Rollout:
         self.groups = ROUNDS * concurrent // SAMPLES
         self.folder, self.parts = bench.folder / self.name, parts
         self.config = write_config(bench, self.name, "sync", self.groups, self.slots, bench.size.longest)
-        start(bench, [*APRIL, "broker", self.config], bench.folder / f"{self.name}.broker.log", parts)
+        log = bench.folder / f"{self.name}.broker.log"
+        self.broker = start(bench, [*APRIL, "broker", self.config], log, parts)
         await_that((self.folder / "address").exists, "the broker's address")
         self.address = (self.folder / "address").read_text()
         command = [*APRIL, "worker", self.config, "--connect", self.address, "--name", "w0"]
@@ -105,7 +108,8 @@ class Rollout:
         self.worker = start(bench, command, self.log, parts)
         lengths = lengths_of(bench.lengths, SAMPLES, SEED, self.groups)
         self.lengths = [length for group in lengths for length in group]
-        self.full = tokens_while_full(self.lengths, min(self.in_flight, bench.size.concurrent[0]))
+        self.full = tokens_while_full(self.lengths[:-concurrent], concurrent)
+        """Tokens that are timed; as many requests as are in flight still wait then."""
 
     def begin(self) -> float:
         """Let the worker go, with weights; returns the time at which they were published."""
@@ -121,16 +125,23 @@ class Rollout:
 
     @property
     def track(self) -> list[dict]:
-        return read_lines(self.folder / GAUGE) if (self.folder / GAUGE).exists() else []
+        file = self.folder / GAUGE
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
 
     def status(self) -> dict:
         return RunAddress(None, self.address, None).status()
 
+    def end(self) -> None:
+        for each in (self.worker, self.broker):
+            each.kill()
+            each.wait()
+
     def drain(self, on: bool) -> None:
         RunAddress(None, self.address, None).ask(wire.Drain(on))
 
-    def await_that(self, condition, what: str) -> None:
-        await_that(condition, what, self.worker, self.log)
+    def await_that(self, condition, what: str, timeout_s: float = PATIENCE_S) -> None:
+        await_that(condition, what, self.worker, self.log, timeout_s)
 
 
 def compare(bench: Bench, rollout: Rollout) -> None:
@@ -139,7 +150,9 @@ def compare(bench: Bench, rollout: Rollout) -> None:
     part.fact(f"{rollout.name}: requests, in flight, tokens while full", [
         len(rollout.lengths), rollout.in_flight, rollout.full
     ])  # fmt: skip
-    alone = rate(directly(bench, rollout), rollout.full)
+    directly(bench, rollout, round(WARM_SHARE * rollout.full))  # kernels are made on their first use
+    bench.await_idle()
+    alone = [rate(directly(bench, rollout, rollout.full), rollout.full)]
     part.row(f"gpu_vllm_tokens_per_s_alone_{count}", alone, "tokens/s")
     bench.await_idle()
     published = rollout.begin()
@@ -150,32 +163,43 @@ def compare(bench: Bench, rollout: Rollout) -> None:
     lines = rollout.track
     through = rate([(line["at"], line["tokens"]) for line in lines], rollout.full)
     part.row(f"gpu_vllm_tokens_per_s_through_april_{count}", through, "tokens/s")
-    part.row(f"gpu_vllm_vs_alone_{count}", through / alone, "ratio")
+    part.row(f"gpu_vllm_vs_alone_{count}", through / alone[0], "ratio")
     busy = np.diff([(line["at"], line["busy_slot_s"]) for line in (lines[len(lines) // 3], lines[-1])], axis=0)[0]
     part.fact(f"{rollout.name}: mean requests in the server", round(busy[1] / busy[0], 1))
-    seconds = []
     with part.attempt(f"{rollout.name}: abort to journal"):
-        for turn in range(ABORTS):
+        part.row(f"gpu_vllm_abort_to_journal_s_{count}", recalls(rollout), "s")
+    rollout.end()
+    bench.await_idle()
+    if part.enough_time(f"{rollout.name}: alone again", MEASURE_S / 2):
+        alone.append(rate(directly(bench, rollout, rollout.full), rollout.full))
+        part.row(f"gpu_vllm_tokens_per_s_alone_{count}_again", alone[1], "tokens/s")
+        part.row(f"gpu_vllm_vs_alone_{count}_again", through / alone[1], "ratio")
+        bench.await_idle()
+
+
+def recalls(rollout: Rollout) -> list[float]:
+    """Seconds from the broker's recall of all samples until it has their last tokens on disk."""
+    found: list[float] = []
+    with contextlib.suppress(TimeoutError):
+        while len(found) < ABORTS:
+            rollout.await_that(lambda: rollout.status()["leased"] >= rollout.concurrent / 2, "leases", RECALL_S)
+            time.sleep(0.5)
             began = time.monotonic()
             rollout.drain(True)
-            rollout.await_that(lambda: rollout.status()["leases"] == 0, "the last partial response")
-            seconds.append(time.monotonic() - began)
-            if turn + 1 < ABORTS:
-                rollout.drain(False)
-                rollout.await_that(lambda: rollout.status()["leased"] >= 0.8 * rollout.slots, "leases")
-                time.sleep(1.0)
-        part.row(f"gpu_vllm_abort_to_journal_s_{count}", seconds, "s")
-    bench.await_idle()
+            rollout.await_that(lambda: rollout.status()["leases"] == 0, "the last partial response", RECALL_S)
+            found.append(time.monotonic() - began)
+            rollout.drain(False)
+    return found
 
 
-def directly(bench: Bench, rollout: Rollout) -> list[tuple[float, int]]:
-    """(time, tokens so far) of a client that has as many requests in flight as the worker, until the slots run dry."""
+def directly(bench: Bench, rollout: Rollout, tokens: int) -> list[tuple[float, int]]:
+    """(time, tokens so far) of a client that has as many requests in flight as the worker, until it has so many."""
     prompts = [bench.tokenizer.encode_prompt(text).astype(np.int32) for text in texts(bench.size)[: rollout.groups]]
     track = [(time.time(), 0)]
 
     async def run() -> None:
         client, gate = SGLangClient(bench.server.url, name="vLLM"), asyncio.Semaphore(rollout.in_flight)
-        full = asyncio.Event()
+        enough = asyncio.Event()
 
         async def ask(number: int) -> None:
             request = Request(number, prompts[number // SAMPLES], rollout.lengths[number], seed=number)
@@ -186,14 +210,14 @@ def directly(bench: Bench, rollout: Rollout) -> list[tuple[float, int]]:
                     now = event["meta_info"]["completion_tokens"]
                     track.append((time.time(), track[-1][1] + now - had))
                     had = now
-                    if track[-1][1] >= rollout.full:
-                        full.set()
+                    if track[-1][1] >= tokens:
+                        enough.set()
 
         asking = [asyncio.create_task(ask(number)) for number in range(len(rollout.lengths))]
         ended = asyncio.gather(*asking)
         try:
             done, _ = await asyncio.wait(
-                [ended, asyncio.create_task(full.wait())], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                [ended, asyncio.create_task(enough.wait())], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
             )
             if ended in done:
                 ended.result()
