@@ -1,14 +1,17 @@
 """The claim on one GPU: `sync`, `april` and `continuous` with forced long-tailed lengths, and what the simulator says.
 
 Each schedule is a real run (`april run`: broker, worker with the torch engine, learner with FSDP) with the same prompts
-and lengths: lognormal with σ = 1, median 512, cut at 8,192. Both are scaled down together until a run fits the time
-that is left. Engine and learner share the card by divided memory, then in turns. Starting takes most of the time, so
-all runs are started together, and each waits in its engine until it is let go.
+and lengths: lognormal with σ = 1, median 512, cut at 8,192. Both are scaled down together if the runs would not fit the
+time that is left, and every run gets its share of it. The model is small, so that a response of 8,192 tokens takes
+seconds. Engine and learner share the card by divided memory, then in turns. Starting takes some time, so all runs are
+started together, and each waits in its engine until it is let go; its cache has then grown and its graphs are captured,
+as in a run that has lasted.
 
-The engine's cost model is fitted as `april calibrate` does, before the first run. The learner's time for a token, and
-the time from a batch to its weights in the engine, are those of `sync`, where nothing else runs beside them. Under
-`continuous` the learner trains while the engine generates, and two processes share the card's time: the learner is
-taken to need twice its time, and the engine to be slower by as much as the learner needs alone.
+The engine's cost model is fitted as `april calibrate` does, before the first run. The worker's own time for a step and
+for a sample, the learner's time for a token, and the time from a batch to its weights in the engine are those of
+`sync`, where nothing else runs beside them. Under `continuous` the learner trains while the engine generates, and two
+processes share the card's time: the learner is taken to need twice its time, and the engine to be slower by as much as
+the learner needs alone.
 """
 
 import os
@@ -34,6 +37,7 @@ from april.simulate.pipeline import simulate  # isort: skip
 from april.simulate.probe import probe_of  # isort: skip
 from april.simulate.scenario import Scenario  # isort: skip
 from april.simulate.variants import no_barrier_limit  # isort: skip
+from april.weights import TRANSPORTS  # isort: skip
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,9 @@ CARD = Size(
 TINY = Size(QWEN3_SHAPES["tiny"], 4, 32, median=32, longest=512, prompt=16)
 SCALES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 """By which median and cut are scaled: the largest for which all runs fit into the time that is left."""
-ROUNDS = {"sync": 3.2, "continuous": 2.2, "april": 2.2}
-"""Time of a run, in times of its longest response."""
-SHARES = (1 / 16, 1 / 4, 1)
+ROUNDS = {"sync": 3.2, "continuous": 3.0, "april": 3.5}
+"""Least time of a run, in times of its longest response; more is divided in the same proportion."""
+SHARES = (1 / 64, 1 / 8, 1 / 2, 1)
 """Running sequences of the loads that are timed for the cost model, as shares of the slots."""
 LEARNER_KEYS = ("gather_s", "canary_s", "publish_s", "wait_s", "turn_wait_s", "turn_move_s")
 """Means of these of the learner's metrics are kept."""
@@ -73,14 +77,20 @@ RUNS = (("sync", False), ("continuous", False), ("april", False), ("sync", True)
 TINY_RUNS = (("sync", False), ("continuous", False), ("april", True))
 ENOUGH_S = ((75, 5), (50, 3), (30, 2), (-1, 1))
 """(seconds that have to be left, number of RUNS that are then started)"""
-LEAST_S, BUILD_S, START_S, MEASURING_S = 4.0, 2.0, 60.0, 8.0
+LEAST_S, BUILD_S, START_S, MEASURING_S = 4.0, 3.0, 60.0, 8.0
 """Least time of a run, time to build its engine, longest start of all runs, and what is then kept for measuring them
 (seconds)."""
 SHORT_S = 40.0
 """With fewer seconds left, the cost model is fitted while the runs start, which disturb it."""
 GUESSED_S = 5e-3
 """Seconds of a decode step, by which lengths are scaled if no cost model could be fitted."""
+OVERTIME = 1.3
+"""A run that has not been measured over two steps may take so many times its share."""
 LOOK_S = 0.05
+WEIGHTS = '[weights]\ntransport = "shared_memory"' if "shared_memory" in TRANSPORTS.shipped else ""
+"""New weights stay on the machine, where April has such a lane."""
+END_S = 3.0
+"""Kept for the end (seconds)."""
 LEARNER_READY = "the learner is connected"
 """What `april run` prints then."""
 CONFIG = """
@@ -107,6 +117,7 @@ max_response_tokens = {longest}
 share = true
 turns = {turns}
 {memory}
+{weights}
 [worker]
 engine = "forced_engine:Entry"
 count = 1
@@ -170,7 +181,7 @@ class Run:
             "name": self.name, "folder": folder, "policy": policy, "prompts": prompts, "kind": kind,
             "groups": size.groups, "samples": SAMPLES, "staleness": STALENESS, "dial": dial,
             "longest": size.longest, "turns": str(turns).lower(), "slots": size.slots, "memory": memory,
-            "device": part.device.type,
+            "weights": WEIGHTS, "device": part.device.type,
         }  # fmt: skip
         config = folder / f"{self.name}.toml"
         config.write_text(CONFIG.format(**values))
@@ -254,8 +265,14 @@ class Measured:
 
     @property
     def loop_s(self) -> float:
-        """The worker's own seconds between two decode steps."""
-        return (self.gauge["running_s"] - self.gauge["step_s"]) / self.gauge["steps"]
+        """The worker's own seconds between two decode steps while the device waits, if no sample has ended."""
+        return self.gauge["quiet_s"] / max(1.0, self.gauge["quiet_steps"])
+
+    @property
+    def sample_s(self) -> float:
+        """The worker's own seconds for a sample that has ended, while the device waits."""
+        more_s = self.gauge["after_end_s"] - self.loop_s * self.gauge["after_ends"]
+        return max(0.0, more_s) / max(1.0, self.gauge["finished"])
 
     def summary(self) -> dict[str, float]:
         gauge, tokens = self.gauge, [step["tokens"] for step in self.steps]
@@ -263,7 +280,7 @@ class Measured:
         figures = {
             "steps": len(self.steps), "steps_before": self.first, "seconds": self.seconds,
             "generated_per_s": gauge["tokens"] / self.seconds, "decode_step_s": gauge["step_s"] / gauge["steps"],
-            "loop_s": self.loop_s, "load_s": gauge["load_s"] / max(1.0, gauge["loads"]),
+            "loop_s": self.loop_s, "sample_s": self.sample_s, "load_s": gauge["load_s"] / max(1.0, gauge["loads"]),
             "train_s": self.train_s / len(self.steps), "handover_s": self.handover_s,
             "staleness": float(np.average(ages, weights=tokens)),
         }  # fmt: skip
@@ -311,7 +328,7 @@ def compare(part: Part, size: Size, started: list[Run], policy: Path) -> None:
     )
     longest_s = cost.steps_s(size.longest, size.slots // 8, size.slots // 8 * size.median)
     wanted_s = longest_s * sum(ROUNDS[run.kind] for run in runs)
-    most_s = part.left_s - 3 - BUILD_S * len(runs)
+    most_s = part.left_s - END_S - BUILD_S * len(runs)
     scale = next((scale for scale in SCALES if part.tiny or scale * wanted_s <= most_s), SCALES[-1])
     lengths = {
         "family": "lognormal", "median_tokens": size.median * scale, "longest_tokens": round(size.longest * scale),
@@ -321,14 +338,15 @@ def compare(part: Part, size: Size, started: list[Run], policy: Path) -> None:
     part.fact("claim: lengths", lengths)
     measured: dict[str, Measured] = {}
     errors: list[float] = []
-    for run in runs:
+    for number, run in enumerate(runs):
         if not part.enough_time(run.name, LEAST_S):
             continue
         with part.attempt(run.name):
-            seconds = LEAST_S if part.tiny else max(LEAST_S, most_s * ROUNDS[run.kind] * longest_s / wanted_s)
-            last_s = 30 * LEAST_S if part.tiny else part.left_s - 1
-            warm_s = scale * longest_s if run.kind == "continuous" else 0.0
-            found = measured[run.name] = watch(run, lengths, min(seconds, last_s), last_s, warm_s)
+            share = ROUNDS[run.kind] / sum(ROUNDS[other.kind] for other in runs[number:])
+            share_s = LEAST_S + BUILD_S if part.tiny else share * (part.left_s - END_S)
+            last_s = 30 * LEAST_S if part.tiny else min(part.left_s - 1, OVERTIME * share_s)
+            warm_s = 0.0 if run.kind == "sync" else scale * longest_s
+            found = measured[run.name] = watch(run, lengths, share_s - BUILD_S, last_s, warm_s)
             part.row(f"gpu_tokens_per_s_{run.name}", found.tokens_per_s, "tokens/s")
             part.row(f"gpu_idle_slots_{run.name}", found.idle_share(size.slots), "fraction")
             part.fact(f"{run.name}: measured", found.summary())
@@ -376,7 +394,7 @@ def await_engines(part: Part, started: list[Run]) -> list[Run]:
 
 def calibrate(part: Part, size: Size, policy: Path) -> Fit:
     """The engine's cost model, from fewer loads than `april calibrate` times."""
-    loads = (64, 256, 2048) if not part.tiny else (32, 128)
+    loads = (64, 512, size.longest) if not part.tiny else (32, 128)
     keys = ["--worker.engine", "torch", "--worker.device", part.device.type]
     began = time.monotonic()
     with probe_of(policy, size.slots, keys) as (probe, name):
@@ -393,6 +411,7 @@ def scenario_of(run: Run, found: Measured, alone: Measured, fitted: Fit, lengths
     size, pause_s = run.size, alone.gauge["load_s"] / len(alone.steps)
     cost = fitted.cost.model_dump(exclude_unset=True)
     cost["decode_base_s"] += alone.loop_s
+    cost["request_s"] += alone.sample_s
     schedule = {
         "kind": run.kind, "rollout_batch_size": size.groups, "n_samples_per_prompt": SAMPLES,
         "max_staleness": STALENESS, **run.dial,
