@@ -125,8 +125,8 @@ QWEN3_SHAPES = {
 """Shapes of Qwen3, by the keys of config.json (Qwen's model cards), and two of no model; `tiny` is for rehearsals."""
 
 
-def make_model(folder: Path, shape: str, dtype: torch.dtype, max_positions: int, device: str = "cpu") -> Path:
-    """Write a Hugging Face folder of this shape with random weights, made on `device`; returns the folder."""
+def random_model(shape: str, dtype: torch.dtype, max_positions: int, device: str = "cpu") -> torch.nn.Module:
+    """A model of transformers of this shape with random weights, made on `device`."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
@@ -134,6 +134,10 @@ def make_model(folder: Path, shape: str, dtype: torch.dtype, max_positions: int,
         **QWEN3_SHAPES[shape], max_position_embeddings=max_positions, bos_token_id=None, eos_token_id=None, dtype=dtype,
     )  # fmt: skip
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.save_pretrained(folder)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def make_model(folder: Path, shape: str, dtype: torch.dtype, max_positions: int, device: str = "cpu") -> Path:
+    """Write a Hugging Face folder with a `random_model`; returns the folder."""
+    random_model(shape, dtype, max_positions, device).save_pretrained(folder)
     return folder

@@ -44,7 +44,7 @@ def test_nothing_is_sampled_under_wrong_weights_and_requests_continue_under_righ
     assert arrive(loader, learner.sends(V0)) > 0
     before = drive(engine, [request], tokens=20)[1]
     assert arrive(loader, learner.sends(V1, learner.weights[V0])) is None
-    assert engine.version is None and f"version {V1}" in told[-1] and "0.001 are rounding" in told[-1]
+    assert engine.version is None and f"version {V1}" in told[-1] and "0.0001 are rounding" in told[-1]
     drawn = engine.generated_tokens
     assert [engine.step() for _ in range(3)] == [[]] * 3 and engine.generated_tokens == drawn and engine.live == 1
     assert arrive(loader, learner.sends(V1)) > 0 and told[-1] == "forget"
@@ -149,19 +149,47 @@ class Rounding:
         exact = self.step * version * np.random.default_rng(7).standard_normal(len(TEXT) - 1)
         return (exact + self.noise * chance.standard_normal(len(TEXT) - 1)).astype(np.float32)
 
-    def judge(self, version, held):
+    def judge(self, version, held, fault=0.0, dtype="bfloat16"):
+        """`fault`: by how much the engine's log-probabilities are wrong, in the mean (nats)."""
         canary = Canary(TEXT.tolist(), self.said(0, version).tolist(), "bfloat16")
         staged = StagedWeights(Version(0, version), None, 0.0, canary=canary, checksum=version)
-        self.proof.judge(staged, canary, self.said(1, held), "bfloat16")
+        wrong = fault * np.random.default_rng(5).standard_normal(len(TEXT) - 1) * np.sqrt(np.pi / 2)
+        self.proof.judge(staged, canary, self.said(1, held) + wrong.astype(np.float32), dtype)
 
 
-def test_a_missed_update_below_the_rounding_is_detected_by_identical_bits():
+@pytest.mark.parametrize("noise, fault", [(0.005, 0.035), (0.0005, 0.025)])
+def test_what_is_beyond_the_usual_rounding_of_the_engine_is_detected_within_the_band_of_its_type(noise, fault):
+    run = Rounding(noise)
+    run.judge(0, held=0, fault=fault)
+    run = Rounding(noise)
+    for version in range(1, 30):
+        run.judge(version, held=version)
+        with pytest.raises(WrongWeights, match=r"0\.02\d? and 0\.1\d are rounding"):
+            run.judge(version, held=version, fault=fault)
+        run.judge(version, held=version)
+
+
+def test_rounding_that_grows_as_training_moves_the_policy_passes():
+    run = Rounding(step=0.02)
+    for version in range(60):
+        run.noise = 0.002 * 1.05**version
+        run.judge(version, held=version)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_missed_update_below_the_rounding_is_detected_by_identical_bits(dtype):
     run = Rounding()
     for version in range(50):
-        run.judge(version, held=version)
+        run.judge(version, held=version, dtype=dtype)
     with pytest.raises(WrongWeights, match="the same to the bit"):
-        run.judge(50, held=49)
-    run.judge(50, held=50)
+        run.judge(50, held=49, dtype=dtype)
+    run.judge(50, held=50, dtype=dtype)
+
+
+def test_a_coarser_engine_may_round_a_small_update_off():
+    run = Rounding()
+    run.judge(0, held=0, dtype="fp8")
+    run.judge(1, held=0, dtype="fp8")
 
 
 def test_equal_weights_published_under_another_version_pass():
@@ -175,7 +203,7 @@ def test_equal_weights_published_under_another_version_pass():
 
 def test_a_standstill_is_detected_once_the_learner_has_moved_beyond_the_rounding():
     """The engine's scores also vary each time, so that identical bits cannot reveal it."""
-    run = Rounding(noise=0.02, step=0.02)
+    run = Rounding(noise=0.02, step=0.005)
     run.judge(0, held=0)
     found = []
     for version in range(1, 40):

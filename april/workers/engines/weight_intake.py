@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from statistics import median
 from typing import cast
 
 import numpy as np
@@ -29,6 +31,12 @@ MIN_NOISE_NATS = 1e-6
 """Lower bound of the noise, the mean difference between engine's and learner's log-probabilities (nats)."""
 MIN_FOLLOWED_SHARE = 0.5
 """Least share of the learner's movement that the engine's scores must show."""
+NOISE_FACTOR = 4.0
+"""Multiple of an engine's usual noise up to which a difference counts as rounding."""
+MIN_TOLERANCE_SHARE = 0.1
+"""Share of its type's tolerance that an engine has however small its usual noise is."""
+USUAL_VERSIONS = 16
+"""Number of versions, the last that an engine proved, whose median noise is its usual noise."""
 
 
 class WrongWeights(EngineError):
@@ -41,6 +49,14 @@ class Tolerance:
 
     mean: float
     largest: float
+
+    def narrowed(self, noise: Collection[float]) -> "Tolerance":
+        """The tolerance for an engine that proved its last versions with `noise`, in nats and one value a version: this
+        one scaled to `NOISE_FACTOR` times their median, or itself if that is larger or no version was proven."""
+        if not noise:
+            return self
+        share = min(1.0, max(MIN_TOLERANCE_SHARE, NOISE_FACTOR * median(noise) / self.mean))
+        return Tolerance(share * self.mean, share * self.largest)
 
 
 TOLERANCES: Mapping[str, Tolerance] = {
@@ -76,6 +92,8 @@ class WeightCheck:
     def __init__(self) -> None:
         self.failures = 0
         """Number of consecutive failed checks."""
+        self._noise: deque[float] = deque(maxlen=USUAL_VERSIONS)
+        """Noise of the last proven versions."""
         self._last: CanaryScore | None = None
         self._reference: CanaryScore | None = None
         """Canary score from which movement is measured: that of the newest version that moved beyond the noise."""
@@ -86,15 +104,17 @@ class WeightCheck:
         Raises WrongWeights.
         """
         score = CanaryScore(np.array(canary.logprobs), np.asarray(scored, np.float64), staged.checksum)
-        why = disagreement(score, tolerance_of(dtype, canary.dtype))
+        tolerance = tolerance_of(dtype, canary.dtype)
+        why = disagreement(score, tolerance.narrowed(self._noise))
         if not why and self._reference:
             why = standstill(self._reference, score)
-        if not why and self._last and dtype == canary.dtype:
+        if not why and self._last and tolerance == tolerance_of(canary.dtype):  # a coarser engine may round changes off
             why = repetition(self._last, score)
         if why:
             raise self._fail(staged, why)
         log.info("version %s is proven: %.2g nats from the learner in the mean", staged.version, score.noise)
         self.failures, self._last = 0, score
+        self._noise.append(score.noise)
         if self._reference is None or has_moved(self._reference, score):
             self._reference = score
 
@@ -121,7 +141,7 @@ def disagreement(score: CanaryScore, tolerance: Tolerance) -> str:
         return ""
     return (
         f"its log-probabilities of the canary are {differences.mean():.2g} from the learner's in the mean and "
-        f"{differences.max():.2g} at most, where {tolerance.mean:g} and {tolerance.largest:g} are rounding"
+        f"{differences.max():.2g} at most, where {tolerance.mean:.2g} and {tolerance.largest:.2g} are rounding"
     )
 
 
