@@ -103,8 +103,9 @@ class BrokerSection(Section):
 class WeightsSection(Section):
     transport: str = Field(
         "collective",
-        description="How new weights reach the workers: collective (broadcast over process groups), external (your "
-        "framework loads them into the servers), or yours as package.module:Class.",
+        description="How new weights reach the workers: collective (broadcast over process groups), shared_memory "
+        "(copied through memory; learner and workers are on one machine), external (your framework loads them into the "
+        "servers), or yours as package.module:Class.",
     )
     host: str = Field(
         AUTO,
@@ -138,7 +139,7 @@ class WeightsSection(Section):
         16,
         ge=1,
         description="Size of one broadcast of weights (MiB). A large bucket takes accelerator memory for its copy; "
-        "small ones make more broadcasts.",
+        "small ones make more broadcasts. shared_memory divides buckets further.",
     )
     canary: bool = Field(
         True,

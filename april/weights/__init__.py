@@ -9,6 +9,7 @@ TRANSPORTS = Registry(
     {
         "collective": "april.weights.transports:CollectiveTransport",
         "external": "april.weights.transports:ExternalTransport",
+        "shared_memory": "april.weights.transports:SharedMemoryTransport",
     },
     base="april.weights.transports:Transport",
 )

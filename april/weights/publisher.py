@@ -5,6 +5,7 @@
 A lost channel is never repaired; its worker asks for a new one. `publish` waits a bounded time, then training goes on.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -392,25 +393,23 @@ class WeightPublisher:
 
     def _run_channel(self, channel: WeightChannel) -> None:
         try:
-            link = self._join(channel)
-            self._set_state(channel, "ready")
-            while (snapshot := self._next_snapshot(channel)) is not None:
-                self._set_state(channel, "sending")
-                self._transfer(channel, link, self._snapshot_for(channel, snapshot))
-                channel.last_seen = clock.now()
-                self._set_state(channel, "ready", acknowledged=snapshot.version)
+            with contextlib.closing(self._meet(channel)) as link:
+                self._await(channel, ChannelReady, None, clock.now() + self.config.join_deadline_s)
+                self._set_state(channel, "ready")
+                while (snapshot := self._next_snapshot(channel)) is not None:
+                    self._set_state(channel, "sending")
+                    self._transfer(channel, link, self._snapshot_for(channel, snapshot))
+                    channel.last_seen = clock.now()
+                    self._set_state(channel, "ready", acknowledged=snapshot.version)
         except (ChannelLost, RuntimeError, OSError) as error:
             with self._changed:
                 self._lose(channel, str(error))
 
-    def _join(self, channel: WeightChannel) -> Link:
-        timeout_s = self.config.join_deadline_s
+    def _meet(self, channel: WeightChannel) -> Link:
         port = self._store.port
-        invite = ChannelInvite(channel.name, channel.backend, self.config.host, port, timeout_s)
+        invite = ChannelInvite(channel.name, channel.backend, self.config.host, port, self.config.join_deadline_s)
         self._send(channel, invite)
-        link = self._transport.meet(invite, as_learner=True, server_ranks=channel.server_ranks)
-        self._await(channel, ChannelReady, None, clock.now() + timeout_s)
-        return link
+        return self._transport.meet(invite, as_learner=True, server_ranks=channel.server_ranks)
 
     def _next_snapshot(self, channel: WeightChannel) -> Snapshot | None:
         """Wait for a snapshot that the channel's worker does not have; None once the channel or the publisher has

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 import zmq
 from torch import Tensor
 
@@ -40,8 +39,8 @@ from april.weights.channel import (
     ChannelPosted,
     ChannelReady,
 )
-from april.weights.snapshot import SnapshotError, buckets, unpack
-from april.weights.transports import Link, Transport
+from april.weights.snapshot import SnapshotError, buckets, empty_buffer, unpack
+from april.weights.transports import Link, OtherMachine, Transport
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
 from april.wire.message import Version
 from april.wire.security.handshake import Handshake
@@ -335,6 +334,8 @@ class LearnerConnection:
         if self.invite and self.receiver.server:
             self.receiver.server.leave(self.invite.channel)
             self.receiver.drop_announced()
+        if self.link:
+            self.link.close()
         self.invite = self.link = None
 
     def _send_sign_of_life(self) -> None:
@@ -369,6 +370,9 @@ class LearnerConnection:
             elif isinstance(message, ChannelFailed) and self.invite and message.channel == self.invite.channel:
                 log.info("the learner has ended the channel: %s", message.error)
                 self.ask_again()
+        except OtherMachine as error:
+            log.error("no weights for this worker: %s", error)
+            self.tell_refused(str(error), wrong=False)
         except (wire.WireError, SnapshotError, RuntimeError, OSError) as error:
             log.warning("channel to the learner failed: %s", error)
             self._fail(str(error))
@@ -395,7 +399,7 @@ class LearnerConnection:
             self.receiver.stage_for_server(manifest, started_at, Future() if by_trainer else None)
             return
         assert link, "a channel without a server has a link"
-        data = torch.empty(manifest.total_bytes, dtype=torch.uint8)
+        data = empty_buffer(manifest.total_bytes)
         self._send(ChannelPosted(manifest.channel, manifest.version))
         deadline = started_at + self.receiver.config.transfer_deadline_s
         link.receive(buckets(data, manifest.bucket_bytes), deadline)

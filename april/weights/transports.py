@@ -1,18 +1,27 @@
 """Weight transports: the ways in which weights get to the workers. Either the learner sends buckets of bytes to each
-worker over a process group per channel; or a framework loads the weights itself, and a channel only signals when it
-has.
+worker, over a process group per channel or through memory that both share; or a framework loads the weights itself, and
+a channel only signals when it has.
 
 A transport knows nothing of versions, checksums or membership. Damaged data is detected by checksum elsewhere, and a
 channel that fails is dropped and replaced by a new one. Imports no torch at module level, since every process checks
 the configuration.
 """
 
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import cycle
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+import numpy as np
 
 from april.config import WeightsSection
 from april.util import clock
@@ -35,6 +44,10 @@ class Link:
     @abstractmethod
     def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
         """Receive the same buckets in place on the worker's side, by `deadline` (Unix time, seconds)."""
+
+    def close(self) -> None:
+        """Free what this side of the link holds; the other side's transfers then fail. Called once, by the thread that
+        transfers."""
 
 
 class Transport:
@@ -83,6 +96,142 @@ class GroupLink(Link):
 
     receive = send
     """Receive buckets: the same call as `send`, as a broadcast is the same on both sides."""
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+SLOT_BYTES = 2**20
+"""Bytes that are copied into the shared memory at a time: few enough for the worker to find them in the processor's
+cache."""
+SLOTS = 8
+"""Number of slots of a channel's shared memory: the learner fills some while the worker empties others."""
+CREDENTIALS = "3i"
+"""Layout of SO_PEERCRED: process, user and group of a Unix socket's other side."""
+
+
+class OtherMachine(RuntimeError):
+    """The other side of a channel cannot share memory with this one."""
+
+
+class SharedMemoryTransport(Transport):
+    """Copies weights through memory that the learner shares with a worker on its machine.
+
+    The memory has no name: its descriptor goes over a Unix socket, which takes processes of the same user only. So the
+    kernel frees it with its last holder, however that ends. The socket stays open, says which slots are full or empty,
+    and ends at once with the other side.
+    """
+
+    def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> "SharedMemoryLink":
+        if sys.platform != "linux":
+            raise OtherMachine(f"{self._said} needs Linux; set 'collective'")
+        store = channel.connect_to_store(invite.host, invite.port, invite.timeout_s)
+        key = f"{invite.channel}/socket"
+        if not as_learner:
+            return self._enter(store.get(key), invite.timeout_s)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0april-{secrets.token_hex(16)}")  # in the abstract namespace, which leaves no file
+            listener.listen()
+            store.set(key, listener.getsockname())
+            return self._admit(listener, clock.now() + invite.timeout_s)
+
+    @property
+    def _said(self) -> str:
+        return f"weights.transport = {self.config.transport!r}"
+
+    def _admit(self, listener: socket.socket, deadline: float) -> "SharedMemoryLink":
+        """Wait for the worker, and give it memory."""
+        while (left_s := deadline - clock.now()) > 0:
+            listener.settimeout(left_s)
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                break
+            if user_of(peer) == os.geteuid():
+                with os.fdopen(os.memfd_create("april-weights"), "r+b") as memory:
+                    memory.truncate(SLOTS * SLOT_BYTES)
+                    socket.send_fds(peer, [FULL], [memory.fileno()])
+                    return SharedMemoryLink(peer, memory.fileno())
+            peer.close()
+        raise OtherMachine(
+            f"no worker of the learner's machine and user has come within weights.join_deadline_s; {self._said} takes "
+            "no other, set 'collective' for them"
+        )
+
+    def _enter(self, address: bytes, timeout_s: float) -> "SharedMemoryLink":
+        """Go to the learner's socket, and get memory."""
+        peer, descriptors = socket.socket(socket.AF_UNIX), list[int]()
+        peer.settimeout(timeout_s)
+        with contextlib.suppress(ConnectionRefusedError):
+            peer.connect(address)
+            if user_of(peer) == os.geteuid():
+                _, descriptors, *_ = socket.recv_fds(peer, 1, 1)
+        if not descriptors:
+            peer.close()
+            raise OtherMachine(
+                f"{self._said} takes workers of the learner's machine and user only, and no such learner is here; "
+                "start the worker there, or set 'collective'"
+            )
+        with os.fdopen(descriptors[0], "r+b") as memory:
+            return SharedMemoryLink(peer, memory.fileno())
+
+
+def user_of(peer: socket.socket) -> int:
+    """User of the process on the other side of a Unix socket, as the kernel says."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(CREDENTIALS))
+    return int(struct.unpack(CREDENTIALS, credentials)[1])
+
+
+FULL = EMPTY = b"."
+"""What the learner says for each slot that it has filled, and the worker for each that it has emptied, in order."""
+
+
+class SharedMemoryLink(Link):
+    """One side of a weight channel through shared memory, used as a ring of slots."""
+
+    def __init__(self, peer: socket.socket, memory: int):
+        """`peer`: socket to the other side. `memory`: descriptor of the memory, which the caller closes."""
+        self._peer = peer
+        self._slots = np.frombuffer(mmap.mmap(memory, SLOTS * SLOT_BYTES), np.uint8).reshape(SLOTS, SLOT_BYTES)
+
+    def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
+        empty = SLOTS
+        for slot, piece in self._pieces(buckets):
+            empty = empty or self._heard(deadline)
+            np.copyto(slot, piece)
+            self._peer.sendall(FULL)
+            empty -= 1
+        while empty < SLOTS:
+            empty += self._heard(deadline)
+
+    def receive(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
+        full = 0
+        for slot, piece in self._pieces(buckets):
+            full = full or self._heard(deadline)
+            np.copyto(piece, slot)
+            self._peer.sendall(EMPTY)
+            full -= 1
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def _pieces(self, buckets: "Iterable[Tensor]") -> "Iterator[tuple[np.ndarray, np.ndarray]]":
+        """Each piece of the buckets that goes through one slot, with as much of the slot. numpy copies in one thread;
+        torch's threads would wait for each other at every slot."""
+        pieces = (piece.numpy() for bucket in buckets for piece in bucket.split(SLOT_BYTES))
+        return ((slot[: len(piece)], piece) for slot, piece in zip(cycle(self._slots), pieces))
+
+    def _heard(self, deadline: float) -> int:
+        """Wait for word from the other side; returns the number of slots that it has filled or emptied."""
+        self._peer.settimeout(channel.remaining_time(deadline).total_seconds())
+        try:
+            words = self._peer.recv(SLOTS)
+        except TimeoutError:
+            channel.remaining_time(deadline)
+            raise
+        if not words:
+            raise ConnectionError("the other side of the weight channel is gone")
+        return len(words)
 
 
 # --- externally loaded weights ----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A worker's weights thread in a process of its own: prints every version it loads with a sum over its tensors.
 
-Its arguments: the publisher's address, its name, and the folder of its model, if it has one.
+Its arguments: the publisher's address, the transport, its name, and the folder of its model, if it has one.
 """
 
 import sys
@@ -11,9 +11,10 @@ from april.config import WeightsSection
 from april.weights.base import BaseWeights
 from april.weights.receiver import WeightReceiver
 
-address, name, *model = sys.argv[1:]
+address, transport, name, *model = sys.argv[1:]
+section = WeightsSection(transport=transport)
 base = BaseWeights(Path(model[0])) if model else None
-receiver = WeightReceiver(WeightsSection(), uid=f"{name}-{time.monotonic_ns()}", name=name, device="cpu", base=base)
+receiver = WeightReceiver(section, uid=f"{name}-{time.monotonic_ns()}", name=name, device="cpu", base=base)
 receiver.connect(address)
 print("started", flush=True)
 while True:

@@ -1,10 +1,14 @@
-"""Weights reach every worker; a dead, hung or new worker does not affect the others. Real processes, real gloo."""
+"""Weights reach every worker, over each transport; a dead, hung or new worker does not affect the others. Real
+processes, real gloo, real shared memory."""
 
+import os
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE
 
@@ -17,9 +21,11 @@ from april.util import clock
 from april.weights import channel
 from april.weights.base import AdapterWeights, BaseWeights
 from april.weights.canary import Canary
-from april.weights.channel import Adapter
+from april.weights.channel import Adapter, ChannelInvite
 from april.weights.publisher import SILENCE_S, WeightPublisher
 from april.weights.receiver import WeightReceiver
+from april.weights.snapshot import buckets
+from april.weights.transports import SLOT_BYTES, SLOTS, OtherMachine, SharedMemoryTransport, user_of
 from april.wire.message import Version
 from tests.support.listening_addresses import listeners
 from tests.support.run_processes import wait_until
@@ -31,9 +37,9 @@ PATIENCE_S = 60.0
 class ChannelWorker:
     """A worker process that prints the versions it loads."""
 
-    def __init__(self, address, name, *model):
+    def __init__(self, address, transport, name, *model):
         script = Path(__file__).with_name("channel_worker.py")
-        self.process = Popen([sys.executable, script, address, name, *model], stdout=PIPE, text=True)
+        self.process = Popen([sys.executable, script, address, transport, name, *model], stdout=PIPE, text=True)
         self.lines = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -73,9 +79,18 @@ IMPATIENCE = WeightsSection(publish_deadline_s=8.0, transfer_deadline_s=6.0)
 impatient = pytest.mark.parametrize("patience", [IMPATIENCE], ids=["impatient"])
 
 
+@pytest.fixture(params=["collective", "shared_memory"])
+def transport(request):
+    return request.param
+
+
+collective = pytest.mark.parametrize("transport", ["collective"])
+shared_memory = pytest.mark.parametrize("transport", ["shared_memory"])
+
+
 @pytest.fixture
-def publisher(patience):
-    publisher = WeightPublisher(patience, "test", "cpu")
+def publisher(patience, transport):
+    publisher = WeightPublisher(patience.model_copy(update={"transport": transport}), "test", "cpu")
     yield publisher
     publisher.close()
 
@@ -85,7 +100,7 @@ def worker(publisher):
     workers = []
 
     def start(*names, model=()):
-        started = [ChannelWorker(publisher.address, name, *model) for name in names]
+        started = [ChannelWorker(publisher.address, publisher.config.transport, name, *model) for name in names]
         workers.extend(started)
         assert all(each.has_started() for each in started)
         return started if len(started) > 1 else started[0]
@@ -108,6 +123,7 @@ def total(step):
     return pytest.approx(sum(float(t.double().sum()) for t in weights(step).values()), abs=1e-4)
 
 
+@collective
 def test_a_channel_listens_only_at_the_learner_s_host_whatever_interface_its_ranks_use(publisher, worker, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     first = worker("w0")
@@ -245,6 +261,27 @@ def test_a_killed_worker_does_not_keep_the_others_from_their_weights(publisher, 
     assert figures["publish_workers"] == 1 and figures["publish_lost"] >= 1
 
 
+@impatient
+def test_a_worker_killed_in_the_middle_of_a_transfer_loses_its_channel_at_once(publisher, worker, monkeypatch):
+    victim = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    victim.await_version(Version(0, 0))
+
+    def ended_after_the_first(*divided):
+        first, *others = buckets(*divided)
+        yield first
+        victim.end()
+        yield from others
+
+    monkeypatch.setattr("april.weights.publisher.buckets", ended_after_the_first)
+    began = time.monotonic()
+    figures = publisher.publish(Version(0, 1), {"a": torch.full((20_000_000,), 0.5)})
+    assert (figures["publish_workers"], figures["publish_lost"], figures["publish_late"]) == (0, 1, 0)
+    assert time.monotonic() - began < IMPATIENCE.transfer_deadline_s
+    monkeypatch.undo()
+    assert worker("w1").await_version(Version(0, 1)) == 10_000_000
+
+
 def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
     first = worker("w0")
     publisher.publish(Version(0, 0), weights(0))
@@ -259,7 +296,7 @@ def test_a_restarted_worker_takes_its_predecessor_s_place(publisher, worker):
 def test_a_worker_without_an_engine_has_no_channel_for_which_the_learner_would_wait(publisher):
     up = [True]
     publisher.publish(Version(0, 0), weights(0))
-    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu", up=lambda: up[0])
+    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu", up=lambda: up[0])
     receiver.connect(publisher.address)
     assert take(receiver).version == Version(0, 0)
     up[0] = False
@@ -273,7 +310,7 @@ def test_a_worker_without_an_engine_has_no_channel_for_which_the_learner_would_w
 def test_a_worker_that_leaves_tells_the_learner(publisher, caplog):
     caplog.set_level("INFO")
     publisher.publish(Version(0, 0), weights(0))
-    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
+    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
     receiver.connect(publisher.address)
     assert take(receiver).version == Version(0, 0)
     receiver.close()
@@ -284,7 +321,7 @@ def test_a_worker_that_leaves_tells_the_learner(publisher, caplog):
 @pytest.mark.parametrize("patience", [WeightsSection(publish_deadline_s=5.0, transfer_deadline_s=1.0)], ids=["hasty"])
 def test_nobody_waits_for_a_worker_that_puts_its_update_off_and_it_keeps_its_channel(publisher):
     publisher.publish(Version(0, 0), weights(0))
-    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
+    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
     receiver.connect(publisher.address)
     receiver.loaded(take(receiver).version)
     wait_until(lambda: publisher.publish(Version(0, 0), weights(0))["publish_workers"] == 1)
@@ -342,7 +379,7 @@ def test_the_canary_comes_with_its_version_and_the_learner_counts_engines_with_w
     """To one that comes late, too."""
     canary = Canary([3, 1, 2], [-0.5, -1.5], "float32")
     publisher.publish(Version(0, 0), weights(0), canary)
-    receiver = WeightReceiver(WeightsSection(), "uid", "w0", "cpu")
+    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
     receiver.connect(publisher.address)
     staged = take(receiver)
     assert staged.canary == canary and staged.checksum == publisher._snapshot.checksum
@@ -351,3 +388,86 @@ def test_the_canary_comes_with_its_version_and_the_learner_counts_engines_with_w
     assert publisher.publish(Version(0, 1), weights(1))["publish_wrong"] == 1
     assert publisher.publish(Version(0, 2), weights(2))["publish_wrong"] == 0
     receiver.close()
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meet():
+    """meet(name) -> (the learner's link, the worker's) of a channel through shared memory."""
+    store, links = channel.serve_store("127.0.0.1"), []
+    transport = SharedMemoryTransport(WeightsSection(transport="shared_memory"))
+
+    def meet(name, timeout_s=PATIENCE_S):
+        invite = ChannelInvite(name, "gloo", "127.0.0.1", store.port, timeout_s)
+        with ThreadPoolExecutor(2) as sides:
+            met = [sides.submit(transport.meet, invite, as_learner) for as_learner in (True, False)]
+        links.extend(side.result() for side in met)
+        return links[-2:]
+
+    meet.store, meet.transport = store, transport
+    yield meet
+    for link in links:
+        link.close()
+
+
+def test_buckets_of_any_size_go_through_the_slots_in_order_transfer_after_transfer(meet):
+    learner, worker = meet("any-size")
+    for size in (0, 1, SLOT_BYTES, SLOT_BYTES + 1, 3 * SLOTS * SLOT_BYTES + 17):
+        sent = torch.randint(0, 255, (size,), dtype=torch.uint8)
+        got = torch.zeros_like(sent)
+        with ThreadPoolExecutor(1) as other:
+            sending = other.submit(learner.send, sent.split(3 * SLOT_BYTES // 2), clock.now() + PATIENCE_S)
+            worker.receive(got.split(3 * SLOT_BYTES // 2), clock.now() + PATIENCE_S)
+            sending.result()
+        assert torch.equal(sent, got)
+
+
+def test_shared_memory_has_no_name_that_a_kill_could_leave_behind(meet):
+    before = set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))
+    meet("nameless")
+    assert not (set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))) - before
+    [mapped] = {
+        line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "april-weights" in line
+    }
+    assert mapped == "/memfd:april-weights"
+
+
+def test_a_side_that_waits_for_the_other_waits_until_the_deadline_or_its_end(meet):
+    learner, worker = meet("waiting")
+    with pytest.raises(TimeoutError, match=r"weights\.transfer_deadline_s"):
+        worker.receive([torch.zeros(1, dtype=torch.uint8)], clock.now() + 0.2)
+    learner, worker = meet("left")
+    learner.close()
+    with pytest.raises(ConnectionError, match="is gone"):
+        worker.receive([torch.zeros(1, dtype=torch.uint8)], clock.now() + PATIENCE_S)
+
+
+def test_a_worker_of_another_machine_is_refused_with_the_key_and_what_to_set(meet):
+    meet.store.set("elsewhere/socket", "\0april-socket-of-another-machine")
+    invite = ChannelInvite("elsewhere", "gloo", "127.0.0.1", meet.store.port, PATIENCE_S)
+    with pytest.raises(OtherMachine, match=r"weights.transport = 'shared_memory' takes workers of .* 'collective'"):
+        meet.transport.meet(invite, as_learner=False)
+
+
+def test_another_user_gets_no_memory_and_gives_none(meet, monkeypatch):
+    monkeypatch.setattr("april.weights.transports.user_of", lambda peer: user_of(peer) + 1)
+    with pytest.raises(OtherMachine, match="no worker of the learner's machine and user"):
+        meet("another", timeout_s=1.0)
+
+
+@shared_memory
+def test_a_refused_worker_says_so_and_asks_again_only_after_a_while(publisher, monkeypatch, caplog):
+    monkeypatch.setattr(SharedMemoryTransport, "_enter", refuse_all)
+    publisher.publish(Version(0, 0), weights(0))
+    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
+    receiver.connect(publisher.address)
+    wait_until(lambda: "no weights for this worker: elsewhere" in caplog.text)
+    time.sleep(1.0)
+    assert publisher._count == 1
+    receiver.close()
+
+
+def refuse_all(*arguments):
+    raise OtherMachine("elsewhere")
