@@ -1,7 +1,7 @@
 """One rank of the learner: `torchrun --nproc-per-node R -m april.learner CONFIG ... --connect ADDRESS`.
 
-A rank that refuses to train (an error that a restart cannot fix) records so in the launcher's store, and ranks
-restarted by torchrun exit at once.
+A rank that refuses to train (an error that a restart cannot fix) records so in torchrun's store, and ranks restarted
+by torchrun exit at once. April's launcher restarts no rank that refused.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from functools import partial
 
 from april import config as configuration
-from april.learner.launch import RESTARTS
+from april.learner.launch import RESTARTS, STORE_FILE
 from april.util.lifetime import REFUSED, die_with_parent, exit_at_once
 from april.util.logs import log_to_stderr
 from april.util.registry import add_import_folders
@@ -29,18 +29,21 @@ STORE_TIMEOUT_S = 10
 
 
 def remember_refusal() -> None:
-    """Record in the launcher's store that this rank refused to train, so that ranks restarted by torchrun exit at
-    once."""
-    if RESTARTS in os.environ:
+    """Record in torchrun's store that this rank refused to train, so that ranks restarted by torchrun exit at once."""
+    if is_under_torchrun():
         with contextlib.suppress(RuntimeError):
-            launcher_store().set(REFUSED_KEY, "")
+            torchrun_store().set(REFUSED_KEY, "")
 
 
 def refusal_is_remembered() -> bool:
-    return int(os.environ.get(RESTARTS, 0)) > 0 and launcher_store().check([REFUSED_KEY])
+    return is_under_torchrun() and int(os.environ[RESTARTS]) > 0 and torchrun_store().check([REFUSED_KEY])
 
 
-def launcher_store():
+def is_under_torchrun() -> bool:
+    return RESTARTS in os.environ and STORE_FILE not in os.environ
+
+
+def torchrun_store():
     from april.weights import channel
 
     return channel.connect_to_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), STORE_TIMEOUT_S)

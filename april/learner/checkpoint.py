@@ -6,24 +6,27 @@ learner verifies them before it resumes. Where ranks have disks of their own, ea
 checksums of all; `store.py` writes, finds and restores checkpoints on one disk or several.
 """
 
+import io
 import logging
+import pickle
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
 
 from april.config.stored import CHECKSUMS_FILE, digest_of, format_checksums, parse_checksums
+from april.learner.loading import ModelError
 from april.learner.lora import save_adapter
 from april.learner.model import Policy, gather_tensors
 from april.util.errors import refuse, toml_like
@@ -32,6 +35,8 @@ from april.util.files import sync
 log = logging.getLogger(__name__)
 
 COMPLETE_NAME = re.compile(r"step_(\d{6,})")
+METADATA_FILE = ".metadata"
+"""Name of the file that says where each shard of a checkpoint lies: torch's, a pickle."""
 PROGRESS_FILE = "progress.json"
 STEPS = "optimizer_steps"
 WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)")
@@ -169,15 +174,69 @@ def allocate_state(source: Path, parts: Sequence[CheckpointPart]) -> dict[str, T
 
 
 def read(source: Path, state: dict[str, Tensor], parts: Sequence[CheckpointPart]) -> None:
-    """Load the tensors `state` of the parts from checkpoint `source`, on any number of ranks. Collective."""
-    dcp.load(state, checkpoint_id=source)
+    """Load the tensors `state` of the parts from checkpoint `source`, on any number of ranks: each rank reads what it
+    holds. Raises ModelError and OSError."""
+    read_tensors(source, state)
     for part in parts:
         part.load_state(state)
 
 
+def read_tensors(source: Path, state: dict[str, Tensor]) -> None:
+    """Load into the tensors `state` this process's shards of them from checkpoint `source`. Raises ModelError and
+    OSError."""
+    reader, planner, metadata = FileSystemReader(source), DefaultLoadPlanner(), read_metadata(source)
+    planner.set_up_planner(state, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+
+
+def read_metadata(source: Path) -> Metadata:
+    """What the checkpoint `source` has, and where. Nothing of its pickle is executed, and tensors are all that it may
+    name. Raises ModelError and OSError."""
+    path = source / METADATA_FILE
+    encoded = path.read_bytes()
+    try:
+        metadata = MetadataUnpickler(io.BytesIO(encoded)).load()
+    except Exception as error:  # what a malformed pickle raises has no bounds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{path} cannot be read ({reason}); give it as it was saved") from error
+    known = metadata.state_dict_metadata.values() if isinstance(metadata, Metadata) else [None]
+    if not all(isinstance(value, TensorStorageMetadata) for value in known):
+        raise ModelError(f"{path} names what is no tensor, which no checkpoint of April does; give it as it was saved")
+    return metadata
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles a checkpoint's `.metadata` and refuses every class but those that describe tensors."""
+
+    modules = (
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.planner",
+        "torch.distributed.checkpoint.filesystem",
+    )
+    """Names of the modules whose dataclasses and enums may be unpickled; these classes are plain data."""
+    others: tuple[tuple[str, str], ...] = (
+        (torch.__name__, "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # in Python 3.13
+        ("collections", "OrderedDict"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self.others:
+            return super().find_class(module, name)
+        if module in (*self.modules, torch.__name__) and "." not in name:
+            found = super().find_class(module, name)
+            is_form = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+            if isinstance(found, torch.dtype) or (is_form and module in self.modules):
+                return found
+        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint has")
+
+
 def files_of_state(source: Path, state: dict[str, Tensor]) -> set[str]:
     """Names of the files of a checkpoint from which this rank's shards of `state` are read."""
-    metadata, planner = FileSystemReader(source).read_metadata(), DefaultLoadPlanner()
+    metadata, planner = read_metadata(source), DefaultLoadPlanner()
     planner.set_up_planner(state, metadata)
     items = planner.create_local_plan().items
     return {metadata.storage_data[item.storage_index].relative_path for item in items}

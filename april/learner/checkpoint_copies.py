@@ -9,8 +9,9 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -137,12 +138,12 @@ class Disks:
 
     def _lowest_ranks(self) -> list[int]:
         """For each rank the lowest rank that sees the same folder, found by marker folders in it. Collective."""
-        name = f"{self.all_gather(uuid.uuid4().hex)[0]}_{{}}.partial"
+        name = f"{self.all_gather(uuid.uuid4().hex, str)[0]}_{{}}.partial"
         own = self.directory / name.format(self.rank)
         own.mkdir(parents=True)
         dist.barrier(self.group)
         seen = (rank for rank in range(self.rank) if (self.directory / name.format(rank)).is_dir())
-        lowest = self.all_gather(next(seen, self.rank))
+        lowest = self.all_gather(next(seen, self.rank), int)
         own.rmdir()
         return lowest
 
@@ -168,11 +169,18 @@ class Disks:
         ranks = self.ranks(self.own)
         return names[ranks.index(self.rank) :: len(ranks)]
 
-    def all_gather(self, own: Value) -> list[Value]:
-        """The value `own` of each rank, by rank. Collective."""
-        values: list[Value | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, own, self.group)
-        return values  # type: ignore[return-value]
+    def all_gather(self, own: Value, form: Any) -> list[Value]:
+        """The value `own` of each rank, by rank. Values travel as MessagePack and must be of the type `form`; a rank's
+        bytes that are not raise msgspec.DecodeError, and nothing in them is executed. Collective."""
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(own)), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(sizes, torch.tensor([len(encoded)]), self.group)
+        padded = encoded.new_zeros(int(max(sizes)))
+        padded[: len(encoded)] = encoded
+        received = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(received, padded, self.group)
+        decode = msgspec.msgpack.Decoder(form).decode
+        return [decode(memoryview(each[:size].numpy())) for each, size in zip(received, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
@@ -332,11 +340,12 @@ class ObjectStoreCopies(CheckpointCopies):
         self.disks.barrier()
 
     def steps(self) -> set[int]:
-        return self.disks.all_gather(self.stored.steps() if self.disks.rank == 0 else set())[0]
+        return self.disks.all_gather(self.stored.steps() if self.disks.rank == 0 else set(), set[int])[0]
 
     def _checksum_lists(self, step: int) -> list[Sums]:
         """Checksum lists of the uploads of `step`, as rank 0 finds them in the store. Collective."""
-        return self.disks.all_gather(self.stored.checkpoint_sums(step) if self.disks.rank == 0 else [])[0]
+        sums = self.stored.checkpoint_sums(step) if self.disks.rank == 0 else []
+        return self.disks.all_gather(sums, list[dict[str, str]])[0]
 
     def fetch_missing(
         self, step: int, folder: Path, own: RankInventory | None, inventories: Sequence[RankInventory | None]
@@ -354,7 +363,7 @@ class ObjectStoreCopies(CheckpointCopies):
         ranks = len(inventories)
         share = [name for name in missing_files(sums, inventories) if writer_of(name) % ranks == self.disks.rank]
         fetched = [name for name in share if self.stored.fetch(step, sums, name, folder / name)]
-        fetched_by_rank = self.disks.all_gather(fetched)
+        fetched_by_rank = self.disks.all_gather(fetched, list[str])
         on_own_disk = {name for rank in self.disks.ranks(self.disks.own) for name in fetched_by_rank[rank]}
         return RankInventory(sums, {*own.whole, *fetched}, [name for name in own.damaged if name not in on_own_disk])
 

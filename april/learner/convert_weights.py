@@ -3,12 +3,9 @@ Hugging Face folders and a back end's native checkpoints. Only weights are conve
 """
 
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch.distributed.checkpoint as dcp
 
 from april import config as configuration
 from april.config import Config, ConfigError
@@ -127,9 +124,7 @@ def write(source: Path, config: Config, out_dir: Path) -> None:
         lora.attach(policy.lm, config.lora, config.seed)
     load_weights(policy.lm, folder)
     state = {f"model.{name}": parameter.detach() for name, parameter in policy.trained}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-        dcp.load(state, checkpoint_id=source, no_dist=True)
+    checkpoint.read_tensors(source, state)
     dtype = checkpoint.dtype_of_folder(folder)
     weights = {name: value.detach().to(dtype) for name, value in lora.merged_weights(policy.lm)}
     checkpoint.write_model(policy.lm, hugging_face_state(policy.lm, weights), folder, out_dir)

@@ -1,9 +1,9 @@
 """Launcher of the ranks on one machine: `python -m april.learner.launch --nproc-per-node R -m april.learner ...`.
 
-As under torchrun, each rank is a process with RANK, WORLD_SIZE and a store at MASTER_ADDR and MASTER_PORT; when one
-fails, the others are killed, and all are restarted up to --max-restarts times. Unlike torchrun, ranks are forks of one
-process that has imported their modules, so that imports happen once; the store is not reachable from other machines;
-ranks that refused to continue are not restarted.
+As under torchrun, each rank is a process with RANK and WORLD_SIZE; when one fails, the others are killed, and all are
+restarted up to --max-restarts times. Unlike torchrun, ranks are forks of one process that has imported their modules,
+so that imports happen once; they meet in a file that only their user can open, so that no port is a way in; ranks that
+refused to continue are not restarted.
 """
 
 import argparse
@@ -11,14 +11,17 @@ import ctypes
 import importlib
 import os
 import runpy
+import shutil
 import signal
-import socket
 import sys
+import tempfile
 from pathlib import Path
 
 from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end_with_parent, exit_at_once
 
-HOST = "127.0.0.1"
+STORE_FILE = "APRIL_RANKS_STORE"
+"""Environment variable with the path of the file in which the ranks meet (`dist.FileStore`), in a folder of mode 0700;
+each start of the ranks has a new one."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Environment variable with the number of restarts of the ranks so far, as torchrun names it."""
 IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
@@ -32,15 +35,18 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not initialise it
     for name in IMPORTED:
         importlib.import_module(name)
-    listener = socket.create_server((HOST, 0))
+    folder = tempfile.mkdtemp(prefix="april-ranks-")
     launcher, pids = os.getpid(), set()
     for rank in range(options.ranks):
         if pid := os.fork():
             pids.add(pid)
         else:
-            become_rank(rank, options, launcher, listener)
+            become_rank(rank, options, launcher, folder)
             return run(options.program)
-    status = watch(pids, listener)
+    try:
+        status = watch(pids)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     started = int(os.environ.get(RESTARTS, 0))
     if status in (0, REFUSED) or started >= options.max_restarts:
         exit_at_once(status)
@@ -61,16 +67,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def become_rank(rank: int, options: argparse.Namespace, launcher: int, listener: socket.socket) -> None:
+def become_rank(rank: int, options: argparse.Namespace, launcher: int, folder: str) -> None:
     end_with_parent()
     if os.getppid() != launcher:
         sys.exit("the learner's launcher has ended before this rank could start")
     os.setsid()
-    ranks, port = str(options.ranks), str(listener.getsockname()[1])
-    listener.close()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": HOST, "MASTER_PORT": port}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", SUPERVISED: str(launcher)}
+    os.environ |= {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks)}
+    os.environ |= {STORE_FILE: str(Path(folder) / "store"), SUPERVISED: str(launcher)}
     os.environ.setdefault(RESTARTS, "0")
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     show_as_rank(options.program)
@@ -88,12 +92,8 @@ def run(program: list[str]) -> int:
     return 0
 
 
-def watch(pids: set[int], listener: socket.socket) -> int:
-    """Serve the rendezvous store on `listener` until all rank processes `pids` have ended; kill the rest when one
-    fails. Returns 0, REFUSED or 1."""
-    from april.weights import channel
-
-    kept = channel.serve_store_at(listener)
+def watch(pids: set[int]) -> int:
+    """Wait until all rank processes `pids` have ended; kill the rest when one fails. Returns 0, REFUSED or 1."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     statuses: set[int] = set()
     try:
@@ -108,7 +108,6 @@ def watch(pids: set[int], listener: socket.socket) -> int:
             os.kill(pid, signal.SIGKILL)
         while pids:
             pids.discard(os.wait()[0])
-        del kept
     return REFUSED if REFUSED in statuses else int(statuses != {0})
 
 

@@ -1,4 +1,4 @@
-"""Joining and leaving the learner's process group under torchrun."""
+"""Joining and leaving the learner's process group, under April's launcher or torchrun."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from april.config import LearnerSection
-from april.learner.launch import RESTARTS
+from april.learner.launch import RESTARTS, STORE_FILE
 from april.wire.sockets.base import interface_towards
 
 LONG_WAIT = timedelta(days=7)
@@ -42,8 +42,8 @@ def join(section: LearnerSection) -> torch.device:
 
 def gloo_interface() -> str:
     """Network interface for gloo between ranks; empty to let gloo choose."""
-    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        return "lo"
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        return "lo" if sys.platform == "linux" else ""
     interface = interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if interface != "lo":
         return interface
@@ -51,8 +51,14 @@ def gloo_interface() -> str:
 
 
 def rendezvous_of_this_start(timeout: timedelta) -> dict[str, Any]:
-    """Store, rank and world size for `init_process_group`. torchrun keeps its store, with the addresses of dead ranks,
-    when it restarts the ranks, so each start uses key names of its own."""
+    """Store, rank and world size for `init_process_group`: the file of April's launcher, or torchrun's store. torchrun
+    keeps its store, with the addresses of dead ranks, when it restarts the ranks, so each start uses key names of its
+    own."""
+    if path := os.environ.get(STORE_FILE):
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        file_store = dist.FileStore(path, world_size)
+        file_store.set_timeout(timeout)
+        return {"store": file_store, "rank": rank, "world_size": world_size}
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     start = os.environ.get(RESTARTS, "0")
     return {"store": dist.PrefixStore(f"start_{start}", store), "rank": rank, "world_size": world_size}

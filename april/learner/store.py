@@ -19,15 +19,23 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import orjson
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
 
 from april.config.stored import StoredCheckpoints
 from april.learner import checkpoint
-from april.learner.checkpoint import CHECKSUMS_FILE, PROGRESS_FILE, STEPS, CheckpointPart, folder
+from april.learner.checkpoint import CHECKSUMS_FILE, METADATA_FILE, PROGRESS_FILE, STEPS, CheckpointPart, folder
 from april.learner.checkpoint_copies import (
     CheckpointCopies,
     Disks,
@@ -43,9 +51,116 @@ from april.learner.prefetch import in_background
 
 log = logging.getLogger(__name__)
 
-METADATA_FILE = ".metadata"
 SMALL_FILES = (METADATA_FILE, PROGRESS_FILE)
 """Names of the small files of a checkpoint, of which every disk has a copy."""
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor that a rank holds, as ranks tell each other before they write a checkpoint."""
+
+    name: str
+    """Name of the whole tensor in the checkpoint."""
+    offset: tuple[Count, ...]
+    """Index of the part's first element in the whole tensor."""
+    sizes: tuple[Count, ...]
+    """Shape of the part."""
+    shape: tuple[Count, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """Name of the dtype in `torch`."""
+    is_whole: bool
+    """Whether the tensor is not sharded, so that the rank holds it whole."""
+
+    @classmethod
+    def from_item(cls, item: WriteItem) -> "Shard":
+        held = item.tensor_data
+        assert held, "a checkpoint has tensors alone"
+        dtype = str(held.properties.dtype).removeprefix("torch.")
+        chunk = held.chunk
+        is_whole = item.type is WriteItemType.TENSOR
+        return cls(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), tuple(held.size), dtype, is_whole)
+
+    def item(self) -> WriteItem:
+        """The same in torch's words. Raises ValueError if there is no such dtype."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a rank has a tensor of {self.dtype!r}, which is no dtype")
+        chunk = ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.sizes))
+        held = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(self.shape))
+        kind = WriteItemType.TENSOR if self.is_whole else WriteItemType.SHARD
+        return WriteItem(MetadataIndex(self.name, self.offset), kind, tensor_data=held)
+
+
+class StoredShard(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank has written a shard, as it tells the other ranks."""
+
+    name: str
+    offset: tuple[Count, ...]
+    place: Count | None
+    """Number of the shard among those of its tensor."""
+    file: Annotated[str, msgspec.Meta(pattern=r"^__\d+_\d+\.distcp$")]
+    start: Count
+    """Position of its first byte in the file."""
+    length: Count
+    """Number of its bytes in the file."""
+    tensor_bytes: Count
+    """Number of bytes of its values."""
+
+    @classmethod
+    def from_result(cls, result: WriteResult) -> "StoredShard":
+        index, stored = result.index, result.storage_data
+        offset = tuple(index.offset or ())
+        place = stored.relative_path, stored.offset, stored.length
+        return cls(index.fqn, offset, index.index, *place, result.size_in_bytes)
+
+    def result(self) -> WriteResult:
+        """The same in torch's words."""
+        index = MetadataIndex(self.name, self.offset, self.place)
+        return WriteResult(index, self.tensor_bytes, _StorageInfo(self.file, self.start, self.length))
+
+
+def write_shards(target: Path, state: dict[str, Tensor], disks: Disks) -> None:
+    """Write this rank's shards of `state` into the folder `target`, and on rank 0 the file that says where every
+    shard lies. The format is torch's; each rank makes the same plan from the shards of all. Raises OSError if a rank
+    could not write. Collective."""
+    planner, writer = DefaultSavePlanner(), FileSystemWriter(target)
+    planner.set_up_planner(state, writer.storage_meta(), disks.rank == 0)
+    writer.set_up_storage_writer(disks.rank == 0)
+    own = [Shard.from_item(item) for item in writer.prepare_local_plan(planner.create_local_plan()).items]
+    plans = []
+    for shards in disks.all_gather(own, list[Shard]):
+        names = {shard.name: (shard.name,) for shard in shards}
+        plans.append(SavePlan([shard.item() for shard in shards], planner_data=names))
+    plans, metadata = planner.create_global_plan(plans)
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[disks.rank])
+    stored: list[StoredShard] | str
+    try:
+        stored = [StoredShard.from_result(result) for result in writer.write_data(plan, planner).wait()]
+    except Exception as error:
+        log.exception("a checkpoint's files cannot be written")
+        stored = f"rank {disks.rank} cannot write {target}: {error}"
+    by_rank = disks.all_gather(stored, list[StoredShard] | str)
+    for reason in by_rank:
+        if isinstance(reason, str):
+            raise OSError(reason)
+    if disks.rank == 0:
+        writer.finish(metadata, [[shard.result() for shard in shards] for shards in by_rank])  # type: ignore[union-attr]
+
+
+def copy_to_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of sharded tensors, in this machine's memory."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    copied = stager.stage(state)
+    stager.close()
+    return copied
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 class CheckpointStore:
@@ -86,19 +201,20 @@ class CheckpointStore:
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
-        written = dcp.async_save(checkpoint.sharded_state(parts), checkpoint_id=partial, process_group=self.group)
+        state = copy_to_memory(checkpoint.sharded_state(parts))
         progress = {"step": step, "ranks": dist.get_world_size(), "lora": adapter}
         progress |= {f"{part.prefix}{STEPS}": part.steps for part in parts}
-        self._writing = step, in_background(self._complete, written, partial, progress)
+        self._writing = step, in_background(self._write, state, partial, progress)
 
-    def _complete(self, written: Future, partial: Path, progress: dict[str, Any]) -> None:
-        """Finish a checkpoint, in a thread of each rank: checksums, copies, rename, then pruning of older ones. Nothing
-        is removed before every disk has its files."""
-        written.result()
+    def _write(self, state: dict[str, Tensor], partial: Path, progress: dict[str, Any]) -> None:
+        """Write a checkpoint, in a thread of each rank: shards, checksums, copies, rename, then pruning of older ones.
+        Nothing is removed before every disk has its files."""
+        write_shards(partial, state, self.disks)
         rank = self.disks.rank
         own = [path.name for path in partial.glob(f"__{rank}_*")] + [METADATA_FILE] * (rank == 0)
         digests = {name: checkpoint.digest_of(partial / name) for name in own}
-        reports = self.disks.all_gather((digests, self.also_kept_steps, self.copies.retries))
+        report = digests, self.also_kept_steps, self.copies.retries
+        reports = self.disks.all_gather(report, tuple[dict[str, str], set[int], int | None])
         named = {name: digest for digests, *_ in reports for name, digest in digests.items()}
         self.disks.transfer(self.disks.from_rank_0(METADATA_FILE), partial, named)
         encoded = orjson.dumps(progress)
@@ -146,7 +262,7 @@ class CheckpointStore:
     def _steps(self) -> set[int]:
         """Policy steps of the checkpoints that any disk or any copy has. Collective."""
         local_steps = checkpoint.steps(self.directory) if self.disks.is_leader else []
-        return {step for each in self.disks.all_gather(local_steps) for step in each} | self.copies.steps()
+        return {step for each in self.disks.all_gather(local_steps, list[int]) for step in each} | self.copies.steps()
 
     def find(self, step: int) -> FoundCheckpoint | None:
         """The checkpoint of `step`, with its small files on every disk; None if it is not complete. All its files are
@@ -176,8 +292,8 @@ class CheckpointStore:
         and those of all ranks. Collective."""
         source = folder(self.directory, step)
         own = self._own_inventory(source)
-        own = self.copies.fetch_missing(step, source, own, self.disks.all_gather(own))
-        return own, self.disks.all_gather(own)
+        own = self.copies.fetch_missing(step, source, own, self.disks.all_gather(own, RankInventory | None))
+        return own, self.disks.all_gather(own, RankInventory | None)
 
     def _own_inventory(self, source: Path) -> RankInventory | None:
         if not source.is_dir():
@@ -185,7 +301,7 @@ class CheckpointStore:
         if not (source / CHECKSUMS_FILE).exists() and (source / PROGRESS_FILE).exists():
             log.warning("checkpoint %s has no %s: it is taken as it is", source, CHECKSUMS_FILE)
             digests = {path.name: checkpoint.digest_of(path) for path in source.iterdir()}
-            return RankInventory(digests, digests)
+            return RankInventory(digests, list(digests))
         named = checkpoint.checksums(source)
         share = {name: named[name] for name in self.disks.share(sorted(named))}
         mismatched = checkpoint.mismatched_files(share, source)
@@ -198,7 +314,7 @@ class CheckpointStore:
         source = folder(self.directory, found.step)
         state = checkpoint.allocate_state(source, parts)
         if self.disks.count > 1:
-            files_by_rank = self.disks.all_gather(checkpoint.files_of_state(source, state))
+            files_by_rank = self.disks.all_gather(checkpoint.files_of_state(source, state), set[str])
             by_disk = [
                 set().union(*map(files_by_rank.__getitem__, self.disks.ranks(disk))) for disk in range(self.disks.count)
             ]

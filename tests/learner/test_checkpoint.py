@@ -6,10 +6,9 @@ import threading
 
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_saver
 from transformers import AutoModelForCausalLM
 
-from april.learner import checkpoint
+from april.learner import checkpoint, store
 from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
 from tests.support.learner.comparison import equal
@@ -62,7 +61,7 @@ def test_a_checkpoint_cut_short_anywhere_is_never_picked_up(trainer, policy_fold
     trainer.save()
     assert checkpoint.latest(trainer.directory) == 1
     trainer.step(uneven_batch(1, policy_folder))
-    for cut in ("store.dcp.async_save", "checkpoint.replace_folder"):
+    for cut in ("store.copy_to_memory", "store.write_shards", "checkpoint.replace_folder"):
         with monkeypatch.context() as broken:
             broken.setattr(f"april.learner.{cut}", stop)
             with pytest.raises(KeyboardInterrupt):
@@ -77,13 +76,13 @@ def test_a_checkpoint_that_is_written_during_later_steps_holds_the_weights_it_wa
     trainer, policy_folder, monkeypatch
 ):
     trainer.step(uneven_batch(0, policy_folder))
-    before, trained_on, write = trainer.weights(), threading.Event(), state_dict_saver.save
+    before, trained_on, write = trainer.weights(), threading.Event(), store.write_shards
 
     def write_later(*arguments, **options):
         assert trained_on.wait(60)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(state_dict_saver, "save", write_later)
+    monkeypatch.setattr(store, "write_shards", write_later)
     trainer.start_save()
     trainer.step(uneven_batch(1, policy_folder))
     assert trainer.saved() is None and checkpoint.latest(trainer.directory) is None

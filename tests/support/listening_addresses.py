@@ -1,4 +1,4 @@
-"""The addresses of a process's listening TCP sockets (Linux)."""
+"""The addresses and ports of a process's listening TCP sockets (Linux)."""
 
 import contextlib
 import ipaddress
@@ -10,6 +10,11 @@ LISTENING = "0A"
 
 def listeners(pid: int | str = "self") -> set[str]:
     """IP addresses on which the process has at least one listening socket."""
+    return {host for host, _ in listening(pid)}
+
+
+def listening(pid: int | str = "self") -> set[tuple[str, int]]:
+    """(IP address, port) of each listening socket of the process."""
     folder = Path("/proc") / str(pid)
     sockets, addresses = set(), set()
     for descriptor in (folder / "fd").iterdir():
@@ -19,7 +24,8 @@ def listeners(pid: int | str = "self") -> set[str]:
         for line in (folder / "net" / table).read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == LISTENING and f"socket:[{inode}]" in sockets:
-                addresses.add(address(local.partition(":")[0]))
+                host, _, port = local.partition(":")
+                addresses.add((address(host), int(port, 16)))
     return addresses
 
 

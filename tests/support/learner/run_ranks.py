@@ -1,4 +1,4 @@
-"""Runs jobs of the learner's tests on several ranks under torchrun."""
+"""Runs jobs of the learner's tests on several ranks, under April's launcher."""
 
 import os
 import sys
@@ -9,16 +9,19 @@ import torch
 
 from tests.support.warm_imports import Popen
 
+PROGRAM = ("tests.support.learner.rank_jobs",)
 
-def run_ranks(ranks: int, jobs: list[dict], folder: Path) -> list[dict]:
-    """Run the jobs one after the other under torchrun; returns rank 0's result of each."""
+
+def run_ranks(ranks: int, jobs: list[dict], folder: Path, program: tuple[str, ...] = PROGRAM) -> list[dict]:
+    """Run the jobs one after the other, in ranks of one machine; returns rank 0's result of each. `program`: module and
+    first arguments of what reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_bytes(orjson.dumps(jobs))
     command = [sys.executable, "-m", "april.learner.launch", f"--nproc-per-node={ranks}"]
     output = folder / "output"
     with output.open("wb") as file:
         process = Popen(
-            [*command, "-m", "tests.support.learner.rank_jobs", str(folder)],
+            [*command, "-m", *program, str(folder)],
             stderr=file,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )

@@ -1,6 +1,7 @@
-"""Run under torchrun: each rank iterates and publishes a sharded model; FOLDER/seen.json is what came of it."""
+"""Run in ranks: each rank iterates and publishes a sharded model; FOLDER/seen.json is what came of it."""
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import orjson
@@ -10,14 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from april.config import load
-from april.learner.process_group import long_wait_group
+from april.learner.process_group import long_wait_group, rendezvous_of_this_start
 from april.trainers.rollouts.run import Rollouts
 from april.util.lifetime import exit_at_once
 from tests.support.recording_broker import RecordingBroker
 
 
 def main(config_file: str, folder: Path) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", **rendezvous_of_this_start(timedelta(minutes=5)))
     torch.manual_seed(0)
     model = fully_shard(torch.nn.Linear(3, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     broker = RecordingBroker(2, frontier=1) if dist.get_rank() == 0 else None

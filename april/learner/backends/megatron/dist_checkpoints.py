@@ -7,8 +7,7 @@ an accelerator or start processes are replaced.
 import pickle
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from april.learner.loading import ModelError, WeightFiles
 from april.learner.model import empty_policy
 
 FORMAT, VERSION = "torch_dist", 1
-METADATA_FILE = ".metadata"
 FORMS: list[dict[str, bool]] = [{}, {"non_homogeneous_layers": True}, {"singleton_local_shards": True}]
 """Metadata arguments of `sharded_state_dict` for each layout in which Megatron stores layers: all layers stacked in one
 tensor; one tensor per layer; one tensor per layer with gate and up projections separate."""
@@ -188,42 +186,25 @@ def tensor_shapes(source: Path) -> dict[str, torch.Size]:
     if saved != FORMAT:
         raise ModelError(f"{source}: its format is {saved!r}; save it as {FORMAT!r} with Megatron, which reads both")
     try:
-        with (source / METADATA_FILE).open("rb") as file:
-            known = MetadataUnpickler(file).load().state_dict_metadata
+        with (source / checkpoint.METADATA_FILE).open("rb") as file:
+            known = MegatronUnpickler(file).load().state_dict_metadata
     except (OSError, EOFError, AttributeError, pickle.UnpicklingError) as error:
         reason = first_line(error)
-        raise ModelError(f"{source / METADATA_FILE} cannot be read ({reason}); give it as it was saved") from error
+        raise ModelError(
+            f"{source / checkpoint.METADATA_FILE} cannot be read ({reason}); give it as it was saved"
+        ) from error
     return {name: value.size for name, value in known.items() if hasattr(value, "size")}
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles a checkpoint's `.metadata` and refuses every class but those that describe tensors; Megatron later
-    reads the same file unrestricted."""
+class MegatronUnpickler(checkpoint.MetadataUnpickler):
+    """Unpickles a checkpoint's `.metadata`, in which Megatron names classes of its own; Megatron later reads the same
+    file unrestricted."""
 
-    modules = (
-        "torch.distributed.checkpoint.metadata",
-        "torch.distributed.checkpoint.planner",
-        "torch.distributed.checkpoint.filesystem",
-    )
-    """Names of the modules whose dataclasses and enums may be unpickled; these classes are plain data."""
     others = (
-        (torch.__name__, "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "PosixPath"),
-        ("collections", "OrderedDict"),
+        *checkpoint.MetadataUnpickler.others,
         (torch_dist.__name__, "MCoreMetadata"),
         (torch_dist.__name__, "MCoreSavePlan"),
     )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self.others:
-            return super().find_class(module, name)
-        if module in (*self.modules, torch.__name__) and "." not in name:
-            found = super().find_class(module, name)
-            is_form = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
-            if isinstance(found, torch.dtype) or (is_form and module in self.modules):
-                return found
-        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint has")
 
 
 def first_line(error: BaseException) -> str:
