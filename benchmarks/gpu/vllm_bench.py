@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
@@ -57,15 +57,18 @@ STREAM_TOKENS = 32
 """Tokens of an event, the worker's default."""
 CACHE_GIB, CACHE_SHARE, UTILIZATION = 30, 0.35, 0.4
 """The server's KV cache, at most this share of the card's memory; and the share that has to be free at its start."""
-GRAPHS = {
-    "mode": 0,
-    "cudagraph_mode": "FULL_DECODE_ONLY",
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256],
-}
-"""vLLM's compilation: CUDA graphs of whole decode steps, without torch.compile, which takes a minute."""
+SIZES = [1, 2, 4, 8, *range(16, 64, 16), *range(64, 256, 32), *range(256, 513, 64)]
+"""Tokens of the steps that become CUDA graphs; others are padded to the next."""
+STARTS: tuple[tuple[str, dict[str, str], dict], ...] = (
+    ("graphs", {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}),
+    ("graphs of decode steps", {}, {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
+    ("eager", {}, {}),
+)
+"""How the server is started on a card, in turn until it starts: environment, and vLLM's compilation. torch.compile, on
+which vLLM's graphs of steps with prompts usually rest, takes half a minute; the first way does without."""
 START_S, PATIENCE_S = 110.0, 60.0
 """Longest start of the server, and longest wait for anything else (seconds)."""
-EAGER_S = 60.0
+AGAIN_S = 60.0
 """Seconds that have to be left for another start."""
 POLL_S = 0.01
 CONFIG = """
@@ -115,7 +118,7 @@ class Bench:
         self.policy, self.prompts = make_inputs(folder, size, part.device.type)
         part.fact("vllm: seconds of making the model", round(time.monotonic() - began, 2))
         self.port = free_port()
-        self.server = self._spawn(eager=False)
+        self.server = self._spawn(*STARTS[0])
         parts.callback(lambda: self.server.kill())
         self.tensors = load_folder_weights(self.policy)
         self.tokenizer = Tokenizer(self.policy)
@@ -133,34 +136,37 @@ class Bench:
         folders = [str(BENCHMARKS / "gpu"), str(BENCHMARKS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
 
-    def _spawn(self, eager: bool) -> SGLangServer:
+    def _spawn(self, way: str, environment: dict[str, str], compilation: dict) -> SGLangServer:
+        on_card = self.part.device.type == "cuda"
         options: dict = {"stream_interval": STREAM_TOKENS}
-        if self.part.device.type == "cuda":
+        if on_card:
             cache = min(CACHE_GIB << 30, int(CACHE_SHARE * torch.cuda.get_device_properties(0).total_memory))
             options |= {"gpu_memory_utilization": UTILIZATION, "kv_cache_memory_bytes": cache}
-            options |= {"enforce_eager": True} if eager else {"compilation_config": json.dumps(GRAPHS)}
+            graphs = {"compilation_config": json.dumps(compilation | {"cudagraph_capture_sizes": SIZES})}
+            options |= graphs if compilation else {"enforce_eager": True}
         settings = HostSettings(
             server_python(), self.policy, self.folder / "server.log", self.part.device.type,
             slots=self.size.concurrent[0], context_tokens=self.size.prompt + self.size.longest + 8, port=self.port,
-            start_s=START_S if self.part.device.type == "cuda" else 3 * START_S, options=options,
+            start_s=START_S if on_card else 3 * START_S, options=options, more=environment if on_card else {},
         )  # fmt: skip
         server = SGLangServer(settings)
         server.spawn()
-        self.began_s = time.monotonic()
+        self.way, self.began_s = way, time.monotonic()
         return server
 
     def await_server(self) -> None:
-        """Wait until it answers; without CUDA graphs, if it does not with them. Raises ServerFailed."""
-        try:
-            info = self.call("/server_info", wait=True)
-        except ServerFailed:
-            self.part.fact("vllm: start with CUDA graphs: failed", self.log_end())
-            if self.part.device.type == "cpu" or self.part.left_s < EAGER_S:
-                raise
-            self.server = self._spawn(eager=True)
-            info = self.call("/server_info", wait=True)
+        """Wait until it answers, started in one of the ways. Raises ServerFailed."""
+        for following in (*STARTS[1:], None):
+            try:
+                info = self.call("/server_info", wait=True)
+                break
+            except ServerFailed:
+                self.part.fact(f"vllm: start with {self.way}: failed", self.log_end())
+                if following is None or self.part.device.type == "cpu" or self.part.left_s < AGAIN_S:
+                    raise
+                self.server = self._spawn(*following)
         self.part.row("gpu_vllm_start_s", time.monotonic() - self.began_s, "s")
-        self.part.fact("vllm: server", info)
+        self.part.fact("vllm: server", info | {"way": self.way})
 
     def call(self, path: str, body: dict | None = None, wait: bool = False) -> dict:
         """The server's answer; `wait`: until it has started."""
@@ -183,12 +189,15 @@ class Bench:
         return self.server.settings.log.read_text(errors="replace")[-6000:]
 
 
+@dataclass(frozen=True)
 class HostSettings(VLLMSettings):
-    """vLLM lies where PYTHONPATH says, unless it has an environment of its own."""
+    """vLLM lies where PYTHONPATH says, unless it has an environment of its own. `more`: for its processes."""
+
+    more: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         found = dict(os.environ) if self.python == Path(sys.executable) else super().environment()
-        return found | self.own_environment() | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        return found | self.own_environment() | {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | self.more
 
 
 def server_python() -> Path:

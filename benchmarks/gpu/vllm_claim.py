@@ -62,7 +62,7 @@ ENOUGH_S = ((170, 3), (130, 2), (-1, 0))
 """(seconds that have to be left, number of RUNS that are then started)"""
 MEASURE_S, RUN_S, LEAST_STEPS = 20.0, 24.0, 3
 """Seconds that a measurement needs, and a run; steps of a run, of which the first is not timed."""
-ABORTS, RECALL_S = 3, 10.0
+ABORTS, RECALL_S = 3, 6.0
 """Recalls that are timed, and longest time of each (seconds)."""
 
 
