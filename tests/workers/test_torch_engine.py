@@ -236,6 +236,23 @@ def test_seeds_give_distinct_samples_and_the_same_seed_the_same(make_engine):
     assert len(others) == len(requests) - 1
 
 
+def test_steps_that_run_ahead_of_the_host_lose_and_repeat_nothing(make_engine):
+    stops = frozenset(range(0, VOCABULARY, 9))
+    requests = [Request(i, prompt(3 + i % 4), 40, seed=i, stop_token_ids=stops) for i in range(24)]
+    plain, ahead = make_engine(flat=True, slots=4), make_engine(flat=True, slots=4)
+    plain._flat = False  # its cache is flat; its steps wait for the host
+    expected = drive(plain, requests)
+    for request in requests:
+        ahead.submit(request)
+    chunks, ran_ahead = [], 0
+    while ahead.live:
+        chunks += ahead.step()
+        ran_ahead += ahead._ahead is not None
+    tokens = {i: np.concatenate([c.tokens for c in chunks if c.id == i]).tolist() for i in range(24)}
+    assert tokens == {i: list(stream.tokens) for i, stream in expected.items()} and ran_ahead > 10
+    assert ahead.generated_tokens == plain.generated_tokens == sum(map(len, tokens.values()))
+
+
 def test_a_sample_does_not_depend_on_what_runs_beside_it(make_engine):
     requests = requests_of_many_shapes(16, temperature=0.9)
     requests[3] = replace(requests[3], top_k=5)

@@ -146,6 +146,8 @@ class TorchEngine:
 
     def release(self) -> None:
         """Implements `TimeSharingEngine`: drop weights and KV cache, and return their memory to the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a step may be running ahead
         self.discard_weights()
         self._cache = self._new_cache()
         if self.device.type == "cuda":
