@@ -262,6 +262,8 @@ def main() -> None:
     logging.disable_progress_bar()
     if part.device.type == "cuda":
         torch.cuda.set_device(0)
+    else:
+        torch.set_num_threads(1)
     backends = "cpu:gloo" if part.device.type == "cpu" else "cuda:nccl,cpu:gloo"
     dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
     found: defaultdict[str, list[float]] = defaultdict(list)
