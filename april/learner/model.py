@@ -365,6 +365,8 @@ def gather_tensors(
         group = shard_group(bucket[0][1])
         if to in dist.get_process_group_ranks(group):
             state.update(gather_bucket(bucket, dtype, group, to))
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()  # the copies of all buckets
     return state
 
 
@@ -398,8 +400,8 @@ def shard_group(parameter: DTensor) -> dist.ProcessGroup:
 def gather_bucket(
     bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, group: dist.ProcessGroup, to: int = 0
 ) -> dict[str, Tensor]:
-    """Unsharded parameters on rank `to`, {} on other ranks. Of n rows (or columns) sharded over R ranks, rank r holds
-    the r-th `ceil(n / R)`. Collective."""
+    """Unsharded parameters on rank `to`, as `on_cpu` gives them, {} on other ranks. Of n rows (or columns) sharded over
+    R ranks, rank r holds the r-th `ceil(n / R)`. Collective."""
     ranks, leader = dist.get_world_size(group), dist.get_rank() == to
     local = torch.cat([parameter.to_local().detach().flatten() for _, parameter in bucket]).to(dtype)
     shapes = [
@@ -408,13 +410,12 @@ def gather_bucket(
     ]
     sent = nn.functional.pad(local, (0, sum(math.prod(parts[0]) for parts in shapes) - len(local)))
     if ranks == 1:
-        received = [sent]
+        shards = [on_cpu(sent)]
     else:
-        received = [torch.empty_like(sent) for _ in range(ranks)] if leader else []
-        dist.gather(sent, received or None, dst=to, group=group)
+        shards = [torch.empty_like(sent) for _ in range(ranks)] if leader else []
+        dist.gather(sent, shards or None, dst=to, group=group)
     if not leader:
         return {}
-    shards = [on_cpu(shard) for shard in received]
     used, full = [0] * ranks, {}
     for (name, parameter), rank_shapes in zip(bucket, shapes, strict=True):
         parts = []
@@ -423,15 +424,16 @@ def gather_bucket(
             parts.append(data[used[rank] : used[rank] + length].view(shape))
             used[rank] += length
         dim = sharded_dim(parameter)
-        full[name] = parts[0] if dim is None or ranks == 1 else torch.cat(parts, dim)
+        full[name] = on_cpu(parts[0] if dim is None or ranks == 1 else torch.cat(parts, dim))
     return full
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU; an accelerator's comes through page-locked memory, which torch uses again for the next."""
+    """A tensor on the CPU. An accelerator's comes into page-locked memory, which torch uses again once it is free; it has
+    arrived when the current stream is synchronised."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def sharded_dim(parameter: DTensor) -> int | None:

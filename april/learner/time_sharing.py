@@ -71,14 +71,33 @@ class HostOffload:
         self._offloaded, self._refill = [], None
 
 
+PIECE_BYTES = 16 * 2**20
+"""Bytes of page-locked memory that are allocated together; torch rounds every allocation up to a power of two, and uses
+it again for the next offload."""
+
+
 def offload_to_memory(storages: Storages) -> Refill:
-    copies = [as_bytes(storage).to("cpu", copy=True) for storage in storages]
+    copies = [[on_host(piece) for piece in as_bytes(storage).split(PIECE_BYTES)] for storage in storages]
+    await_copies()
 
     def refill(storages: Storages) -> None:
-        for storage, copy in zip(storages, copies, strict=True):
-            as_bytes(storage).copy_(copy)
+        for storage, pieces in zip(storages, copies, strict=True):
+            for target, piece in zip(as_bytes(storage).split(PIECE_BYTES), pieces, strict=True):
+                target.copy_(piece, non_blocking=True)
+        await_copies()
 
     return refill
+
+
+def on_host(piece: Tensor) -> Tensor:
+    """Start to copy bytes to the host, from an accelerator into page-locked memory."""
+    copy = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.device.type == "cuda")
+    return copy.copy_(piece, non_blocking=True)
+
+
+def await_copies() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 def offload_to_file(storages: Storages, folder: Path) -> Refill:
