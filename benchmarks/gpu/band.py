@@ -32,14 +32,14 @@ from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.weight_intake import WeightCheck, WrongWeights
 
-SHAPES = {"0.6B": 9.0, "small": 3.0, "1.7B": 8.0}
+SHAPES = {"0.6B": 8.0, "small": 3.0, "1.7B": 7.0}
 """Shapes by worth, and the seconds that each may take."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 LR = 5e-4
 STEPS = 3
 GROUPS, GROUP = 4, 8
-PROMPT, RESPONSE = 16, 32
-LANGUAGE_STEPS, REHEARSED_STEPS = 40, 3
+PROMPT, RESPONSE = 16, 24
+LANGUAGE_STEPS, REHEARSED_STEPS = 30, 3
 """Optimizer steps in which a model learns the language, and those of a rehearsal."""
 LANGUAGE_BATCH, LANGUAGE_LR = 16, 1e-3
 """Texts in each of these steps, and the largest learning rate."""
