@@ -38,7 +38,7 @@ class Part:
         self.tiny = tiny
         """Whether this rehearses the code: small shapes, and figures that say nothing."""
         self._ends_s = time.monotonic() + seconds
-        self._out = out
+        self.out = out
 
     @classmethod
     def from_command_line(cls, description: str) -> "Part":
@@ -95,8 +95,8 @@ class Part:
     def _append(self, line: dict) -> None:
         encoded = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
         print(encoded.decode().rstrip(), flush=True)
-        if self._out is not None:
-            with self._out.open("ab") as file:
+        if self.out is not None:
+            with self.out.open("ab") as file:
                 file.write(encoded)
 
 

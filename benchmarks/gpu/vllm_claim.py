@@ -62,6 +62,7 @@ ENOUGH_S = ((170, 3), (130, 2), (-1, 0))
 """(seconds that have to be left, number of RUNS that are then started)"""
 MEASURE_S, RUN_S, LEAST_STEPS = 20.0, 24.0, 3
 """Seconds that a measurement needs, and a run; steps of a run, of which the first is not timed."""
+LOG_CHARACTERS = 12_000
 ABORTS, RECALL_S = 3, 6.0
 """Recalls that are timed, and longest time of each (seconds)."""
 
@@ -84,6 +85,14 @@ def main() -> None:
                 with part.attempt(rollout.name):
                     compare(bench, rollout)
         compare_schedules(bench, runs)
+
+
+def keep_logs(part: Part, folder: Path) -> None:
+    """Write the ends of all logs to a file beside the rows."""
+    if part.out is not None:
+        logs = sorted([*folder.glob("*.log"), *folder.glob("*/logs/*.log")])
+        ends = [f"== {log.relative_to(folder)}\n{log.read_text(errors='replace')[-LOG_CHARACTERS:]}" for log in logs]
+        part.out.with_suffix(".logs.txt").write_text("\n".join(ends))
 
 
 # --- requests in flight -----------------------------------------------------------------------------------------------

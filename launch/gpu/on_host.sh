@@ -37,6 +37,7 @@ if $with_vllm && [ ! -e "$site-vllm/complete" ]; then
     cat "$pieces"/vllm.tar.xz.* | python3 -c '
 import sys, tarfile
 tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filter="data")' "$site-vllm"
+    rm -rf "$site-vllm/opentelemetry/exporter"  # which wants a protobuf of its own; vLLM does without
     # vLLM has thousands of modules, and a server imports them in three processes, one after the other.
     python3 -m compileall -q -j 0 "$site-vllm" >/dev/null || true
     touch "$site-vllm/complete"
