@@ -58,7 +58,7 @@ WARM_SHARE = 0.15
 """Share of the tokens with all slots taken that is not timed: prompts are read, and every slot has just begun."""
 RUNS = ("sync", "continuous", "april")
 """Schedules, by worth."""
-ENOUGH_S = ((170, 3), (130, 2), (-1, 0))
+ENOUGH_S = ((140, 3), (110, 2), (-1, 0))
 """(seconds that have to be left, number of RUNS that are then started)"""
 MEASURE_S, RUN_S, LEAST_STEPS = 20.0, 24.0, 3
 """Seconds that a measurement needs, and a run; steps of a run, of which the first is not timed."""
@@ -75,6 +75,7 @@ def main() -> None:
         contextlib.ExitStack() as parts,
         part.attempt("vllm"),
     ):
+        parts.callback(keep_logs, part, Path(made))
         bench = Bench(part, size, Path(made), parts)
         rollouts = [Rollout(bench, count, parts) for count in size.concurrent]
         kinds = RUNS[: 2 if part.tiny else next(count for seconds, count in ENOUGH_S if part.left_s > seconds)]
