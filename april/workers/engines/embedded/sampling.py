@@ -96,22 +96,19 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """
     vocabulary = weights.shape[-1]
     if vocabulary < LARGE_VOCABULARY:
-        return draw_within(weights, uniform, None)
+        # In float64 uniform * total < total, so the first sum above it belongs to a token of positive weight.
+        sums = weights.cumsum(dim=-1, dtype=torch.float64)
+        return torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
     blocks = F.pad(weights, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
     sums = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = uniform * sums[:, -1:]
     block = torch.searchsorted(sums, target, right=True).clamp_(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
     inside = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).squeeze(1)
-    return block * BLOCK + draw_within(inside, None, target - before)
-
-
-def draw_within(weights: Tensor, uniform: Tensor | None, target: Tensor | None) -> Tensor:
-    """Index of the first running sum above `target`, float64 [n, 1], or above that share of the total: int64 [n, 1]."""
-    sums = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = sums[:, -1:].contiguous()
-    found = torch.searchsorted(sums, uniform * total if target is None else target, right=True)
-    return torch.minimum(found, torch.searchsorted(sums, total))  # rounded sums end at the last of positive weight
+    sums = inside.cumsum(dim=-1, dtype=torch.float64)
+    found = torch.searchsorted(sums, target - before, right=True)
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())  # of positive weight; sums of sums are rounded otherwise
+    return block * BLOCK + torch.minimum(found, last)
 
 
 def cut(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
