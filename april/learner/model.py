@@ -429,8 +429,8 @@ def gather_bucket(
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU. An accelerator's comes into page-locked memory, which torch uses again once it is free; it has
-    arrived when the current stream is synchronised."""
+    """A tensor on the CPU. An accelerator's comes into page-locked memory, which torch uses again once it is free, and
+    has arrived when the current stream is synchronised."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -11,12 +12,14 @@ import torch.multiprocessing  # from here on a Pipe sends handles of tensors
 from part import Part, make_model
 
 from april.config import WeightsSection
+from april.learner.model import on_cpu
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
+from april.weights.snapshot import checksum, pack
 from april.wire.message import Version
 from april.workers.engines.embedded.engine import TorchEngine
 
-REPEATS = 5
+REPEATS = 4
 PATIENCE_S = 60.0
 CONTEXT = 64
 """Context of the engine, which generates nothing, tokens."""
@@ -32,19 +35,23 @@ def measure(description: str, copies: Other, engine: Other) -> None:
     temporary = tempfile.TemporaryDirectory(prefix="april-gpu-", dir=in_memory if in_memory.is_dir() else None)
     with temporary as made, part.attempt("all"):
         folder = make_model(Path(made) / "model", shape, torch.bfloat16, CONTEXT, part.device.type)
-        section = WeightsSection(backend="gloo", publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S)
-        publisher = WeightPublisher(section, "gpu", part.device.type)
-        engine[0].send((publisher.address, folder, part.device.type, section))
+        engine[0].send((folder, part.device.type))
         state = read_state(folder)
         size = sum(tensor.nbytes for tensor in state.values())
         part.row("weights_gb", size / 1e9, "GB")
-        with part.attempt("device copy"):
-            device_copy(part, size)
+        shared, gloo = [], []
+        with part.attempt("lane through shared memory"):
+            shared = publish(part, "shared_memory", "gpu_weight_lane_shared", state, *engine)
+        with part.attempt("between card and host"):
+            host_copies(part, state, size)
         with part.attempt("lane over gloo"):
-            publish(part, publisher, state, engine[1])
+            gloo = publish(part, "collective", "gpu_weight_lane", state, *engine)
+        if shared and gloo:
+            part.row("gpu_weight_lane_shared_vs_gloo", min(gloo) / min(shared), "ratio")
         with part.attempt("CUDA IPC"):
             between_processes(part, size, *copies)
-        publisher.close()
+        with part.attempt("device copy"):
+            device_copy(part, size)
     part.fact("April's lane by CUDA IPC", "not built")
 
 
@@ -118,17 +125,70 @@ def wait(connection: Connection, child: BaseProcess, part: Part) -> int:
     return connection.recv()
 
 
-# --- April's lane -----------------------------------------------------------------------------------------------------
+# --- between the card and the host ------------------------------------------------------------------------------------
 
 
-def publish(part: Part, publisher: WeightPublisher, state: dict[str, torch.Tensor], child: BaseProcess) -> None:
-    """Publish weights to the engine of another process, until each version is loaded."""
+def host_copies(part: Part, state: dict[str, torch.Tensor], size: int) -> None:
+    """Copied bytes a second of all weights, tensor by tensor: to the host as the learner collects them, and as a plain
+    copy to new memory; from the host, page-locked or not, as an engine loads them. What the learner and a worker do
+    with them on the host: packing with checksum, and the checksum alone."""
+    weights = [tensor.to(part.device) for tensor in state.values()]
+    pageable, pinned = list(state.values()), [on_cpu(tensor) for tensor in weights]
+    synchronize(part.device)
+    kept = pinned if part.device.type == "cuda" else pageable
+
+    def collect() -> None:
+        nonlocal pinned
+        pinned = []  # free for the next, as the learner's are once they are packed
+        pinned = [on_cpu(tensor) for tensor in weights]
+
+    def to_pageable() -> None:
+        for tensor in weights:
+            tensor.to("cpu", copy=True)
+
+    def load(host: list[torch.Tensor]) -> None:
+        for tensor, held in zip(weights, host, strict=True):
+            tensor.copy_(held, non_blocking=True)
+
+    snapshot = pack(Version(0, 0), state)
+    for name, work in (
+        ("gpu_weights_to_cpu_pinned_gb_per_s", collect),
+        ("gpu_weights_to_cpu_pageable_gb_per_s", to_pageable),
+        ("gpu_weights_from_cpu_pageable_gb_per_s", partial(load, pageable)),
+        ("gpu_weights_from_cpu_pinned_gb_per_s", partial(load, kept)),
+        ("weights_pack_gb_per_s", lambda: pack(Version(0, 0), state)),
+        ("weights_checksum_gb_per_s", lambda: checksum(snapshot.data)),
+    ):
+        seconds = []
+        for _ in range(3):
+            if not part.enough_time(name, 2.0):
+                return
+            began = time.perf_counter()
+            work()
+            synchronize(part.device)
+            seconds.append(time.perf_counter() - began)
+        part.row(name, [size / 1e9 / each for each in seconds[1:]], "GB/s")
+
+
+# --- April's lanes ----------------------------------------------------------------------------------------------------
+
+
+def publish(
+    part: Part, transport: str, name: str, state: dict[str, torch.Tensor], connection: Connection, child: BaseProcess
+) -> list[float]:
+    """Publish weights to the engine of another process, each version until it is loaded; returns the seconds of each:
+    packing, transfer, both checksums, loading."""
+    section = WeightsSection(
+        transport=transport, backend="gloo", publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S
+    )
+    publisher = WeightPublisher(section, "gpu", part.device.type)
+    connection.send((publisher.address, section))
     began = time.monotonic()
     while not publisher.publish(Version(0, 0), state)["publish_workers"]:
         if not child.is_alive() or time.monotonic() - began > PATIENCE_S or (part.left_s < 1 and not part.tiny):
             raise RuntimeError(f"no engine has come, the exit code of its process is {child.exitcode}")
         time.sleep(0.1)
-    part.fact("seconds until the engine has its first weights", round(time.monotonic() - began, 2))
+    part.fact(f"{transport}: seconds until the engine has its first weights", round(time.monotonic() - began, 2))
     seconds, figures = [], {}
     for turn in range(1, REPEATS + 1):
         if seconds and not part.enough_time("another publication", 1 + 2 * seconds[-1]):
@@ -137,20 +197,32 @@ def publish(part: Part, publisher: WeightPublisher, state: dict[str, torch.Tenso
         figures = publisher.publish(Version(0, turn), state)
         seconds.append(time.perf_counter() - began)
         assert figures["publish_workers"] == 1, figures
-    part.row("gpu_weight_lane_s", seconds, "s")
-    part.row("gpu_weight_lane_gb_per_s", [figures["publish_bytes"] / 1e9 / each for each in seconds], "GB/s")
-    part.fact("figures of the last publication", {name: round(value, 4) for name, value in figures.items()})
+    part.row(f"{name}_gb_per_s", [figures["publish_bytes"] / 1e9 / each for each in seconds], "GB/s")
+    part.row(f"{name}_s", seconds, "s")
+    loading = []
+    while connection.poll():
+        loading.append(connection.recv())
+    part.row(f"{name}_load_s", loading[1:], "s")
+    part.fact(f"{transport}: figures of the last publication", {key: round(each, 4) for key, each in figures.items()})
+    publisher.close()
+    return seconds
 
 
 def take_weights(connection: Connection) -> None:
-    """A worker's receiver and engine, which generates nothing."""
-    address, folder, device, section = connection.recv()
+    """A worker's engine, which generates nothing, with one receiver after the other: a learner's address and section
+    `[weights]` for each. Answers the seconds of each loading."""
+    folder, device = connection.recv()
     engine = TorchEngine(folder, slots=1, max_context=CONTEXT, device=device)
-    receiver = WeightReceiver(section, uid="gpu", name="gpu", device=device)
-    receiver.connect(address)
     while True:
-        if staged := receiver.take():
-            engine.load_weights(staged.version, staged.tensors)
-            synchronize(engine.device)
-            receiver.loaded(staged.version)
-        time.sleep(0.0005)
+        address, section = connection.recv()
+        receiver = WeightReceiver(section, uid="gpu", name="gpu", device=device)
+        receiver.connect(address)
+        while not connection.poll():
+            if staged := receiver.take():
+                began = time.perf_counter()
+                engine.load_weights(staged.version, staged.tensors)
+                synchronize(engine.device)
+                connection.send(time.perf_counter() - began)
+                receiver.loaded(staged.version)
+            time.sleep(0.0005)
+        receiver.close()

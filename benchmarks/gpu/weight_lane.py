@@ -1,7 +1,8 @@
 """Bytes/s of weights from a learner to an engine in another process on the same card.
 
-April's lane goes over gloo, from the CPU's memory into the engine's. Beside it: CUDA IPC, by which a process copies
-straight out of another one's memory and which April has no lane for, and a copy within one process, the limit of both.
+April's lanes go from the host's memory into the engine's, through shared memory or over gloo. Beside them: the copies
+from the card to the host and back; CUDA IPC, by which a process copies straight out of another one's memory and which
+April has no lane for; and a copy within one process, the limit of that.
 """
 
 import importlib
