@@ -113,3 +113,16 @@ def test_the_acceptance_is_rehearsed_whole(tmp_path):
         assert part["status"] == "done" and not part["failures"], json.dumps(part, indent=1)
         assert part["facts"], f"{name} reported nothing"
     assert {row["name"] for row in found["rows"]} >= {"gpu_quickstart_heldout", "gpu_ledger_closed"}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_the_part_on_vllm_is_rehearsed(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    words = ["--device", "cpu", "--tiny", "--seconds", "800", "--out", str(rows)]
+    script = ROOT / "benchmarks/gpu/vllm_claim.py"
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True)
+    found = [orjson.loads(line) for line in rows.read_bytes().splitlines()]
+    assert done.returncode == 0 and not [line for line in found if ": failed" in line.get("fact", "")], done.stdout
+    names = {line.get("name") for line in found}
+    assert names >= {"gpu_vllm_vs_alone_32", "gpu_vllm_abort_to_journal_s_32", "gpu_vllm_continuous_vs_sync"}
