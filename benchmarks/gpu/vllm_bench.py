@@ -66,7 +66,7 @@ STARTS: tuple[tuple[str, dict[str, str], dict], ...] = (
 )
 """How the server is started on a card, in turn until it starts: environment, and vLLM's compilation. torch.compile, on
 which vLLM's graphs of steps with prompts usually rest, takes half a minute; the first way does without."""
-START_S, PATIENCE_S = 110.0, 60.0
+START_S, PATIENCE_S = 80.0, 60.0
 """Longest start of the server, and longest wait for anything else (seconds)."""
 AGAIN_S = 60.0
 """Seconds that have to be left for another start."""
@@ -147,7 +147,7 @@ class Bench:
         settings = HostSettings(
             server_python(), self.policy, self.folder / "server.log", self.part.device.type,
             slots=self.size.concurrent[0], context_tokens=self.size.prompt + self.size.longest + 8, port=self.port,
-            start_s=START_S if on_card else 3 * START_S, options=options, more=environment if on_card else {},
+            start_s=START_S if on_card else 5 * START_S, options=options, more=environment if on_card else {},
         )  # fmt: skip
         server = SGLangServer(settings)
         server.spawn()

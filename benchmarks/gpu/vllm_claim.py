@@ -14,6 +14,7 @@ scaled down. All are started at once, and let go one after the other.
 import asyncio
 import contextlib
 import heapq
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -62,6 +63,8 @@ ENOUGH_S = ((140, 3), (110, 2), (-1, 0))
 """(seconds that have to be left, number of RUNS that are then started)"""
 MEASURE_S, RUN_S, LEAST_STEPS = 20.0, 24.0, 3
 """Seconds that a measurement needs, and a run; steps of a run, of which the first is not timed."""
+ROOM_BYTES = 8 << 30
+"""Shared memory that the model and the runs' folders need."""
 LOG_CHARACTERS = 12_000
 ABORTS, RECALL_S = 3, 6.0
 """Recalls that are timed, and longest time of each (seconds)."""
@@ -70,8 +73,9 @@ ABORTS, RECALL_S = 3, 6.0
 def main() -> None:
     part = Part.from_command_line(__doc__.partition("\n")[0])
     size, shared = TINY if part.tiny else CARD, Path("/dev/shm")
+    has_room = shared.is_dir() and shutil.disk_usage(shared).free > ROOM_BYTES
     with (
-        tempfile.TemporaryDirectory(prefix="april-vllm-", dir=shared if shared.is_dir() else None) as made,
+        tempfile.TemporaryDirectory(prefix="april-vllm-", dir=shared if has_room else None) as made,
         contextlib.ExitStack() as parts,
         part.attempt("vllm"),
     ):
