@@ -99,7 +99,9 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
         # In float64 uniform * total < total, so the first sum above it belongs to a token of positive weight.
         sums = weights.cumsum(dim=-1, dtype=torch.float64)
         return torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
-    blocks = F.pad(weights, (0, -vocabulary % BLOCK)).unflatten(1, (-1, BLOCK))
+    if missing := -vocabulary % BLOCK:
+        weights = F.pad(weights, (0, missing))
+    blocks = weights.unflatten(1, (-1, BLOCK))
     sums = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = uniform * sums[:, -1:]
     block = torch.searchsorted(sums, target, right=True).clamp_(max=blocks.shape[1] - 1)
