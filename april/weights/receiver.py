@@ -39,7 +39,7 @@ from april.weights.channel import (
     ChannelPosted,
     ChannelReady,
 )
-from april.weights.snapshot import SnapshotError, buckets, empty_buffer, unpack
+from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, unpack
 from april.weights.transports import Link, OtherMachine, Transport
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
 from april.wire.message import Version
@@ -124,6 +124,7 @@ class WeightReceiver:
         self.reports: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         """What the engine has to tell the learner, in order: methods of `LearnerConnection` with their arguments, which
         the receiver's thread calls."""
+        self.buffers = ReusedBuffers()
         self._lock = threading.Lock()
         self._staged: StagedWeights | None = None
         self.held: Version | None = None
@@ -399,7 +400,7 @@ class LearnerConnection:
             self.receiver.stage_for_server(manifest, started_at, Future() if by_trainer else None)
             return
         assert link, "a channel without a server has a link"
-        data = empty_buffer(manifest.total_bytes)
+        data = self.receiver.buffers.take(manifest.total_bytes)
         self._send(ChannelPosted(manifest.channel, manifest.version))
         deadline = started_at + self.receiver.config.transfer_deadline_s
         link.receive(buckets(data, manifest.bucket_bytes), deadline)

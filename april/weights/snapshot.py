@@ -2,6 +2,8 @@
 form in which an SGLang server gets and holds the same weights."""
 
 import hashlib
+import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,8 @@ from zlib_ng.zlib_ng import crc32
 from april.weights.canary import Canary
 from april.weights.channel import Adapter, TensorHead
 from april.wire.message import Version
+
+log = logging.getLogger(__name__)
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 ALIGNMENT_BYTES = 16
@@ -57,6 +61,40 @@ def empty_buffer(size: int) -> Tensor:
     """A new buffer for a snapshot, uint8 [size]. numpy asks the kernel for huge pages, with which filling it takes a
     third of the time."""
     return torch.from_numpy(np.empty(size, np.uint8))
+
+
+class ReusedBuffers:
+    """Buffers for received snapshots, of which each is used again once no tensor lies in it any more.
+
+    They are page-locked, from where an accelerator's copies take a fraction of the time. That is done once for each,
+    and only in a process that uses an accelerator; elsewhere every buffer is a new one.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
+        """Page-locked memory, and the view of it that its tensors keep alive."""
+
+    def take(self, size: int) -> Tensor:
+        """A buffer of any content, uint8 [size]."""
+        if not (size and torch.cuda.is_initialized()):
+            return empty_buffer(size)
+        free = (memory for memory, view in self._buffers if memory.size == size and view() is None)
+        memory = next(free, None)
+        if memory is None:
+            memory = np.empty(size, np.uint8)
+            page_lock(memory)
+        view = memory[:]
+        self._buffers = [held for held in self._buffers if held[0] is not memory] + [(memory, weakref.ref(view))]
+        return torch.from_numpy(view)
+
+
+def page_lock(memory: np.ndarray) -> None:
+    """Register memory for copies by an accelerator until it is freed; it stays as it is if the system refuses."""
+    runtime, address, for_all_contexts = torch.cuda.cudart(), memory.ctypes.data, 1
+    if error := int(runtime.cudaHostRegister(address, memory.nbytes, for_all_contexts)):
+        log.info("%d bytes for weights could not be page-locked (CUDA error %d)", memory.nbytes, error)
+        return
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dict[str, Tensor]:

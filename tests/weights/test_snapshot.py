@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from april.weights.channel import TensorHead
-from april.weights.snapshot import SnapshotError, buckets, joined, pack, server_buckets, unpack
+from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, joined, pack, server_buckets, unpack
 from april.wire.message import Version
 
 TENSORS = {
@@ -64,3 +64,56 @@ def test_a_server_s_broadcasts_hold_whole_tensors_of_one_dtype_without_padding()
     for part in parts:
         expected = torch.cat([tensors[head.name].view(torch.uint8) for head in part])
         assert torch.equal(joined(snapshot, part), expected)
+
+
+class Runtime:
+    """Calls of a CUDA runtime: sizes of the memory that was page-locked, by its address."""
+
+    def __init__(self):
+        self.locked, self.refuses = {}, False
+
+    def cudaHostRegister(self, address, size, flags):
+        self.locked |= {} if self.refuses else {address: size}
+        return 801 if self.refuses else 0
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+def test_page_locked_memory_is_used_again_only_once_no_tensor_lies_in_it(runtime):
+    taken, snapshot = ReusedBuffers(), pack(Version(0, 0), TENSORS)
+    size = snapshot.data.numel()
+    first = taken.take(size).copy_(snapshot.data)
+    address, held = first.data_ptr(), unpack(snapshot.heads, first, snapshot.checksum)["view"]
+    del first
+    assert taken.take(size).fill_(0).data_ptr() != address and torch.equal(held, TENSORS["view"])
+    del held
+    addresses = {taken.take(size).data_ptr() for _ in range(3)}
+    assert addresses == runtime.locked.keys() and list(runtime.locked.values()) == [size, size]
+
+
+def test_memory_is_no_longer_page_locked_when_it_is_freed(runtime):
+    taken = ReusedBuffers()
+    data = taken.take(5)
+    del taken
+    assert data.data_ptr() in runtime.locked
+    del data
+    assert not runtime.locked
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is(runtime):
+    runtime.refuses = True
+    assert ReusedBuffers().take(5).fill_(1).sum() == 5
+
+
+def test_memory_is_not_kept_where_there_is_no_accelerator():
+    taken = ReusedBuffers()
+    assert taken.take(5).shape == taken.take(5).shape == (5,) and not taken._buffers
