@@ -15,7 +15,7 @@ import json
 import os
 import time
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # the other cores belong to who is measured
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")  # the other cores belong to who is measured
 
 import part  # noqa: F401  puts april on sys.path
 import torch

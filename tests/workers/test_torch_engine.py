@@ -30,6 +30,7 @@ from april.workers.engines.conformance.harness import (
 from april.workers.engines.embedded.decoder import Decoder
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.embedded.flat_cache import SCRATCH, Extents, FlatCache
+from april.workers.engines.embedded.sampling import LARGE_VOCABULARY, draw
 
 
 @pytest.fixture(params=[False, True], ids=["grouped", "flat"])
@@ -234,6 +235,19 @@ def test_seeds_give_distinct_samples_and_the_same_seed_the_same(make_engine):
     assert streams[8].tokens == streams[0].tokens
     others = {tuple(streams[request.id].tokens) for request in requests}
     assert len(others) == len(requests) - 1
+
+
+@pytest.mark.parametrize("vocabulary", [40, LARGE_VOCABULARY, LARGE_VOCABULARY + 77, 30_000])
+def test_a_token_is_drawn_by_its_share_of_the_weights(vocabulary):
+    generator = torch.Generator().manual_seed(vocabulary)
+    weights = torch.randn(64, vocabulary, generator=generator).mul(3).softmax(-1)
+    weights[torch.rand(64, vocabulary, generator=generator) < 0.5] = 0
+    uniform = torch.rand(64, 1, generator=generator, dtype=torch.float64)
+    uniform[0], uniform[1] = 0.0, 1 - 2**-53
+    drawn, sums = draw(weights, uniform), weights.double().cumsum(-1)
+    assert (weights.gather(1, drawn) > 0).all()
+    target, end = uniform * sums[:, -1:], sums.gather(1, drawn)
+    assert (end >= target - 1e-12).all() and (end - weights.gather(1, drawn) <= target + 1e-12).all()
 
 
 def test_steps_that_run_ahead_of_the_host_lose_and_repeat_nothing(make_engine):
