@@ -40,7 +40,7 @@ class LearnerNode:
     node: int
     """Index of this machine, from 0."""
     rendezvous: str = ""
-    """HOST:PORT on machine 0 for torchrun's rendezvous; empty: the broker announces it."""
+    """HOST:PORT on machine 0 where the ranks meet; empty: the broker announces it."""
 
 
 def command_of(
@@ -62,13 +62,11 @@ def command_of(
             )
         launch = [
             "april.learner.multi_node",
-            str(learner_node.node),
-            f"--nproc-per-node={ranks // learner_node.nodes}",
+            f"--node={learner_node.node}",
             f"--nnodes={learner_node.nodes}",
+            f"--nproc-per-node={ranks // learner_node.nodes}",
         ]
-        launch += ["--rdzv-backend=c10d", f"--rdzv-id={config.run.name}"]
-        launch += [f"--rdzv-endpoint={learner_node.rendezvous}"] if learner_node.rendezvous else []
-        launch += [f"--rdzv-conf=is_host={'false' if learner_node.node else 'true'}"]
+        launch += [f"--meeting={learner_node.rendezvous}"] if learner_node.rendezvous else []
     return [sys.executable, "-m", *launch, "-m", "april.learner", *arguments, *connect_arguments]
 
 

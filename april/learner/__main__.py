@@ -12,7 +12,7 @@ import sys
 from functools import partial
 
 from april import config as configuration
-from april.learner.launch import RESTARTS, STORE_FILE
+from april.learner.launch import RESTARTS
 from april.util.lifetime import REFUSED, die_with_parent, exit_at_once
 from april.util.logs import log_to_stderr
 from april.util.registry import add_import_folders
@@ -40,7 +40,7 @@ def refusal_is_remembered() -> bool:
 
 
 def is_under_torchrun() -> bool:
-    return RESTARTS in os.environ and STORE_FILE not in os.environ
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def torchrun_store():

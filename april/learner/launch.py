@@ -1,9 +1,9 @@
-"""Launcher of the ranks on one machine: `python -m april.learner.launch --nproc-per-node R -m april.learner ...`.
+"""Launcher of a machine's ranks: `python -m april.learner.launch --nproc-per-node R -m april.learner ...`.
 
 As under torchrun, each rank is a process with RANK and WORLD_SIZE; when one fails, the others are killed, and all are
 restarted up to --max-restarts times. Unlike torchrun, ranks are forks of one process that has imported their modules,
-so that imports happen once; they meet in a file that only their user can open, so that no port is a way in; ranks that
-refused to continue are not restarted.
+so that imports happen once; ranks of one machine meet in a file that only their user can open, so that no port is a way
+in; ranks that refused to continue are not restarted. On several machines `multi_node.py` names the store.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not initialise it
     for name in IMPORTED:
         importlib.import_module(name)
-    folder = tempfile.mkdtemp(prefix="april-ranks-")
+    folder = "" if options.store else tempfile.mkdtemp(prefix="april-ranks-")
     launcher, pids = os.getpid(), set()
     for rank in range(options.ranks):
         if pid := os.fork():
@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
     try:
         status = watch(pids)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
     started = int(os.environ.get(RESTARTS, 0))
     if status in (0, REFUSED) or started >= options.max_restarts:
         exit_at_once(status)
@@ -58,6 +59,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m april.learner.launch", allow_abbrev=False)
     parser.add_argument("--nproc-per-node", dest="ranks", type=int, default=1, help="ranks [default 1]")
     parser.add_argument("--max-restarts", type=int, default=0, help="of all ranks, when one has failed [default 0]")
+    parser.add_argument("--nnodes", dest="nodes", type=int, default=1, help="machines [default 1]")
+    parser.add_argument("--node", type=int, default=0, help="this machine's index, from 0 [default 0]")
+    parser.add_argument("--store", default="", help="HOST:PORT of the machines' store")
+    parser.add_argument("--start", type=int, default=0, help="number of this start of all machines' ranks")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, not a file")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="and its arguments")
     options = parser.parse_args(arguments)
@@ -72,10 +77,15 @@ def become_rank(rank: int, options: argparse.Namespace, launcher: int, folder: s
     if os.getppid() != launcher:
         sys.exit("the learner's launcher has ended before this rank could start")
     os.setsid()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks)}
-    os.environ |= {STORE_FILE: str(Path(folder) / "store"), SUPERVISED: str(launcher)}
-    os.environ.setdefault(RESTARTS, "0")
+    first, world_size = options.node * options.ranks, options.nodes * options.ranks
+    os.environ |= {"RANK": str(first + rank), "LOCAL_RANK": str(rank), "GROUP_RANK": str(options.node)}
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(options.ranks)}
+    os.environ |= {SUPERVISED: str(launcher), RESTARTS: os.environ.get(RESTARTS, str(options.start))}
+    if folder:
+        os.environ[STORE_FILE] = str(Path(folder) / "store")
+    else:
+        host, _, port = options.store.rpartition(":")
+        os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     show_as_rank(options.program)
 

@@ -1,14 +1,24 @@
-"""torchrun on several machines: `python -m april.learner.multi_node NODE --nnodes N ... -m april.learner ...`.
+"""The ranks of one machine of a learner over several:
+`python -m april.learner.multi_node --node K --nnodes N --nproc-per-node R -m april.learner ...`.
 
-Like torchrun, but without --rdzv-endpoint the machines find each other through the broker. The kernel kills this
-process when its parent dies. Exit status: REFUSED if the ranks refused to train.
+The broker says where the machines meet and when all begin anew: whenever the process of a machine has started. Machine
+0 serves the store in which the ranks find each other; the store keeps bytes, and nobody unpickles them. This process
+exits when a rank of its own has failed. The kernel kills it when its parent dies. Exit status: REFUSED if the ranks
+refused to train.
 """
 
+import argparse
+import contextlib
 import os
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from typing import Any
 
 from april import wire
 from april.config import Config, ConfigError
@@ -18,88 +28,199 @@ from april.wire.security.keys import load_keys
 from april.wire.sockets.base import address_at, own_address
 from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
 
-PROGRAM = "april.learner"
 PORT_OFFSET = 1
-"""Offset of the torchrun agents' rendezvous port from `launch.port`."""
-ANNOUNCE_S = 2.0
-"""Interval at which the first machine repeats its address, for a broker that was restarted, seconds."""
-ASK_S = 0.2
-"""Interval at which the other machines poll the broker for the first machine's address, seconds."""
+"""Offset of the port of machine 0's store from `launch.port`."""
+ASK_S = 0.5
+"""Interval at which a machine asks the broker for the latest start, seconds."""
+POLL_S = 0.1
+STORE_TIMEOUT_S = 10.0
+END_S = 20.0
+"""Longest time for a launcher to kill its ranks, seconds."""
+LEAVE_S = 60.0
+"""Longest time for which machine 0's store outlives its ranks when all have ended well, seconds."""
 
 
-def with_rendezvous(node: int, arguments: list[str]) -> list[str]:
-    """The arguments for torchrun, with the option --rdzv-endpoint added if absent."""
-    if any(word.startswith("--rdzv-endpoint=") for word in arguments):
-        return arguments
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m april.learner.multi_node", allow_abbrev=False)
+    parser.add_argument("--node", type=int, required=True, help="this machine's index, from 0")
+    parser.add_argument("--nnodes", dest="nodes", type=int, required=True, help="machines")
+    parser.add_argument("--nproc-per-node", dest="ranks", type=int, default=1, help="ranks a machine [default 1]")
+    parser.add_argument("--meeting", default="", help="HOST:PORT of machine 0's store [default: as the broker says]")
+    parser.add_argument("-m", dest="module", required=True, help="april.learner")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
     from april.learner.__main__ import read_arguments
 
-    config, connect = read_arguments(arguments[arguments.index(PROGRAM) + 1 :])
-    return [f"--rdzv-endpoint={rendezvous_address(config, connect, node)}", *arguments]
-
-
-def main(node: int, arguments: list[str]) -> int:
+    options = parse(arguments)
     try:
-        arguments = with_rendezvous(node, arguments)
-    except (ConfigError, BrokerUnreachable, TimeoutError) as error:
+        config, connect = read_arguments(options.program)
+        broker = BrokerTalk(config, connect, options.node)
+        store = serve_store(options.meeting or store_address(config, broker.connection.address), broker, options)
+        broker.start()
+        while (status := run_ranks(broker, options, config.learner.load_s)) is None:
+            print("april.learner: the ranks of all machines begin anew", file=sys.stderr)
+        del store
+    except (ConfigError, BrokerUnreachable, TimeoutError, OSError) as error:
         print(f"april.learner: {error}", file=sys.stderr)
         return REFUSED if isinstance(error, ConfigError | AccessDenied) else 1
-    MAIN.at("watching its ranks", takes_long=True)
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    try:
-        torchrun(arguments)
-    except ChildFailedError as error:
-        statuses = {failure.exitcode for failure in error.failures.values()}
-        return REFUSED if REFUSED in statuses else 1
-    return 0
+    return status
 
 
-def rendezvous_address(config: Config, connect: str, node: int) -> str:
-    """Rendezvous address HOST:PORT for machine `node` of the learner, on machine 0's interface towards the broker at
-    `connect`. Machine 0 keeps announcing it, in a thread.
+class BrokerTalk(threading.Thread):
+    """Tells the broker, every `ASK_S` seconds, where this machine's store is and in which start its ranks are, and
+    keeps its answers."""
 
-    Raises BrokerUnreachable, AccessDenied, ConfigError, and TimeoutError if machine 0 has not announced its address
-    within `learner.load_s`.
-    """
-    broker = address_at(connect, config.broker.patience_s)
-    keys = load_keys(config.security.keys, "learner")
-    connection = BrokerConnection(broker, "node", f"node-{node}", uuid.uuid4().hex, config.broker.patience_s, keys)
-    connection.hello(lease_ids=[])
-    if node:
+    def __init__(self, config: Config, connect: str, node: int):
+        """Raises BrokerUnreachable, AccessDenied and ConfigError."""
+        super().__init__(name="broker-talk", daemon=True)
+        patience_s, keys = config.broker.patience_s, load_keys(config.security.keys, "learner")
+        address = address_at(connect, patience_s)
+        self.connection = BrokerConnection(address, "node", f"node-{node}", uuid.uuid4().hex, patience_s, keys)
+        self.connection.hello(lease_ids=[])
+        self.address = ""
+        """HOST:PORT of this machine's store; "" on every machine but 0."""
+        self.joined = 0
+        """Number of the last start that this machine has joined; 0 before the first."""
+        self.told = wire.Rendezvous()
+        """The broker's last answer."""
+        self.error: BrokerUnreachable | None = None
+        """Why the broker is no longer asked."""
+
+    def run(self) -> None:
         try:
-            return ask_address(connection, config.learner.load_s)
-        finally:
-            connection.goodbye()
-            connection.close()
+            while True:
+                self.told = self.connection.request(wire.Rendezvous(self.address, self.joined)).message
+                time.sleep(ASK_S)
+        except BrokerUnreachable as error:
+            self.error = error
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether all machines begin anew."""
+        return self.told.start > self.joined
+
+
+def store_address(config: Config, broker: str) -> str:
+    """HOST:PORT for a store on this machine, on its interface towards the broker."""
     host, _, port = broker.removeprefix("tcp://").rpartition(":")
-    address = f"{own_address(host, int(port))}:{config.launch.port + PORT_OFFSET}"
-    connection.request(wire.Rendezvous(address))
-    threading.Thread(target=keep_announcing, args=(connection, address), daemon=True).start()
-    return address
+    return f"{own_address(host, int(port))}:{config.launch.port + PORT_OFFSET}"
 
 
-def ask_address(connection: BrokerConnection, patience_s: float) -> str:
-    """Poll the broker for machine 0's address. Raises TimeoutError after `patience_s` seconds."""
-    deadline = time.monotonic() + patience_s
-    while not (address := connection.request(wire.Rendezvous()).message.address):
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"machine 0 of the learner has not come in {patience_s:g} s; start it, or see its log")
-        time.sleep(ASK_S)
-    return address
+def serve_store(address: str, broker: BrokerTalk, options: argparse.Namespace) -> Any:
+    """Serve the machines' store at `address`, HOST:PORT, and have the broker told, on machine 0; nothing elsewhere. The
+    store ends with the object returned. Raises OSError."""
+    if options.node:
+        return None
+    from april.weights import channel
+
+    host, _, port = address.rpartition(":")
+    listener = socket.create_server((host, int(port)))
+    broker.address = address
+    return channel.serve_store_at(listener)
 
 
-def keep_announcing(connection: BrokerConnection, address: str) -> None:
-    """Announce the address every `ANNOUNCE_S` seconds until the broker is unreachable."""
+# --- one start of all ranks -------------------------------------------------------------------------------------------
+
+
+def run_ranks(broker: BrokerTalk, options: argparse.Namespace, patience_s: float) -> int | None:
+    """Join the latest start and run this machine's ranks in it; returns their exit status, or None if all machines
+    begin anew. Raises BrokerUnreachable, and TimeoutError if a machine has not come in `patience_s` seconds."""
+    address, store = join_start(broker, options, patience_s)
+    start = broker.joined
+    MAIN.at("watching its ranks", takes_long=True)
+    launch = ["april.learner.launch", f"--nproc-per-node={options.ranks}", f"--nnodes={options.nodes}"]
+    launch += [f"--node={options.node}", f"--store={address}", f"--start={start}"]
+    launch += ["-m", options.module, *options.program]
+    ranks = subprocess.Popen([sys.executable, "-m", *launch])
     try:
-        while True:
-            time.sleep(ANNOUNCE_S)
-            connection.request(wire.Rendezvous(address))
-    except BrokerUnreachable:
-        connection.close()
+        while ranks.poll() is None:
+            if broker.is_newer:
+                return None
+            time.sleep(POLL_S)
+    finally:
+        end(ranks)
+    if ranks.returncode == 0:
+        leave_together(broker, store, options, start)
+    return ranks.returncode
+
+
+def end(ranks: subprocess.Popen) -> None:
+    """End a launcher and its ranks."""
+    ranks.terminate()
+    try:
+        ranks.wait(END_S)
+    except subprocess.TimeoutExpired:
+        ranks.kill()
+        ranks.wait()
+
+
+def join_start(broker: BrokerTalk, options: argparse.Namespace, patience_s: float) -> tuple[str, Any]:
+    """Wait until every machine has joined the latest start; returns the address and a client of their store."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        wait_for(lambda: broker.is_newer and broker.told.address, broker, deadline, [0])
+        address, broker.joined = options.meeting or broker.told.address, broker.told.start
+        with contextlib.suppress(RuntimeError):  # machine 0 has gone; the next one makes a new start
+            store = connect(address)
+            store.set(key(broker.joined, "joined", options.node), "")
+            if everybody(store, broker, options, "joined", deadline):
+                return address, store
+        wait_for(lambda: broker.is_newer, broker, deadline, [0])
+
+
+def everybody(store: Any, broker: BrokerTalk, options: argparse.Namespace, event: str, deadline: float) -> bool:
+    """Wait until the store has `event` of every machine in this start; returns whether it has, or there is a newer
+    start."""
+    nodes, start = range(options.nodes), broker.joined
+
+    def lacking() -> list[int]:
+        return [node for node in nodes if not store.check([key(start, event, node)])]
+
+    wait_for(lambda: broker.is_newer or not lacking(), broker, deadline, lacking)
+    return not broker.is_newer
+
+
+def leave_together(broker: BrokerTalk, store: Any, options: argparse.Namespace, start: int) -> None:
+    """Say that this machine's ranks have ended well; machine 0, which serves the store, waits for the others."""
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        store.set(key(start, "ended", options.node), "")
+        if options.node == 0:
+            everybody(store, broker, options, "ended", time.monotonic() + LEAVE_S)
+
+
+def wait_for(
+    is_so: Callable[[], Any], broker: BrokerTalk, deadline: float, lacking: list[int] | Callable[[], list[int]]
+) -> None:
+    """Raises TimeoutError, which names the machines that are `lacking`, and the error that the broker's thread met."""
+    began = time.monotonic()
+    while not is_so():
+        if broker.error:
+            raise broker.error
+        if time.monotonic() >= deadline:
+            nodes = ", ".join(map(str, lacking if isinstance(lacking, list) else lacking()))
+            waited_s = time.monotonic() - began
+            raise TimeoutError(
+                f"machine {nodes} of the learner has not come in {waited_s:.0f} s; start it, or see its log"
+            )
+        time.sleep(POLL_S)
+
+
+def key(start: int, event: str, node: int) -> str:
+    return f"april/{start}/{event}/{node}"
+
+
+def connect(address: str) -> Any:
+    from april.weights import channel
+
+    host, _, port = address.rpartition(":")
+    return channel.connect_to_store(host, int(port), STORE_TIMEOUT_S)
 
 
 if __name__ == "__main__":
     die_with_parent()
     os.environ[SUPERVISED] = str(os.getpid())
-    exit_at_once(main(int(sys.argv[1]), sys.argv[2:]))
+    signal.signal(signal.SIGTERM, lambda number, frame: exit_at_once(128 + number))
+    exit_at_once(main(sys.argv[1:]))

@@ -51,9 +51,9 @@ def gloo_interface() -> str:
 
 
 def rendezvous_of_this_start(timeout: timedelta) -> dict[str, Any]:
-    """Store, rank and world size for `init_process_group`: the file of April's launcher, or torchrun's store. torchrun
-    keeps its store, with the addresses of dead ranks, when it restarts the ranks, so each start uses key names of its
-    own."""
+    """Store, rank and world size for `init_process_group`: the file of April's launcher, or the store of several
+    machines or of torchrun. Such a store lives on, with the addresses of dead ranks, when the ranks are restarted, so
+    each start uses key names of its own."""
     if path := os.environ.get(STORE_FILE):
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         file_store = dist.FileStore(path, world_size)

@@ -34,10 +34,15 @@ class LearnerAdmitted(Message):
 
 
 class Rendezvous(Message):
-    """The address (HOST:PORT) where the learner's ranks meet. The learner's first machine sends it; the others ask with
-    "". The broker answers with the same message; the address in it is "" while unknown."""
+    """Where and when the ranks of a learner over several machines meet. Each machine sends it again and again, and the
+    broker answers with the same message."""
 
     address: Name = ""
+    """HOST:PORT of the store in which the ranks find each other. The learner's first machine sends it; the others send
+    "". In the broker's answer it is "" while unknown."""
+    start: Number = 0
+    """From a machine: the number of the last start that its process has joined, 0 before the first. From the broker:
+    the number of the latest; a machine that has joined an earlier one ends its ranks and joins this one."""
 
 
 class WeightsAddress(Message):

@@ -62,7 +62,7 @@ ONLY_FOR = {
         wire.Durable(0, 0),
         wire.BestRequest(),
     ],
-    "node": [wire.Rendezvous("here:1"), wire.Rendezvous()],
+    "node": [wire.Rendezvous("here:1"), wire.Rendezvous(start=1)],
     "monitor": [wire.StatusRequest(), wire.StopRun("enough"), wire.Drain(True), wire.Requeue([1])],
     "broker": [
         wire.Welcome(1, "", 1, 0, 0, [], 1.0, ""),

@@ -1,6 +1,8 @@
 """Rights of a CURVE key, whatever the messages on its connection claim; the key's owner is passed to the service
 without sockets."""
 
+import uuid
+
 import pytest
 
 from april import wire
@@ -66,11 +68,16 @@ def test_messages_of_a_key_off_the_allow_list_are_refused(talk):
     assert not talk.service.peers.by_id
 
 
-def test_machines_with_the_learner_s_key_get_the_rendezvous_of_the_first_while_it_is_connected(talk):
-    first, other = (KeyedWorker(talk, name, A, role="learner") for name in ("node-0", "node-1"))
-    for node in (first, other):
-        node.say(wire.Hello("node", node.name, node.uid))
+def machines(talk, *names):
+    found = [KeyedWorker(talk, name, A, role="learner") for name in names]
+    for node in found:
+        node.say(wire.Hello("node", node.name, uuid.uuid4().hex))
         node.session = node.take(wire.Welcome)[-1].message.session
+    return found
+
+
+def test_machines_with_the_learner_s_key_get_the_rendezvous_of_the_first_while_it_is_connected(talk):
+    first, other = machines(talk, "node-0", "node-1")
 
     def address():
         other.say(wire.Rendezvous())
@@ -81,3 +88,17 @@ def test_machines_with_the_learner_s_key_get_the_rendezvous_of_the_first_while_i
     assert address() == "10.0.0.2:5556"
     first.say(wire.Goodbye())
     assert address() == ""
+
+
+def test_all_machines_of_a_learner_begin_anew_when_the_process_of_one_is_new(talk):
+    first, other = machines(talk, "node-0", "node-1")
+
+    def told(node, start):
+        node.say(wire.Rendezvous("", start))
+        return node.take(wire.Rendezvous)[-1].message.start
+
+    assert [told(first, 0), told(other, 0)] == [1, 2]
+    assert [told(first, 0), told(first, 2), told(other, 2)] == [2, 2, 2], "what is said again makes no start"
+    (replaced,) = machines(talk, "node-1")
+    assert [told(replaced, 0), told(first, 2)] == [3, 3]
+    assert [told(first, 9), told(replaced, 3)] == [9, 9], "a restarted broker learns the number from those who run"

@@ -132,7 +132,6 @@ PERMITTED = {
     "april/launch/clusters/ray_job.py": {"ray"},
     "april/learner/backends/megatron/dist_checkpoints.py": {"checkpoint.MetadataUnpickler", "dcp.save", "pickle"},
     "april/learner/checkpoint.py": {"pickle", "pickle.Unpickler"},
-    "april/learner/multi_node.py": {"torch.distributed.run.main"},
     "april/trainers/adapters/openrlhf.py": {"ray"},
     "april/trainers/adapters/verl.py": {"ray"},
     "april/workers/engines/sglang/weights.py": {"multiprocessing.reduction.ForkingPickler"},

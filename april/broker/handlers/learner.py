@@ -302,7 +302,8 @@ class NodeHandler:
     """Handles the rendezvous of a learner's machines.
 
     The first machine announces the address where the learner's ranks meet, and the other machines ask for it. The
-    address is valid while the first machine is connected.
+    address is valid while the first machine is connected. A machine whose process is new makes a new start, for which
+    all machines start their ranks anew: a rank that has lost another cannot go on.
     """
 
     def __init__(self, peers: Peers):
@@ -310,11 +311,20 @@ class NodeHandler:
         self._address = ""
         self._announced_by = 0
         """Session id of the machine that announced the rendezvous address; 0 for none."""
+        self._start = 0
+        """Number of the latest start."""
+        self._counted = set[str]()
+        """Uids of the connected processes whose coming has made a start."""
 
     def on_rendezvous(self, peer: Peer, received: wire.Received, now: float) -> None:
-        if received.message.address:
-            self._address, self._announced_by = received.message.address, peer.id
+        said = received.message
+        if said.address:
+            self._address, self._announced_by = said.address, peer.id
+        if not said.start and peer.uid not in self._counted:
+            self._counted = {node.uid for node in self.peers.by_id.values() if node.uid in self._counted} | {peer.uid}
+            self._start += 1
+        self._start = max(self._start, said.start)  # after a restart of the broker
         address = self._address if self._announced_by in self.peers.by_id else ""
-        self.peers.send(peer, wire.Rendezvous(address), sequence=received.sequence)
+        self.peers.send(peer, wire.Rendezvous(address, self._start), sequence=received.sequence)
 
     MESSAGES: ClassVar[MessageTable] = {wire.Rendezvous: on_rendezvous}

@@ -77,7 +77,7 @@ def test_a_slow_lossy_and_interrupted_link_costs_a_run_nothing(start_parts):
     assert not restarts(run.said()), "nobody had to begin anew"
 
 
-def test_a_learner_on_two_hosts_survives_a_partition_and_the_loss_of_a_host_with_its_disk(start_parts):
+def test_a_learner_on_two_hosts_survives_a_partition_the_loss_of_a_host_with_its_disk_and_a_killed_first(start_parts):
     options = {"schedule__max_steps": 100_000, "learner__ranks": 2, "learner__collective_timeout_s": 15}
     with start_parts(4, own="checkpoints", **options) as (made, run):
         run.learner([1, 2])
@@ -88,6 +88,9 @@ def test_a_learner_on_two_hosts_survives_a_partition_and_the_loss_of_a_host_with
         made.cut(2)
         os.killpg(run.processes.pop("learner-1").pid, signal.SIGKILL)
         run.learner_node(1, [1, 3])
+        train_on(run, 3)
+        os.killpg(run.processes.pop("learner-0").pid, signal.SIGKILL)
+        run.learner_node(0, [1, 3])
         train_on(run, 3)
         run.processes["broker"].terminate()
         run.wait(PATIENCE_S)

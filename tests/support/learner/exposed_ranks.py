@@ -51,7 +51,7 @@ def rank(kind: str, folder: Path) -> None:
         torch.load = partial(torch.load, weights_only=True)
         rank_jobs.main(folder)
     if number == 0:
-        (folder / "store").write_text(os.environ[STORE_FILE])
+        (folder / "store").write_text(os.environ.get(STORE_FILE, ""))
     while kind == "late" and number == 1 and not (folder / "go").exists():
         time.sleep(0.01)
     process_group.join(LearnerSection(device="cpu", collective_timeout_s=LIMIT_S))
