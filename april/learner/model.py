@@ -365,8 +365,7 @@ def gather_tensors(
         group = shard_group(bucket[0][1])
         if to in dist.get_process_group_ranks(group):
             state.update(gather_bucket(bucket, dtype, group, to))
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()  # the copies of all buckets
+    await_copies()
     return state
 
 
@@ -429,11 +428,17 @@ def gather_bucket(
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU. An accelerator's comes into page-locked memory, which torch uses again once it is free, and
-    has arrived when the current stream is synchronised."""
+    """A tensor on the CPU. An accelerator's comes into page-locked memory, which torch uses again once it is free. It
+    is there after `await_copies`."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def await_copies() -> None:
+    """Wait for all copies between an accelerator and page-locked memory that this thread has started."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 def sharded_dim(parameter: DTensor) -> int | None:

@@ -21,6 +21,7 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from april.config import Config
+from april.learner.model import await_copies
 from april.learner.trainer import Trainer
 from april.util.pulse import MAIN
 from april.util.time_sharing import LearnerTimeSharing, accelerator_names
@@ -93,11 +94,6 @@ def on_host(piece: Tensor) -> Tensor:
     """Start to copy bytes to the host, from an accelerator into page-locked memory."""
     copy = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.device.type == "cuda")
     return copy.copy_(piece, non_blocking=True)
-
-
-def await_copies() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
 
 
 def offload_to_file(storages: Storages, folder: Path) -> Refill:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from april.config import Config
-from april.learner.model import persistent_buffers
+from april.learner.model import await_copies, on_cpu, persistent_buffers
 from april.weights.canary import Canary, canary_tokens
 
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -42,6 +42,7 @@ def collect(weights: Weights, keep: bool = True) -> dict[str, Tensor]:
         copied = to_host(tensor)
         if keep:
             whole[name] = copied
+    await_copies()
     if keep and isinstance(weights, nn.Module) and isinstance(model := unwrap(weights), PreTrainedModel):
         return dict(revert_weight_conversion(model, whole))
     return whole
@@ -55,12 +56,13 @@ def named_tensors(weights: Weights) -> Iterable[tuple[str, Tensor]]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, which is there after `await_copies`."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" and tensor.is_floating_point():
         tensor = tensor.to(torch.bfloat16)
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.to("cpu", copy=True)
+    return tensor.to("cpu", copy=True) if tensor.device.type == "cpu" else on_cpu(tensor)
 
 
 Score: TypeAlias = Callable[[np.ndarray], Sequence[float]]
