@@ -1,8 +1,8 @@
 """The band of rounding between learner and engine on a card, in bf16 and fp16, and what the canary sees through it.
 
-A model learns a simple language for some seconds, so that its log-probabilities depend on its weights. Then the learner
-trains it on what two engines generate, one in each type. After each step both engines get the new weights and score the
-canary; in place of the last version the faults are planted, one after the other.
+A random model, with logits as large as a trained one's, is trained on what two engines generate, one in each type. After
+each step both engines get the new weights and score the canary; in place of the last version the faults are planted,
+one after the other.
 """
 
 import copy
@@ -39,14 +39,8 @@ LR = 5e-4
 STEPS = 3
 GROUPS, GROUP = 4, 8
 PROMPT, RESPONSE = 16, 24
-LANGUAGE_STEPS, REHEARSED_STEPS = 30, 3
-"""Optimizer steps in which a model learns the language, and those of a rehearsal."""
-LANGUAGE_BATCH, LANGUAGE_LR = 16, 1e-3
-"""Texts in each of these steps, and the largest learning rate."""
-FOLLOWING = 256
-"""Tokens of the language that follow from others."""
-FOLLOWED_SHARE = 0.7
-"""Share of the tokens that follow from the one before."""
+HEAD_GAIN = 4.0
+"""Weight of the last norm. With 1, a random model's logits would be some tenths, and so would be what faults change."""
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 
 
@@ -137,9 +131,9 @@ class Band:
         return {name: np.concatenate(found) for name, found in zip(DTYPES, by_engine, strict=True)}
 
     def generate(self, engine: TorchEngine, step: int) -> list[list[TrainSample]]:
-        """Groups of samples with random rewards; prompts are in the language."""
+        """Groups of samples with random prompts and rewards."""
         rng = np.random.default_rng(step)
-        prompts = language(rng, self.vocabulary, GROUPS * GROUP, PROMPT).astype(np.int32)
+        prompts = rng.integers(2, self.vocabulary, (GROUPS * GROUP, PROMPT)).astype(np.int32)
         for i, prompt in enumerate(prompts):
             engine.submit(Request(i, prompt, RESPONSE, seed=i))
         chunks: list[list] = [[] for _ in prompts]
@@ -192,34 +186,11 @@ class Band:
         self.found["missed"].append(len(unseen))
 
 
-def language(rng: np.random.Generator, vocabulary: int, texts: int, tokens: int) -> np.ndarray:
-    """Random texts of a language in which most tokens follow from the one before, int64 [texts, tokens]. The others are
-    drawn as the canary's are: the logarithm of their id is uniform."""
-    drawn = np.exp(rng.random((texts, tokens)) * np.log(vocabulary)).astype(np.int64).clip(0, vocabulary - 1)
-    follows = rng.random((texts, tokens)) < FOLLOWED_SHARE
-    for i in range(1, tokens):
-        following = (5 * drawn[:, i - 1] + 3) % min(FOLLOWING, vocabulary)
-        drawn[:, i] = np.where(follows[:, i], following, drawn[:, i])
-    return drawn
-
-
-def make_trained_model(part: Part, folder: Path, shape: str) -> Path:
-    """Write a Hugging Face folder with a model that has begun to learn the language; returns the folder."""
-    longest, steps = PROMPT + RESPONSE, REHEARSED_STEPS if part.tiny else LANGUAGE_STEPS
-    dtype = torch.float32 if part.device.type == "cpu" else torch.bfloat16
-    model = random_model(shape, dtype, longest, part.device.type)
-    optimizer = torch.optim.AdamW(model.parameters(), LANGUAGE_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    texts = language(np.random.default_rng(0), model.config.vocab_size, steps * LANGUAGE_BATCH, longest)
-    losses = []
-    for step, batch in enumerate(torch.from_numpy(texts).to(part.device).split(LANGUAGE_BATCH)):
-        optimizer.param_groups[0]["lr"] = LANGUAGE_LR * min((step + 1) / 10, 1.0, 2 * (1 - step / steps))
-        loss = model(batch, labels=batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    part.fact(f"{shape}: loss in the language, at first and at last", [round(losses[i].item(), 2) for i in (0, -1)])
+@torch.no_grad()
+def make_model(folder: Path, shape: str, device: str) -> Path:
+    """Write a Hugging Face folder with a random model in bf16 whose last norm has `HEAD_GAIN`; returns the folder."""
+    model = random_model(shape, torch.bfloat16, PROMPT + RESPONSE, device)
+    model.model.norm.weight.fill_(HEAD_GAIN)
     model.save_pretrained(folder)
     return folder
 
@@ -249,7 +220,7 @@ def with_dtype(folder: Path, dtype: str) -> Path:
 def band_of(part: Part, shape: str, found: "defaultdict[str, list[float]]") -> Iterator[Band]:
     in_memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="april-gpu-", dir=in_memory if in_memory.is_dir() else None) as made:
-        band = Band(part, shape, make_trained_model(part, Path(made) / "model", shape), found)
+        band = Band(part, shape, make_model(Path(made) / "model", shape, part.device.type), found)
         try:
             yield band
         finally:
