@@ -1,8 +1,8 @@
 """The band of rounding between learner and engine on a card, in bf16 and fp16, and what the canary sees through it.
 
-A random model, with logits as large as a trained one's, is trained on what two engines generate, one in each type. After
-each step both engines get the new weights and score the canary; in place of the last version the faults are planted,
-one after the other.
+A random model, with logits as large as a trained one's, is trained on what two engines generate, one in each type.
+After each step both engines get the new weights and score the canary; in place of the last version the faults are
+planted, one after the other.
 """
 
 import copy
