@@ -61,9 +61,11 @@ class SimulatedEngine:
         slowdown: float = 1.0,
         keep_kv: bool = True,
         prefix_cache: bool = True,
+        prefill_tokens: float = INFINITY,
     ):
+        """`prefill_tokens`: most context tokens that are admitted before the next decode step, or one sample."""
         self.name, self.cost, self.slots, self.slowdown = name, cost, slots, slowdown
-        self.keep_kv, self.prefix_cache = keep_kv, prefix_cache
+        self.keep_kv, self.prefix_cache, self.prefill_tokens = keep_kv, prefix_cache, prefill_tokens
         self.load = 0
         """Samples leased to the engine and not yet reported or returned."""
         self.version = Version(0, 0)
@@ -110,6 +112,8 @@ class SimulatedEngine:
         """(decode steps up to the next event, time of that event); None: to be computed again."""
         self._cache_full = False
         """Whether the first waiting sample does not fit into the KV cache."""
+        self._admits_next = False
+        """Whether the first waiting sample is admitted after one more decode step, for `prefill_tokens`."""
         self._cache_full_s = -1.0
         """Last virtual time at which `_cache_full` was true (seconds); samples that had arrived by then have waited for
         KV cache."""
@@ -159,6 +163,7 @@ class SimulatedEngine:
         if now < self.clock_s:
             self._finish_loading(now)
             return [], []
+        self._admits_next = False
         self._count(steps)
         if self.kv > self.kv_peak:
             self.kv_peak = self.kv
@@ -215,7 +220,7 @@ class SimulatedEngine:
         running, request_s = len(self.running), self._next_request_s()
         if not running:
             return 0, max(self.clock_s, request_s)
-        steps = (self._ends[0] >> LEASE_BITS) - self.steps
+        steps = 1 if self._admits_next else (self._ends[0] >> LEASE_BITS) - self.steps
         until_full = (self.cost.kv_tokens - self.kv) // running
         if until_full < steps and running > 1:
             steps = max(1, until_full)
@@ -232,7 +237,8 @@ class SimulatedEngine:
             request_s = min(request_s, self._staged[0])
         if self._loading:
             request_s = min(request_s, self._loading[0])
-        if self.waiting and not self._cache_full and len(self.running) < self.slots:
+        put_off = self._cache_full or (self._admits_next and self.running)
+        if self.waiting and not put_off and len(self.running) < self.slots:
             request_s = min(request_s, self.waiting[0].arrives_s)
         return request_s
 
@@ -355,13 +361,18 @@ class SimulatedEngine:
     def _admit(self, now: float) -> None:
         admitted = context = 0
         waiting, running, most = self.waiting, self.running, self.cost.kv_tokens * (1 - KV_HEADROOM)
+        room = self.prefill_tokens
         while waiting and waiting[0].arrives_s <= now and len(running) < self.slots:
             run = waiting[0]
             needed = run.context
+            if admitted and needed > room:
+                self._admits_next = True
+                break
             if needed > most - self.kv and running:
                 self._cache_full = True
                 break
             waiting.popleft()
+            room -= needed
             waited_s = now - run.arrives_s
             if run.arrives_s <= self._cache_full_s:
                 self.kv_wait_slot_s += waited_s

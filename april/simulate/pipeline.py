@@ -117,8 +117,9 @@ class Pipeline:
 
     def _make_engines(self) -> list[SimulatedEngine]:
         engines, cost, keep_kv = self.scenario.engines, self.scenario.cost, self.scenario.weights.keep_kv
+        most = engines.prefill_tokens or INFINITY
         return [
-            SimulatedEngine(f"engine-{index}", cost, engines.slots, slowdown, keep_kv, engines.prefix_cache)
+            SimulatedEngine(f"engine-{index}", cost, engines.slots, slowdown, keep_kv, engines.prefix_cache, most)
             for index, slowdown in enumerate(engines.slowdowns)
         ]
 

@@ -153,6 +153,12 @@ class EnginesSection(Section):
     prefix_cache: bool = Field(
         True, description="Keep the KV prefix of a returned sample until new weights are loaded."
     )
+    prefill_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most context tokens that an engine admits before its next decode step, or one sample; none: no "
+        "limit.",
+    )
     latency_s: float = Field(0.005, ge=0, description="Time from a freed slot to the next sample's arrival (seconds).")
     failure_every_s: float | None = Field(
         None, gt=0, description="Mean time between failures of an engine; none: never (seconds)."

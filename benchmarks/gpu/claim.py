@@ -14,6 +14,7 @@ processes share the card's time: the learner is taken to need twice its time, an
 the learner needs alone.
 """
 
+import inspect
 import os
 import subprocess
 import tempfile
@@ -38,6 +39,7 @@ from april.simulate.probe import probe_of  # isort: skip
 from april.simulate.scenario import Scenario  # isort: skip
 from april.simulate.variants import no_barrier_limit  # isort: skip
 from april.weights import TRANSPORTS  # isort: skip
+from april.workers.engines.embedded.engine import TorchEngine  # isort: skip
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ OVERTIME = 1.3
 LOOK_S = 0.05
 WEIGHTS = '[weights]\ntransport = "shared_memory"' if "shared_memory" in TRANSPORTS.shipped else ""
 """New weights stay on the machine, where April has such a lane."""
+PREFILL_TOKENS = inspect.signature(TorchEngine).parameters["prefill_tokens"].default
 END_S = 3.0
 """Kept for the end (seconds)."""
 LEARNER_READY = "the learner is connected"
@@ -419,7 +422,7 @@ def scenario_of(run: Run, found: Measured, alone: Measured, fitted: Fit, lengths
     tree = {
         "seed": 0, "limit_responses": 4000, "warmup_steps": found.first, "steps": len(found.steps),
         "schedule": schedule, "lengths": lengths, "cost": cost,
-        "engines": {"count": 1, "slots": size.slots, "prefix_cache": False},
+        "engines": {"count": 1, "slots": size.slots, "prefix_cache": False, "prefill_tokens": PREFILL_TOKENS},
         "learner": {"token_s": alone.train_s / alone.tokens},
         "weights": {"transfer_s": alone.handover_s, "pause_s": pause_s, "keep_kv": False},
     }  # fmt: skip

@@ -99,6 +99,19 @@ def test_recomputing_the_cache_takes_a_prefill_of_all_running_samples():
     assert engine.recomputed_tokens == 20 + 23
 
 
+def test_contexts_larger_than_one_prefill_are_admitted_after_another_decode_step():
+    engine = SimulatedEngine("e", COST, slots=3, prefill_tokens=100)
+    for lease_id in range(3):
+        engine.submit(SimulatedRun(lease_id, 60, 0, 5, 0.0))
+    clock, kv, ends = 0.0, 0, []
+    for admitted, running, ended in ((1, 1, 0), (1, 2, 0), (1, 3, 0), (0, 3, 0), (0, 3, 1), (0, 2, 1), (0, 1, 1)):
+        kv += 60 * admitted
+        clock += COST.context_s(admitted, 60 * admitted) + COST.steps_s(1, running, kv)
+        kv += running - 65 * ended
+        ends += [clock] * ended
+    assert [at for at, _ in run_until_idle(engine)] == pytest.approx(ends)
+
+
 def test_a_recalled_sample_has_its_tokens_up_to_the_end_of_the_step():
     engine = SimulatedEngine("e", COST, slots=1)
     engine.submit(SimulatedRun(1, 5, 0, 10, 0.0))
