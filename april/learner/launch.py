@@ -7,7 +7,9 @@ in; ranks that refused to continue are not restarted. On several machines `multi
 """
 
 import argparse
+import contextlib
 import ctypes
+import fcntl
 import importlib
 import os
 import runpy
@@ -15,6 +17,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end_with_parent, exit_at_once
@@ -22,6 +25,10 @@ from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end_with_p
 STORE_FILE = "APRIL_RANKS_STORE"
 """Environment variable with the path of the file in which the ranks meet (`dist.FileStore`), in a folder of mode 0700;
 each start of the ranks has a new one."""
+FOLDER = "april-ranks-"
+"""First part of that folder's name."""
+SETTLED_S = 60.0
+"""Age from which an unlocked folder has no launcher, seconds."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Environment variable with the number of restarts of the ranks so far, as torchrun names it."""
 IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
@@ -35,7 +42,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not initialise it
     for name in IMPORTED:
         importlib.import_module(name)
-    folder = "" if options.store else tempfile.mkdtemp(prefix="april-ranks-")
+    folder = "" if options.store else make_folder()
     launcher, pids = os.getpid(), set()
     for rank in range(options.ranks):
         if pid := os.fork():
@@ -70,6 +77,29 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("name a program")
     options.program = ["-m"] * options.module + options.program
     return options
+
+
+def make_folder() -> str:
+    """Make the folder of mode 0700 in which the ranks of one machine meet. It is locked while this process or a fork of
+    it lives; unlocked ones, of launchers that were killed, are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > SETTLED_S and lock(left) is not None:
+                shutil.rmtree(left)
+    folder = tempfile.mkdtemp(prefix=FOLDER)
+    lock(Path(folder))
+    return folder
+
+
+def lock(folder: Path) -> int | None:
+    """A descriptor that locks the folder while it is open; None if another process has it locked. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def become_rank(rank: int, options: argparse.Namespace, launcher: int, folder: str) -> None:

@@ -4,9 +4,11 @@ import ast
 import os
 import pickle
 import re
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from april.learner import checkpoint
+from april.learner import checkpoint, launch
 from april.learner.loading import ModelError
 from april.learner.trainer import Trainer
 from tests.support.learner import exposed_ranks
@@ -69,6 +71,30 @@ def test_another_process_that_poses_as_a_late_rank_plants_nothing(tmp_path):
     assert not (tmp_path / PLANTED).exists()
     assert status == 0, "the ranks go on without the impostor"
     assert not met.exists()
+
+
+def test_folders_of_killed_launchers_are_removed_and_those_of_living_ones_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os, time; from april.learner.launch import make_folder; folder = make_folder(); os.fork() and print(folder, flush=True);"
+    made = []
+    for _ in range(2):
+        holder = subprocess.Popen(
+            [sys.executable, "-c", f"{program} time.sleep(1000)"],
+            stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}, start_new_session=True, text=True,
+        )  # fmt: skip
+        made.append((holder, Path(holder.stdout.readline().strip())))
+    (living, kept), (killed, left) = made
+    try:
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+        living.kill()
+        living.wait()
+        for folder in (kept, left):
+            os.utime(folder, (0, 0))
+        new = Path(launch.make_folder())
+        assert set(tmp_path.iterdir()) == {kept, new}, "a fork of the first launcher lives"
+    finally:
+        os.killpg(living.pid, signal.SIGKILL)
 
 
 def test_what_a_rank_receives_is_not_unpickled(tmp_path):
