@@ -75,7 +75,8 @@ def test_another_process_that_poses_as_a_late_rank_plants_nothing(tmp_path):
 
 def test_folders_of_killed_launchers_are_removed_and_those_of_living_ones_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    program = "import os, time; from april.learner.launch import make_folder; folder = make_folder(); os.fork() and print(folder, flush=True);"
+    program = "import os, time; from april.learner.launch import make_folder as make; folder = make();"
+    program += "os.fork() and print(folder, flush=True);"
     made = []
     for _ in range(2):
         holder = subprocess.Popen(
