@@ -3,9 +3,9 @@
 Each schedule is a real run (`april run`: broker, worker with the torch engine, learner with FSDP) with the same prompts
 and lengths: lognormal with σ = 1, median 512, cut at 8,192. Both are scaled down together if the runs would not fit the
 time that is left, and every run gets its share of it. The model is small, so that a response of 8,192 tokens takes
-seconds. Engine and learner share the card by divided memory, then in turns. Starting takes some time, so all runs are
-started together, and each waits in its engine until it is let go; its cache has then grown and its graphs are captured,
-as in a run that has lasted.
+seconds, and its learner attends by PyTorch's kernels. Engine and learner share the card by divided memory, then in
+turns. Starting takes some time, so all runs are started together, and each waits in its engine until it is let go; its
+cache has then grown and its graphs are captured, as in a run that has lasted.
 
 The engine's cost model is fitted as `april calibrate` does, before the first run. The worker's own time for a step and
 for a sample, the learner's time for a token, and the time from a batch to its weights in the engine are those of
@@ -188,7 +188,11 @@ class Run:
         }  # fmt: skip
         config = folder / f"{self.name}.toml"
         config.write_text(CONFIG.format(**values))
-        folders = [str(BENCHMARKS / "gpu"), str(BENCHMARKS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # flash-attn-4 would compile for ten seconds in each learner: an empty package hides it.
+        (hidden := folder / "without" / "flash_attn").mkdir(parents=True, exist_ok=True)
+        (hidden / "__init__.py").touch()
+        folders = [str(hidden.parent), str(BENCHMARKS / "gpu"), str(BENCHMARKS), str(ROOT)]
+        folders += filter(None, [os.environ.get("PYTHONPATH")])
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*APRIL, "run", str(config)],
