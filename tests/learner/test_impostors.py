@@ -90,6 +90,9 @@ def test_folders_of_killed_launchers_are_removed_and_those_of_living_ones_kept(t
         killed.wait()
         living.kill()
         living.wait()
+        while (lock := launch.lock(left)) is None:  # until its fork has ended, too
+            time.sleep(0.01)
+        os.close(lock)
         for folder in (kept, left):
             os.utime(folder, (0, 0))
         new = Path(launch.make_folder())
