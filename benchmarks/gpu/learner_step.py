@@ -88,6 +88,8 @@ VARIANTS = (SAFE, FASTEST, replace(FASTEST, torch_attention=True), Variant(True,
 """By worth."""
 COMPILE_S, BRIEF_COMPILE_S = 25.0, 10.0
 """Seconds that have to be left for compiling; a brief attempt is made though they may not suffice."""
+OTHERS_S = 40.0
+"""Seconds that the variants of least worth leave to the other shapes."""
 HAS_COMPILE = "compile" in LearnerSection.model_fields
 
 
@@ -332,7 +334,8 @@ def first_shape(part: Part, scale: Scale, folder: Path) -> LearnerSteps:
             continue
         what = f"{steps.shape} {variant.name}"
         compiling = variant.compiled * (5.0 if compiled else BRIEF_COMPILE_S if scale == BRIEF else COMPILE_S)
-        if not part.enough_time(what, 5 + compiling + 3 * steps.step_s):
+        others_s = OTHERS_S * (variant in VARIANTS[3:] and scale == FULL)
+        if not part.enough_time(what, 5 + compiling + 3 * steps.step_s + others_s):
             continue
         if not fits(part, what, config_of(folder, scale, variant, part.device)):
             continue
@@ -343,7 +346,7 @@ def first_shape(part: Part, scale: Scale, folder: Path) -> LearnerSteps:
             if variant == SAFE and part.enough_time("bare packed loop", 3 + 2 * steps.step_s):
                 compare(part, steps, measured)
             compiled |= variant.compiled
-            if variant in (SAFE, FASTEST):
+            if variant == FASTEST:
                 steps.profile(measured, variant)
             del measured
         if steps.mfu:
