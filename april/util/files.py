@@ -1,10 +1,12 @@
-"""Durable writes: appending and syncing, through the page cache or with direct I/O past it, and atomic replacement."""
+"""Durable writes: appending and syncing, through the page cache or with direct I/O past it, atomic
+replacement, and the removal of folders that somebody else has filled."""
 
 import contextlib
 import errno
 import itertools
 import mmap
 import os
+import stat
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -89,8 +91,9 @@ def write_and_sync(
 
     `unneeded_pages`: (file, offset, bytes) of ranges to drop from the page cache. `uncached`: write with direct I/O.
     """
-    for page_range in unneeded_pages:
-        os.posix_fadvise(*page_range, os.POSIX_FADV_DONTNEED)
+    with contextlib.suppress(OSError):  # the pages stay in memory
+        for page_range in unneeded_pages:
+            os.posix_fadvise(*page_range, os.POSIX_FADV_DONTNEED)
     if uncached:
         uncached.write(file, pieces, offset)
     else:
@@ -121,6 +124,22 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+READ_TRIES, READ_AGAIN_S = 3, 0.05
+"""Number of tries to read a whole file, and the pause between them, seconds."""
+
+
+def read_whole(path: Path) -> bytes:
+    """Content of a file; an error other than a missing file is tried again, as it may pass. Raises OSError."""
+    for _ in range(READ_TRIES - 1):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(READ_AGAIN_S)
+    return path.read_bytes()
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file anew; readers see the old or the new content, never a part."""
     temporary = path.with_suffix(".tmp")
@@ -131,3 +150,56 @@ def replace_file(path: Path, data: bytes) -> None:
         error.filename = error.filename or str(path)
         raise
     temporary.replace(path)
+
+
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+"""Flags of `os.open` for a folder itself, and no link to one."""
+
+
+def remove_folder(folder: str, deadline_s: float) -> None:
+    """Remove a folder and all in it, as far as that can be done until `deadline_s` of the monotonic clock.
+
+    Folders within are moved up into `folder` before they are emptied. So depth costs no stack, no descriptors, and no
+    path longer than the system takes.
+    """
+    with contextlib.suppress(OSError):
+        make_accessible(folder)
+        root, moved = os.open(folder, OPEN_FOLDER), itertools.count()
+        prefix = os.urandom(8).hex()
+        try:
+            while names := delete_files(root, deadline_s):
+                for name in names:
+                    inner = os.open(name, OPEN_FOLDER, dir_fd=root)
+                    try:
+                        for each in delete_files(inner, deadline_s):
+                            os.rename(each, f"{prefix}-{next(moved)}", src_dir_fd=inner, dst_dir_fd=root)
+                    finally:
+                        os.close(inner)
+                    os.rmdir(name, dir_fd=root)
+        finally:
+            os.close(root)
+        os.rmdir(folder)
+
+
+def delete_files(folder: int, deadline_s: float) -> list[str]:
+    """Delete what is in an open folder, except for folders, whose names are returned. Raises TimeoutError."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in list(entries):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError
+            if entry.is_dir(follow_symlinks=False):
+                make_accessible(entry.name, folder)
+                folders.append(entry.name)
+            else:
+                os.unlink(entry.name, dir_fd=folder)
+    return folders
+
+
+def make_accessible(name: str, parent: int | None = None) -> None:
+    """Give the owner of a folder all rights to it, which a program may have taken away. Follows no link."""
+    descriptor = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        os.chmod(f"/proc/self/fd/{descriptor}", stat.S_IRWXU)
+    finally:
+        os.close(descriptor)

@@ -1,14 +1,17 @@
 """What programs under test try, and what each attempt must get: no verdict but its own, and nothing of the host's."""
 
 import ctypes
+import fcntl
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from april.util.errors import ConfigError
+from april.util.files import remove_folder
 from april.workers.rewards import sandbox
 from april.workers.rewards.code import code
 from april.workers.rewards.messages import Item, RewardRules
@@ -265,6 +268,92 @@ def test_limits_hold_for_all_processes_of_a_program_together(name, monkeypatch):
     monkeypatch.setattr(sandbox, "find_parent_group", lambda: (None, ""))
     text, limit = TOGETHER[name]
     assert sandbox.run(text, b"", sandbox.SandboxLimits(wall_s=30.0)).exceeded == limit
+
+
+FILES = {
+    "folders within folders": (
+        "import os\nfor n in range(1100):\n    os.mkdir('d'); os.chdir('d')\nprint('well')", ""
+    ),
+    "a path longer than the system takes": (
+        "import os\nfor n in range(40):\n    os.mkdir('d' * 200); os.chdir('d' * 200)\n"
+        "import time; time.sleep(60)",
+        "wall clock",
+    ),
+    "folders that nobody may enter": (
+        "import os\nfor n in range(3):\n    os.mkdir(f'd{n}'); os.mkdir(f'd{n}/e'); open(f'd{n}/e/f', 'w').close()\n"
+        "for n in range(3):\n    os.chmod(f'd{n}/e', 0); os.chmod(f'd{n}', 0)\nos.chmod('.', 0)\nprint('well')",
+        "",
+    ),
+    "names that are no text": (
+        "import os\nfor n in range(1, 256):\n    if n != 47: os.mkdir(bytes([n, 255, 10]))\n"
+        "os.symlink('/', b'\\xff'); os.mkfifo(b'\\xfe')\nprint('well')",
+        "",
+    ),
+    "a flood of folders": (
+        "import os\nfor n in range(10 ** 9):\n    try: os.mkdir(str(n))\n    except OSError: pass", "wall clock"
+    ),
+    "a flood of links": (
+        "import os\nopen('f', 'w').close()\nfor n in range(10 ** 6):\n    os.link('f', f'l{n}')", "output"
+    ),
+    "a flood from many processes": (
+        "import os\nfor n in range(4):\n    if os.fork() == 0:\n        for m in range(10 ** 5):\n"
+        "            os.makedirs(f'{n}/{m}/{m}')\n        os._exit(0)\nfor n in range(4): os.wait()\n"
+        "raise OSError(28, '')",
+        "output",
+    ),
+}  # fmt: skip
+"""Files and folders that a program leaves, and the limit that it has exceeded where the kernel holds them."""
+WATCHED = {"a flood of folders": "output", "a path longer than the system takes": "output"}
+"""The limit of those whose folder is only watched, if it is another."""
+
+
+@pytest.fixture(params=["a file system of its own", "a folder that is watched"])
+def watched(request, monkeypatch):
+    if watched := request.param == "a folder that is watched":
+        prefix = [word for word in sandbox.isolation() if word not in sandbox.OWN_PROC]
+        monkeypatch.setattr(sandbox, "isolation", lambda: prefix)
+    elif "--mount-proc" not in sandbox.isolation():
+        pytest.skip("needs a mount namespace")
+    return watched
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_whatever_files_a_program_makes_it_has_a_verdict_within_its_limit_and_leaves_nothing(
+    name, watched, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox, "REMOVAL_S", 20.0)
+    text, limit = FILES[name]
+    began_s = time.monotonic()
+    outcome = sandbox.run(text, b"", sandbox.SandboxLimits(wall_s=6.0, cpu_s=60))
+    assert time.monotonic() - began_s < 6.0 + sandbox.REMOVAL_S
+    limit = WATCHED.get(name, limit) if watched else limit
+    assert outcome.exceeded == limit and (limit or outcome.output == b"well\n"), outcome
+    assert os.listdir(tmp_path) == []
+
+
+def test_folders_of_killed_verifiers_are_removed_after_a_later_program_and_others_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox, "LEFT_S", 0.0)
+    (tmp_path / "april-program-left" / "d").mkdir(parents=True)
+    (tmp_path / "april-program-locked").mkdir()
+    lock = os.open(tmp_path / "april-program-locked", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (tmp_path / "of-somebody").mkdir()
+    (tmp_path / "april-program-link").symlink_to(tmp_path / "of-somebody")
+    sandbox.run("pass", b"", sandbox.SandboxLimits())
+    os.close(lock)
+    assert sorted(os.listdir(tmp_path)) == ["april-program-link", "april-program-locked", "of-somebody"]
+
+
+def test_removal_ends_at_its_deadline_and_goes_on_later(tmp_path):
+    folder = tmp_path / "d"
+    for number in range(1000):
+        (folder / str(number) / "e").mkdir(parents=True)
+    remove_folder(str(folder), time.monotonic())
+    assert folder.exists()
+    remove_folder(str(folder), time.monotonic() + 60)
+    assert not folder.exists()
 
 
 def test_shared_memory_counts_once():

@@ -6,10 +6,13 @@
   rather than attacks, and child processes are searched for and killed.
 - Landlock: the program can open only files of the interpreter, the system's libraries and its own folder.
 - seccomp: the program can open no socket, no namespace and no anonymous memory file.
+- A file system in memory: the kernel bounds it and ends it with the namespaces. Else a folder is watched, and removed.
 """
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import logging
 import os
 import selectors
@@ -23,12 +26,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from april.util.errors import refuse
+from april.util.files import OPEN_FOLDER, remove_folder
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +133,10 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class UsageWatch:
     """Measures the memory of the process tree below `pid` and the size of `folder`, to which the program may write."""
 
-    def __init__(self, pid: int, folder: str, group: ControlGroup, memory_mb: int, files_mb: int):
+    def __init__(self, pid: int, folder: str, group: ControlGroup, limits: "SandboxLimits"):
         self.pid, self.folder, self.group = pid, folder, group
-        self.memory_bytes, self.files_bytes = memory_mb * MIB, files_mb * MIB
+        self.memory_bytes, self.files_bytes = limits.memory_mb * MIB, limits.files_mb * MIB
+        self.entries = limits.entries
         self._due_s = 0.0
 
     def exceeded(self) -> str:
@@ -140,23 +146,25 @@ class UsageWatch:
             return ""
         if self.group.killed:
             return "memory"
-        pids = list(process_tree(self.pid))
+        pids = process_tree(self.pid)
         used = sum(map(resident_bytes, pids))
         if used > self.memory_bytes and sum(map(proportional_bytes, pids)) > self.memory_bytes:
             return "memory"
-        if written_bytes(self.folder, pids) > self.files_bytes:
+        entries, size_bytes = written(self.folder, pids, self.entries)
+        if entries > self.entries or size_bytes > self.files_bytes:
             return "output"
         self._due_s = time.monotonic() + max(WATCH_S, 4 * (time.monotonic() - now_s))
         return ""
 
 
-def process_tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> list[int]:
     """Ids of a process and all its descendants."""
-    yield pid
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield from process_tree(int(child))
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def resident_bytes(pid: int) -> int:
@@ -176,21 +184,32 @@ def proportional_bytes(pid: int) -> int:
     return 0
 
 
-def written_bytes(folder: str, pids: list[int]) -> int:
-    """Disk usage of the files in the folder, and of deleted files that are still open."""
+def written(folder: str, pids: list[int], most: int) -> tuple[int, int]:
+    """(number of files and folders in a folder, disk usage in bytes of its files and of deleted files still open).
+
+    Counting ends at `most` + 1 entries, and what cannot be looked at, such as a path too long to open, counts as that.
+    """
     files: dict[tuple[int, int], int] = {}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                add_file(files, os.lstat(os.path.join(parent, name)))
+    entries, unread = 0, [folder]
+    while unread and entries <= most:
+        try:
+            with os.scandir(unread.pop()) as found:
+                for entry in islice(found, most + 1 - entries):
+                    entries += 1
+                    with contextlib.suppress(FileNotFoundError):
+                        if entry.is_dir(follow_symlinks=False):
+                            unread.append(entry.path)
+                        else:
+                            add_file(files, entry.stat(follow_symlinks=False))
+        except OSError as error:
+            entries = entries if error.errno in (errno.ENOENT, errno.ENOTDIR) else most + 1
     for pid in pids:
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    status = os.stat(f"/proc/{pid}/fd/{name}")
-                    if not status.st_nlink:
+                    if not (status := os.stat(f"/proc/{pid}/fd/{name}")).st_nlink:
                         add_file(files, status)
-    return sum(files.values())
+    return entries, sum(files.values())
 
 
 def add_file(files: dict[tuple[int, int], int], status: os.stat_result) -> None:
@@ -212,17 +231,22 @@ DIE_WITH_PARENT = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") 
 forked child may deadlock on a lock that another thread held at the fork."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHELL_SIGNAL = 128
-FILE_MARK = b"OSError: [Errno 27]"
+FILE_MARKS = (b"OSError: [Errno 27]", b"OSError: [Errno 28]")
 MEMORY_MARKS = (b"MemoryError", b"Cannot allocate memory", b"std::bad_alloc")
 PROCESS_MARKS = (b"BlockingIOError: [Errno 11]", b"can't start new thread", b"OSError: [Errno 11]")
 TAIL_BYTES = 4000
+PREFIX = "april-program-"
+REMOVAL_S = 1.0
+"""Longest time that removing folders takes after a program (s). What is left then is removed after later programs."""
+LEFT_S = 60.0
+"""Age from which a program's folder that no process has locked is left over from a killed verifier (s)."""
 NAMESPACE_END_S = 10.0
 """Longest wait for the end of all processes of a program (s)."""
 
 
 class SandboxLimits(msgspec.Struct, frozen=True):
-    """Limits of one run of a program. `wall_s`, `processes`, `memory_mb` and `files_mb` hold for all its processes
-    together, the others for each process."""
+    """Limits of one run of a program. `wall_s`, `processes`, `memory_mb`, `files_mb` and `entries` hold for all its
+    processes together, the others for each process."""
 
     wall_s: float = 4.0
     cpu_s: int = 5
@@ -231,6 +255,8 @@ class SandboxLimits(msgspec.Struct, frozen=True):
     """Largest size of each file (MiB)."""
     files_mb: int = 64
     """Largest size of all files together (MiB)."""
+    entries: int = 4096
+    """Largest number of files and folders together."""
     open_files: int = 64
     processes: int = 32
     output_bytes: int = 1 << 20
@@ -255,20 +281,40 @@ def run(
     `descriptors`: file descriptors passed on to it, under the same numbers; they are closed in this process.
     `entry`: source to run instead, which finds the program as `program.py` and may import it.
     """
-    folder = tempfile.mkdtemp(prefix="april-program-")
+    folder = tempfile.mkdtemp(prefix=PREFIX)
+    lock = os.open(folder, OPEN_FOLDER)
     try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         if entry:
             Path(folder, "entry.py").write_text(entry, encoding="utf-8")
         return run_in(folder, stdin, limits, descriptors)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        deadline_s = time.monotonic() + REMOVAL_S
+        remove_folder(folder, deadline_s)
+        os.close(lock)
+        remove_leftovers(deadline_s)
+
+
+def remove_leftovers(deadline_s: float) -> None:
+    """Remove folders of programs whose verifier was killed, or had no time to remove them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.lstat().st_ctime > LEFT_S:
+                lock = os.open(folder, OPEN_FOLDER)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_folder(str(folder), deadline_s)
+                finally:
+                    os.close(lock)
 
 
 def run_in(folder: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[int, ...] = ()) -> SandboxResult:
     prefix = isolation()
     group = ControlGroup(limits.memory_mb)
-    rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets", group.path]
+    mounts = "own mounts" if OWN_PROC[0] in prefix else ""
+    rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets", group.path, mounts]
     runner = [sys.executable, "-I", "-B", str(RUNNER), *rules]
     process = subprocess.Popen(
         [*DIE_WITH_PARENT, *prefix, *runner],
@@ -284,7 +330,7 @@ def run_in(folder: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[
     for descriptor in descriptors:
         os.close(descriptor)
     try:
-        watch = UsageWatch(process.pid, folder, group, limits.memory_mb, limits.files_mb)
+        watch = UsageWatch(process.pid, folder, group, limits)
         output, errors, exceeded = communicate(process, stdin, limits, watch)
     finally:
         end_all(process, everything=not prefix)
@@ -364,7 +410,7 @@ def limit_behind(status: int, errors: bytes) -> str:
     last_words = errors.rstrip().rpartition(b"\n")[2] if status else b""
     if status == SHELL_SIGNAL + signal.SIGXCPU:
         return "processor time"
-    if status == SHELL_SIGNAL + signal.SIGXFSZ or FILE_MARK in last_words:
+    if status == SHELL_SIGNAL + signal.SIGXFSZ or any(mark in last_words for mark in FILE_MARKS):
         return "output"
     if status == SHELL_SIGNAL + signal.SIGKILL or any(mark in last_words for mark in MEMORY_MARKS):
         return "memory"

@@ -1,4 +1,5 @@
-"""Runs `program.py` of the working folder under limits: `sandbox_runner.py LIMITS SOCKETS GROUP`, started by `sandbox`.
+"""Runs `program.py` of the working folder under limits: `sandbox_runner.py LIMITS SOCKETS GROUP MOUNTS`, started by
+`sandbox`.
 `sandbox_runner.py layers` prints which isolation layers the kernel has.
 
 A process limit holds per user, and not for root, so root changes to a user id that no other process has. With Landlock,
@@ -31,6 +32,7 @@ CAPABILITY_VERSION, CAP_DAC_READ_SEARCH = 0x20080522, 1 << 2
 PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 8, 38
 REFUSED = "socket."
 MIB = 1 << 20
+NOSUID, NODEV = 2, 4
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 """System call numbers of Landlock, the same on every architecture."""
 ABI_ONLY, BENEATH_A_PATH = 1, 1
@@ -70,8 +72,11 @@ def main() -> None:
     if sys.argv[1] == "layers":
         return print(json.dumps(isolation_layers()))
     limits, no_sockets, group = json.loads(sys.argv[1]), bool(sys.argv[2]), sys.argv[3]
+    own_mounts = bool(sys.argv[4])
     folder = os.getcwd()
     enter(group)
+    if own_mounts:
+        mount_files(folder, limits)
     become_nobody(folder)
     for name, value in (
         ("RLIMIT_CPU", limits["cpu_s"]),
@@ -131,6 +136,24 @@ def enter(group: str) -> None:
     if group:
         with contextlib.suppress(OSError), open(f"{group}/cgroup.procs", "w") as file:
             file.write("0")
+
+
+def mount_files(folder: str, limits: dict) -> None:
+    """Mount a file system in memory over the folder, with the files that are in it; the kernel holds its limits.
+
+    No other mount namespace sees it, and it ends with this one. Nothing happens where it is not permitted.
+    """
+    contents = {}
+    for name in os.listdir(folder):
+        with open(name, "rb") as file:
+            contents[name] = file.read()
+    options = f"size={limits['files_mb']}m,nr_inodes={limits['entries']},mode=700"
+    if ctypes.CDLL(None).mount(b"files", os.fsencode(folder), b"tmpfs", NOSUID | NODEV, options.encode()):
+        return
+    os.chdir(folder)
+    for name, content in contents.items():
+        with open(name, "wb") as file:
+            file.write(content)
 
 
 def become_nobody(folder: str) -> None:
