@@ -18,9 +18,17 @@ import orjson
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
-from april.broker.journal.files import SUFFIX, Damaged, JournalError, journal_folder
+from april.broker.journal.files import (
+    SUFFIX,
+    Damaged,
+    JournalError,
+    file_path,
+    file_starts,
+    find_missing,
+    journal_folder,
+)
 from april.broker.journal.journal import Journal
-from april.broker.journal.snapshot import SnapshotStore
+from april.broker.journal.snapshot import SnapshotStore, live_positions
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
@@ -80,13 +88,17 @@ def rebuild(
 ) -> int:
     """Rebuild an empty ledger from disk; returns the position of the snapshot used.
 
-    `noted`: bytes of the journal known to have been synced. Raises JournalError if the journal is damaged.
+    `noted`: bytes of the journal known to have been synced. Raises JournalError if the journal is damaged, or lacks a
+    file that has data of a group.
     """
     journal.known_synced = noted
     try:
-        return rebuild_ledger(ledger, history or SampleHistory(ledger), snapshots, journal.replay)
+        position = rebuild_ledger(ledger, history or SampleHistory(ledger), snapshots, journal.replay)
     except Damaged as error:
         raise Damaged(f"{error}, or go on without what follows it: {CHOICE}") from None
+    if (missing := find_missing(journal.folder, live_positions(ledger))) is not None:
+        raise JournalError(f"journal {journal.folder} lacks the file with position {missing}; restore it from a copy")
+    return position
 
 
 def check_complete(run_dir: Path, journal: Journal, ledger: Ledger, stored: Collection[int] = ()) -> None:
@@ -182,8 +194,8 @@ def requeue(config: Config, groups: list[int]) -> list[int]:
 def cut_damaged_tail(folder: Path) -> Iterator[str]:
     """Move everything after the last complete record of the last journal file to a separate file; yields a sentence
     that says what was cut."""
-    path = max(folder.glob(f"*{SUFFIX}"), default=None)
-    if path is None or not (size := path.stat().st_size):
+    starts = file_starts(folder)
+    if not starts or not (size := (path := file_path(folder, starts[-1])).stat().st_size):
         return
     good = 0
     with (

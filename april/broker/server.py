@@ -17,7 +17,7 @@ import zmq
 
 from april import wire
 from april.broker.inbox import Inbox
-from april.broker.journal.files import JournalError, locate_journal
+from april.broker.journal.files import JournalError, Unreadable, locate_journal, read_by_name
 from april.broker.journal.journal import Journal
 from april.broker.peers import Outgoing
 from april.broker.prompts import PromptBook, open_prompts
@@ -59,7 +59,7 @@ RETRY_S = 5.0
 PROBE_BYTES = 16 << 20
 """Bytes that must fit on the disk before a read-only broker resumes."""
 RECOVERABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *NO_DESCRIPTORS)
-"""Error numbers of disk failures after which writing may become possible again."""
+"""Error numbers of failed writes of the journal after which writing may become possible again."""
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
 """Longest wait for the port of a killed broker, and interval of attempts to bind it."""
 LEAVE_S = 600.0
@@ -127,6 +127,8 @@ class Server:
         self._signal = ""
         self._trimmer = HeapTrimmer()
         self._retry_at = 0.0
+        self._unread: Unreadable | None = None
+        """The read of the journal that has made the broker read-only; None after another error."""
         self._ended: tuple[str, str] | None = None
         """(reason, final state) of a run that had ended when its disk failed; None otherwise."""
         self._unsent: list[Outgoing] = []
@@ -268,21 +270,32 @@ class Server:
         return MetricsSnapshot(run, before, sum(map(len, self._outboxes.values())), self._syncs)
 
     def _fail(self, error: JournalError | OSError) -> None:
-        """Become read-only after a disk error: acknowledge nothing, answer status requests, and wait for disk space."""
-        if not isinstance(error, JournalError):
-            error = self.journal.fail(error)
+        """Become read-only after an error: acknowledge nothing, and answer status requests.
+
+        After a failed write of the journal, wait for what makes writing possible again, or for a restart. After any
+        other call that failed, nothing on disk is in doubt: go on from there, as after a crash.
+        """
+        is_other = isinstance(error, OSError | Unreadable)
+        self._unread = error if isinstance(error, Unreadable) else None
+        if isinstance(error, OSError):
+            error = JournalError(f"a call of the broker has failed ({error}); it goes on from its journal")
+        if is_other:
+            log.warning("what failed was no write of the journal", exc_info=True)
+            self.journal.give_up(error)
         self.service.peers.outgoing[:0], self._unsent = self._unsent, []
         self.service.enter_read_only(str(error))
-        self._retry_at = clock.now() + RETRY_S if error.errno in RECOVERABLE else math.inf
+        self._retry_at = clock.now() + RETRY_S if is_other or error.errno in RECOVERABLE else math.inf
 
     def _recover(self) -> None:
-        """Try to write to the disk; if that works, resume from what is on disk as after a crash. Peers say hello
-        again."""
+        """Try to write to the disk, and to read what could not be read; if that works, resume from what is on disk as
+        after a crash. Peers say hello again."""
         self._retry_at = clock.now() + RETRY_S
         if self.service.run.over:
             self._ended = self.service.run.over, self.service.run.state
         try:
             probe_disk(self.journal.folder)
+            if self._unread:
+                read_by_name(self._unread.path, self._unread.size, self._unread.offset)
             self.journal.close()
             self.service.note.close()
             self.service.verifier.close()

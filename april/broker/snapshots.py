@@ -20,7 +20,15 @@ from typing import Protocol
 
 import msgspec
 
-from april.broker.journal.files import JournalError, Reference, file_path, file_starts, read_closed, reclaimable_files
+from april.broker.journal.files import (
+    JournalError,
+    Reference,
+    Unreadable,
+    file_path,
+    file_starts,
+    read_closed,
+    reclaimable_files,
+)
 from april.broker.journal.snapshot import SnapshotStore, freeze, live_positions, thaw
 from april.broker.ledger.events import Event
 from april.broker.ledger.ledger import Ledger
@@ -56,8 +64,8 @@ def rebuild_ledger(
 
 MODULE = "april.broker.snapshots"
 DONE, NOT_WRITTEN, NOT_READ = 0, 3, 4
-"""Exit statuses of the snapshot process: the snapshot is on disk; it could not be written; the journal files cannot be
-read."""
+"""Exit statuses of the snapshot process: the snapshot is on disk; a call failed, and may succeed when it is tried
+again; the journal files are damaged."""
 
 
 def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]:
@@ -89,12 +97,12 @@ def main(folder: str, position: str, rules: str) -> int:
             sys.stdout.flush()
             if not sys.stdin.readline():
                 return NOT_WRITTEN
+    except (OSError, Unreadable) as error:
+        log.error("%s", error)
+        return NOT_WRITTEN
     except JournalError as error:
         log.error("%s", error)
         return NOT_READ
-    except OSError as error:
-        log.error("%s", error)
-        return NOT_WRITTEN
     return DONE
 
 

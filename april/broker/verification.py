@@ -1,10 +1,11 @@
 """Verification of old journal files.
 
 At a start the broker reads only the journal records after its snapshot. Older records would only be read when a batch
-needs them; therefore a thread reads them once, slowly, and reports groups that cannot be read while they can still be
-discarded.
+needs them; therefore a thread reads them once, slowly, and reports groups whose data is damaged while they can still be
+discarded. What the system refuses to read may be whole: it is read again later, and reported never.
 """
 
+import logging
 import os
 import threading
 from bisect import bisect_right
@@ -18,15 +19,19 @@ from typing import NamedTuple
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
-from april.broker.journal.files import Damaged, Reference, file_path, file_starts
+from april.broker.journal.files import Damaged, Reference, Unreadable, file_path, file_starts, read_part
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Sample
+
+log = logging.getLogger(__name__)
 
 PAUSE_S = 0.02
 """Pause after each slice of reads, seconds, so that other users get disk and processor time."""
 READS, READ_BYTES = 256, 1 << 20
 """Most reads and most bytes in one slice."""
+AGAIN_S = (1.0, 5.0, 30.0, 120.0, 600.0)
+"""Pauses before each further round over the groups that the system refused to read, seconds."""
 
 
 class StoredGroup(NamedTuple):
@@ -43,7 +48,7 @@ class JournalVerifier:
 
     verifier = JournalVerifier(journal.folder, ledger, below=snapshot_position)
     verifier.start()
-    verifier.take()          # ids of unreadable groups found since the last call
+    verifier.take()          # ids of damaged groups found since the last call
     """
 
     def __init__(self, folder: Path, ledger: Ledger, below: int):
@@ -70,10 +75,26 @@ class JournalVerifier:
             self._thread.join()
 
     def _run(self) -> None:
-        self._starts = file_starts(self.folder)
-        reads = size = 0
         try:
-            for stored in self._stored:
+            self._starts = file_starts(self.folder)
+            refused = self._round(self._stored)
+            for pause_s in AGAIN_S:
+                if not refused or self._stopped.wait(pause_s):
+                    return
+                refused = self._round(refused)
+            if refused:
+                log.error("%d groups in old journal files were not verified: the system refuses to read them. They are "
+                          "kept, and read when a batch needs them", len(refused))  # fmt: skip
+        finally:
+            self._stored.clear()
+            for file in self._files.values():
+                os.close(file)
+
+    def _round(self, groups: list[StoredGroup]) -> list[StoredGroup]:
+        """Verify groups and note the damaged ones; returns those that the system refused to read."""
+        reads, size, refused = 0, 0, []
+        for stored in groups:
+            try:
                 for check, length in self._checks(stored):
                     if not check():
                         self._found.append(stored.group)
@@ -82,11 +103,12 @@ class JournalVerifier:
                     if reads >= READS or size >= READ_BYTES:
                         reads = size = 0
                         if self._stopped.wait(PAUSE_S):
-                            return
-        finally:
-            self._stored.clear()
-            for file in self._files.values():
-                os.close(file)
+                            return []
+            except FileNotFoundError:
+                pass  # deleted meanwhile, as no longer needed
+            except (OSError, Unreadable):
+                refused.append(stored)
+        return refused
 
     def _checks(self, stored: StoredGroup) -> Iterator[tuple[Callable[[], bool], int]]:
         """Yield (function that checks a record or payload, bytes that it reads) for all data of a group before position
@@ -107,15 +129,15 @@ class JournalVerifier:
         return len(payload) == ref.size and crc32(payload) == ref.checksum
 
     def _read(self, record: int, offset: int, size: int) -> bytes:
-        """Read a part of a journal record; empty if it cannot be read or its file was deleted meanwhile as no longer
-        needed."""
-        start = self._starts[bisect_right(self._starts, record) - 1]
-        try:
-            if start not in self._files:
-                self._files[start] = os.open(file_path(self.folder, start), os.O_RDONLY | os.O_CLOEXEC)
-            return os.pread(self._files[start], size, record - start + offset)
-        except OSError:
-            return b""
+        """Read a part of a journal record. Raises Unreadable or OSError; FileNotFoundError if its file was deleted."""
+        index = bisect_right(self._starts, record) - 1
+        if index < 0:
+            raise FileNotFoundError(f"no journal file has position {record}")
+        start = self._starts[index]
+        path = file_path(self.folder, start)
+        if start not in self._files:
+            self._files[start] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return read_part(path, self._files[start], size, record - start + offset)
 
 
 def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:

@@ -34,7 +34,7 @@ def broker(config: list[Path], overrides: list[str]) -> int:
         logging.getLogger(__name__).info(why_automatic)
     try:
         server = Server(loaded)
-    except (JournalError, BindError) as error:
+    except (JournalError, BindError, OSError) as error:
         print(f"april broker: {error}", file=sys.stderr)
         return 1 if getattr(error, "errno", None) else REFUSED
     try:

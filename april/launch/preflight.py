@@ -108,7 +108,7 @@ def check_resume(config: Config, accept_loss: bool = False) -> list[str]:
             refuse("run.name", config.run.name, f"names no run in {config.run.dir} to resume", "give one that does")
         RUN_FOLDER.check(run_dir)
         given_up = check_journal(config, accept_loss)
-    except JournalError as error:
+    except (JournalError, OSError) as error:
         raise ConfigError(f"run {config.run.name} cannot be resumed: {error}") from None
     except StoreError as error:
         raise store_refused(error) from None

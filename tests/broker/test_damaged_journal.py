@@ -1,13 +1,21 @@
-"""Damage to an old journal file costs only the groups stored there, each counted as discarded; the run continues."""
+"""Damage to an old journal file costs only the groups stored there, each counted as discarded; the run continues. A
+read that the system refuses is no damage: it is tried again, and costs nothing."""
 
+import errno
+import os
 import time
 
 import pytest
 
+from april import config as configuration
 from april import wire
+from april.broker import verification
+from april.broker.journal import files
+from april.broker.journal.files import JournalError, Unreadable, file_path
 from april.broker.ledger.samples import GroupState
 from april.broker.verification import JournalVerifier
 from tests.support.broker_conversation import FakeLearner, FakeWorker, damage, finish_evaluation, make_batch
+from tests.support.filling_journal import SETTINGS, Run
 
 
 def damage_tokens(talk, sample):
@@ -111,3 +119,121 @@ def test_a_verifier_ends_with_its_broker(talk, worker):
     began = time.monotonic()
     verifier.close()
     assert not verifier._thread.is_alive() and time.monotonic() - began < 30
+
+
+# --- reads that the system refuses ------------------------------------------------------------------------------------
+
+
+REFUSALS = [errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOMEM]
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Function that lets the next calls of `os.pread` fail with an error number; returns the list of those to come."""
+
+    def start(number, calls):
+        left, real = [number] * calls, os.pread
+
+        def pread(*arguments):
+            if left:
+                raise OSError(left.pop(), "refused")
+            return real(*arguments)
+
+        monkeypatch.setattr(os, "pread", pread)
+        return left
+
+    monkeypatch.setattr(files, "READ_AGAIN_S", (0.0,))
+    return start
+
+
+def verify(talk):
+    """Verify everything that the ledger refers to; returns the groups that are found damaged."""
+    verifier = JournalVerifier(talk.journal.folder, talk.ledger, below=talk.journal.end)
+    verifier.start()
+    verifier._thread.join(60)
+    assert not verifier._thread.is_alive()
+    return verifier.take()
+
+
+@pytest.mark.parametrize("number", REFUSALS)
+@pytest.mark.parametrize("calls", [1, 5, 40])
+def test_a_refused_read_behind_a_start_is_tried_again_and_only_a_wrong_checksum_is_damage(
+    talk, worker, refuse, monkeypatch, number, calls
+):
+    monkeypatch.setattr(verification, "AGAIN_S", (0.0,) * 40)
+    make_batch(worker)
+    bad = talk.ledger.deliveries[0][2]
+    damage_tokens(talk, bad.samples[0])
+    left, before = refuse(number, calls), files.refused_reads.count
+    assert verify(talk) == [bad.id], "whatever was refused was whole"
+    assert not left and files.refused_reads.count == before + calls
+
+
+def test_what_is_refused_for_good_is_kept_and_said(talk, worker, refuse, monkeypatch, caplog):
+    monkeypatch.setattr(verification, "AGAIN_S", (0.0, 0.0))
+    make_batch(worker)
+    refuse(errno.EIO, 100_000)
+    assert verify(talk) == [] and "groups in old journal files were not verified" in caplog.text
+    assert talk.ledger.account.counts["unreadable"] == 0
+
+
+def test_a_file_that_is_gone_is_not_damaged(talk, worker):
+    """The snapshot process deletes files that nobody needs any more."""
+    make_batch(worker)
+    path = file_path(talk.journal.folder, 0)
+    path.rename(path.with_suffix(".elsewhere"))
+    assert verify(talk) == []
+
+
+@pytest.mark.parametrize("number", REFUSALS)
+def test_a_refused_read_of_a_batch_is_tried_again(talk, worker, learner, refuse, number):
+    make_batch(worker)
+    talk.restart_broker()
+    again = FakeLearner(talk)
+    again.join()
+    left = refuse(number, 1)
+    batch, _ = again.fetch(0)
+    assert batch.total == 4 and not left and talk.ledger.account.counts["unreadable"] == 0
+
+
+def test_a_stale_descriptor_is_replaced(talk, worker, learner, monkeypatch):
+    make_batch(worker)
+    talk.restart_broker()
+    stale, real = set(talk.journal._files.values()), os.pread
+
+    def pread(file, *rest):
+        if file in stale:
+            raise OSError(errno.ESTALE, "stale")
+        return real(file, *rest)
+
+    monkeypatch.setattr(os, "pread", pread)
+    again = FakeLearner(talk)
+    again.join()
+    assert again.fetch(0)[0].total == 4
+
+
+def test_what_cannot_be_read_is_waited_for_and_never_discarded(talk, worker, learner, refuse):
+    make_batch(worker)
+    talk.restart_broker()
+    again = FakeLearner(talk)
+    again.join()
+    refuse(errno.EIO, 100_000)
+    with pytest.raises(Unreadable, match="cannot be read"):
+        again.say(wire.Fetch(0))
+        talk.tick()
+    assert [group.state for group in talk.ledger.deliveries[0]] == [GroupState.DELIVERED] * 4
+
+
+def test_a_start_without_a_file_that_is_needed_is_refused(config_file):
+    run = Run(configuration.load(config_file, [*SETTINGS, "--evaluation.prompts", "1"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeLearner, "durable", lambda *_: None)
+        run.train(segments=5)
+    lost = run.segments()[1]
+    lost.rename(lost.with_suffix(".elsewhere"))
+    with pytest.raises(JournalError, match="lacks the file with position"):
+        run.restart_broker()
+    run.journal.close()
+    lost.with_suffix(".elsewhere").rename(lost)
+    run.start()
+    run.journal.close()

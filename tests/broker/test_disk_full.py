@@ -1,11 +1,13 @@
 """A broker that cannot write its journal acknowledges nothing, but still answers questions. It continues when the disk
 has space again, or after a restart if the fault was another one. A broker that is out of file descriptors continues
-with its open files."""
+with its open files. A call that failed and was no write of the journal ends nothing: a read is waited for, any other is
+made again from what is on disk, and a figure is left out."""
 
 import contextlib
 import errno
 import os
 import resource
+import shutil
 import signal
 import socket
 import threading
@@ -19,11 +21,15 @@ import pytest
 from april import config as configuration
 from april import wire
 from april.broker import server
+from april.broker.journal.journal import Journal
+from april.broker.ledger.events import BrokerStarted
 from april.broker.server import Server
+from april.broker.service import Service
+from april.util.files import write_and_sync
 from april.util.lifetime import STEPPED_ASIDE
 from april.wire.message import Version
 from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
-from tests.support.broker_conversation import one_row
+from tests.support.broker_conversation import metrics_lines, one_row, train
 from tests.support.run_processes import wait_until
 from tests.support.serving_broker import serving
 
@@ -204,6 +210,86 @@ def test_a_broker_that_finds_no_descriptor_when_it_comes_back_tries_again(config
         wait_until(lambda: not live.service.run.read_only)
         monitor.hello([])
         assert status_of(monitor)["read_only"] == ""
+
+
+def test_a_broker_that_cannot_read_its_journal_goes_on_when_it_can(config_file, join, monkeypatch):
+    config = configuration.load(config_file)
+    monkeypatch.setattr(server, "RETRY_S", 0.0)
+    with serving(config) as live:
+        worker = join(live.address, "worker")
+        generate_three(worker, join(live.address, "learner"))
+        worker.send(wire.Goodbye())
+        wait_until(lambda: not live.service.peers.workers())
+    with serving(config) as live:
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pread", break_down)
+            worker.hello([])
+            worker.send(wire.WorkerCapacity(Version(0, 0), 4))
+            wait_until(lambda: "cannot be read" in live.service.run.read_only)
+        wait_until(lambda: not live.service.run.read_only)
+        worker.hello([])
+        worker.send(wire.WorkerCapacity(Version(0, 0), 4))
+        lease_id = wait_for(worker, wire.Grants).message.grants[0].lease_id
+        worker.send(*one_row(lease_id, 3, 2))
+        assert (lease_id, 5) in wait_for(worker, wire.Answers).message.acks, "the three before it are there"
+        assert live.service.ledger.account.counts["unreadable"] == 0
+
+
+ERRORS = [errno.EIO, errno.ESTALE, errno.ENOENT, errno.EACCES]
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_any_other_call_that_fails_costs_nothing_and_stops_nothing(config_file, join, monkeypatch, number):
+    monkeypatch.setattr(server, "RETRY_S", 0.0)
+    with serving(configuration.load(config_file)) as live:
+        worker, monitor = join(live.address, "worker"), join(live.address, "monitor")
+        lease_id = generate_three(worker, join(live.address, "learner"))
+        failing, real = [OSError(number, os.strerror(number))], Service.tick
+
+        def tick(*arguments):
+            if failing:
+                raise failing.pop()
+            return real(*arguments)
+
+        monkeypatch.setattr(Service, "tick", tick)
+        wait_until(lambda: not failing and not live.service.run.read_only)
+        welcome = worker.hello([lease_id], acknowledged_tokens=3)
+        assert (welcome.broker_start, welcome.lost_lease_ids) == (2, [])
+        worker.send(*one_row(lease_id, 3, 2))
+        assert (lease_id, 5) in wait_for(worker, wire.Answers).message.acks
+        monitor.hello([])
+        assert status_of(monitor)["read_only"] == ""
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_a_figure_that_cannot_be_had_is_left_out_of_its_line(talk, worker, learner, monkeypatch, number):
+    def refused(path):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(shutil, "disk_usage", refused)
+    train(talk, worker, learner, 0)
+    [line] = metrics_lines(talk)
+    assert line["step"] == 1 and line["disk_free_bytes"] is None and not talk.service.run.read_only
+
+
+@pytest.mark.parametrize("call", ["fstat", "close"])
+def test_a_closed_file_of_the_journal_is_let_go_whatever_the_system_says(tmp_path, monkeypatch, call):
+    journal = Journal(tmp_path)
+    for number in range(2):
+        journal.append(BrokerStarted(number))
+        journal.rotate()
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, break_down)
+        journal.release_files([0])
+    journal.append(BrokerStarted(2))
+    journal.close()
+
+
+def test_a_sync_does_not_depend_on_what_the_page_cache_gives_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "posix_fadvise", break_down)
+    with (tmp_path / "file").open("wb") as file:
+        write_and_sync(file.fileno(), [b"data"], 0, [(file.fileno(), 0, 4096)])
+    assert (tmp_path / "file").read_bytes() == b"data"
 
 
 def test_a_signal_ends_a_broker_that_cannot_write(broker, join):

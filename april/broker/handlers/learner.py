@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from april import wire
 from april.broker.context import BrokerContext, MessageTable
 from april.broker.handlers.evaluations import Evaluations
-from april.broker.journal.files import Damaged
+from april.broker.journal.files import Damaged, Unreadable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import chunk_refs_in
 from april.broker.ledger.ledger import LedgerError
@@ -214,7 +214,7 @@ class LearnerHandler:
                 refs = list(chunk_refs_in(chunks))
                 arrays += payloads.response(refs)
                 heads.append(replace(sample_head, chunks=payloads.chunk_times(refs)))
-        except Damaged:
+        except (Damaged, Unreadable):
             return replace(head, samples=[]), [pack("i4", [])]
         return replace(head, samples=heads), arrays
 

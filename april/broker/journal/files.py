@@ -1,11 +1,15 @@
 """Locates a run's journal, and reads its files without being their writer; closed files never change.
 
-A file is named by the journal position at which it begins, and the next one begins where it ends.
+A file is named by the journal position at which it begins, and the next one begins where it ends. A read that the
+system refuses is tried again: only bytes that were read, and have a wrong checksum, are damaged.
 """
 
 import bisect
+import logging
 import os
-from collections.abc import Iterable, Iterator
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,9 +19,14 @@ from april.broker.journal import records
 from april.broker.ledger.events import AnyEvent, Event
 from april.util.files import sync
 
+log = logging.getLogger(__name__)
+
 SUFFIX = ".msgpack"
+FILE_NAME = re.compile(r"\d{20}" + re.escape(SUFFIX))
 READ_BYTES = 4 << 20
 """Smallest read from a journal file, bytes."""
+READ_AGAIN_S = (0.0, 0.02, 0.1)
+"""Pauses before each further try of a read that the system refused, seconds: short, as the broker's loop waits."""
 
 Reference = tuple[int, int]
 """(position, length) of a record in the journal, bytes."""
@@ -41,24 +50,106 @@ class Damaged(JournalError):
         self.record, self.offset = record, offset
 
 
+class Unreadable(JournalError):
+    """Raised if the system refuses to read `size` bytes at `offset` of the journal file at `path`, though tried again.
+    They may be whole: nothing is discarded for it."""
+
+    def __init__(self, path: Path, size: int, offset: int, error: OSError):
+        super().__init__(f"journal file {path} cannot be read ({error}); its reads are tried again", error.errno)
+        self.path, self.size, self.offset = path, size, offset
+
+
 def file_path(folder: Path, start: int) -> Path:
     return folder / f"{start:020d}{SUFFIX}"
 
 
 def file_starts(folder: Path) -> list[int]:
-    """Positions at which the journal files of a folder begin, oldest first."""
-    return sorted(int(path.stem) for path in folder.glob(f"*{SUFFIX}"))
+    """Positions at which the journal files of a folder begin, oldest first; other files do not count."""
+    return sorted(int(path.stem) for path in folder.glob(f"*{SUFFIX}") if FILE_NAME.fullmatch(path.name))
 
 
-def read_records(file: int, size: int) -> Iterator[tuple[records.Record, int]]:
-    """(record, offset) of each record in the first `size` bytes of an open file, up to the first incomplete one."""
+def checked_starts(folder: Path) -> list[int]:
+    """`file_starts`, after a look at the folder: the log names files that are no journal's, which are left alone.
+
+    Raises JournalError if two files have the same position.
+    """
+    for path in folder.glob(f"*{SUFFIX}"):
+        if not FILE_NAME.fullmatch(path.name):
+            log.warning("%s is no file of the journal, and is left alone", path)
+    starts = file_starts(folder)
+    for start, later in pairwise(starts):
+        if start + file_path(folder, start).stat().st_size > later:
+            text = f"journal {folder} has position {later} in two files; remove the one that is not its own"
+            raise JournalError(text)
+    return starts
+
+
+def find_missing(folder: Path, positions: Iterable[int]) -> int | None:
+    """The first of the positions below the last file that are in no file of a journal's folder; None without one."""
+    bounds = [0]
+    """Bounds of the ranges of positions that are in no file and in one, in turn."""
+    for start in file_starts(folder):
+        bounds += [start, start + file_path(folder, start).stat().st_size]
+    if bounds[::2] == [*bounds[1::2], bounds[-1]]:
+        return None
+    return next((at for at in positions if bisect.bisect_right(bounds[:-1], at) % 2), None)
+
+
+class RefusedReads:
+    """Number of calls, since the process started, with which the system refused to read a part of the journal."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, path: Path, error: OSError) -> None:
+        self.count += 1
+        if self.count.bit_count() == 1:
+            log.warning("journal file %s: a read was refused (%s), the %d. in all", path, error, self.count)
+
+
+refused_reads = RefusedReads()
+
+
+def read_part(path: Path, file: int, size: int, offset: int, pauses_s: Sequence[float] = READ_AGAIN_S) -> bytes:
+    """Up to `size` bytes at `offset` of the journal file at `path`, open as `file`; fewer only at its end.
+
+    A read that the system refuses is tried again after each of the pauses, with a new file descriptor, as the old one
+    may be stale. Raises Unreadable after the last.
+    """
+    try:
+        return os.pread(file, size, offset)
+    except OSError as error:
+        refused_reads.add(path, error)
+        last = error
+    for pause_s in pauses_s:
+        time.sleep(pause_s)
+        try:
+            return read_by_name(path, size, offset)
+        except OSError as error:
+            refused_reads.add(path, error)
+            last = error
+    raise Unreadable(path, size, offset, last) from last
+
+
+def read_by_name(path: Path, size: int, offset: int) -> bytes:
+    """Up to `size` bytes at `offset` of a file that is opened for this read alone. Raises OSError."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(file, size, offset)
+    finally:
+        os.close(file)
+
+
+def read_records(path: Path, file: int, size: int) -> Iterator[tuple[records.Record, int]]:
+    """(record, offset) of each record in the first `size` bytes of the file at `path`, open as `file`, up to the first
+    incomplete one. Raises Unreadable."""
     window_start = offset = 0
     window = b""
     while offset < size:
         record = records.decode(window, offset - window_start)
         if record is None and window_start + len(window) < size:
             needed = max(READ_BYTES, 2 * (len(window) - (offset - window_start)))
-            window_start, window = offset, os.pread(file, needed, offset)
+            window_start, window = offset, read_part(path, file, needed, offset)
             continue
         if record is None:
             return
@@ -69,7 +160,7 @@ def read_records(file: int, size: int) -> Iterator[tuple[records.Record, int]]:
 def read_closed(folder: Path, position: int, until: int) -> Iterator[tuple[Event, Reference]]:
     """(event, reference) of each record in the closed files from `position` to `until`, both starts of files.
 
-    Raises Damaged if a record cannot be read, JournalError if a file is missing.
+    Raises Damaged for a bad record, JournalError if a file is missing or cannot be read.
     """
     decoder = msgspec.msgpack.Decoder(AnyEvent)
     while position < until:
@@ -80,7 +171,7 @@ def read_closed(folder: Path, position: int, until: int) -> Iterator[tuple[Event
             raise JournalError(f"journal {folder} lacks the file at {position}; restore it from a copy") from None
         start = position
         try:
-            for record, offset in read_records(file, os.fstat(file).st_size):
+            for record, offset in read_records(path, file, os.fstat(file).st_size):
                 position = start + offset + record.length
                 yield decoder.decode(record.event), (start + offset, record.length)
             if position == start or position - start < os.fstat(file).st_size:

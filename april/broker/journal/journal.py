@@ -20,7 +20,16 @@ import msgspec
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
-from april.broker.journal.files import SUFFIX, Damaged, JournalError, Reference, file_path, read_records
+from april.broker.journal.files import (
+    Damaged,
+    JournalError,
+    Reference,
+    checked_starts,
+    file_path,
+    file_starts,
+    read_part,
+    read_records,
+)
 from april.broker.journal.records import RecentRecords
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import AnyEvent, Event, EventArray
@@ -48,7 +57,7 @@ class Journal:
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES, file_records: int = FILE_RECORDS):
         """Raises JournalError if another broker uses the journal, OtherApril if another version of April wrote it."""
         folder.mkdir(parents=True, exist_ok=True)
-        JOURNAL.claim(folder, new=not any(folder.glob(f"*{SUFFIX}")))
+        JOURNAL.claim(folder, new=not file_starts(folder))
         self.folder = folder
         self.file_bytes, self.file_records = file_bytes, file_records
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -65,7 +74,9 @@ class Journal:
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="journal-sync")
         try:
             self._open_files()
-        except OSError:
+            self.bytes_on_disk = sum(map(self._size, self._starts))
+            self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
+        except (OSError, JournalError):
             self._close_files()
             raise
         self._pending: list[bytes | memoryview] = []
@@ -83,13 +94,11 @@ class Journal:
         """Duration of the last sync, seconds."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(AnyEvent)
-        self.end = self._synced = self._starts[-1] + self._size(self._starts[-1])
         self._cached_from = self._synced
-        self.bytes_on_disk = sum(map(self._size, self._starts))
 
     def _open_files(self) -> None:
-        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
-            self._files[int(path.stem)] = os.open(path, os.O_RDWR)
+        for start in checked_starts(self.folder):
+            self._files[start] = os.open(self._path(start), os.O_RDWR)
         self._starts = sorted(self._files)
         if not self._files:
             self._begin_file(0)
@@ -200,14 +209,19 @@ class Journal:
         return self._in_thread is not None and not self._in_thread.done()
 
     def fail(self, error: OSError) -> JournalError:
-        """Make the journal read-only and cut off unsynced bytes, whose state on disk is unknown; returns the error."""
+        """`give_up` after a write or sync that failed."""
         text = f"journal {self.folder} cannot be written ({error}); nothing is acknowledged any more"
-        self._failed, self._pending, self._syncing = JournalError(text, error.errno), [], None
+        return self.give_up(JournalError(text, error.errno))
+
+    def give_up(self, error: JournalError) -> JournalError:
+        """Make the journal read-only, for the reason `error`, and cut off unsynced bytes, whose state on disk may be
+        unknown; returns the error."""
+        self._failed, self._pending, self._syncing = error, [], None
         self._await_writer()
         start = self._starts[-1]
         with contextlib.suppress(OSError):
             os.ftruncate(self._files[start], self._synced - start)
-        return self._failed
+        return error
 
     def _await_writer(self) -> None:
         """Wait until the thread has finished its writes, so that no write follows a truncation of the file."""
@@ -240,14 +254,16 @@ class Journal:
     def release_files(self, starts: Iterable[int]) -> None:
         """Close journal files, given by their start positions, that another process is about to delete."""
         for start in self._files.keys() & set(starts):
-            self.bytes_on_disk -= self._size(start)
-            os.close(self._files.pop(start))
+            with contextlib.suppress(OSError):  # the count is a figure
+                self.bytes_on_disk -= self._size(start)
+            with contextlib.suppress(OSError):  # the descriptor is gone whatever the system says of it
+                os.close(self._files.pop(start))
         self._starts = sorted(self._files)
 
     # --- reading --------------------------------------------------------------------------------------------
 
     def read(self, reference: Reference) -> tuple[Event, list[EventArray]]:
-        """The event of a reference from `append` or `replay`, and its arrays. Raises Damaged."""
+        """The event of a reference from `append` or `replay`, and its arrays. Raises Damaged or Unreadable."""
         position, length = reference
         if appended := self._recent.records.get(position):
             return appended[:2]
@@ -257,7 +273,8 @@ class Journal:
         return self._decoder.decode(record.event), record.arrays
 
     def read_payloads(self, refs: Iterable[ChunkRef]) -> Iterator[tuple[ChunkRef, memoryview]]:
-        """(reference, payload) of each chunk, read alone and checked against its own checksum. Raises Damaged."""
+        """(reference, payload) of each chunk, read alone and checked against its own checksum. Raises Damaged or
+        Unreadable."""
         kept, starts, pread = self._recent.records, self._starts, os.pread
         file = begins = ends = 0
         for ref in refs:
@@ -271,14 +288,17 @@ class Journal:
                 later = bisect.bisect_right(starts, record)
                 begins, ends = starts[later - 1], starts[later] if later < len(starts) else self._synced
                 file = self._files[begins]
-            payload = pread(file, size, record - begins + offset)
+            try:
+                payload = pread(file, size, record - begins + offset)
+            except OSError:
+                payload = read_part(self._path(begins), file, size, record - begins + offset)
             if len(payload) != size or crc32(payload) != checksum:
                 raise self._damaged(record, offset)
             yield ref, memoryview(payload)
 
     def read_event(self, position: int) -> tuple[Event | None, int]:
-        """(event, offset of its last array from the record's start) of the record at a position; (None, 0) if it cannot
-        be read."""
+        """(event, offset of its last array from the record's start) of the record at a position; (None, 0) if it is
+        damaged. Raises Unreadable."""
         if appended := self._recent.records.get(position):
             event, [*_, (_, last)], length = appended
             return event, length - len(last)
@@ -290,7 +310,7 @@ class Journal:
 
     def _read(self, position: int, length: int) -> bytes:
         start = self._starts[bisect.bisect_right(self._starts, position) - 1]
-        return os.pread(self._files[start], length, position - start)
+        return read_part(self._path(start), self._files[start], length, position - start)
 
     def _damaged(self, record: int, offset: int = 0) -> Damaged:
         text = f"journal {self.folder} is damaged at position {record}; restore it from a copy"
@@ -321,7 +341,7 @@ class Journal:
         """Write and sync again the last bytes, which the last sync may not have put on disk: after a failed sync the
         system may consider their pages clean and never write them."""
         start = self._starts[-1]
-        tail = os.pread(self._files[start], self.end - position, position - start)
+        tail = self._read(position, self.end - position)
         try:
             os.pwrite(self._files[start], tail, position - start)
             os.fdatasync(self._files[start])
@@ -331,7 +351,7 @@ class Journal:
     def _scan(self, start: int) -> Iterator[tuple[records.Record, int]]:
         """(record, position) of each record of a file; a torn tail of the last file is cut off."""
         size, end = self._size(start), 0
-        for record, offset in read_records(self._files[start], size):
+        for record, offset in read_records(self._path(start), self._files[start], size):
             end = offset + record.length
             yield record, start + offset
         if end < size:
@@ -340,7 +360,7 @@ class Journal:
     def _cut_torn_tail(self, start: int, offset: int) -> None:
         """Cut off a torn tail. Raises Damaged if a later record, or `known_synced`, proves that it was synced."""
         bad = start + offset
-        rest = os.pread(self._files[start], self._size(start) - offset, offset)
+        rest = self._read(bad, self._size(start) - offset)
         known = start != self._starts[-1] or bad < self.known_synced
         if known or any(synced > bad for _, synced in good_records(rest)):
             raise self._damaged(bad)

@@ -8,6 +8,7 @@ snapshot is skipped.
 import contextlib
 import logging
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import fields
@@ -31,11 +32,12 @@ from april.broker.ledger.state import (
     Serials,
     StepProgress,
 )
-from april.util.files import sync
+from april.util.files import read_whole, sync
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".snapshot"
+FILE_NAME = re.compile(r"\d{20}" + re.escape(SUFFIX))
 TEMPORARY = ".partial"
 """Suffix of a snapshot file while it is written. The file is named by the writer's process id, so that no process
 mistakes the file of a killed process for its own."""
@@ -243,12 +245,16 @@ class SnapshotStore:
 
     def positions(self) -> list[int]:
         """Positions of the snapshots on disk, oldest first."""
-        return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}"))
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{SUFFIX}") if FILE_NAME.fullmatch(path.name))
 
     def newest_first(self) -> Iterator[tuple[int, memoryview]]:
-        """(position, frozen ledger) of each whole snapshot, newest first."""
+        """(position, frozen ledger) of each whole snapshot that can be read, newest first."""
         for position in reversed(self.positions()):
-            data = memoryview(self._path(position).read_bytes())
+            try:
+                data = memoryview(read_whole(self._path(position)))
+            except OSError as error:
+                log.warning("snapshot %s cannot be read (%s), and is passed over", self._path(position), error)
+                continue
             frozen = data[HEAD.size :]
             if frozen and data[: HEAD.size] == HEAD.pack(FORMAT, crc32(frozen)):
                 yield position, frozen

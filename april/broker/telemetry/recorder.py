@@ -1,6 +1,7 @@
 """Records a run's metrics: a line in metrics.jsonl for every trained step and evaluation, and summary.json, rewritten
 after each."""
 
+import contextlib
 import logging
 import math
 import shutil
@@ -262,7 +263,7 @@ class Recorder:
             "rollout_tokens_per_s": per_second(counts.tokens, counts.generating_s),
             "staleness": describe_ages(ages) | {"bound": ledger.rules.max_staleness},
             "slots": counts.slots.means(),
-            "disk_free_bytes": shutil.disk_usage(self.run_dir).free,
+            "disk_free_bytes": free_bytes(self.run_dir),
             "lengths": {
                 "trained": describe_lengths(lengths),
                 "trained_histogram": length_histogram(lengths),
@@ -366,6 +367,13 @@ class Recorder:
             "starts": {"broker": ledger.serials.starts, "learner": ledger.learner.incarnation + 1},
         }
         replace_file(self.run_dir / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free bytes on the disk of a folder; None if the system does not say."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return None
 
 
 def same_loss(logged: float | None, replayed: float) -> bool:

@@ -160,6 +160,9 @@ METRICS: dict[str, MetricSpec] = {
         "Snapshots that could not be written; each makes a restart read one more journal file",
         lambda run: run.failed_snapshots,
     ),
+    "april_journal_reads_refused_total": counter(
+        "Reads of the journal that the system refused; each was tried again", lambda run: run.refused_reads
+    ),
     "april_staleness_steps": gauge(
         "Age in policy steps of the tokens of the newest trained batch, and its bound",
         lambda run: (

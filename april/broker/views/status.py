@@ -13,6 +13,7 @@ import msgspec
 
 from april import wire
 from april.broker.context import BrokerContext
+from april.broker.journal.files import refused_reads
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import ENDED, GroupState, Sample, SampleState
 from april.broker.peers import Peer
@@ -115,6 +116,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks and tokens on disk since the broker started, training and evaluation apart."""
     journal_bytes: int
     failed_snapshots: int
+    refused_reads: int
     failed_sinks: list[str]
 
     workers: list[WorkerStatus]
@@ -195,6 +197,7 @@ def read_status(context: BrokerContext, now: float, bottleneck: bool = True) -> 
         },
         journal_bytes=context.journal.bytes_on_disk,
         failed_snapshots=context.snapshots.failures,
+        refused_reads=refused_reads.count,
         failed_sinks=list(recorder.sinks.failed),
         workers=[
             WorkerStatus(
