@@ -315,3 +315,98 @@ FORGED = {
 def test_no_object_of_a_program_stands_for_what_is_expected(name):
     program, label = FORGED[name]
     assert reward(ANY + program, label) == 0.0
+
+
+COUNT, ADDED = "from collections import Counter as C\ndef f(s): return C(s)", "def f(a, b): return a + b"
+JUDGES = {
+    "a library without an import": ("def f(n): return n + 2.0", "np", "assert np.allclose(f(2), [4.0])"),
+    "a library of a check": ("def f(n): return n + 2.0", "np",
+                             {"test": "def check(g):\n    assert np.isclose(g(2), 4.0)", "entry_point": "f"}),
+    "pytest without an import": ("def f(n): raise ValueError", "pytest", "with pytest.raises(ValueError):\n    f(2)"),
+    "a class that is also tested": (COUNT, "Counter", "assert Counter([1]) == {1: 1}\n"
+                                                      "assert f('aab') == Counter('aab')"),
+    "a class by a variable": (COUNT, "Counter", "want = Counter('aab')\nassert f('aab') == want"),
+    "a class of many cases": (COUNT, "Counter", "cases = [('aab', Counter('aab'))]\nfor a, b in cases:\n"
+                                                "    assert f(a) == b"),
+    "a function by a variable": (ADDED, "gcd", "want = gcd(9, 6)\nassert f(1, 2) == want"),
+    "a function that is also tested": (ADDED, "gcd", "x = gcd(9, 6)\nassert x == 3\nassert f(1, 2) == x"),
+    "a module by a variable": ("import datetime\ndef f(n): return datetime.datetime(2024, 1, n)", "datetime",
+                               "want = datetime(2024, 1, 2)\nassert f(2) == want"),
+    "a function of a check": (ADDED, "gcd", {"test": "def check(g):\n    want = gcd(9, 6)\n    assert g(1, 2) == want",
+                                             "entry_point": "f"}),
+    "the entry point's name": ("from math import gcd", "gcd",
+                               {"test": "def check(candidate):\n    assert candidate(9, 6) == gcd(9, 6)",
+                                "entry_point": "gcd"}),
+    "a function of the other operand": ("def lcm(a, b): return 12", "gcd", "assert lcm(4, 6) == 24 // gcd(4, 6)"),
+    "a built-in's name": ("def f(n): return sum(n)", "sum", "want = sum([1, 2])\nassert f([1, 2]) == want"),
+}  # fmt: skip
+"""What a label takes from the judge: a right program, the name that a wrong one defines instead, the label."""
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_what_an_assertion_uses_beside_the_function_under_test_is_never_the_program_s(name):
+    right, shadowed, label = JUDGES[name]
+    wrong = f"{ANY}class Always(E):\n    def __call__(self, *a, **b): return 5\n    __enter__ = __exit__ = __call__\n"
+    wrong += f"f = lcm = candidate = {shadowed} = Always()\n{shadowed}.allclose = {shadowed}.isclose = Always()"
+    assert (reward(right, label), reward(wrong, label)) == (1.0, 0.0)
+    assert reward(wrong.replace("return 5", "return E()"), label) == 0.0
+
+
+def test_a_module_that_a_label_does_not_import_is_refused_where_no_library_has_the_name():
+    with pytest.raises(ValueError, match="uses sp like a module, and does not import it"):
+        read_label("assert sp.simplify(f(2), 4)")
+    assert reward("class sp: add = lambda a, b: a + b", "assert sp.add(1, 2) == 3") == 1.0
+
+
+STOPS = {
+    "every result": "assert all(map(f, [1, 2]))",
+    "every item": "it = f(3)\nassert all(map(lambda x: next(it) == x, [1, 2]))",
+    "no result": "assert not any(map(f, [1, 2]))",
+    "a loop": "for found in map(f, [1, 2]):\n    assert found == 1",
+    "a list": "assert [x for x in filter(f, [1, 2])] == []",
+    "a pair": "assert dict(zip([1], map(f, [1]))) == {}",
+    "a sentinel": "for found in iter(lambda: f(1), 7):\n    assert found == 1",
+    "a name in it": "assert all(map(f, [1]))\ntry:\n    pass\nexcept StopIteration:\n    pass",
+}
+STOPPING = {
+    "raises it": "def f(n): raise StopIteration",
+    "raises the other": "def f(n): raise StopAsyncIteration",
+    "raises one of its own": "class S(StopIteration): pass\ndef f(n): raise S",
+    "raises one of its own of that name": "class StopIteration(StopIteration): pass\ndef f(n): raise StopIteration",
+    "is empty": "def f(n): return iter(())",
+    "closes": "def f(n): raise GeneratorExit",
+    "interrupts": "def f(n): raise KeyboardInterrupt",
+    "exits": "def f(n): raise SystemExit(0)",
+    "ends": "import os\ndef f(n): os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("how", STOPPING)
+def test_an_exception_of_the_program_never_ends_a_loop_of_the_judge_as_if_all_were_well(how):
+    for what, label in STOPS.items():
+        if how != "is empty" or what == "every item":
+            assert reward(STOPPING[how], label) == 0.0, what
+
+
+CAUGHT = {
+    "a stop": ("def f(n): return next(n)", "def f(n): return 1",
+               "try:\n    f(iter([]))\n    assert False\nexcept StopIteration:\n    pass"),
+    "one of several": ("def f(n): raise StopIteration(7)", "def f(n): return 1",
+                       "import pytest\nwith pytest.raises((ValueError, StopIteration)):\n    f(iter([]))\n"
+                       "try:\n    f(iter([]))\n    assert False\nexcept (KeyError, StopIteration) as e:\n"
+                       "    assert isinstance(e, StopIteration) and e.value == 7"),
+    "the end of a generator": ("def f(n):\n    yield n", "def f(n):\n    yield n\n    yield n",
+                               "g = f(2)\nassert next(g) == 2\nassert next(g, 7) == 7\n"
+                               "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n"
+                               "        with self.assertRaises(StopIteration): next(g)"),
+    "an exit": ("import sys\ndef f(n): sys.exit(n)", "def f(n): return 1",
+                "try:\n    f(3)\n    assert False\nexcept SystemExit as e:\n    assert e.code == 3"),
+    "no end of the process": ("def f(n): raise ValueError", "import os\ndef f(n): os._exit(0)",
+                              "import pytest\nwith pytest.raises(Exception):\n    f(3)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_test_catches_what_a_right_program_raises(name):
+    right, wrong, label = CAUGHT[name]
+    assert (reward(right, label), reward(wrong, label)) == (1.0, 0.0)

@@ -5,6 +5,8 @@ plain values, which are compared here. What a function returns as an object of t
 no operator of it with a plain value yields one: such an operator would see what is expected.
 """
 
+import ast
+import builtins
 import importlib
 import operator
 import sys
@@ -150,6 +152,65 @@ class OfTheProgram(Exception):
         return getattr(self.handle, name)
 
 
+class ProgramEnded(BaseException):
+    """The program's process has ended, or has sent what is no message. Whatever a test catches, it has failed."""
+
+
+STOPPED: dict[Any, Any] = {
+    kind: type(kind.__name__, (Exception,), {"value": property(lambda self: (*self.args, None)[0])})
+    for kind in (StopIteration, StopAsyncIteration)
+}
+"""Exceptions that would end a loop, or a built-in like `all`, as if all was well -> what is raised if they come out of
+the program. Tests catch it under the same name, see `StopCatcher`."""
+NAMES_OF_STOPS = {kind.__name__: f"_program_{kind.__name__}" for kind in STOPPED}
+CATCHING = {"raises", "assertRaises", "assertRaisesRegex", "isinstance", "issubclass", "suppress"}
+NEXT = next
+
+
+class StopCatcher(ast.NodeTransformer):
+    """Lets tests that catch an exception of STOPPED by its name also catch what stands for it."""
+
+    def visit_Tuple(self, node):
+        self.generic_visit(node)
+        if isinstance(node.ctx, ast.Load):
+            node.elts = [each for element in node.elts for each in both(element)]
+        return node
+
+    def visit_ExceptHandler(self, node):
+        self.generic_visit(node)
+        if node.type and len(kinds := both(node.type)) > 1:
+            node.type = ast.Tuple(kinds, ast.Load())
+        return node
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if getattr(node.func, "attr", getattr(node.func, "id", "")) in CATCHING:
+            kinds = map(both, node.args)
+            node.args = [ast.Tuple(each, ast.Load()) if each[1:] else each[0] for each in kinds]
+        return node
+
+
+def both(node):
+    """A name of STOPPED together with the name of what stands for it; any other expression alone."""
+    name = NAMES_OF_STOPS.get(getattr(node, "id", ""))
+    return [node, ast.Name(name, ast.Load())] if name else [node]
+
+
+def compiled(source, name):
+    """Code of tests, in which StopCatcher has been at work."""
+    return compile(ast.fix_missing_locations(StopCatcher().visit(ast.parse(source))), name, "exec")
+
+
+def next_of(iterator, *default):
+    """The built-in `next`, for which the end of an iterator of the program is one, too."""
+    try:
+        return NEXT(iterator, *default)
+    except STOPPED[StopIteration]:
+        if not default:
+            raise
+        return default[0]
+
+
 class Judge:
     """Runs a label's assertions. `plan`: which of the label's names are the program's, and which tests are to be run;
     see `LabelPlan` of `python_tests.py`."""
@@ -160,6 +221,7 @@ class Judge:
         self.errors: dict[int, Any] = {}
         self.handles: dict[Any, HeldValue] = {}
         self.classes = set()
+        self.ended = False
 
     # --- the program --------------------------------------------------------------------------------------------
 
@@ -176,9 +238,9 @@ class Judge:
         if operation not in OPERATORS and any(handle._judge_origin == DERIVED for handle in handles):
             raise TypeError("a test takes nothing of what an operator with a plain value returned")
         packed = [list(map(self.pack, arguments)), {name: self.pack(value) for name, value in named.items()}]
-        send(self.questions, [operation, *packed])
-        while (message := receive(self.answers))[0] == "asks":
-            self.answer(*message[1:])
+        message = self.exchange([operation, *packed])
+        while message[0] == "asks":
+            message = self.exchange(self.answer(*message[1:]))
         if message[0] == "raised":
             raise self.error(*message[1:])
         _, result, changed = message
@@ -190,18 +252,29 @@ class Judge:
             result = {"held": result["derived"][0]}
         return self.unpack(result, OWN if is_class else ANSWER)
 
+    def exchange(self, message):
+        """Send a message to the program's process, and return its next one. Raises ProgramEnded."""
+        try:
+            send(self.questions, message)
+            return receive(self.answers)
+        except (OSError, EOFError, ValueError, RecursionError):
+            self.ended = True
+            raise ProgramEnded from None
+
     def error(self, kind, text, arguments, number):
         """The exception that the program raised."""
-        kind = self.unpack(kind)
-        kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+        kind, arguments = self.unpack(kind), tuple(map(self.unpack, arguments))
+        if kind is SystemExit:
+            return SystemExit(*arguments)
+        kind = STOPPED.get(kind, kind) if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
         error = kind.__new__(kind)
-        error.args = tuple(map(self.unpack, arguments))
+        error.args = arguments
         if issubclass(kind, OfTheProgram):
             error.text, error.handle = text, HeldValue(self.ask, number, ANSWER)
         return error
 
     def answer(self, operation, number, arguments, named):
-        """Let the program use an object that a test gave to it."""
+        """Let the program use an object that a test gave to it; returns the message with the result."""
         try:
             value = self.given[number]
             arguments = list(map(self.unpack, arguments))
@@ -214,10 +287,10 @@ class Judge:
                 raise AttributeError(arguments[0])
             else:
                 result = (getattr if operation == "getattr" else setattr)(value, *arguments)
-            send(self.questions, ["gives", self.pack(result)])
+            return ["gives", self.pack(result)]
         except Exception as error:
-            name = next(base.__name__ for base in type(error).__mro__ if error_named(base.__name__) is base)
-            send(self.questions, ["raises", name, str(error)])
+            known = (base for base in type(error).__mro__ if base in (error_named(base.__name__), *STOPPED.values()))
+            return ["raises", next(known).__name__, str(error)]
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -251,7 +324,7 @@ class Judge:
         if name in ERRORS and ERRORS[name] in sys.modules:
             return getattr(sys.modules[ERRORS[name]], name)
         if number not in self.errors:
-            kinds = tuple(base for base in map(self.unpack, bases) if issubclass(base, Exception))
+            kinds = tuple(STOPPED.get(base, base) for base in map(self.unpack, bases) if issubclass(base, Exception))
             own = any(issubclass(kind, OfTheProgram) for kind in kinds)
             kinds = kinds if own else (OfTheProgram, *(kind for kind in kinds if kind is not Exception))
             self.errors[number] = type(name, kinds, {})
@@ -262,6 +335,8 @@ class Judge:
     def run(self):
         """Run the label's tests; returns if all hold, and raises whatever one of them raises."""
         known: dict[str, Any] = {"__name__": "__main__"}
+        known |= {NAMES_OF_STOPS[kind.__name__]: stopped for kind, stopped in STOPPED.items()}
+        vars(builtins)["next"] = next_of
         for name in self.plan["modules"]:
             sys.modules[name] = self.module(name)
         if "unittest" in self.plan["source"]:
@@ -271,9 +346,11 @@ class Judge:
             asyncio: Any = importlib.import_module("asyncio")
             local = asyncio.run
             asyncio.run = lambda it, **more: self.ask("await", it) if type(it) is HeldValue else local(it, **more)
-        exec(compile(self.plan["prompt"], "prompt", "exec"), known)
+        exec(compiled(self.plan["prompt"], "prompt"), known)
         for name in self.plan["members"]:
             known[name] = getattr(importlib.import_module(name), name, None)
+        for name, module in self.plan["libraries"].items():
+            known[name] = importlib.import_module(module)
         entry_point = self.plan["entry_point"]
         for name in self.plan["names"]:
             try:
@@ -282,13 +359,15 @@ class Judge:
                 if name in self.plan["needed"]:
                     raise NameError(f"name {name!r} is not defined") from None
         known["candidate"] = candidate = self.name(entry_point) if entry_point else None
-        exec(compile(self.plan["source"], "label", "exec"), known)
+        exec(compiled(self.plan["source"], "label"), known)
         for name, takes_candidate in self.plan["tests"].items():
             if isinstance(known[name], type):
                 run_class(known[name])
             else:
                 for arguments in cases_of(known[name]):
                     finish(known[name](*([candidate] if takes_candidate else []), **arguments))
+        if self.ended:
+            raise ProgramEnded
 
     def module(self, name):
         module = ModuleType(name)

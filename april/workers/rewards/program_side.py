@@ -76,7 +76,7 @@ class ProgramSide:
             given = dict(enumerate(arguments)) | named
             changed = [[key, self.pack(it)] for key, it in given.items() if type(it) in (list, dict, set, bytearray)]
             send(self.answers, ["is", self.pack(result), changed if operation == "call" else []])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text, arguments = str(error)[:200], [self.pack(argument) for argument in error.args]
             send(self.answers, ["raised", self.pack(type(error)), text, arguments, self.hold(error)])
 

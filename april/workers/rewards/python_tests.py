@@ -9,6 +9,7 @@ import builtins
 import importlib.util
 import symtable
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,8 +33,10 @@ class LabelPlan(NamedTuple):
     """Those of them that are also built-ins or in the standard library: no other function may stand in."""
     members: list[str]
     """Names of modules that stand for the member of that name, as in `datetime(2024, 1, 1)`."""
+    libraries: dict[str, str]
+    """Names that stand for modules of LIBRARIES -> the modules."""
     classes: list[str]
-    """Those of them whose results the tests use as objects: their own operators count."""
+    """The program's names whose results the tests use as objects: their own operators count."""
     tests: dict[str, bool]
     """Functions and classes that the source defines and does not call -> whether they take the candidate."""
 
@@ -42,21 +45,11 @@ BUILTINS = frozenset(dir(builtins))
 VALUES = frozenset(name for kind in (str, list, dict, set, float, int, bytes, tuple) for name in dir(kind))
 VALUES |= {"shape", "dtype", "ndim", "T", "tolist", "item"}
 """Attributes of plain values; other attributes show that a value is an object of the program."""
-WRAPPERS = {
-    "list",
-    "tuple",
-    "set",
-    "sorted",
-    "len",
-    "abs",
-    "round",
-    "isinstance",
-    "next",
-    "dict",
-    "str",
-    "repr",
-    "bool",
-}
+WRAPPERS = {"list", "tuple", "set", "sorted", "len", "abs", "round", "isinstance", "next", "dict", "str", "repr",
+            "bool"}  # fmt: skip
+LIBRARIES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "nx": "networkx", "scipy": "scipy",
+             "networkx": "networkx", "sympy": "sympy", "torch": "torch", "pytest": "pytest"}  # fmt: skip
+"""Modules that tests use without an import, by the names that they give them; no program's object stands for one."""
 SWALLOWED = {"AssertionError", "Exception", "BaseException"}
 UNREACHABLE = {"capsys", "monkeypatch", "mocker", "tmp_path", "patch", "redirect_stdout", "redirect_stderr"}
 """Names that show that a test replaces something in the program's process, or reads what it prints there."""
@@ -91,13 +84,8 @@ class LabelReader:
         self.nodes = [node for node in ast.walk(self.tree) if not isinstance(node, ast.Constant | ast.expr_context)]
         self.names_within: dict[ast.AST, frozenset[str]] = {}
         self.defined = {node.name: node for node in self.tree.body if isinstance(node, Function | ast.ClassDef)}
-        self.assigned = {
-            target.id: node.value
-            for node in self.nodes
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
+        assigns = [node for node in self.nodes if isinstance(node, ast.Assign)]
+        self.assigned = {each.id: node.value for node in assigns for each in node.targets if isinstance(each, ast.Name)}
         self.imported = {name for node in self.nodes for name in names_from_program(node)}
         free = free_names(source) - (free_names(prompt, bound=True) - {entry_point}) - self.imported
         self.free = free - ({"candidate"} if entry_point else set())
@@ -105,16 +93,25 @@ class LabelReader:
         found = header(self.free - BUILTINS - modules)
         self.standard = modules | found.keys()
         self.names = {name for name in self.free if name not in BUILTINS and name not in self.standard}
-        self.names |= {entry_point} & self.free
-        candidates = {entry_point, "candidate"} if entry_point else set()
-        self.tainted = self.spread(self.names | self.imported | candidates)
-        called = called_in(self.tree) & self.standard
-        functions = {name for name in called if not isinstance(found.get(name), type)} - self.helpers()
-        self.members = sorted(called & modules - functions)
-        subjects = set() if entry_point else self.subjects()
+        self.values = {name: names_of(value) for name, value in self.assigned.items()}
+        bases = Counter(getattr(node.value, "id", "") for node in self.nodes if isinstance(node, ast.Attribute))
+        uses = Counter(use.id for use in names_of(self.tree))
+        self.modules = {name for name in self.names if bases[name] == uses[name]}
+        self.libraries = {name: LIBRARIES[name] for name in self.modules & LIBRARIES.keys()}
+        self.names -= self.libraries.keys()
+        given, candidates = self.standard | BUILTINS, {"candidate"} if entry_point else set()
+        candidates |= {entry_point} if entry_point and not self.is_expected(entry_point) else set()
+        self.names |= candidates & self.free
         others = self.names | self.imported | candidates
-        self.needed = subjects if others else subjects | functions
-        self.names |= functions | self.needed
+        self.tainted = self.spread(others)
+        called = called_in(self.tree) & self.standard
+        subjects = self.subjects(set() if entry_point else self.standard if others else given & self.free)
+        if not others and not subjects:
+            subjects = {name for name in called if not isinstance(found.get(name), type)} - self.helpers()
+            subjects |= self.tested & self.standard or self.tested & BUILTINS & self.free - subjects
+        self.needed = subjects - candidates
+        self.members = sorted(called & modules - subjects - candidates)
+        self.names |= subjects
         self.tainted = self.spread(self.tainted | self.names)
 
     def plan(self) -> LabelPlan:
@@ -124,16 +121,9 @@ class LabelReader:
         reached = self.asserts(self.tree.body, seen) | self.asserts(roots, seen)
         if not reached or not (self.names or self.imported or self.entry_point):
             raise ValueError(f"the label asserts nothing: {self.shape()}")
-        return LabelPlan(
-            self.source,
-            self.prompt,
-            self.entry_point,
-            sorted(self.names),
-            sorted(self.needed),
-            self.members,
-            sorted(self.classes()),
-            tests,
-        )
+        names, needed, classes = sorted(self.names), sorted(self.needed), sorted(self.classes())
+        first = (self.source, self.prompt, self.entry_point, names, needed)
+        return LabelPlan(*first, self.members, self.libraries, classes, tests)
 
     # --- names --------------------------------------------------------------------------------------------------
 
@@ -160,21 +150,45 @@ class LabelReader:
             self.names_within[node] = own.union(*map(self.names_in, ast.iter_child_nodes(node)))
         return self.names_within[node]
 
-    def subjects(self) -> set[str]:
-        """Functions under test that are named like something of the standard library or like a built-in.
+    def subjects(self, eligible: set[str]) -> set[str]:
+        """Functions under test among names that are also a built-in's or in the standard library.
 
-        They are what an assertion calls that depends on nothing else of the program, or what a test function is given.
-        A built-in is under test only if the tests name nothing else.
-        """
-        called = set()
+        All that is done with them is that an assertion which depends on nothing else of the program calls them first,
+        or a test function is given them. So the program's own one never gives or sees what is expected."""
+        of_cases = {arg.arg for node in self.defined.values() if "parametrize" in decorators_of(node)
+                    for arg in ast.walk(node) if isinstance(arg, ast.arg)}  # fmt: skip
+        self.tested, under_test, elsewhere = set[str](), set[int](), set[int]()
         for node in self.nodes:
             operands = operands_of(node)
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in self.defined:
                 operands = [ast.Call(each, [], []) if isinstance(each, ast.Name) else each for each in node.args]
-            if not any(self.mentions(each, self.tainted) for each in operands):
-                called |= {self.outermost(each) for each in operands}
-        subjects = called & self.standard
-        return subjects if subjects or self.names or self.imported else called & BUILTINS & self.free
+            names = {id(each): self.outermost(each) for each in operands}
+            depends = any(self.mentions(each, self.tainted - of_cases) for each in operands)
+            self.tested |= set() if depends else set(names.values())
+            first = next((each for each in operands if names[id(each)] and not depends), None)
+            for each in operands:
+                for use in self.uses_in(each):
+                    (under_test if each is first and use.id == names[id(each)] else elsewhere).add(id(use))
+        uses = [use for use in names_of(self.tree) if isinstance(use.ctx, ast.Load)]
+        return self.tested & eligible - {use.id for use in uses if id(use) not in under_test - elsewhere}
+
+    def uses_in(self, node: ast.AST) -> list[ast.Name]:
+        """Names in an expression, and in what is assigned to the variables in it."""
+        found, seen = names_of(node), set[str]()
+        for each in found:
+            if each.id not in seen:
+                seen.add(each.id)
+                found += self.values.get(each.id, [])
+        return found
+
+    def is_expected(self, name: str) -> bool:
+        """Whether a name of the judge's has to do with what an assertion expects of the candidate."""
+        known = name in self.standard | BUILTINS
+        return known and any({"candidate", name} <= self.compared(node) for node in self.nodes)
+
+    def compared(self, node: ast.AST) -> set[str]:
+        """Names in what an assertion compares."""
+        return {use.id for each in operands_of(node) for use in self.uses_in(each)}
 
     def helpers(self) -> set[str]:
         """Functions of the standard library that an assertion uses to compare the program's result, or for the expected
@@ -241,7 +255,7 @@ class LabelReader:
                     found[name] = False
                 continue
             needed = len(node.args.args) - len(node.args.defaults)
-            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            decorators = decorators_of(node)
             if name in called or "fixture" in decorators or is_skipped(node):
                 continue
             if name.startswith("test") or (name not in used and self.asserts(node.body, set())):
@@ -305,11 +319,16 @@ class LabelReader:
         return "it has no assert, no raise and no unittest assertion; what it only prints or compares is no verdict"
 
     def refuse_what_cannot_run(self) -> None:
+        for module in self.libraries.values():
+            refuse_module(module)
+        for node in self.nodes:
+            names = self.compared(node) & self.tainted
+            for name in sorted(names & self.names & self.modules - {*PROGRAM_MODULES, *self.needed}):
+                if name[0].islower() and names - {name} - self.assigned.keys():
+                    raise ValueError(f"the label uses {name} like a module, and does not import it")
         for node in self.nodes:
             if isinstance(node, Function) and (wanted := {arg.arg for arg in node.args.args} & UNREACHABLE):
-                raise ValueError(
-                    f"the label's {node.name} takes pytest's {min(wanted)}, which a program does not share"
-                )
+                raise ValueError(f"the label's {node.name} takes pytest's {min(wanted)}, which no program shares")
             if isinstance(node, ast.ClassDef) and any(loads(base) & self.names for base in node.bases):
                 raise ValueError(f"the label's class {node.name} is derived from a class of the program")
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -321,9 +340,7 @@ class LabelReader:
                 raise ValueError(f"the label replaces {replaced} of the judge's process, and not the program's")
             names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
             if wanted := names & UNREACHABLE:
-                raise ValueError(
-                    f"the label uses {min(wanted)}, which acts on the judge's process and not the program's"
-                )
+                raise ValueError(f"the label uses {min(wanted)}, which acts on the judge's process alone")
 
 
 def refuse_module(name: str) -> None:
@@ -339,7 +356,15 @@ def refuse_module(name: str) -> None:
 
 
 def loads(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    return {each.id for each in names_of(node) if isinstance(each.ctx, ast.Load)}
+
+
+def names_of(node: ast.AST) -> list[ast.Name]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+
+
+def decorators_of(node: Function | ast.ClassDef) -> str:
+    return " ".join(map(ast.unparse, node.decorator_list))
 
 
 def called_in(node: ast.AST) -> set[str]:
@@ -470,9 +495,6 @@ def is_empty(node: ast.expr, tree: ast.Module) -> bool:
 
 
 def catches_assertions(handler: ast.ExceptHandler) -> bool:
-    kinds = (
-        {each.split(".")[-1] for each in ast.unparse(handler.type).strip("()").split(", ")}
-        if handler.type
-        else SWALLOWED
-    )
+    named = ast.unparse(handler.type).strip("()").split(", ") if handler.type else SWALLOWED
+    kinds = {each.split(".")[-1] for each in named}
     return bool(kinds & SWALLOWED) and not any(isinstance(each, ast.Raise) for each in ast.walk(handler))
