@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import orjson
 from zlib_ng.zlib_ng import crc32
 
 from april.broker.journal import records
@@ -33,7 +32,7 @@ from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
 from april.broker.plan import ledger_rules
 from april.broker.snapshots import rebuild_ledger
-from april.broker.telemetry.metrics_file import read_lines
+from april.broker.telemetry.metrics_file import parse_line, read_lines
 from april.broker.telemetry.sample_history import SampleHistory
 from april.config import Config
 from april.config.stored import StoredCheckpoints, is_step
@@ -133,10 +132,9 @@ def last_step(metrics: Path) -> int:
     with metrics.open("rb") as file:
         file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]
-    with contextlib.suppress(orjson.JSONDecodeError, KeyError):
-        for line in map(orjson.loads, reversed(lines)):
-            if is_step(line):
-                return int(line["step"])
+    for record in map(parse_line, reversed(lines)):
+        if record and is_step(record):
+            return int(record["step"])
     return 0
 
 

@@ -14,6 +14,7 @@ import orjson
 
 from april import wire
 from april.broker.telemetry.evaluation import describe_evaluation
+from april.broker.telemetry.metrics_file import parse_line
 from april.broker.telemetry.recorder import read_summary
 from april.config import AgentSection, BrokerSection, Config, ScorerSection, WorkerSection
 from april.config.stored import is_step
@@ -473,7 +474,7 @@ class Supervisor:
                 if not line.endswith(b"\n"):
                     return
                 self._metrics_read += len(line)
-                if is_step(record := orjson.loads(line)):
+                if (record := parse_line(line)) and is_step(record):
                     self.view.step(record)
 
 

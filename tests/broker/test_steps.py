@@ -4,6 +4,8 @@ import orjson
 import pytest
 
 from april import wire
+from april.broker.journal.files import JournalError
+from april.broker.recovery import last_step
 from april.broker.telemetry.recorder import Recorder
 from tests.support.broker_conversation import FakeLearner, FakeWorker, joined, make_batch, metrics_lines, train
 
@@ -116,3 +118,89 @@ def changed(past):
     """Content of metrics.past with another checksum of the last line that it sums up, as if metrics.jsonl had changed
     there."""
     return orjson.dumps(orjson.loads(past) | {"last_checksum": 1})
+
+
+# --- files that are damaged -------------------------------------------------------------------------------------------
+
+
+GARBAGE = {
+    "no json": b"\x00garbage\xff\n",
+    "blank": b"\n",
+    "a list": b"[]\n",
+    "a number": b"7\n",
+    "no step": b'{"a": 1}\n',
+    "a step that is a word": b'{"step": "x"}\n',
+    "half a record": b'{"step":1,"time":0.0}\n',
+    "torn": None,
+}
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_a_bad_line_of_metrics_is_set_aside_at_a_start_and_costs_no_other(talk, worker, learner, kind, place, caplog):
+    for step in range(3):
+        train(talk, worker, learner, step)
+    path = talk.config.run_dir / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    bad = lines[1][:40] if kind == "torn" else GARBAGE[kind]
+    if kind == "torn" and place == 3:
+        bad += b"\n"
+    path.write_bytes(b"".join([*lines[:place], bad, *lines[place:]]))
+    assert last_step(path) == 3
+    talk.restart_broker()
+    assert path.read_bytes() == b"".join(lines) and [line["step"] for line in metrics_lines(talk)][-3:] == [1, 2, 3]
+    assert path.with_name("metrics.bad").read_bytes() == bad.removesuffix(b"\n") + b"\n"
+    assert "1 lines are no records" in caplog.text
+    assert list(talk.service.recorder.steps) == [0, 1, 2] and talk.service.recorder.sums.rollout_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        b"[]",
+        b"",
+        b"null",
+        b"\xff",
+        b'{"tokens": [], "replays": 3}',
+        b'{"buffer_peak": {"tokens": "x"}}',
+        b'{"wall_s": null}',
+    ],
+)
+def test_a_damaged_summary_is_written_anew(talk, worker, learner, summary):
+    train(talk, worker, learner, 0)
+    path = talk.config.run_dir / "summary.json"
+    path.write_bytes(summary)
+    talk.restart_broker()
+    talk.service.close(talk.now)
+    again = orjson.loads(path.read_bytes())
+    assert again["steps"] == 1 and again["ledger_closed"]
+
+
+@pytest.mark.parametrize("figures", [{"last_bytes": 10**9}, {"offset": 10**12}, {"offset": -1}, {"last_bytes": -5}])
+def test_sums_of_places_outside_their_file_are_made_anew(talk, worker, learner, figures):
+    for step in range(7):
+        train(talk, worker, learner, step)
+        learner.durable(step + 1)
+    path = talk.config.run_dir / "metrics.past"
+    whole, sums = orjson.loads(path.read_bytes()), talk.service.recorder.sums
+    path.write_bytes(orjson.dumps(whole | figures))
+    talk.restart_broker()
+    assert talk.service.recorder.sums.rollout_tokens == sums.rollout_tokens
+
+
+def test_stray_files_in_the_journal_s_folder_are_left_alone(talk, worker, learner, caplog):
+    train(talk, worker, learner, 0)
+    folder = talk.journal.folder
+    names = ["copy of 0.msgpack", "x.msgpack", "12.msgpack", "9.snapshot", "x.snapshot", "notes.txt"]
+    for name in names:
+        (folder / name).write_bytes(b"stray")
+    talk.restart_broker()
+    assert talk.ledger.steps.frontier == 1 and all((folder / name).read_bytes() == b"stray" for name in names)
+    assert "12.msgpack is no file of the journal" in caplog.text
+
+
+def test_two_files_with_the_same_positions_are_refused(talk, worker, learner):
+    train(talk, worker, learner, 0)
+    (talk.journal.folder / f"{100:020d}.msgpack").write_bytes(b"")
+    with pytest.raises(JournalError, match="has position 100 in two files"):
+        talk.restart_broker()

@@ -1,5 +1,5 @@
 """The file metrics.jsonl, and the sums over its oldest lines in `metrics.past` beside it. A line waits in memory until
-the journal has the events it describes on disk."""
+the journal has the events it describes on disk. What is damaged in these files, or in `summary.json`, is set aside."""
 
 import contextlib
 import logging
@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import orjson
 from zlib_ng.zlib_ng import crc32
 
 from april.config.stored import evaluation_line, is_step
+from april.util.files import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class MetricsSummary(StepSums):
 
     def matches(self, metrics: BinaryIO) -> bool:
         """Whether metrics.jsonl still has the last summed line at the recorded offset, by length and checksum."""
+        if not 0 < self.last_bytes <= self.offset <= os.fstat(metrics.fileno()).st_size:
+            return False
         metrics.seek(self.offset - self.last_bytes)
         line = metrics.read(self.last_bytes)
         return line.endswith(b"\n") and line_check(line) == (self.last_bytes, self.last_checksum)
@@ -103,7 +106,7 @@ def write_metrics_summary(metrics: Path, summary: MetricsSummary) -> None:
 
 def read_metrics_summary(metrics: Path, last: int) -> MetricsSummary:
     """Read the stored sums. If there are no valid ones, or they cover steps after `last`, the result is empty."""
-    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, msgspec.DecodeError):  # they are made anew from the lines
         summary = msgspec.json.decode(metrics.with_name(SUMMARY_FILE).read_bytes(), type=MetricsSummary)
         with metrics.open("rb") as file:
             if summary.step <= last and summary.matches(file):
@@ -111,11 +114,89 @@ def read_metrics_summary(metrics: Path, last: int) -> MetricsSummary:
     return MetricsSummary()
 
 
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+BAD_LINES_FILE = "metrics.bad"
+"""File beside metrics.jsonl with the lines that were taken out of it, as they were no records."""
+RECORD_BEGINS = b'{"step":'
+"""First bytes of every record."""
+
+
+class Ages(msgspec.Struct):
+    tokens_by_age: dict[int, int]
+
+
+class StepLine(msgspec.Struct):
+    """What every record of a step has, as far as a start of the broker needs it."""
+
+    step: Annotated[int, msgspec.Meta(ge=1)]
+    time: float
+    reward: float | None
+    tokens: int
+    rollout_s: float
+    rollout_tokens: int
+    staleness: Ages
+    learner: dict[str, Any]
+    gradient: dict[str, float | None] | None = None
+
+
+class EvaluationLine(msgspec.Struct):
+    """What every record of an evaluation has."""
+
+    step: int
+    time: float
+    evaluation: dict[str, Any]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a step or an evaluation in a line of metrics.jsonl; None if it is neither."""
+    try:
+        record = orjson.loads(line)
+        if isinstance(record, dict):
+            msgspec.json.decode(line, type=StepLine if is_step(record) else EvaluationLine)
+            return record
+    except (orjson.JSONDecodeError, msgspec.DecodeError):
+        pass
+    return None
+
+
+def set_bad_lines_aside(path: Path, offset: int = 0) -> None:
+    """Move the lines of metrics.jsonl from byte `offset` on that are no records to `BAD_LINES_FILE` beside it. A record
+    that follows a torn one in its line gets a line of its own."""
+    if not path.exists():
+        return
+    kept: list[bytes] = []
+    bad: list[bytes] = []
+    with path.open("rb") as file:
+        before = file.read(offset)
+        for line in file:
+            begin = record_in(line)
+            kept.append(line[begin:])
+            bad.append(line[:begin])
+    if bad := [piece for piece in bad if piece]:
+        log.warning("%s: %d lines are no records; they are in %s", path, len(bad), BAD_LINES_FILE)
+        with path.with_name(BAD_LINES_FILE).open("ab") as file:
+            file.writelines(piece.removesuffix(b"\n") + b"\n" for piece in bad)
+        replace_file(path, before + b"".join(kept))
+
+
+def record_in(line: bytes) -> int:
+    """Offset in a line at which its record begins; its length if it has none. A line without its end counts as a
+    record: it is torn, or still being written."""
+    if not line.endswith(b"\n") or parse_line(line):
+        return 0
+    begin = line.find(RECORD_BEGINS, 1)
+    while begin >= 0 and not parse_line(line[begin:]):
+        begin = line.find(RECORD_BEGINS, begin + 1)
+    return begin if begin >= 0 else len(line)
+
+
 def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dict[str, Any], LineCheck]]:
     """Read the records of metrics.jsonl from byte `offset` on, each with length and checksum of its line.
 
-    Truncates the file before a torn last line, and before the first step after `frontier`: by the journal later batches
-    are not consumed, so they will be trained and recorded again.
+    A line that is no record is passed over. Truncates the file before a torn last line, and before the first step after
+    `frontier`: by the journal later batches are not consumed, so they will be trained and recorded again.
     """
     if not path.exists():
         return
@@ -125,12 +206,13 @@ def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dic
             if not line.endswith(b"\n"):
                 os.truncate(path, good)
                 return
-            record = orjson.loads(line)
-            if record["step"] > frontier:
+            record = parse_line(line)
+            if record and record["step"] > frontier:
                 log.warning("%s is cut behind step %d, the last that the journal knows of", path, frontier)
                 os.truncate(path, good)
                 return
-            yield record, line_check(line)
+            if record:
+                yield record, line_check(line)
             good += len(line)
 
 
@@ -151,6 +233,7 @@ class MetricsFile:
         sums may cover."""
         self.path = path
         self.summary = read_metrics_summary(path, last)
+        set_bad_lines_aside(path, self.summary.offset)
         """Sums over the steps whose records were dropped by `forget`."""
         self._frontier = frontier
         self._stored_offset = self.summary.offset
@@ -219,10 +302,38 @@ class MetricsFile:
 
     def forget(self, step: int) -> None:
         """Drop the records up to that of `step`, and add them to the sums."""
-        while self.summary.step < step:
+        while self._lines and self.summary.step < step:
             self.summary.add_line(*self._lines.popleft())
 
 
 def without_lanes(record: dict[str, Any]) -> dict[str, Any]:
     """Copy of a step's record without its timeline spans, which are most of the line and are not needed again."""
     return {key: value for key, value in record.items() if key != "lanes"}
+
+
+# --- summary.json -----------------------------------------------------------------------------------------------------
+
+
+class EarlierTokens(msgspec.Struct):
+    """Tokens that earlier brokers of the run refused, or that workers had and never sent."""
+
+    emitted_unacked: int = 0
+    refused: int = 0
+
+
+class EarlierCounts(msgspec.Struct):
+    """Figures of summary.json that go on over starts of the broker and are in no other file."""
+
+    wall_s: float = 0.0
+    buffer_peak: dict[str, int] = msgspec.field(default_factory=dict)
+    tokens: EarlierTokens = msgspec.field(default_factory=EarlierTokens)
+    replays: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+def earlier_counts(summary: dict[str, Any]) -> EarlierCounts:
+    """What earlier brokers of the run have counted, from the content of summary.json; zeros if it is damaged."""
+    try:
+        return msgspec.convert(summary, EarlierCounts)
+    except msgspec.ValidationError as error:
+        log.warning("summary.json is damaged (%s); what it counted before this start is left out", error)
+        return EarlierCounts()

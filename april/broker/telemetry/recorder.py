@@ -22,7 +22,7 @@ from april.broker.peers import Peers
 from april.broker.telemetry.census import SlotMeans
 from april.broker.telemetry.evaluation import describe_set, versions_of
 from april.broker.telemetry.lengths import LengthDrift, describe_lengths, drift_of, length_histogram, summarise_cohorts
-from april.broker.telemetry.metrics_file import MetricsFile, StepSums, without_lanes
+from april.broker.telemetry.metrics_file import MetricsFile, StepSums, earlier_counts, without_lanes
 from april.broker.telemetry.sinks import Sinks
 from april.config.data import EvaluationSet
 from april.util import clock
@@ -113,12 +113,11 @@ class Recorder:
             self._remember(record, first_kept)
             self.alarms.look(record)
         self.metrics_file.complete(ledger.evaluated)
-        before = read_summary(run_dir / "summary.json")
-        self.wall_before_s = before.get("wall_s", 0.0)
-        self.peak_tokens = before.get("buffer_peak", {}).get("tokens", 0)
-        self.unacknowledged_before = before.get("tokens", {}).get("emitted_unacked", 0)
-        self.refused_before = before.get("tokens", {}).get("refused", 0)
-        self.replays = Counter({"same": 0, "different": 0} | before.get("replays", {}))
+        before = earlier_counts(read_summary(run_dir / "summary.json"))
+        self.wall_before_s = before.wall_s
+        self.peak_tokens = before.buffer_peak.get("tokens") or 0
+        self.unacknowledged_before, self.refused_before = before.tokens.emitted_unacked, before.tokens.refused
+        self.replays = Counter({"same": 0, "different": 0} | before.replays)
         """Number of steps trained again after a restart, by whether their loss was the `same` as logged or
         `different`."""
         self.accepted: Counter[tuple[str, str]] = Counter()
@@ -469,10 +468,13 @@ def per_second(tokens: int, seconds: float) -> float:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Read summary.json as an earlier broker of the run wrote it; empty if there is none, or if a power loss damaged
-    it."""
+    """Read summary.json as an earlier broker of the run wrote it; empty if there is none, or if it is damaged."""
     try:
-        return orjson.loads(path.read_bytes()) if path.exists() else {}
+        summary = orjson.loads(path.read_bytes()) if path.exists() else {}
     except orjson.JSONDecodeError as error:
-        log.warning("%s is damaged (%s); what it counted before this start is left out", path, error)
+        log.warning("%s is damaged (%s), and is written anew", path, error)
         return {}
+    if not isinstance(summary, dict):
+        log.warning("%s is no JSON object, and is written anew", path)
+        return {}
+    return summary
