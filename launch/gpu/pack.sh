@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Collects what an offline GPU host lacks for April, and checks that April imports and trains with the versions there.
 #
-#   launch/gpu/pack.sh [vllm] [--no-check] [--python PATH]
+#   launch/gpu/pack.sh [vllm] [flash] [--no-check] [--python PATH]
 #
 # The wheels (CPython 3.12, x86-64) and the quickstart's policy and prompts go to .gpu, which goes to the host with the
 # checkout; there launch/gpu/on_host.sh installs them. launch/gpu/host.txt says what the host has.
 #
 #   vllm            vLLM as well, to .gpu-vllm, in pieces of 57 MB that travel one after the other. For Hopper cards and
 #                   dense models: without flash-attention 2, flashinfer, and kernels for other cards and other formats.
+#   flash           flash-attn-4 as well, to .gpu-flash, likewise
 #   --no-check      only collect
 #   --python PATH   check with this interpreter, which has the host's packages; otherwise .venv-gpu is made with them
 #
@@ -24,10 +25,9 @@ extras=${APRIL_GPU_EXTRAS:-learner,worker,rewards}
 host=$root/launch/gpu/host.txt
 most_mb=40
 check=true
-with_vllm=false
+sets=()
 python=
 vllm=${APRIL_GPU_VLLM:-vllm==0.24.0}
-vllm_folder=$root/.gpu-vllm
 piece_mb=57
 # What a dense model on a Hopper card does without; the last ones are there, in a version that a dependency refuses.
 vllm_without=flashinfer-python,flashinfer-cubin,humming-kernels,nvidia-cudnn-frontend,nvidia-cutlass-dsl,quack-kernels
@@ -42,7 +42,7 @@ while [ $# != 0 ]; do
     case $1 in
         -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit ;;
         --no-check) check=false ;;
-        vllm) with_vllm=true ;;
+        vllm | flash) sets+=("$1") ;;
         --python) python=$(realpath -s "${2:?--python needs the path of an interpreter}"); shift ;;
         *) fail "argument '$1' is unknown, see --help" ;;
     esac
@@ -67,13 +67,14 @@ collect() {
     say "$folder holds $(ls "$folder"/*.whl | wc -l) wheels and the policy, $size MB"
 }
 
-# vLLM, installed and stripped, as pieces of one compressed archive.
-collect_vllm() {
-    local work file
+# pieces SET FILES_WITHOUT ARGUMENTS...: what collect.py finds by these arguments, installed, without the files named, as
+# pieces of one compressed archive in .gpu-SET.
+pieces() {
+    local set=$1 files_without=$2 to=$root/.gpu-$1 work
+    shift 2
     work=$(mktemp -d)
-    say "collecting $vllm and what it needs beside the host's packages"
-    # Newer ones of xgrammar want a newer tvm-ffi than vLLM does.
-    "$own" "$root/launch/gpu/collect.py" "$work/wheels" "$vllm" 'xgrammar<0.2.2' --without "$vllm_without"
+    say "collecting $set and what it needs beside the host's packages"
+    "$own" "$root/launch/gpu/collect.py" "$work/wheels" "$@"
     "$own" - "$work" <<'PY'
 import pathlib, sys, zipfile
 
@@ -81,14 +82,22 @@ work = pathlib.Path(sys.argv[1])
 for wheel in (work / "wheels").glob("*.whl"):  # none has more than what lies in site-packages, but for scripts
     zipfile.ZipFile(wheel).extractall(work / "site")
 PY
-    (cd "$work/site" && rm -rf $vllm_files_without)
-    mkdir -p "$vllm_folder"
-    rm -f "$vllm_folder"/vllm.*
+    (cd "$work/site" && rm -rf $files_without)
+    mkdir -p "$to"
+    rm -f "$to/$set".*
     say "compressing $(du -sm "$work/site" | cut -f1) MB, which takes minutes"
-    tar -C "$work/site" --sort=name -cf - . | xz -4 -T0 | split -d -b "${piece_mb}000000" - "$vllm_folder/vllm.tar.xz."
-    (cd "$vllm_folder" && sha256sum vllm.tar.xz.* >vllm.sha256)
+    tar -C "$work/site" --sort=name -cf - . | xz -4 -T0 | split -d -b "${piece_mb}000000" - "$to/$set.tar.xz."
+    (cd "$to" && sha256sum "$set".tar.xz.* >"$set.sha256")
     rm -rf "$work"
-    say "$vllm_folder holds $(ls "$vllm_folder"/vllm.tar.xz.* | wc -l) pieces, $(du -sm "$vllm_folder" | cut -f1) MB"
+    say "$to holds $(ls "$to/$set".tar.xz.* | wc -l) pieces, $(du -sm "$to" | cut -f1) MB"
+}
+
+# Newer ones of xgrammar want a newer tvm-ffi than vLLM does.
+collect_vllm() { pieces vllm "$vllm_files_without" "$vllm" 'xgrammar<0.2.2' --without "$vllm_without"; }
+
+collect_flash() {
+    pieces flash "nvidia_cutlass_dsl/dsl_packages/iket tvm_ffi/include tvm_ffi/3rdparty" \
+        'flash-attn-4>=4.0.0b30,<4.1' nvidia-cutlass-dsl-libs-cu13 --without nvidia-cutlass-dsl-libs-cu12
 }
 
 # .venv-gpu: the host's versions of what April imports, with torch's CPU build where an index for it is given.
@@ -120,23 +129,27 @@ rehearse() {
     say "April trains with the host's versions"
 }
 
-rehearse_vllm() {
+# rehearse_set SET PROGRAM: whether a Python program that imports from it runs with the host's versions.
+rehearse_set() {
     local site
     site=$(mktemp -d)
-    say "checking that vLLM's engine can be imported with the host's versions"
-    PATH=$(dirname "$python"):$PATH APRIL_GPU_FOLDER=$folder APRIL_GPU_SITE=$site "$root/launch/gpu/on_host.sh" --vllm \
-        python3 -c 'import vllm.v1.engine.async_llm, vllm.v1.worker.gpu_worker, vllm.v1.attention.backends.flash_attn' \
-        >"$site/log" 2>&1 || { tail -n 20 "$site/log" >&2; fail "vLLM does not; the end of its log stands above"; }
-    rm -rf "$site" "$site-vllm"
+    say "checking that $1 can be imported with the host's versions"
+    PATH=$(dirname "$python"):$PATH APRIL_GPU_FOLDER=$folder APRIL_GPU_SITE=$site "$root/launch/gpu/on_host.sh" "--$1" \
+        python3 -c "$2" >"$site/log" 2>&1 || { tail -n 20 "$site/log" >&2; fail "$1 cannot; the end of its log stands above"; }
+    rm -rf "$site" "$site-$1"
     say "it can"
 }
+declare -A imports=(
+    [vllm]='import vllm.v1.engine.async_llm, vllm.v1.worker.gpu_worker, vllm.v1.attention.backends.flash_attn'
+    [flash]='import flash_attn.cute'
+)
 
 collect
-if $with_vllm; then collect_vllm; fi
+for set in "${sets[@]}"; do "collect_$set"; done
 if $check; then
     [ -n "$python" ] || make_environment
     rehearse
-    if $with_vllm; then rehearse_vllm; fi
+    for set in "${sets[@]}"; do rehearse_set "$set" "${imports[$set]}"; done
 else
     say "not checked with the host's versions (--no-check)"
 fi
