@@ -118,6 +118,7 @@ ANOTHER_MEANING = {
     ("april/trainers/adapters/verl.py", "april"): "what its adapter is called in verl's options",
     ("april/agents/gateway.py", "april"): "who owns the model, in the API's own form",
     ("april/agents/dialects/chat.py", "code"): "of an error, in the API's own form",
+    ("april/workers/rewards/python_tests.py", "torch"): "a package that tests use without an import",
     ("april/workers/environments/__init__.py", "environment"): "what its parts are called",
     ("april/launch/dry_run.py", "environment"): "what its processes are called",
     ("april/launch/devices.py", "torch"): "the package",

@@ -152,7 +152,7 @@ class OfTheProgram(Exception):
         return getattr(self.handle, name)
 
 
-class ProgramEnded(BaseException):
+class ProgramLost(BaseException):
     """The program's process has ended, or has sent what is no message. Whatever a test catches, it has failed."""
 
 
@@ -253,13 +253,13 @@ class Judge:
         return self.unpack(result, OWN if is_class else ANSWER)
 
     def exchange(self, message):
-        """Send a message to the program's process, and return its next one. Raises ProgramEnded."""
+        """Send a message to the program's process, and return its next one. Raises ProgramLost."""
         try:
             send(self.questions, message)
             return receive(self.answers)
         except (OSError, EOFError, ValueError, RecursionError):
             self.ended = True
-            raise ProgramEnded from None
+            raise ProgramLost from None
 
     def error(self, kind, text, arguments, number):
         """The exception that the program raised."""
@@ -367,7 +367,7 @@ class Judge:
                 for arguments in cases_of(known[name]):
                     finish(known[name](*([candidate] if takes_candidate else []), **arguments))
         if self.ended:
-            raise ProgramEnded
+            raise ProgramLost
 
     def module(self, name):
         module = ModuleType(name)
