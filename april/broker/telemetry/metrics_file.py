@@ -169,16 +169,20 @@ def set_bad_lines_aside(path: Path, offset: int = 0) -> None:
     kept: list[bytes] = []
     bad: list[bytes] = []
     with path.open("rb") as file:
-        before = file.read(offset)
+        file.seek(offset)
         for line in file:
             begin = record_in(line)
             kept.append(line[begin:])
-            bad.append(line[:begin])
-    if bad := [piece for piece in bad if piece]:
-        log.warning("%s: %d lines are no records; they are in %s", path, len(bad), BAD_LINES_FILE)
-        with path.with_name(BAD_LINES_FILE).open("ab") as file:
-            file.writelines(piece.removesuffix(b"\n") + b"\n" for piece in bad)
-        replace_file(path, before + b"".join(kept))
+            if begin:
+                bad.append(line[:begin])
+        if not bad:
+            return
+        file.seek(0)
+        before = file.read(offset)
+    log.warning("%s: %d lines are no records; they are in %s", path, len(bad), BAD_LINES_FILE)
+    with path.with_name(BAD_LINES_FILE).open("ab") as file:
+        file.writelines(piece.removesuffix(b"\n") + b"\n" for piece in bad)
+    replace_file(path, before + b"".join(kept))
 
 
 def record_in(line: bytes) -> int:
@@ -233,8 +237,8 @@ class MetricsFile:
         sums may cover."""
         self.path = path
         self.summary = read_metrics_summary(path, last)
-        set_bad_lines_aside(path, self.summary.offset)
         """Sums over the steps whose records were dropped by `forget`."""
+        set_bad_lines_aside(path, self.summary.offset)
         self._frontier = frontier
         self._stored_offset = self.summary.offset
         self._lines: deque[tuple[dict[str, Any], LineCheck]] = deque()
