@@ -11,7 +11,7 @@ case ${1:-} in -h | --help) usage; exit ;; "" | -*) usage >&2; exit 2 ;; esac
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="$root/.venv/bin:$PATH"
-command -v torchrun >/dev/null || { echo "torchrun is not installed here; run launch/install.sh first" >&2; exit 1; }
+command -v april >/dev/null || { echo "April is not installed here; run launch/install.sh first" >&2; exit 1; }
 ranks=$(python - "$@" <<'PY'
 import sys
 from april.config import ConfigError, load

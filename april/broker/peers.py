@@ -14,6 +14,8 @@ from april.wire.message import Version
 
 HOLDERS = ("worker", "scorer", "agents")
 """Roles that hold leases."""
+SESSION_BITS = 32
+"""Low bits of a session id; those above are the number of the broker's start."""
 SPEED_WINDOW_S = 5.0
 """Window over which a worker's tokens per second are measured."""
 
@@ -209,7 +211,7 @@ class Peers:
     def start_ids(self, broker_start: int) -> None:
         """Set the first session id for start number `broker_start` of the broker, so that no id of an earlier start is
         reused."""
-        self._next_id = (broker_start << 32) + 1
+        self._next_id = (broker_start << SESSION_BITS) + 1
 
     def open(self, hello: wire.Hello, route: bytes, now: float, key: str = "") -> Peer:
         peer = Peer(self._next_id, hello.role, hello.name, hello.uid, route, now, key=key)

@@ -275,6 +275,9 @@ class Server:
         After a failed write of the journal, wait for what makes writing possible again, or for a restart. After any
         other call that failed, nothing on disk is in doubt: go on from there, as after a crash.
         """
+        if self._retry_at == math.inf:  # a write has failed for good; what fails after it mends nothing
+            log.error("%s", error)
+            return
         is_other = isinstance(error, OSError | Unreadable)
         self._unread = error if isinstance(error, Unreadable) else None
         if isinstance(error, OSError):

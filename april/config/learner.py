@@ -12,7 +12,7 @@ class LearnerSection(Section):
     ranks: int = Field(
         2,
         ge=1,
-        description="Training processes, started by torchrun, each on an accelerator of its own where there are some.",
+        description="Training processes (ranks), each on an accelerator of its own where there are some.",
     )
     tensor_parallel: int = Field(
         1,

@@ -30,7 +30,8 @@ FOLDER = "april-ranks-"
 SETTLED_S = 60.0
 """Age from which an unlocked folder has no launcher, seconds."""
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Environment variable with the number of restarts of the ranks so far, as torchrun names it."""
+"""Environment variable with the number of restarts of the ranks so far, as torchrun names it; over several machines
+with the number of the start."""
 IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer", "april.weights.publisher")
 """Names of modules imported before the ranks are forked; none may start a thread or use an accelerator."""
 
@@ -110,7 +111,8 @@ def become_rank(rank: int, options: argparse.Namespace, launcher: int, folder: s
     first, world_size = options.node * options.ranks, options.nodes * options.ranks
     os.environ |= {"RANK": str(first + rank), "LOCAL_RANK": str(rank), "GROUP_RANK": str(options.node)}
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(options.ranks)}
-    os.environ |= {SUPERVISED: str(launcher), RESTARTS: os.environ.get(RESTARTS, str(options.start))}
+    restarts = str(options.start) if options.store else os.environ.get(RESTARTS, "0")
+    os.environ |= {SUPERVISED: str(launcher), RESTARTS: restarts}
     if folder:
         os.environ[STORE_FILE] = str(Path(folder) / "store")
     else:

@@ -435,10 +435,12 @@ def on_cpu(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def await_copies() -> None:
-    """Wait for all copies between an accelerator and page-locked memory that this thread has started."""
+def await_copies(devices: Iterable[torch.device | None] = (None,)) -> None:
+    """Wait for the copies between these accelerators (None: this thread's current one) and page-locked memory that this
+    thread has started."""
     if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def sharded_dim(parameter: DTensor) -> int | None:

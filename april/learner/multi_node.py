@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     try:
         config, connect = read_arguments(options.program)
         broker = BrokerTalk(config, connect, options.node)
-        store = serve_store(options.meeting or store_address(config, broker.connection.address), broker, options)
+        store = serve_store(store_address(config, broker.connection.address), broker, options)
         broker.start()
         while (status := run_ranks(broker, options, config.learner.load_s)) is None:
             print("april.learner: the ranks of all machines begin anew", file=sys.stderr)
@@ -86,7 +86,7 @@ class BrokerTalk(threading.Thread):
         """Number of the last start that this machine has joined; 0 before the first."""
         self.told = wire.Rendezvous()
         """The broker's last answer."""
-        self.error: BrokerUnreachable | None = None
+        self.error: Exception | None = None
         """Why the broker is no longer asked."""
 
     def run(self) -> None:
@@ -94,7 +94,7 @@ class BrokerTalk(threading.Thread):
             while True:
                 self.told = self.connection.request(wire.Rendezvous(self.address, self.joined)).message
                 time.sleep(ASK_S)
-        except BrokerUnreachable as error:
+        except Exception as error:
             self.error = error
 
     @property
@@ -111,15 +111,15 @@ def store_address(config: Config, broker: str) -> str:
 
 def serve_store(address: str, broker: BrokerTalk, options: argparse.Namespace) -> Any:
     """Serve the machines' store at `address`, HOST:PORT, and have the broker told, on machine 0; nothing elsewhere. The
-    store ends with the object returned. Raises OSError."""
+    store ends with the object returned. Where `--meeting` says how others reach this machine, only its port is used
+    here: its host may be a service's, or this machine's own name for itself. Raises OSError."""
     if options.node:
         return None
     from april.weights import channel
 
-    host, _, port = address.rpartition(":")
-    listener = socket.create_server((host, int(port)))
-    broker.address = address
-    return channel.serve_store_at(listener)
+    broker.address = options.meeting or address
+    port = int(broker.address.rpartition(":")[2])
+    return channel.serve_store_at(socket.create_server((address.rpartition(":")[0], port)))
 
 
 # --- one start of all ranks -------------------------------------------------------------------------------------------
@@ -139,6 +139,8 @@ def run_ranks(broker: BrokerTalk, options: argparse.Namespace, patience_s: float
         while ranks.poll() is None:
             if broker.is_newer:
                 return None
+            if broker.error:
+                raise broker.error
             time.sleep(POLL_S)
     finally:
         end(ranks)
@@ -162,9 +164,18 @@ def join_start(broker: BrokerTalk, options: argparse.Namespace, patience_s: floa
     deadline = time.monotonic() + patience_s
     while True:
         wait_for(lambda: broker.is_newer and broker.told.address, broker, deadline, [0])
-        address, broker.joined = options.meeting or broker.told.address, broker.told.start
-        with contextlib.suppress(RuntimeError):  # machine 0 has gone; the next one makes a new start
+        told = broker.told
+        if not (address := options.meeting or told.address):
+            continue
+        try:
             store = connect(address)
+        except RuntimeError as error:  # machine 0 has gone, and the next one makes a new start; or it is out of reach
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"machine 0 of the learner cannot be reached at {address}: {error}") from None
+            time.sleep(POLL_S)
+            continue
+        broker.joined = told.start
+        with contextlib.suppress(RuntimeError):  # machine 0 has gone
             store.set(key(broker.joined, "joined", options.node), "")
             if everybody(store, broker, options, "joined", deadline):
                 return address, store

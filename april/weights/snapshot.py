@@ -82,19 +82,21 @@ class ReusedBuffers:
         memory = next(free, None)
         if memory is None:
             memory = np.empty(size, np.uint8)
-            page_lock(memory)
+            if not page_lock(memory):
+                return torch.from_numpy(memory)
         view = memory[:]
         self._buffers = [held for held in self._buffers if held[0] is not memory] + [(memory, weakref.ref(view))]
         return torch.from_numpy(view)
 
 
-def page_lock(memory: np.ndarray) -> None:
-    """Register memory for copies by an accelerator until it is freed; it stays as it is if the system refuses."""
+def page_lock(memory: np.ndarray) -> bool:
+    """Register memory for copies by an accelerator until it is freed; returns whether the system permits it."""
     runtime, address, for_all_contexts = torch.cuda.cudart(), memory.ctypes.data, 1
     if error := int(runtime.cudaHostRegister(address, memory.nbytes, for_all_contexts)):
         log.info("%d bytes for weights could not be page-locked (CUDA error %d)", memory.nbytes, error)
-        return
+        return False
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return True
 
 
 def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dict[str, Tensor]:

@@ -86,7 +86,7 @@ class Variant:
 SAFE, FASTEST = Variant(recompute=True, compiled=False, sequences=2), Variant(False, True, 1)
 VARIANTS = (SAFE, FASTEST, replace(FASTEST, torch_attention=True), Variant(True, True, 2), Variant(False, False, 1))
 """By worth."""
-COMPILE_S, BRIEF_COMPILE_S = 25.0, 10.0
+COMPILE_S, BRIEF_COMPILE_S = 35.0, 10.0
 """Seconds that have to be left for compiling; a brief attempt is made though they may not suffice."""
 OTHERS_S = 40.0
 """Seconds that the variants of least worth leave to the other shapes."""

@@ -66,7 +66,7 @@ STARTS: tuple[tuple[str, dict[str, str], dict], ...] = (
 )
 """How the server is started on a card, in turn until it starts: environment, and vLLM's compilation. torch.compile, on
 which vLLM's graphs of steps with prompts usually rest, takes half a minute; the first way does without."""
-START_S, PATIENCE_S = 80.0, 60.0
+START_S, PATIENCE_S = 120.0, 60.0
 """Longest start of the server, and longest wait for anything else (seconds)."""
 AGAIN_S = 60.0
 """Seconds that have to be left for another start."""

@@ -59,7 +59,7 @@ WARM_SHARE = 0.15
 """Share of the tokens with all slots taken that is not timed: prompts are read, and every slot has just begun."""
 RUNS = ("sync", "continuous", "april")
 """Schedules, by worth."""
-ENOUGH_S = ((140, 3), (110, 2), (-1, 0))
+ENOUGH_S = ((230, 3), (200, 2), (-1, 0))
 """(seconds that have to be left, number of RUNS that are then started)"""
 MEASURE_S, RUN_S, LEAST_STEPS = 20.0, 24.0, 3
 """Seconds that a measurement needs, and a run; steps of a run, of which the first is not timed."""

@@ -2,10 +2,12 @@
 without sockets."""
 
 import uuid
+from types import SimpleNamespace
 
 import pytest
 
 from april import wire
+from april.broker.handlers.learner import NodeHandler
 from april.wire.security.allow_list import KeyOwner
 from tests.support.broker_conversation import FakeWorker
 
@@ -97,8 +99,25 @@ def test_all_machines_of_a_learner_begin_anew_when_the_process_of_one_is_new(tal
         node.say(wire.Rendezvous("", start))
         return node.take(wire.Rendezvous)[-1].message.start
 
-    assert [told(first, 0), told(other, 0)] == [1, 2]
-    assert [told(first, 0), told(first, 2), told(other, 2)] == [2, 2, 2], "what is said again makes no start"
+    one, two = told(first, 0), told(other, 0)
+    assert two == one + 1
+    assert [told(first, 0), told(first, two), told(other, two)] == [two] * 3, "what is said again makes no start"
     (replaced,) = machines(talk, "node-1")
-    assert [told(replaced, 0), told(first, 2)] == [3, 3]
-    assert [told(first, 9), told(replaced, 3)] == [9, 9], "a restarted broker learns the number from those who run"
+    assert [told(replaced, 0), told(first, two)] == [two + 1] * 2
+    later = two + 9
+    assert [told(first, later), told(replaced, two + 1)] == [later] * 2, "a restarted broker learns it"
+
+
+def test_a_start_after_one_of_the_broker_is_newer_than_all_before(talk):
+    """Whoever comes first, a machine that goes on or a new one."""
+    before = NodeHandler(peers := talk.service.peers)
+    peers.start_ids(1)
+    (old,) = machines(talk, "node-0")
+    after, said = NodeHandler(peers), []
+    peers.start_ids(2)
+    (new,) = machines(talk, "node-1")
+    for handler, node, start in ((before, old, 0), (after, new, 0)):
+        peer = peers.by_id[node.session]
+        handler.on_rendezvous(peer, SimpleNamespace(message=wire.Rendezvous("", start), sequence=0), 0.0)
+        said.append(handler._start)
+    assert said[0] < said[1]

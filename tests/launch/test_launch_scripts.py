@@ -199,9 +199,8 @@ def run_part(tmp_path: Path, part: str, *arguments: str) -> subprocess.Completed
     shutil.copytree(ROOT / "launch", tmp_path / "checkout" / "launch")
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name in ("april", "torchrun"):
-        (tools / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
-        (tools / name).chmod(0o755)
+    (tools / "april").write_text('#!/bin/sh\necho april "$@"\n')
+    (tools / "april").chmod(0o755)
     (tools / "python").write_text(f'#!/bin/sh\n[ "$1" = - ] && exec {sys.executable} "$@"\necho python "$@"\n')
     (tools / "python").chmod(0o755)
     script = tmp_path / "checkout" / "launch" / f"{part}.sh"

@@ -190,6 +190,16 @@ RIGHT = {
     "a dataclass": ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass(frozen=True)\n"
                     "class P:\n    x: int", "class P:\n    def __init__(self, x): self.x = 0",
                     "assert P(1) == P(1) and P(1) != P(2)\nassert P(1).x == 1"),
+    "a name of the library that has to raise, too": (
+        "def permutations(n):\n    return sorted([[a, b] for a in n for b in n if a != b])\n"
+        "def other(n):\n    return n + 1",
+        "def permutations(n): return list(n)\ndef other(n): return n + 1",
+        "import pytest\nassert permutations([1, 2]) == [[1, 2], [2, 1]]\n"
+        "with pytest.raises(TypeError):\n    permutations(None)\nassert other(3) == 4"),
+    "an exception of the end in a table": (
+        "def f(n):\n    return n", "def f(n): return 1",
+        "import pytest\n@pytest.mark.parametrize('n,kind', [(1, ValueError), (2, StopIteration)])\n"
+        "def test_f(n, kind):\n    assert f(n) == n"),
     "JSON that fails": ("import json\ndef f(s):\n    return json.loads(s)", "def f(s): return {}",
                         "import json\ntry:\n    f('{')\n    assert False\nexcept json.JSONDecodeError:\n    pass"),
 }  # fmt: skip

@@ -335,15 +335,17 @@ def test_whatever_files_a_program_makes_it_has_a_verdict_within_its_limit_and_le
 def test_folders_of_killed_verifiers_are_removed_after_a_later_program_and_others_are_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sandbox, "LEFT_S", 0.0)
-    (tmp_path / "april-program-left" / "d").mkdir(parents=True)
-    (tmp_path / "april-program-locked").mkdir()
-    lock = os.open(tmp_path / "april-program-locked", os.O_RDONLY)
+    (tmp_path / "april-program-left____" / "d").mkdir(parents=True)
+    (tmp_path / "april-program-locked__").mkdir()
+    (tmp_path / "april-program-notes").mkdir()
+    lock = os.open(tmp_path / "april-program-locked__", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     (tmp_path / "of-somebody").mkdir()
-    (tmp_path / "april-program-link").symlink_to(tmp_path / "of-somebody")
+    (tmp_path / "april-program-link____").symlink_to(tmp_path / "of-somebody")
     sandbox.run("pass", b"", sandbox.SandboxLimits())
     os.close(lock)
-    assert sorted(os.listdir(tmp_path)) == ["april-program-link", "april-program-locked", "of-somebody"]
+    left = ["april-program-link____", "april-program-locked__", "april-program-notes", "of-somebody"]
+    assert sorted(os.listdir(tmp_path)) == left
 
 
 def test_removal_ends_at_its_deadline_and_goes_on_later(tmp_path):

@@ -14,7 +14,7 @@ from april.broker.ledger.chunk_refs import chunk_refs_in
 from april.broker.ledger.ledger import LedgerError
 from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.payloads import pack
-from april.broker.peers import Peer, Peers
+from april.broker.peers import SESSION_BITS, Peer, Peers
 from april.broker.telemetry.discards import DiscardedGroup
 from april.broker.telemetry.sample_history import SampleHistory
 from april.data.groups import chosen_groups
@@ -298,6 +298,10 @@ def sample_head(sample: Sample, history: SampleHistory) -> wire.SampleHead:
 # --- the learner's machines -------------------------------------------------------------------------------------------
 
 
+MACHINE_START_BITS = 16
+"""Low bits of a start's number; those above are the number of the broker's start."""
+
+
 class NodeHandler:
     """Handles the rendezvous of a learner's machines.
 
@@ -312,7 +316,7 @@ class NodeHandler:
         self._announced_by = 0
         """Session id of the machine that announced the rendezvous address; 0 for none."""
         self._start = 0
-        """Number of the latest start."""
+        """Number of the latest start, higher than any of an earlier start of the broker."""
         self._counted = set[str]()
         """Uids of the connected processes whose coming has made a start."""
 
@@ -322,8 +326,8 @@ class NodeHandler:
             self._address, self._announced_by = said.address, peer.id
         if not said.start and peer.uid not in self._counted:
             self._counted = {node.uid for node in self.peers.by_id.values() if node.uid in self._counted} | {peer.uid}
-            self._start += 1
-        self._start = max(self._start, said.start)  # after a restart of the broker
+            self._start = max(self._start, (peer.id >> SESSION_BITS) << MACHINE_START_BITS) + 1
+        self._start = max(self._start, said.start)  # if the broker was restarted
         address = self._address if self._announced_by in self.peers.by_id else ""
         self.peers.send(peer, wire.Rendezvous(address, self._start), sequence=received.sequence)
 

@@ -29,6 +29,7 @@ from april.broker.journal.files import (
     file_starts,
     read_part,
     read_records,
+    refused_reads,
 )
 from april.broker.journal.records import RecentRecords
 from april.broker.ledger.chunk_refs import ChunkRef
@@ -290,7 +291,8 @@ class Journal:
                 file = self._files[begins]
             try:
                 payload = pread(file, size, record - begins + offset)
-            except OSError:
+            except OSError as error:
+                refused_reads.add(self._path(begins), error)
                 payload = read_part(self._path(begins), file, size, record - begins + offset)
             if len(payload) != size or crc32(payload) != checksum:
                 raise self._damaged(record, offset)

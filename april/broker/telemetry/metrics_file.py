@@ -166,23 +166,18 @@ def set_bad_lines_aside(path: Path, offset: int = 0) -> None:
     that follows a torn one in its line gets a line of its own."""
     if not path.exists():
         return
-    kept: list[bytes] = []
-    bad: list[bytes] = []
     with path.open("rb") as file:
         file.seek(offset)
-        for line in file:
-            begin = record_in(line)
-            kept.append(line[begin:])
-            if begin:
-                bad.append(line[:begin])
-        if not bad:
+        if not any(map(record_in, file)):
             return
         file.seek(0)
         before = file.read(offset)
+        pieces = [(line[: (begin := record_in(line))], line[begin:]) for line in file]
+    bad = [piece for piece, _ in pieces if piece]
     log.warning("%s: %d lines are no records; they are in %s", path, len(bad), BAD_LINES_FILE)
     with path.with_name(BAD_LINES_FILE).open("ab") as file:
         file.writelines(piece.removesuffix(b"\n") + b"\n" for piece in bad)
-    replace_file(path, before + b"".join(kept))
+    replace_file(path, before + b"".join(record for _, record in pieces))
 
 
 def record_in(line: bytes) -> int:
@@ -306,7 +301,7 @@ class MetricsFile:
 
     def forget(self, step: int) -> None:
         """Drop the records up to that of `step`, and add them to the sums."""
-        while self._lines and self.summary.step < step:
+        while self.summary.step < step and self._lines and self._lines[0][0]["step"] <= step:
             self.summary.add_line(*self._lines.popleft())
 
 

@@ -32,17 +32,19 @@ def collect(weights: Weights, keep: bool = True) -> dict[str, Tensor]:
     A tensor with two names, such as a tied head, is taken under the first. Tensors on an accelerator are rounded to
     bfloat16.
     """
-    whole, seen = {}, set()
+    whole, seen, devices = {}, set(), set()
     for name, tensor in named_tensors(weights):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.device, local.data_ptr(), local.shape
         if local.numel() and storage in seen:
             continue
         seen.add(storage)
+        if local.device.type == "cuda":
+            devices.add(local.device)
         copied = to_host(tensor)
         if keep:
             whole[name] = copied
-    await_copies()
+    await_copies(devices)
     if keep and isinstance(weights, nn.Module) and isinstance(model := unwrap(weights), PreTrainedModel):
         return dict(revert_weight_conversion(model, whole))
     return whole

@@ -172,22 +172,27 @@ class StopCatcher(ast.NodeTransformer):
 
     def visit_Tuple(self, node):
         self.generic_visit(node)
-        if isinstance(node.ctx, ast.Load):
+        if all(is_exception(element) for element in node.elts):  # and no row of data
             node.elts = [each for element in node.elts for each in both(element)]
         return node
 
     def visit_ExceptHandler(self, node):
         self.generic_visit(node)
-        if node.type and len(kinds := both(node.type)) > 1:
-            node.type = ast.Tuple(kinds, ast.Load())
+        if node.type:
+            node.type = caught(node.type)
         return node
 
     def visit_Call(self, node):
         self.generic_visit(node)
         if getattr(node.func, "attr", getattr(node.func, "id", "")) in CATCHING:
-            kinds = map(both, node.args)
-            node.args = [ast.Tuple(each, ast.Load()) if each[1:] else each[0] for each in kinds]
+            node.args = list(map(caught, node.args))
         return node
+
+
+def is_exception(node):
+    """Whether an expression is the name of a built-in exception, or of what stands for one."""
+    kind = getattr(builtins, getattr(node, "id", ""), None)
+    return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
 def both(node):
@@ -196,8 +201,16 @@ def both(node):
     return [node, ast.Name(name, ast.Load())] if name else [node]
 
 
+def caught(node):
+    """What a test catches, or a tuple of it, with what stands for each name of STOPPED in it."""
+    kinds = [each for element in (node.elts if isinstance(node, ast.Tuple) else [node]) for each in both(element)]
+    return kinds[0] if len(kinds) == 1 else ast.Tuple(kinds, ast.Load())
+
+
 def compiled(source, name):
     """Code of tests, in which StopCatcher has been at work."""
+    if not any(kind in source for kind in NAMES_OF_STOPS):
+        return compile(source, name, "exec")
     return compile(ast.fix_missing_locations(StopCatcher().visit(ast.parse(source))), name, "exec")
 
 

@@ -151,10 +151,9 @@ class LabelReader:
         return self.names_within[node]
 
     def subjects(self, eligible: set[str]) -> set[str]:
-        """Functions under test among names that are also a built-in's or in the standard library.
-
-        All that is done with them is that an assertion which depends on nothing else of the program calls them first,
-        or a test function is given them. So the program's own one never gives or sees what is expected."""
+        """Functions under test among names that are also a built-in's or in the standard library. An assertion that
+        depends on nothing else of the program calls them first or expects them to raise, or a test function is given
+        them, and nothing more: so the program's own one never gives or sees what is expected."""
         of_cases = {arg.arg for node in self.defined.values() if "parametrize" in decorators_of(node)
                     for arg in ast.walk(node) if isinstance(arg, ast.arg)}  # fmt: skip
         self.tested, under_test, elsewhere = set[str](), set[int](), set[int]()
@@ -169,6 +168,9 @@ class LabelReader:
             for each in operands:
                 for use in self.uses_in(each):
                     (under_test if each is first and use.id == names[id(each)] else elsewhere).add(id(use))
+            if isinstance(node, ast.With) and "aises" in ast.unparse(node.items[0]):
+                calls = [each.value for each in node.body if isinstance(each, ast.Expr)]
+                under_test |= {id(call.func) for call in calls if isinstance(call, ast.Call)}
         uses = [use for use in names_of(self.tree) if isinstance(use.ctx, ast.Load)]
         return self.tested & eligible - {use.id for use in uses if id(use) not in under_test - elsewhere}
 
@@ -247,15 +249,13 @@ class LabelReader:
             for node in top_level(self.tree.body)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
         }
-        used = loads(self.tree)
-        found = {}
+        used, found = loads(self.tree), dict[str, bool]()
         for name, node in self.defined.items():
             if isinstance(node, ast.ClassDef):
                 if is_test_class(node):
                     found[name] = False
                 continue
-            needed = len(node.args.args) - len(node.args.defaults)
-            decorators = decorators_of(node)
+            needed, decorators = len(node.args.args) - len(node.args.defaults), decorators_of(node)
             if name in called or "fixture" in decorators or is_skipped(node):
                 continue
             if name.startswith("test") or (name not in used and self.asserts(node.body, set())):

@@ -34,6 +34,7 @@ import msgspec
 
 from april.util.errors import refuse
 from april.util.files import OPEN_FOLDER, remove_folder
+from april.workers.rewards.sandbox_runner import FIRST_UID, UIDS
 
 log = logging.getLogger(__name__)
 
@@ -298,10 +299,12 @@ def run(
 
 
 def remove_leftovers(deadline_s: float) -> None:
-    """Remove folders of programs whose verifier was killed, or had no time to remove them."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    """Remove folders of this user's programs whose verifier was killed, or had no time to remove them."""
+    owners = {os.geteuid(), *(() if os.geteuid() else range(FIRST_UID, FIRST_UID + UIDS))}
+    for folder in Path(tempfile.gettempdir()).glob(PREFIX + 8 * "?"):  # as `mkdtemp` names them
         with contextlib.suppress(OSError):
-            if time.time() - folder.lstat().st_ctime > LEFT_S:
+            status = folder.lstat()
+            if status.st_uid in owners and time.time() - status.st_ctime > LEFT_S:
                 lock = os.open(folder, OPEN_FOLDER)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -312,21 +315,16 @@ def remove_leftovers(deadline_s: float) -> None:
 
 def run_in(folder: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[int, ...] = ()) -> SandboxResult:
     prefix = isolation()
-    group = ControlGroup(limits.memory_mb)
     mounts = "own mounts" if OWN_PROC[0] in prefix else ""
+    group = ControlGroup(limits.memory_mb + limits.files_mb * bool(mounts))  # files in memory count there, too
     rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets", group.path, mounts]
     runner = [sys.executable, "-I", "-B", str(RUNNER), *rules]
+    env = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
     process = subprocess.Popen(
-        [*DIE_WITH_PARENT, *prefix, *runner],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"},
-        start_new_session=True,
-        preexec_fn=None if DIE_WITH_PARENT else die_with_parent,
+        [*DIE_WITH_PARENT, *prefix, *runner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=folder, env=env, start_new_session=True, preexec_fn=None if DIE_WITH_PARENT else die_with_parent,
         pass_fds=descriptors,
-    )
+    )  # fmt: skip
     for descriptor in descriptors:
         os.close(descriptor)
     try:

@@ -168,7 +168,8 @@ class TorchEngine:
         step, self._ahead = self._ahead or self._begin_step(self._decoder), None
         if step is None:
             return chunks
-        if self._flat and self._batch is step.batch and step.batch.steps_left and not (self._queue and self._free):
+        admits = self._queue and self._free and not self._cache_full
+        if self._flat and self._batch is step.batch and step.batch.steps_left and not admits:
             self._ahead = self._launch(self._decoder, step.batch)
         return chunks + self._finish_step(step)
 
@@ -339,6 +340,7 @@ class TorchEngine:
         del self._slot_of[self._table.request_id[slot]]
         if slot in self._awaiting_prefill:
             self._awaiting_prefill.remove(slot)
+            self._cache_full = self._cache_full and bool(self._awaiting_prefill)
         else:
             self._cache.release(slot, self._table.length - 1)
         self._free.append(slot)

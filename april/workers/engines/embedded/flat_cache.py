@@ -416,6 +416,7 @@ def capture(step: Callable[[], None], pool: tuple[int, int] | None) -> torch.cud
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Another thread may lock memory for new weights meanwhile, which concerns no capture but in the default mode.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
     return graph
