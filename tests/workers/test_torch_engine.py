@@ -331,6 +331,15 @@ def test_sequences_that_find_no_room_in_the_cache_wait_and_lose_nothing(
         assert join(*streams).tokens == whole[request.id].tokens
 
 
+def test_an_abort_of_those_that_waited_for_room_in_the_cache_lets_others_in(make_engine, monkeypatch):
+    monkeypatch.setattr(FlatCache, "_room", lambda cache: SCRATCH + cache.max_context)
+    engine = make_engine(flat=True)
+    drive(engine, [Request(i, prompt(60, seed=i), 400, seed=i) for i in range(4)], steps=100)
+    assert engine._cache_full
+    engine.cancel_all(list(range(4)))
+    assert drive(engine, [Request(9, prompt(10), 5, seed=9)])[9].tokens
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=60))
 def test_extents_never_overlap_and_free_ranges_are_merged(steps):
     extents, held = Extents(100), {}
