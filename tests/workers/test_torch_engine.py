@@ -331,6 +331,19 @@ def test_sequences_that_find_no_room_in_the_cache_wait_and_lose_nothing(
         assert join(*streams).tokens == whole[request.id].tokens
 
 
+def test_contexts_that_are_moved_together_between_two_steps_of_a_batch_go_on_as_before(make_engine):
+    """As for a request that comes then, and still finds no room."""
+    requests = [Request(i, prompt(60, seed=i), length, seed=i) for i, length in enumerate([20, 60, 60])]
+    whole, engine = drive(make_engine(), requests), make_engine(flat=True, chunk_tokens=100)
+    before = drive(engine, requests, steps=30)
+    with torch.inference_mode():
+        assert engine._batch is not None and engine._cache._compact()
+    after = drive(engine)
+    for request in requests:
+        streams = [part[request.id] for part in (before, after) if request.id in part]
+        assert join(*streams).tokens == whole[request.id].tokens
+
+
 def test_an_abort_of_those_that_waited_for_room_in_the_cache_lets_others_in(make_engine, monkeypatch):
     monkeypatch.setattr(FlatCache, "_room", lambda cache: SCRATCH + cache.max_context)
     engine = make_engine(flat=True)

@@ -162,18 +162,16 @@ class ScheduleMachine(Invariants):
         if self.ledger.rounds.draining:
             return
         for _ in range(count):
-            version = self.versions[worker]
-            sample = self.choose(version, share_left)
+            sample = self.choose(self.versions[worker], share_left)
             if sample is None:
                 return
-            lease = self.ledger.lease(sample, worker, version.step, expires_at=0.0)
+            lease = self.ledger.lease(sample, worker, self.versions[worker].step, expires_at=0.0)
             kind = type(self.schedule)
             if kind.dial and kind.dial.counts_samples and trains(lease):
                 assert self.ledger.leases.generating <= kind.samples_in_flight(self.section)
 
     def choose(self, version, share_left):
-        """The next sample for a worker under `version`; None if no sample waits. `share_left`: whether the worker may
-        take another evaluation sample."""
+        """The next sample for a worker under `version`; None if none waits. `share_left`: it may evaluate, too."""
         return choose_sample(self.schedule, self.ledger, version, share_left)
 
     @rule(data=st.data(), count=st.integers(1, RESPONSE_BUDGET), ends=st.booleans())
@@ -184,8 +182,7 @@ class ScheduleMachine(Invariants):
 
     @rule(data=st.data(), count=st.integers(1, 4), ends=st.booleans())
     def observe(self, data, count, ends):
-        """Append an environment's observation to a response: its tokens lengthen the response, but are not counted as
-        generated."""
+        """Append an environment's observation to a response: longer by its tokens, which do not count as generated."""
         if lease := self.a_lease(data, generating=True):
             sample = lease.sample
             count = min(count, RESPONSE_BUDGET - sample.length)
@@ -388,14 +385,17 @@ class ScheduleMachine(Invariants):
     def go_on(self, lease, count, ends):
         """Generate `count` more tokens under a lease, or score its response if that is complete."""
         if not lease.generating:
-            group = lease.sample.group.id
-            reward = 1.0 if group % 4 == 3 else float(lease.sample.index % 2)
+            reward = 1.0 if lease.sample.group.id % 4 == 3 else float(lease.sample.index % 2)
             assert self.ledger.score(lease.id, reward) is Verdict.OK
             return
         sample, version = lease.sample, self.versions[lease.worker]
         count = min(count, RESPONSE_BUDGET - sample.length)
         finish = "stop" if ends or sample.length + count == RESPONSE_BUDGET else ""
-        assert self.ledger.add_chunk(lease.id, sample.length, count, version, finish) is Verdict.OK
+        verdict = self.ledger.add_chunk(lease.id, sample.length, count, version, finish)
+        if verdict is Verdict.FENCED and sample.group.evaluation and not self.ledger.may_evaluate(version):
+            self.ledger.end_lease(lease.id, "recall")  # since its lease another worker began with other weights
+            return
+        assert verdict is Verdict.OK
         self.emitted += 0 if sample.group.evaluation else count
 
     @precondition(lambda self: self.ledger.leases and not self.ledger.rounds.draining)
