@@ -28,9 +28,10 @@ def what_was_drawn_before_new_weights_names_the_old_version(bench: Bench):
     before = drive(engine, [Request(1, prompt(), 80)], tokens=30)[1]
     drawn = engine.generated_tokens
     engine.load_weights(V1, bench.models(seed=1).weights())
-    drawn_under_old, stream = engine.generated_tokens, join(before, drive(engine)[1])
-    assert len(stream.tokens) == 80 and drawn <= drawn_under_old
-    assert stream.versions == [V0] * drawn_under_old + [V1] * (80 - drawn_under_old)
+    drawn_by_now, stream = engine.generated_tokens, join(before, drive(engine)[1])
+    of_old = stream.versions.count(V0)  # a server may have drawn under the new weights, too, by the time of the look
+    assert len(stream.tokens) == 80 and drawn <= of_old <= drawn_by_now
+    assert stream.versions == [V0] * of_old + [V1] * (80 - of_old)
 
 
 @check()
