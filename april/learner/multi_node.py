@@ -127,7 +127,8 @@ def serve_store(address: str, broker: BrokerTalk, options: argparse.Namespace) -
 
 def run_ranks(broker: BrokerTalk, options: argparse.Namespace, patience_s: float) -> int | None:
     """Join the latest start and run this machine's ranks in it; returns their exit status, or None if all machines
-    begin anew. Raises BrokerUnreachable, and TimeoutError if a machine has not come in `patience_s` seconds."""
+    begin anew. Raises the error of the talk with the broker, and TimeoutError if a machine has not come in `patience_s`
+    seconds."""
     address, store = join_start(broker, options, patience_s)
     start = broker.joined
     MAIN.at("watching its ranks", takes_long=True)
@@ -139,8 +140,8 @@ def run_ranks(broker: BrokerTalk, options: argparse.Namespace, patience_s: float
         while ranks.poll() is None:
             if broker.is_newer:
                 return None
-            if broker.error:
-                raise broker.error
+            if broker.error and not isinstance(broker.error, BrokerUnreachable):
+                raise broker.error  # a broker that has ended is no fault: ranks may still write their weights
             time.sleep(POLL_S)
     finally:
         end(ranks)

@@ -13,6 +13,7 @@ from april import wire
 from april.learner import multi_node
 from april.learner.launch import RESTARTS
 from april.weights import channel
+from april.wire.sockets.broker import BrokerUnreachable
 from tests.support.learner import exposed_ranks
 from tests.support.learner.exposed_ranks import PLANTED
 from tests.support.warm_imports import Popen
@@ -80,6 +81,22 @@ def test_ranks_end_when_all_machines_begin_anew_and_a_status_is_passed_on(addres
     assert multi_node.run_ranks(broker, alone, LIMIT_S) is None
     assert multi_node.run_ranks(broker, alone, LIMIT_S) == 7
     assert [[word for word in command if "--start" in word] for command in started] == [["--start=1"], ["--start=2"]]
+
+
+@pytest.mark.parametrize("error", [BrokerUnreachable("it has ended"), ValueError("what it said does not decode")])
+def test_ranks_outlive_the_broker_but_no_failed_talk_with_it(address, monkeypatch, error):
+    """A broker may end while ranks still write their weights; without its word a machine misses a new start."""
+    popen = subprocess.Popen
+    program = "import time; time.sleep(1); raise SystemExit(7)"
+    monkeypatch.setattr(multi_node.subprocess, "Popen", lambda command: popen([sys.executable, "-c", program]))
+    monkeypatch.setattr(multi_node, "join_start", lambda *_: (address, None))
+    broker, alone = Told(address, 1), machine(0)
+    broker.joined, broker.error = 1, error
+    if isinstance(error, BrokerUnreachable):
+        assert multi_node.run_ranks(broker, alone, LIMIT_S) == 7
+    else:
+        with pytest.raises(ValueError, match="decode"):
+            multi_node.run_ranks(broker, alone, LIMIT_S)
 
 
 def test_an_impostor_that_poses_as_another_machine_s_rank_plants_nothing(address, tmp_path):
