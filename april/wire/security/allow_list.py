@@ -1,4 +1,5 @@
-"""The allow-list: a file with one entry `key role name` per peer, read again whenever it changes.
+"""The allow-list: a file with one entry `key role name` per peer, read again whenever it changes. A file that is just
+being written may be short of lines, so what is missing in it counts as removed only once the file has stood still.
 
 # comment
 Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID worker w7
@@ -9,10 +10,15 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from april.util import clock
 from april.util.errors import refuse
 from april.wire.security.keys import KEY_CHARACTERS, ROLES
 
 log = logging.getLogger(__name__)
+
+SETTLE_S = 2.0
+"""Seconds for which the file must not have changed before entries that it lacks, or has otherwise, lose their old
+meaning."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +35,17 @@ class KeyOwner:
 class AllowList:
     """The admitted peers, by key. Used by the handshake thread and by the owner's thread.
 
-    `refresh` reads a changed file again. A file that cannot be read or has an invalid entry is logged and ignored.
+    `refresh` reads a changed file again: new keys count at once, removals and changes after `SETTLE_S`. A file that
+    cannot be read, has an invalid entry or names nobody is no list: this is logged, and the list stays as it was.
     """
 
     def __init__(self, path: Path):
-        """Raises ConfigError if the file is invalid."""
+        """Raises ConfigError if the file is no list."""
         self.path = path
         self._lock = threading.Lock()
-        self._file_state = self._stat()
-        self._peers = read(path)
+        self._file_state, self._changed_s = self._stat(), clock.now()
+        self._is_settled = False
+        self._peers = self._read()
         self._changes = 0
 
     def find(self, key: str) -> KeyOwner:
@@ -47,20 +55,30 @@ class AllowList:
     def refresh(self) -> int:
         """Read the file again if it has changed; returns the number of changes so far."""
         with self._lock:
-            file_state = self._stat()
+            file_state, now = self._stat(), clock.now()
             if file_state != self._file_state:
-                self._file_state = file_state
+                self._file_state, self._changed_s, self._is_settled = file_state, now, False
+            if not self._is_settled:
+                self._is_settled = now - self._changed_s >= SETTLE_S
                 self._read_again()
             return self._changes
 
     def _read_again(self) -> None:
         try:
-            peers = read(self.path)
+            peers = self._read() if self._is_settled else self._read() | self._peers
         except ValueError as error:
-            return log.error("the allow-list stays as it was: %s", error)
+            if self._is_settled:
+                log.error("the allow-list stays as it was: %s", error)
+            return
         if peers != self._peers:
             self._peers, self._changes = peers, self._changes + 1
             log.info("the allow-list %s names %d keys now", self.path, len(peers))
+
+    def _read(self) -> dict[str, KeyOwner]:
+        peers = read(self.path)
+        if not peers:
+            refuse("security.keys", self.path, "names no key", "list at least one peer, as `april keygen` does")
+        return peers
 
     def _stat(self) -> tuple[int, ...] | None:
         try:

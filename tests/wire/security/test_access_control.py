@@ -4,6 +4,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from april.wire.security import allow_list
 from april.wire.security.access import DOMAIN, ZAP_ADDRESS, AccessControl
 from april.wire.security.allow_list import AllowList
 from april.wire.security.keys import ALLOW_LIST, load_keys
@@ -37,7 +38,8 @@ def test_only_keys_on_the_allow_list_pass_the_handshake(context, access_control,
     assert handshake_status(context, unlisted) == b"400" and access_control.failures["unknown key"] == 1
 
 
-def test_watch_reports_a_change_that_a_handshake_has_read_first(context, access_control, keys):
+def test_watch_reports_a_change_that_a_handshake_has_read_first(context, access_control, keys, monkeypatch):
+    monkeypatch.setattr(allow_list, "SETTLE_S", 0)
     worker = load_keys(keys, "worker").public
     assert handshake_status(context, worker) == b"200" and not access_control.watch()
     listed = (keys / ALLOW_LIST).read_text()

@@ -6,7 +6,7 @@ import pytest
 
 from april.cli import main
 from april.config import ConfigError
-from april.wire.security import keygen
+from april.wire.security import allow_list, keygen
 from april.wire.security.allow_list import AllowList
 from april.wire.security.keys import ALLOW_LIST, ROLES, is_open_to_others, load_keys
 from tests.support.refusals import refusal
@@ -89,19 +89,42 @@ def test_an_invalid_line_of_the_allow_list_is_refused_at_the_start(tmp_path, lin
         AllowList(path)
 
 
-def test_the_allow_list_follows_its_file_and_is_kept_when_the_file_is_broken(keys):
+def test_the_allow_list_follows_its_file_and_is_kept_when_the_file_is_broken(keys, monkeypatch):
+    monkeypatch.setattr(allow_list, "SETTLE_S", 0)
     listed, worker = AllowList(keys / ALLOW_LIST), load_keys(keys, "worker")
     path = listed.path
     full = path.read_text()
     path.write_text(f"{full}{'k' * 40} monitor watcher # of the team\n")
     assert listed.refresh() == 1 and listed.find("k" * 40).name == "watcher"
     assert listed.refresh() == 1
-    path.write_text(f"{full}nonsense\n")
-    assert listed.refresh() == 1 and listed.find("k" * 40).role == "monitor"
+    for broken in (f"{full}nonsense\n", "", "# nobody\n", full[:-1] + full):
+        path.write_text(broken)
+        assert listed.refresh() == 1 and listed.find("k" * 40).role == "monitor"
     path.unlink()
     assert listed.refresh() == 1 and listed.find(worker.public).role == "worker"
     path.write_text("\n".join(line for line in full.splitlines() if " worker " not in line))
     assert listed.refresh() == 2 and listed.find(worker.public).role == ""
+
+
+def test_a_file_that_is_being_written_admits_its_new_keys_and_removes_none(keys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(allow_list.clock, "now", lambda: now)
+    listed, worker = AllowList(keys / ALLOW_LIST), load_keys(keys, "worker")
+    path = listed.path
+    full = path.read_text()
+    copied = f"{'k' * 40} monitor watcher\n{full}"
+    for size in range(0, len(copied) + 1, 7):
+        path.write_text(copied[:size])
+        now += 0.9 * allow_list.SETTLE_S
+        listed.refresh()
+        assert listed.find(worker.public).role == "worker"
+    assert listed.find("k" * 40).role == "monitor"
+    path.write_text(full.replace(" worker worker", " learner worker"))
+    listed.refresh()
+    assert listed.find(worker.public).role == "worker" and listed.find("k" * 40).role
+    now += allow_list.SETTLE_S
+    listed.refresh()
+    assert listed.find(worker.public).role == "learner" and not listed.find("k" * 40).role
 
 
 def test_a_run_whose_keys_do_not_fit_is_refused_before_anything_starts(keys, config_file, tmp_path, capsys):
