@@ -167,13 +167,18 @@ def checked_reward(reward: Any, allowed: Collection[str]) -> str | None:
         return None
     if not isinstance(reward, str) or not reward:
         raise BadRow(f"key 'reward' = {excerpt(reward)} names no verifier; give its name or leave the key out")
-    shipped = registry_of("reward.name").shipped
-    if reward not in allowed if allowed else reward.removeprefix(GROUP_REWARD) not in shipped:
+    if not may_name(reward, allowed):
         raise BadRow(
             f"key 'reward' = {excerpt(reward)} is not among the verifiers that rows may name "
-            f"({', '.join(allowed or shipped)}); add it to reward.allowed, or leave the key out"
+            f"({', '.join(allowed or registry_of('reward.name').shipped)}); "
+            "add it to reward.allowed, or leave the key out"
         )
     return reward
+
+
+def may_name(reward: str, allowed: Collection[str]) -> bool:
+    """Whether rows may name this verifier. `allowed`: the key reward.allowed; empty: the shipped verifiers."""
+    return reward in allowed if allowed else reward.removeprefix(GROUP_REWARD) in registry_of("reward.name").shipped
 
 
 def excerpt(value: Any) -> str:

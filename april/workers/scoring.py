@@ -11,6 +11,7 @@ import numpy as np
 from april import wire
 from april.config import Config
 from april.data.dataset import verifier_of
+from april.data.rows import may_name
 from april.data.tokenizer import Tokenizer
 from april.util.logs import Failures
 from april.util.pulse import MAIN
@@ -56,27 +57,34 @@ class Scoring:
     def __init__(self, config: Config, tokenizer: Tokenizer, start_now: bool = True):
         self.config = config
         self.tokenizer = tokenizer
+        self.rules = reward_rules(config)
         self.pool: RewardPool | None = None
+        self._refused: list[Score] = []
+        """Answers to leases whose verifier this process does not call."""
         if start_now:
             self._start()
 
     def _start(self) -> RewardPool:
         output_file = verifier_output_file(self.config)
-        self.pool = RewardPool(self.config.reward.processes, reward_rules(self.config), output_file)
+        self.pool = RewardPool(self.config.reward.processes, self.rules, output_file)
         return self.pool
 
     @property
     def pending(self) -> int:
         """Submitted leases that are not scored yet."""
-        return self.pool.pending if self.pool else 0
+        return len(self._refused) + (self.pool.pending if self.pool else 0)
 
     def submit(self, lease: LeasedTask, finish_reason: str, state: bytes | None = None) -> None:
         """Queue a response, or all responses of a group, for scoring.
 
         `state`: final state of the environment (MessagePack); None takes the grant's. The responses of a group take
-        their finish reasons from the grant.
+        their finish reasons from the grant. A verifier that this process's own configuration does not permit is not
+        imported: its score is an error, so that no other process in the broker's place chooses what code runs here.
         """
         grant, task, tokens = lease
+        if task.reward not in self.rules.verifiers and not may_name(task.reward, self.config.reward.allowed):
+            why = f"verifier {task.reward!r} is not in the configuration of this process; start it with the run's"
+            return self._refused.append(Score(grant.lease_id, None, why))
         pool = self.pool or self._start()
         prompt = self.tokenizer.decode(tokens[0])
 
@@ -94,7 +102,8 @@ class Scoring:
 
     def poll(self) -> list[Score | GroupScore]:
         """Scores that have arrived since the last call; a score's key is its lease id."""
-        return self.pool.poll() if self.pool else []
+        refused, self._refused = self._refused, []
+        return [*refused, *(self.pool.poll() if self.pool else [])]
 
     def close(self) -> None:
         if self.pool:

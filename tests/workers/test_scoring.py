@@ -1,6 +1,5 @@
 """What a verifier gets of a response; its score becomes the message that ends the lease."""
 
-import msgspec
 import numpy as np
 
 from april import config as configuration
@@ -9,6 +8,7 @@ from april.data.tokenizer import Tokenizer
 from april.learner.policy.warm_start import build_tokenizer
 from april.workers.rewards.messages import Score
 from april.workers.scoring import LeasedTask, Scoring, closing
+from tests.support.reward_scores import collect
 
 
 class Pool:
@@ -24,6 +24,17 @@ class Pool:
         self.texts += [item.response for item in items]
 
 
+def grant_of(lease_id, group_scored=()):
+    return wire.Grant(
+        lease_id, task_index=0, index=0, scoring=True, max_new_tokens=9, seed=0, finish_reason="stop", hand_over=False,
+        group_scored=list(group_scored), turns=0, turn_start=0, state=b"", stop_token_ids=[],
+    )  # fmt: skip
+
+
+def task_of(reward):
+    return wire.Task(0, False, label="2", reward=reward, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
 def test_verifiers_get_special_tokens_unless_they_are_named_otherwise(config_file, tmp_path):
     inner = build_tokenizer()
     inner.add_special_tokens({"additional_special_tokens": ["</think>"]})
@@ -33,20 +44,36 @@ def test_verifiers_get_special_tokens_unless_they_are_named_otherwise(config_fil
     scoring = Scoring(configuration.load(config_file, plain), tokenizer, start_now=False)
     scoring.pool = Pool()
     prompt, first, second = (tokenizer.encode_prompt(text) for text in ("1+1=", "3</think>", "2<eos>"))
-    grant = wire.Grant(
-        1, task_index=0, index=0, scoring=True, max_new_tokens=9, seed=0, finish_reason="stop", hand_over=False,
-        group_scored=[], turns=0, turn_start=0, state=b"", stop_token_ids=[],
-    )  # fmt: skip
+    grant = grant_of(1)
     for reward in ("regex", "exact"):
-        task = wire.Task(0, False, label="2", reward=reward, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-        scoring.submit(LeasedTask(grant, task, [prompt, first, second]), "stop")
+        scoring.submit(LeasedTask(grant, task_of(reward), [prompt, first, second]), "stop")
     assert scoring.pool.texts == ["3</think>2", "32"]
     scoring.pool.texts.clear()
-    grouped = msgspec.structs.replace(grant, group_scored=["stop", "stop"])
-    task = wire.Task(0, False, label="2", reward="group:mine:all", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    grouped = grant_of(1, group_scored=["stop", "stop"])
     whole = np.concatenate([first, second])
-    scoring.submit(LeasedTask(grouped, task, [prompt, whole, second]), "stop")
+    scoring.submit(LeasedTask(grouped, task_of("group:exact"), [prompt, whole, second]), "stop")
     assert scoring.pool.texts == ["3</think>2", "2"]
+
+
+def test_whoever_answers_in_the_brokers_place_does_not_choose_what_a_worker_imports(config_file, tmp_path, monkeypatch):
+    own, theirs = (f"{name}_{tmp_path.name.replace('-', '_')}" for name in ("own", "theirs"))
+    for name in (own, theirs):
+        touch = f"open({str(tmp_path / name)!r}, 'w')"
+        (tmp_path / f"{name}.py").write_text(f"{touch}\ndef f(response, label): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = configuration.load(config_file, ["--data.reward", f"{own}:f", "--reward.processes", "1"])
+    scoring = Scoring(config, Tokenizer(config.model.path), start_now=False)
+    prompt = scoring.tokenizer.encode_prompt("1+1=")
+    leased = {1: f"{theirs}:f", 2: "os:system", 3: f"group:{theirs}:f", 4: f"trl:{theirs}:f", 5: f"{own}:f", 6: "exact"}
+    for lease_id, reward in leased.items():
+        groups = ["stop"] if reward.startswith("group:") else []
+        scoring.submit(LeasedTask(grant_of(lease_id, groups), task_of(reward), [prompt, prompt]), "stop")
+    assert scoring.pending == len(leased)
+    scores = collect(scoring, len(leased))
+    scoring.close()
+    assert {key for key, score in scores.items() if "not in the configuration" in (score.error or "")} == {1, 2, 3, 4}
+    assert scores[5].reward == 1.0 and scores[6].error is None
+    assert (tmp_path / own).exists() and not (tmp_path / theirs).exists()
 
 
 def test_a_failed_score_gives_the_sample_back_and_is_never_a_zero():
