@@ -1,5 +1,6 @@
 """Reads the data of samples from journal and dataset: prompt, tokens, dataset row, environment state."""
 
+import logging
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -7,7 +8,7 @@ import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from april import wire
-from april.broker.journal.files import Reference
+from april.broker.journal.files import Damaged, Reference
 from april.broker.journal.journal import Journal
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import RowsAccepted
@@ -16,6 +17,8 @@ from april.broker.prompts import PromptBook
 from april.data.rows import DatasetRow
 from april.util.text import GROUP_REWARD
 from april.wire.rows import TABLE, padded_sizes
+
+log = logging.getLogger(__name__)
 
 ROWS_CACHED, TABLES_CACHED = 16, 64
 PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
@@ -98,6 +101,15 @@ class Payloads:
         """The environment's state, stored after the tokens of the last observation; empty without one."""
         last = [ref for ref in sample.chunk_refs if ref.observed][-1:]
         return b"".join(payload[4 * ref.tokens :] for ref, payload in self.journal.read_payloads(last))
+
+    def metrics_line(self, reference: Reference) -> bytes | None:
+        """A line of metrics.jsonl; None if it is damaged."""
+        try:
+            _, [(_, data)] = self.journal.read(reference)
+        except Damaged as error:
+            log.warning("a line of metrics.jsonl cannot be restored: %s", error)
+            return None
+        return bytes(data)
 
     def _row_of(self, evaluation: bool, epoch: int, row: int) -> DatasetRow:
         return self.prompts.held_out_row(epoch, row) if evaluation else self.prompts.row(epoch, row)

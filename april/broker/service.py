@@ -100,7 +100,7 @@ class Service:
         self.peers.start_ids(self.ledger.serials.starts)
         self.recorder = Recorder(
             config.run_dir, config.run.name, config.schedule.max_steps, now, self.ledger, self.peers,
-            config.operations.sinks, config.engine.paced, config.operations.alarms,
+            config.operations.sinks, config.engine.paced, config.operations.alarms, self.payloads.metrics_line,
         )  # fmt: skip
         self.queue_scanner = QueueScanner(self.ledger, config.broker.max_run_s)
         self.context = BrokerContext(

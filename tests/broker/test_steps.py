@@ -62,6 +62,51 @@ def test_a_step_unknown_to_the_journal_has_no_line_and_is_no_replay(talk, worker
     assert summary(talk)["replays"] == {"same": 0, "different": 0}
 
 
+@pytest.mark.parametrize("lost", [[2], [3], [1, 2, 3]])
+def test_lines_that_metrics_jsonl_lacks_are_restored_from_the_journal(talk, worker, learner, lost):
+    """A broker that is killed behind the journal's sync has not written the line yet; any line may be damaged later."""
+    for step in range(2):
+        train(talk, worker, learner, step, grad_norm=7.0 + step)
+    with pytest.MonkeyPatch.context() as patch:
+        if lost == [3]:
+            patch.setattr(talk.service.recorder.metrics_file, "write", lambda: None)
+        train(talk, worker, learner, 2, grad_norm=9.0)
+        waiting = bytes(talk.service.recorder.metrics_file._waiting)
+    path = talk.config.run_dir / "metrics.jsonl"
+    whole = path.read_bytes() + waiting
+    kept = [line for line in whole.splitlines(keepends=True) if orjson.loads(line)["step"] not in lost]
+    path.write_bytes(b"".join(kept))
+    talk.restart_broker()
+    assert path.read_bytes() == whole
+    assert list(talk.service.recorder.steps) == [0, 1, 2]
+    learner = FakeLearner(talk, learner.name)
+    learner.hello()
+    learner.consume(2, grad_norm=9.0)
+    assert path.read_bytes() == whole
+    learner.durable(3)
+    assert not talk.ledger.recorded
+
+
+@pytest.mark.parametrize("who", ["the learner", "its successor"])
+def test_a_repeated_report_brings_the_line_that_a_killed_broker_could_not_journal(talk, worker, learner, who):
+    """The journal ends between `BatchConsumed` and `StepRecorded`, which no sync has to put on disk together."""
+    train(talk, worker, learner, 0)
+    make_batch(worker)
+    learner.fetch(1)
+    talk.ledger.consume(1)
+    talk.deliver()
+    talk.restart_broker()
+    assert [line["step"] for line in metrics_lines(talk)] == [1]
+    if who == "the learner":
+        learner = FakeLearner(talk, learner.name)
+        learner.hello()
+        learner.consume(1, grad_norm=9.0)
+    else:
+        FakeLearner(talk).join(step=2)
+    lines = metrics_lines(talk)
+    assert [line["step"] for line in lines] == [1, 2] and ("grad_norm" in lines[1]["learner"]) == (who == "the learner")
+
+
 def die_unsynced(talk):
     talk.journal.fail(OSError("killed"))
     talk.journal.close()

@@ -74,12 +74,11 @@ class LearnerHandler:
         message = received.message
         repeated = self._has_started(peer) and message.step == self.ledger.steps.consumed
         if not repeated:
-            consumed_before = self.ledger.steps.consumed
             try:
                 self.ledger.start_learner(message.step, peer.uid, message.weights_address, peer.key)
             except LedgerError as error:
                 return self._refuse(peer, received, str(error))
-            for step in range(consumed_before, message.step):
+            for step in self.ledger.unrecorded_steps:
                 self._step_trained(step, {}, now)
         peer.started = True
         self.peers.broadcast(wire.WeightsAddress(message.weights_address, peer.key))
@@ -227,7 +226,7 @@ class LearnerHandler:
         verdict = self.ledger.consume(step, received.message.discarded)
         if verdict is Verdict.INVALID:
             return self._refuse(peer, received, f"batch {step} is not the next one, {self.ledger.steps.consumed}")
-        if verdict is Verdict.OK:
+        if verdict is Verdict.OK or step in self.ledger.unrecorded_steps:
             self._step_trained(step, received.message.metrics, now)
         self.peers.send(peer, wire.Accepted(), sequence=received.sequence)
 

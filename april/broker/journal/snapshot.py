@@ -62,6 +62,7 @@ class Parts(msgspec.Struct, array_like=True):
     dead_letters: DeadLetterQueue
     cohorts: LengthCohorts
     evaluated: dict[int, dict[str, Any]]
+    recorded: dict[int, tuple[int, int]]
 
 
 class LeaseImage(msgspec.Struct, array_like=True):
@@ -227,8 +228,8 @@ def _session(group: Group, index: int, *values: Any) -> AgentSample:
 
 
 def live_positions(ledger: LedgerState) -> Iterator[int]:
-    """Positions of the journal records with prompts and tokens that the ledger may still need."""
-    for position, _ in ledger.prompts.submitted.values():
+    """Positions of the journal records with prompts, tokens and lines of metrics that the broker may still need."""
+    for position, _ in (*ledger.prompts.submitted.values(), *ledger.recorded.values()):
         yield position
     for group in ledger.groups.values():
         yield group.prompt[0]

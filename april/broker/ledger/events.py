@@ -246,6 +246,12 @@ class BatchConsumed(Event):
     batch."""
 
 
+class StepRecorded(Event):
+    """Batch `step` has its line in metrics.jsonl, with the learner's metrics. Array: the line, JSON in UTF-8."""
+
+    step: int
+
+
 class CheckpointDurable(Event):
     """Checkpoint `step` is on disk; no restart will use one older than `oldest`."""
 

@@ -190,6 +190,8 @@ class LedgerState:
         """Complete groups that the filters have not judged yet; empty without filters."""
         self.deliveries: dict[int, list[Group]] = {}
         """Groups of the batches that a learner may still have to train, by step."""
+        self.recorded: dict[int, Any] = {}
+        """Journal references of the lines of metrics.jsonl, by step, for the steps in `deliveries`."""
         self.evaluations: dict[int, list[Group]] = {}
         """Groups of the evaluations in progress, by evaluated policy step."""
         self.evaluated_versions: dict[int, Version] = {}
@@ -203,6 +205,12 @@ class LedgerState:
     def first_kept_step(self) -> int:
         """Step of the oldest batch whose groups are still in the ledger."""
         return min(self.deliveries, default=self.steps.consumed)
+
+    @property
+    def unrecorded_steps(self) -> list[int]:
+        """Steps of the consumed batches whose line of metrics.jsonl is not in the journal, as the broker died
+        before."""
+        return [step for step in self.deliveries if step < self.steps.consumed and step not in self.recorded]
 
     def was_published(self, step: int, incarnation: int) -> bool:
         """Whether weights of this version can exist. Incarnation 0 counts as published before the learner's start."""

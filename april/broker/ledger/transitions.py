@@ -315,12 +315,17 @@ def on_batch_consumed(ledger: LedgerState, event: events.BatchConsumed, referenc
     ledger.steps.frontier = max(ledger.steps.frontier, ledger.steps.consumed)
 
 
+def on_step_recorded(ledger: LedgerState, event: events.StepRecorded, reference: Any) -> None:
+    ledger.recorded[event.step] = reference
+
+
 def on_checkpoint_durable(ledger: LedgerState, event: events.CheckpointDurable, reference: Any) -> None:
     for step in [step for step in ledger.deliveries if step < event.oldest]:
         for group in ledger.deliveries.pop(step):
             del ledger.groups[group.id]
             ledger.prompts.submitted.pop(group.row, None)
             group.forget()
+        ledger.recorded.pop(step, None)
     ledger.steps.durable = event.step
 
 
@@ -358,6 +363,7 @@ HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
     events.RoundEnded: on_round_ended,
     events.BatchDelivered: on_batch_delivered,
     events.BatchConsumed: on_batch_consumed,
+    events.StepRecorded: on_step_recorded,
     events.CheckpointDurable: on_checkpoint_durable,
     events.LearnerStarted: on_learner_started,
     events.TimePassed: on_time_passed,

@@ -2,10 +2,11 @@
 the journal has the events it describes on disk. What is damaged in these files, or in `summary.json`, is set aside."""
 
 import contextlib
+import io
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -215,6 +216,19 @@ def read_lines(path: Path, frontier: int, offset: int = 0) -> Iterator[tuple[dic
             good += len(line)
 
 
+def restore_steps(path: Path, offset: int, recorded: dict[int, bytes]) -> None:
+    """Insert the lines of steps, by policy step, into metrics.jsonl, each before the first later step. No line before
+    byte `offset` is about a later step."""
+    log.warning("%s lacks the lines of steps %s; they are written anew", path, ", ".join(map(str, recorded)))
+    data = path.read_bytes() if path.exists() else b""
+    lines = io.BytesIO(data[offset:]).readlines()
+    for step, line in sorted(recorded.items()):
+        known = (parse_line(each) for each in lines)
+        later = (at for at, record in enumerate(known) if record and is_step(record) and record["step"] > step)
+        lines.insert(next(later, len(lines)), line)
+    replace_file(path, data[:offset] + b"".join(lines))
+
+
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
@@ -227,13 +241,25 @@ class MetricsFile:
     file.forget(step)                   # no learner can go back to it
     """
 
-    def __init__(self, path: Path, frontier: int, last: int):
+    def __init__(
+        self,
+        path: Path,
+        frontier: int,
+        last: int,
+        recorded: Collection[int] = (),
+        line_of: Callable[[int], bytes | None] = lambda step: None,
+    ):
         """`frontier`: last step that the journal knows of; lines of later steps are cut off. `last`: last step that the
-        sums may cover."""
+        sums may cover. `recorded`: policy steps whose lines the journal has. `line_of(step)`: such a line, None if it
+        is damaged; lines that metrics.jsonl lacks are taken from there."""
         self.path = path
         self.summary = read_metrics_summary(path, last)
         """Sums over the steps whose records were dropped by `forget`."""
         set_bad_lines_aside(path, self.summary.offset)
+        lines = (record for record, _ in read_lines(path, frontier, self.summary.offset))
+        lacking = set(recorded) - {record["step"] for record in lines if is_step(record)}
+        if restored := {step: line for step in sorted(lacking) if (line := line_of(step))}:
+            restore_steps(path, self.summary.offset, restored)
         self._frontier = frontier
         self._stored_offset = self.summary.offset
         self._lines: deque[tuple[dict[str, Any], LineCheck]] = deque()
@@ -267,10 +293,12 @@ class MetricsFile:
             self.append_evaluation(evaluated[step])
         self._writable = self.waiting
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: dict[str, Any]) -> bytes:
+        """Append a record; returns its line."""
         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
         self._waiting += line
         self._lines.append((without_lanes(record), line_check(line)))
+        return line
 
     def append_evaluation(self, result: dict[str, Any]) -> None:
         self.append(evaluation_line(result))

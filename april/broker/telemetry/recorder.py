@@ -6,15 +6,17 @@ import logging
 import math
 import shutil
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+from zlib_ng.zlib_ng import crc32
 
 from april.broker.alarms.alarm import Alarms
+from april.broker.ledger.events import StepRecorded
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, GroupState, Sample, SampleState
 from april.broker.ledger.state import DEAD_SAMPLE
@@ -88,8 +90,10 @@ class Recorder:
         sinks: Sequence[str] = (),
         pace: str = "",
         alarms: Sequence[str] = (),
+        line_of: Callable[[Any], bytes | None] = lambda reference: None,
     ):
-        """`pace`: hardware whose speed simulated engines imitate, and the factor of time; empty for real engines."""
+        """`pace`: hardware whose speed simulated engines imitate, and the factor of time; empty for real engines.
+        `line_of(reference)`: the line of a step, by its reference in the ledger; None if it is damaged."""
         self.run_dir = run_dir
         self.pace = pace
         self.sinks = Sinks(sinks, run_dir)
@@ -104,7 +108,10 @@ class Recorder:
         self.step_times: deque[float] = deque(maxlen=PACE_STEPS)
         """Times at which the newest steps were trained, since the broker started, Unix seconds."""
         first_kept = ledger.first_kept_step
-        self.metrics_file = MetricsFile(run_dir / "metrics.jsonl", ledger.steps.frontier, first_kept - LAST_STEPS)
+        self.metrics_file = MetricsFile(
+            run_dir / "metrics.jsonl", ledger.steps.frontier, first_kept - LAST_STEPS,
+            [step + 1 for step in ledger.recorded], lambda step: line_of(ledger.recorded[step - 1]),
+        )  # fmt: skip
         self.sums: StepSums = deepcopy(self.metrics_file.summary)
         """Sums over all recorded steps."""
         for record in self.metrics_file.first_steps():
@@ -192,7 +199,8 @@ class Recorder:
         else:
             record = self._describe(step, ledger, learner, now)
             record["alarms"] = self.alarms.look(record)
-            self.metrics_file.append(record)
+            line = self.metrics_file.append(record)
+            ledger.commit(StepRecorded(step), [(crc32(line), line)])
             self._remember(record, ledger.first_kept_step)
             self.step_times.append(record["time"])
             self.sinks.step(record)
