@@ -23,7 +23,7 @@ SESSION_KEY = re.compile(r"(\d{1,15})\.(\d{1,15})\.(\d{1,15})\.[\w-]+")
 FORWARDED_HEADER = "X-April-Passed-On"
 """Header of requests that another agents process has forwarded; they are not forwarded again."""
 HOP_BY_HOP_HEADERS = {
-    "accept-encoding", "connection", "content-length", "expect", "host", "keep-alive", "te", "trailer",
+    "accept-encoding", "connection", "content-length", "expect", "host", "keep-alive", "origin", "te", "trailer",
     "transfer-encoding", "upgrade",
 }  # fmt: skip
 """Headers that belong to one connection and are not forwarded."""
@@ -90,20 +90,44 @@ class SessionForwarder:
             raise unknown_key()
         group, index, lease_id = map(int, match.groups())
         session_id, is_forwarded = (group, index, lease_id), FORWARDED_HEADER in request.headers
-        body, deadline = await request.read(), math.inf
+        body, deadline = None if request.can_read_body else b"", math.inf
         while True:
             address = self.holder_addresses.get(session_id, "") or await self._holder_address(session_id)
             if address == self.own_address:
                 raise unknown_key()
             if is_forwarded:
                 raise holder_unreachable()
-            if response := await self._forward_once(request, body, session_id, address):
+            if body is None and await self._accepts_key(request, session_id, address):
+                body = await request.read()
+            if body is not None and (response := await self._forward_once(request, body, session_id, address)):
                 return response
             now = asyncio.get_running_loop().time()
             deadline = min(deadline, now + UNREACHABLE_TIMEOUT_S)
             if now >= deadline:
                 raise holder_unreachable()
             await asyncio.sleep(RETRY_S)
+
+    async def _accepts_key(self, request: web.Request, session_id: SessionId, address: str) -> bool:
+        """Ask the holder about the request's key before its body is read; returns False if the holder cannot be
+        reached. Raises Refusal."""
+        headers, name = forwarded_headers(request.headers), self._server_name(address)
+        try:
+            async with self._client.get(
+                f"{address}/session", headers=headers, server_hostname=name, timeout=aiohttp.ClientTimeout(CONNECT_S)
+            ) as answer:
+                if answer.status == 200:
+                    return True
+                refusal = KEY_REFUSALS.get(answer.status, holder_unreachable)
+        except (aiohttp.ClientError, TimeoutError):
+            refusal = None
+        self.holder_addresses.pop(session_id, None)
+        if refusal:
+            raise refusal()
+        return False
+
+    def _server_name(self, address: str) -> str | None:
+        """The host name that the certificate of the agents process at `address` has to have; None without TLS."""
+        return self._host if address.startswith("https:") else None
 
     async def _holder_address(self, session_id: SessionId) -> str:
         """Base URL of the session's holder; waits until one is known. Raises Refusal if the session is over or
@@ -179,7 +203,7 @@ class SessionForwarder:
         async with self._client.request(
             request.method, address + request.path_qs.removeprefix("/v1"), data=body or None,
             headers=forwarded_headers(request.headers),
-            server_hostname=self._host if address.startswith("https:") else None,
+            server_hostname=self._server_name(address),
         ) as answer:  # fmt: skip
             headers = {name: answer.headers[name] for name in RESPONSE_HEADERS if name in answer.headers}
             response = web.StreamResponse(status=answer.status, headers=headers)
@@ -223,3 +247,7 @@ def holder_unreachable() -> Refusal:
     return Refusal(
         "session_elsewhere", "the process that has this session cannot be reached now; ask again", UNREACHABLE_STATUS
     )
+
+
+KEY_REFUSALS = {401: unknown_key, MOVED_STATUS: session_moved, OVER_STATUS: session_over}
+"""The refusal of a key by the HTTP status with which its holder answers."""

@@ -6,9 +6,11 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from april.config import AgentSection, is_loopback
 from april.util.errors import refuse
+from april.wire.security.web_requests import names_of
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -90,6 +92,11 @@ async def listen(http: "web.AppRunner", section: AgentSection, tls: ssl.SSLConte
         return Addresses(f"{base_url}/v1", public, f"{base_url}/v1")
     await web.TCPSite(http, LOOPBACK, 0).start()
     return Addresses(f"http://{LOOPBACK}:{http.addresses[-1][1]}/v1", public, f"{base_url}/v1")
+
+
+def served_names(section: AgentSection) -> frozenset[str]:
+    """Host names under which the gateway is asked."""
+    return names_of(section.listen.rpartition(":")[0], urlsplit(section.public_url).hostname or "")
 
 
 def reachable_name(host: str) -> str:

@@ -43,7 +43,7 @@ from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, unpack
 from april.weights.transports import Link, OtherMachine, Transport
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
 from april.wire.message import Version
-from april.wire.security.handshake import Handshake
+from april.wire.security.access import Handshake
 from april.wire.security.keys import Keys
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from april.broker.telemetry.evaluation import sets_of
 from april.broker.views.status import USES, RunStatus
 from april.util import clock
+from april.wire.security.web_requests import CheckedRequestHandler, names_of
 
 SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -399,7 +399,7 @@ class Exporter:
         self._next_snapshot = 0.0
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server = HttpServer((host, port), request_handler(self, registry))
+        self._server = HttpServer((host, port), request_handler(self, registry, names_of(host)))
         self.address = f"http://{host}:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, name="http", daemon=True).start()
 
@@ -463,8 +463,11 @@ class HttpServer(socketserver.ThreadingTCPServer):
         """Ignore errors of clients that disconnect."""
 
 
-def request_handler(exporter: Exporter, registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def request_handler(
+    exporter: Exporter, registry: CollectorRegistry, host_names: frozenset[str]
+) -> type[CheckedRequestHandler]:
+    class Handler(CheckedRequestHandler):
+        names = host_names
         timeout = CLIENT_TIMEOUT_S
 
         def do_GET(self) -> None:

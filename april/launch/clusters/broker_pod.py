@@ -31,6 +31,7 @@ from april.launch.clusters.manifests import HOLDERS
 from april.launch.part import shell_status
 from april.util import clock
 from april.util.lifetime import RUN_FAILED, STEP_ASIDE
+from april.wire.security.web_requests import CheckedRequestHandler
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 RUN_OVER = (0, RUN_FAILED)
@@ -147,7 +148,7 @@ def ask(method: str, path: str, change: dict | None = None) -> http.client.HTTPR
     return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S, context=trust)
 
 
-class ProbeHandler(http.server.BaseHTTPRequestHandler):
+class ProbeHandler(CheckedRequestHandler):
     """Answers probes of a pod whose run is over."""
 
     def do_GET(self) -> None:

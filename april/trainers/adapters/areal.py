@@ -13,7 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ class ArealEngine(TrainerRun, InferenceEngine):
         self.close()
 
 
-class CallbackHandler(BaseHTTPRequestHandler):
+class CallbackHandler(CheckedRequestHandler):
     """Answers every callback with an empty object."""
 
     def do_POST(self) -> None:

@@ -15,7 +15,7 @@ from april.util import clock
 from april.util.pulse import MAIN
 from april.util.versions import protocols_differ
 from april.wire.limits import FROM_BROKER
-from april.wire.security.handshake import Handshake
+from april.wire.security.access import Handshake
 from april.wire.security.keys import Keys
 from april.wire.sockets import base
 from april.wire.sockets.base import address_at

@@ -1,0 +1,84 @@
+"""The check of requests that each of April's HTTP servers makes: none is answered that a web page of another site has
+sent, or that was sent to a name which is not the server's.
+
+A browser lets any page send requests to any address, this machine's loopback included, and says in `Origin` where the
+page comes from. A page whose own name has been pointed at this machine (DNS rebinding) counts as the server's own for a
+browser; it is known by that name in `Host`. An IP address cannot be pointed elsewhere.
+
+This module imports nothing of April: a server in another environment loads it by its path.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+OTHER_NAME = "ask for this server by its IP address or by its machine's name"
+OTHER_SITE = "pages of other sites get no answers here"
+
+
+def names_of(listen: str, *others: str) -> frozenset[str]:
+    """Host names, besides localhost, under which a server is asked that listens at the host `listen`. `others`: such as
+    a proxy's name."""
+    machine = () if is_loopback(listen) else (socket.gethostname(), socket.getfqdn())
+    return frozenset(name.lower().rstrip(".") for name in (listen, *machine, *others) if name)
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def objection(hosts: Sequence[str], origins: Sequence[str], names: Collection[str]) -> str:
+    """Why a request gets no answer; "" if it gets one. `hosts`, `origins`: values of its headers Host and Origin; `names`:
+    `names_of` the server."""
+    for host in hosts:
+        name = re.sub(r":\d*$", "", host).lower().rstrip(".")
+        if name != "localhost" and name not in names and not is_address(name):
+            return OTHER_NAME
+    sites = {origin.lower().partition("://")[2] for origin in origins}
+    return OTHER_SITE if len(set(hosts)) > 1 or sites - {host.lower() for host in hosts} else ""
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is an IP address; one of version 6 may have brackets, as in URLs."""
+    try:
+        ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+    except ValueError:
+        return False
+    return True
+
+
+class CheckedRequestHandler(BaseHTTPRequestHandler):
+    """A request handler of the standard library's HTTP server that makes the check."""
+
+    names: frozenset[str] = frozenset()
+    """`names_of` the server."""
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        headers = [self.headers.get_all(name, []) for name in ("Host", "Origin")]
+        if why := objection(*headers, self.names):
+            self.send_error(403, why)
+        return not why
+
+
+def check_requests(names: Collection[str]) -> Any:
+    """Middleware of aiohttp's server that makes the check."""
+    from aiohttp import web
+
+    @web.middleware
+    async def check(
+        request: "web.Request", handler: Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+    ) -> "web.StreamResponse":
+        headers = [request.headers.getall(name, []) for name in ("Host", "Origin")]
+        if why := objection(*headers, names):
+            return web.Response(status=403, text=f"{why}\n")
+        return await handler(request)
+
+    return check
