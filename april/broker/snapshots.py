@@ -80,7 +80,7 @@ def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]
     position = rebuild_ledger(ledger, history, store, partial(read_closed, folder, until=until))
     starts = [start for start in file_starts(folder) if start <= until]
     older = [0, *(other for other in store.positions() if other < position)][-1]
-    dead = reclaimable_files(starts, older, chain(live_positions(ledger), history.discards.positions()))
+    dead = reclaimable_files(starts, older, chain(live_positions(ledger), history.logged_groups.positions()))
     yield dead
     for start in dead:
         file_path(folder, start).unlink(missing_ok=True)
@@ -216,7 +216,7 @@ class Snapshots:
         self._failures_in_a_row = 0
         older = [0, 0, *self.store.positions()][-2]
         dead = reclaimable_files(
-            file_starts(self.folder), older, chain(live_positions(ledger), history.discards.positions())
+            file_starts(self.folder), older, chain(live_positions(ledger), history.logged_groups.positions())
         )
         release_files(dead)
         try:

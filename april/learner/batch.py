@@ -67,6 +67,8 @@ class TrainSample:
     """Fork number of the fork that this fork branched from; stored for inspection, not used in training."""
     shared_tokens: int = 0
     """Number of leading tokens that a fork shares with its parent; stored for inspection, not used in training."""
+    label: str = ""
+    """Reference answer of the prompt; only if samples are stored."""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -112,8 +114,8 @@ class TrainingBatch:
     origins: list[tuple[int, bytes]] = field(default_factory=list)
     """(number of the prompt, bytes that the trainer attached) of each group whose prompt an external trainer
     submitted."""
-    discards: list[ReceivedGroup] = field(default_factory=list)
-    """Groups discarded since the previous batch, stored for inspection and not trained; on rank 0 only."""
+    untrained: list[ReceivedGroup] = field(default_factory=list)
+    """Groups discarded or held out since the previous batch, stored for inspection; on rank 0 only."""
 
     @property
     def samples(self) -> list[TrainSample]:

@@ -89,7 +89,10 @@ def run(
             report(config, source, batch, metrics)
         if sample_writer and trainer.token_stats:
             MAIN.at("keeping samples", takes_long=True)
-            sample_writer.keep(batch, ready.prepared, trainer.token_stats, bool(metrics["nonfinite"]))
+            scores = dict(zip(ready.prepared.batch_indices, trainer.token_stats.per_sample(), strict=True))
+            sample_writer.keep(batch, ready.prepared.batch_advantages, scores, bool(metrics["nonfinite"]))
+        elif sample_writer:
+            sample_writer.keep_untrained(batch.step, batch.untrained)
         report_durable(trainer, source)
         MAIN.at("waiting for the other ranks")
         dist.barrier(main_group)
@@ -114,7 +117,7 @@ def run(
     publication.finish()
     time_slice.acquire(main_group)
     if sample_writer and source:
-        sample_writer.write_leftover(trainer.step_count, source.leftover)
+        sample_writer.keep_untrained(trainer.step_count, source.leftover)
         sample_writer.finish()
     finish_checkpoint(trainer, source, main_group)
     if saved_step != trainer.step_count:

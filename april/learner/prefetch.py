@@ -63,7 +63,7 @@ class BatchSource(Protocol):
         """Wait for batch `step`, which is at most one ahead of the last consumed batch; None when the run is over."""
 
     leftover: list[ReceivedGroup]
-    """Groups discarded after the last batch, known once `fetch` has returned None; only if samples are kept."""
+    """Groups discarded or held out after the last batch, known once `fetch` has returned None."""
 
     def alive(self) -> None:
         """Heartbeat while the learner waits for a batch, every `ALIVE_S` seconds."""

@@ -1,5 +1,6 @@
 """Samples stored for reading: one Parquet file per step in `samples/` of the run folder, with one row per sample.
 
+Held-out samples are in the file of the step whose weights they evaluate, from step 0 on, the weights before training.
 Files are written in a thread while training goes on. A step that is trained again replaces its file. `schema` has the
 columns.
 """
@@ -7,7 +8,7 @@ columns.
 import importlib.util
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,7 @@ from april.config import Config
 from april.data.groups import chosen_groups
 from april.data.tokenizer import Tokenizer
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
-from april.learner.objective import Prepared
 from april.learner.prefetch import in_background
-from april.learner.token_stats import TokenStats
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +30,8 @@ samples fast."""
 SPAN_COLUMNS = ("what", "where", "began", "ended", "start", "end", "how")
 """Field names in the Parquet column `stays`, whose entries are time spans of a sample; one name for each field of
 `wire.SampleSpan`, in order."""
+Scores = Mapping[int, np.ndarray]
+"""Log-probabilities and entropies, float32 [2, K], of the K sampled tokens of rows of a batch, by index of the row."""
 
 
 def schema():
@@ -54,6 +55,7 @@ def schema():
             "shared": arrow.int32(),
             "prompt": arrow.string(),
             "response": arrow.string(),
+            "label": arrow.string(),
             "prompt_ids": ids,
             "response_ids": ids,
             "segments": arrow.list_(arrow.struct(segment)),
@@ -66,6 +68,7 @@ def schema():
             "advantage": arrow.float64(),
             "trained": arrow.bool_(),
             "finish_reason": arrow.string(),
+            "held_out": arrow.string(),
             "discarded": arrow.string(),
             "discarded_from": arrow.int32(),
             "attempts": arrow.int32(),
@@ -93,17 +96,23 @@ class SampleWriter:
         if self.section.every and not self.works:
             log.warning("samples are not kept, since pyarrow is not installed; `pip install 'april-rl[data]'`")
 
-    def keep(self, batch: TrainingBatch, prepared: Prepared, token_stats: TokenStats, nonfinite: bool) -> None:
-        """Start writing the chosen samples of a consumed batch."""
+    def keep(
+        self, batch: TrainingBatch, advantages: np.ndarray, scores: Scores | None, nonfinite: bool = False
+    ) -> None:
+        """Start writing the chosen samples of a consumed batch.
+
+        `advantages`: [B], one per row of the batch. `scores`: of the rows with a gradient; None for a trainer that does
+        not tell, where a row has a gradient if its advantage is not 0.
+        """
         self.finish()
         if self.works:
-            self._writing = in_background(self._write, batch, prepared, token_stats, nonfinite)
+            self._writing = in_background(self._write, batch, advantages, scores, nonfinite)
 
-    def write_leftover(self, step: int, discards: list[ReceivedGroup]) -> None:
-        """Start writing the groups discarded after the last batch, as part of batch `step`, which is never trained."""
+    def keep_untrained(self, step: int, groups: list[ReceivedGroup]) -> None:
+        """Start writing groups that came with batch `step`, or after the last batch, whose own samples are not kept."""
         self.finish()
-        if self.works and discards:
-            self._writing = in_background(self._put, step, [], discards)
+        if self.works and groups:
+            self._writing = in_background(self._put, step, [], groups)
 
     def finish(self) -> None:
         """Wait until the file is written; after an error no more samples are written."""
@@ -116,44 +125,62 @@ class SampleWriter:
             log.warning("samples are not kept from here on: %s: %s; mend that", type(error).__name__, error)
         self._writing = None
 
-    def _write(self, batch: TrainingBatch, prepared: Prepared, token_stats: TokenStats, nonfinite: bool) -> None:
+    def _write(self, batch: TrainingBatch, advantages: np.ndarray, scores: Scores | None, nonfinite: bool) -> None:
         tokenizer = self._tokenizer()
         rewards = [[sample.reward for sample in group] for group in batch.groups]
         kept = set(chosen_groups(rewards, self.section.groups, f"{self.seed} {batch.step}"))
-        columns = dict(zip(prepared.batch_indices, token_stats.per_sample(), strict=True))
         rows, row_index = [], 0
         for number, group in enumerate(batch.groups):
             for index, sample in enumerate(group):
                 if number in kept:
-                    row = describe(sample, columns.get(row_index), tokenizer) | {
+                    advantage = float(advantages[row_index])
+                    row = describe(sample, (scores or {}).get(row_index), tokenizer) | {
                         "group": sample.group if sample.group >= 0 else number,
                         "index": sample.index if sample.index >= 0 else index,
-                        "advantage": float(prepared.batch_advantages[row_index]),
+                        "advantage": advantage,
+                        "trained": row_index in scores if scores is not None else advantage != 0 and not nonfinite,
                         "discarded": "nonfinite" if nonfinite else "",
                     }
                     rows.append(row)
                 row_index += 1
-        self._put(batch.step, rows, batch.discards)
+        self._put(batch.step, rows, batch.untrained)
 
     def _tokenizer(self) -> Tokenizer:
         self.tokenizer = self.tokenizer or Tokenizer(self.model)
         return self.tokenizer
 
-    def _put(self, step: int, rows: list[dict[str, Any]], discards: list[ReceivedGroup]) -> None:
-        """Write the Parquet file of batch `step`: `rows`, and the groups discarded before it."""
+    def _put(self, step: int, rows: list[dict[str, Any]], untrained: list[ReceivedGroup]) -> None:
+        """Write the Parquet file of batch `step`, with `rows` and the groups discarded before it, and add the held-out
+        samples to the files of the steps whose weights they evaluate."""
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
-        rows = [row | {"step": step + 1} for row in (*rows, *describe_discards(discards, self._tokenizer()))]
+        rows_by_step = {step + 1: rows} if rows else {}
+        for row in describe_untrained(untrained, self._tokenizer()):
+            rows_by_step.setdefault(row["segments"][-1]["step"] if row["held_out"] else step + 1, []).append(row)
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step_{step + 1:06d}.parquet"
-        temporary = path.with_suffix(".tmp")
-        table = arrow.Table.from_pylist(rows, schema=schema())
-        tokens = sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
-        size = row_group_size(len(rows), tokens)
-        parquet.write_table(table, temporary, row_group_size=size, compression="zstd")
-        temporary.replace(path)
+        for number, of_step in rows_by_step.items():
+            path = self.folder / f"step_{number:06d}.parquet"
+            table = arrow.Table.from_pylist([row | {"step": number} for row in of_step], schema=schema())
+            if number <= step and path.exists():
+                table = arrow.concat_tables([without_held_out(path), table], promote_options="default")
+            tokens = sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in of_step)
+            size = row_group_size(len(of_step), tokens)
+            temporary = path.with_suffix(".tmp")
+            parquet.write_table(table, temporary, row_group_size=size, compression="zstd")
+            temporary.replace(path)
         thin_out(self.folder, self.section.max_mb << 20)
+
+
+def without_held_out(path: Path) -> Any:
+    """The rows of a Parquet file without those of an evaluation that came before, as after a restart."""
+    import pyarrow.compute as compute
+    import pyarrow.parquet as parquet
+
+    table = parquet.read_table(path)
+    if "held_out" not in table.column_names:
+        return table
+    return table.filter(compute.equal(compute.fill_null(table["held_out"], ""), ""))
 
 
 def row_group_size(samples: int, tokens: int) -> int:
@@ -161,20 +188,21 @@ def row_group_size(samples: int, tokens: int) -> int:
     return max(1, ROW_GROUP_TOKENS * samples // max(1, tokens))
 
 
-def describe_discards(discards: list[ReceivedGroup], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    for head, group in discards:
+def describe_untrained(groups: list[ReceivedGroup], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+    for head, group in groups:
         for sample_head, sample in zip(head.samples, group, strict=True):
             first = sample.prompt_tokens - head.prompt_tokens
             yield describe(sample, None, tokenizer) | {
                 "group": head.group,
                 "index": sample_head.index,
                 "reward": None if math.isnan(sample_head.reward) else sample_head.reward,
+                "held_out": head.held_out,
                 "discarded": head.discarded,
                 "discarded_from": max(0, sample_head.discarded_from - first),
                 "attempts": sample_head.attempts,
                 "error": sample_head.error,
                 "delivered_at": None,
-                "discarded_at": head.delivered_at,
+                "discarded_at": head.delivered_at if head.discarded else None,
             }
 
 
@@ -192,6 +220,7 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
     return {
         "prompt": tokenizer.decode(prompt),
         "response": tokenizer.decode(response),
+        "label": sample.label,
         "prompt_ids": prompt.tolist(),
         "response_ids": response.tolist(),
         "segments": [
@@ -209,6 +238,7 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
         "reward_details": [{"name": name, "value": value} for name, value in sorted(sample.details.items())],
         "trained": scores is not None,
         "finish_reason": sample.finish_reason,
+        "held_out": "",
         **times(sample),
     }
 

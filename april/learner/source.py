@@ -46,9 +46,9 @@ class BrokerSource:
         weights_address: str,
         patience_s: float,
         keys: Keys | None = None,
-        keeps_samples: Callable[[int], bool] = lambda step: False,
+        keeps_samples: Callable[[int], bool] | None = None,
     ):
-        """`keeps_samples` (step -> bool): whether samples of that step are stored for reading."""
+        """`keeps_samples` (step -> bool): whether samples of that step are stored for reading; None: no samples are."""
         self.weights_address, self.keeps_samples = weights_address, keeps_samples
         self.leftover: list[ReceivedGroup] = []
         self.connection = BrokerConnection(address, "learner", "learner", uuid.uuid4().hex, patience_s, keys)
@@ -67,7 +67,8 @@ class BrokerSource:
         return answer.message.incarnation, answer.message.frontier
 
     def fetch(self, step: int) -> TrainingBatch | None:
-        parts = self._ask(wire.Fetch(step, self.keeps_samples(step)), is_complete)
+        keeps = self.keeps_samples
+        parts = self._ask(wire.Fetch(step, keeps is not None and keeps(step), keeps is not None), is_complete)
         if isinstance(parts[0].message, wire.Finished):
             self.leftover = decode_groups(parts[0].message.groups, parts[0].arrays)
             return None
@@ -76,9 +77,9 @@ class BrokerSource:
         received = [group for part in ordered for group in decode_groups(part.message.groups, part.arrays)]
         return TrainingBatch(
             step,
-            [group for head, group in received if not head.discarded],
+            [group for head, group in received if head.is_trained],
             [(head.prompt_number, head.extra) for head, _ in received if head.prompt_number >= 0],
-            [(head, group) for head, group in received if head.discarded],
+            [(head, group) for head, group in received if not head.is_trained],
         )
 
     def submit(self, first: int, prompts: list[wire.Submission], ids: np.ndarray) -> int:
@@ -219,6 +220,7 @@ def decode_sample(
         chunks=tuple((end - first, at) for end, at in head.chunks if end > first),
         parent=head.parent,
         shared_tokens=head.shared_tokens,
+        label=group.label,
     )
 
 

@@ -83,8 +83,10 @@ class Fetch(Message):
 
     step: Number
     samples: bool = False
-    """Whether to send data for the sample logs as well: discarded groups after those of the batch, and the time of each
-    chunk."""
+    """Whether to send data for the sample logs as well: discarded groups after those of the batch, reference answers,
+    and the time of each chunk."""
+    held_out: bool = False
+    """Whether to send held-out groups for the sample logs."""
 
 
 class SampleSpan(msgspec.Struct, array_like=True, frozen=True):
@@ -147,12 +149,21 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     extra: bytes = b""
     """Opaque bytes that the trainer submitted with the prompt (`Submission.extra`)."""
     discarded: str = ""
-    """Reason for which these samples were discarded, so that they are not part of the batch; "" for a group to train.
-    In a discarded group an unknown reward is nan."""
+    """Reason for which these samples were discarded, so that they are not part of the batch; "" for others. In a group
+    that is not trained an unknown reward is nan."""
+    held_out: str = ""
+    """Name of the evaluation set of a held-out prompt, whose samples are not part of the batch; "" for others."""
+    label: str = ""
+    """The prompt's reference answer, for a group in the sample logs."""
+
+    @property
+    def is_trained(self) -> bool:
+        return not (self.discarded or self.held_out)
 
 
 class Batch(Message):
-    """One part of the answer to `Fetch`: the groups from `first` on, of `total` groups. Discarded groups come last.
+    """One part of the answer to `Fetch`: the groups from `first` on, of `total` groups. Those that are not trained come
+    last: discarded and held-out ones.
 
     Arrays per group: the prompt (int32), then `TOKEN_ARRAYS` of each sample; all samples have supports, or none.
     A batch without groups means that the trainer has to submit more prompts first.
@@ -169,7 +180,8 @@ class Finished(Message):
 
     reason: str
     groups: list[GroupHead] = []
-    """Groups discarded since the last batch, if the run has failed and `Fetch.samples` is set."""
+    """Held-out groups evaluated since the last batch; also those discarded since then, if the run has failed.
+    Only those that `Fetch` asks for."""
 
 
 class Consumed(Message):

@@ -1,5 +1,5 @@
-"""Discarded groups, and the sampling times of chunks, reach the learner together with the next batch if samples are
-kept; the same again after a restart of the broker."""
+"""Discarded groups, held-out groups, reference answers and the sampling times of chunks reach the learner together with
+the next batch if samples are kept; the same again after a restart of the broker."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import pytest
 
 from april import wire
 from april.broker.ledger.chunk_refs import chunk_refs_in
-from april.broker.telemetry import discards
+from april.broker.telemetry import logged_groups
 from tests.support.broker_conversation import (
     AGENTS,
     FakeAgents,
@@ -64,9 +64,18 @@ def test_discards_and_chunk_times_come_with_the_next_batch_and_again_until_its_c
     assert not of(plain) and plain[0].total == 4
     assert not any(sample.chunks for head in plain[0].groups for sample in head.samples)
     batch = learner.fetch(0, samples=True)
-    assert batch[0].total == 7 and [len(group) for group in of(batch).values()] == [2, 1]
+    assert batch[0].total == 8 and [len(group) for group in of(batch).values()] == [2, 1]
     assert [head.samples for head in batch[0].groups[:4]] != [head.samples for head in plain[0].groups]
     assert batch[1][: len(plain[1])] == plain[1], "the batch itself is the same"
+    assert not any(head.label for head in plain[0].groups)
+    rows = {group.id: group for group in talk.ledger.deliveries[0]}
+    for head in batch[0].groups[:4]:
+        group = rows[head.group]
+        assert head.label == talk.service.context.prompts.row(group.epoch, group.row).label != ""
+    (held_out,) = [head for head in batch[0].groups if head.held_out]
+    assert (held_out.held_out, held_out.discarded, held_out.is_trained) == ("heldout", "", False)
+    assert held_out.label == talk.service.context.prompts.held_out_row(0, 0).label
+    assert {version.step for sample in held_out.samples for *_, version in sample.segments} == {0}
     for place, head in enumerate(of(batch)["zero_spread"]):
         assert [sample.reward for sample in head.samples] == [1.0, 1.0] and head.opened_at < head.delivered_at
         for sample in head.samples:
@@ -86,14 +95,14 @@ def test_discards_and_chunk_times_come_with_the_next_batch_and_again_until_its_c
         assert repr(again.fetch(0, samples=True)) == repr(batch)
     again.consume(0)
     again.durable(1)
-    assert not list(talk.service.history.discards.positions())
+    assert not list(talk.service.history.logged_groups.positions())
 
 
 @pytest.mark.full
 def test_unreadable_samples_of_a_discard_are_left_out(talk, worker, learner):
     to_first_batch(talk, worker)
     talk.restart_broker()
-    bad, *others = talk.service.history.discards.of_step(0)
+    bad, *others = [one for one in talk.service.history.logged_groups.of_step(0) if one.head.discarded]
     damage(talk, *next(chunk_refs_in(bad.chunks[0]))[:2])
     again = joined(FakeLearner(talk))
     batch = again.fetch(0, samples=True)
@@ -104,14 +113,14 @@ def test_unreadable_samples_of_a_discard_are_left_out(talk, worker, learner):
 
 @pytest.mark.full
 def test_no_discards_are_kept_beyond_the_limits_or_without_sample_logs(talk, worker, learner, converse, monkeypatch):
-    monkeypatch.setattr(discards, "MOST_BYTES", 1)
+    monkeypatch.setattr(logged_groups, "MOST_BYTES", 1)
     to_first_batch(talk, worker)
-    assert talk.service.history.discards.of_step(0) == [] and talk.ledger.account.counts["zero_spread"] == 3
+    assert talk.service.history.logged_groups.of_step(0) == [] and talk.ledger.account.counts["zero_spread"] == 3
     monkeypatch.undo()
     other = converse(*OPTIONS, "--samples.every", "0", "--run.name", "other")
     worker = joined(FakeWorker(other))
     FakeLearner(other).join()
-    assert to_first_batch(other, worker).service.history.discards.of_step(0) == []
+    assert to_first_batch(other, worker).service.history.logged_groups.of_step(0) == []
 
 
 @pytest.mark.full
@@ -131,7 +140,7 @@ def test_the_discarded_part_of_a_session_comes_with_its_offset(converse):
     (grant,) = worker.grants()
     worker.chunk(grant, 9, 3)
     agents.score(again, 0.5)
-    kept = talk.service.history.discards
+    kept = talk.service.history.logged_groups
     kept.deliver(0)
     failed, unread = kept.of_step(0)
     assert failed.head.discarded == "agent_failed" and failed.head.samples[0].error == "ValueError: no"
@@ -153,8 +162,8 @@ def test_a_dead_sample_of_a_trained_group_is_a_discard_of_its_own(converse):
     sibling = next(lease for lease in leases if lease.sample.group.id == victim.group)
     worker.report([worker.new_tokens(SimpleNamespace(lease_id=sibling.id, evaluation=False), 0, 4, "stop")])
     talk.ledger.score(sibling.id, 1.0)
-    talk.service.history.discards.deliver(0)
-    (told,) = talk.service.history.discards.of_step(0)
+    talk.service.history.logged_groups.deliver(0)
+    (told,) = [one for one in talk.service.history.logged_groups.of_step(0) if one.head.discarded]
     assert told.head.discarded == "dead_sample" and [one.index for one in told.head.samples] == [victim.index]
     assert told.head.samples[0].response_tokens == 5
 
@@ -166,5 +175,5 @@ def test_a_run_that_fails_because_all_is_discarded_ends_with_those_discards(talk
         worker.complete(waiting.pop(0), reward=0.0)
         waiting += training(worker.grants())
     (end,) = learner.take(wire.Finished)
-    assert [head.discarded for head in end.message.groups] == ["zero_spread"] * 2
+    assert [head.discarded or head.held_out for head in end.message.groups] == ["heldout"] + ["zero_spread"] * 2
     assert [len(array) for array in end.arrays[1:3]] == [4, 4]

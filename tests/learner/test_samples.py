@@ -19,6 +19,7 @@ from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
 from april.observe.report.samples import read_step
 from april.util.versions import RUN_FOLDER
+from april.wire.message import Version
 from tests.support.learner.small_learner import Diary, batch_in_turns, make_config
 
 COLUMNS = samples.schema().names
@@ -48,9 +49,18 @@ class Value(Diary):
 
     def fetch(self, step):
         if batch := super().fetch(step):
-            told = {"details": {"correct": 1.0}, "spans": SPANS, "opened_at": 11.0, "delivered_at": 20.0}
+            told = {"details": {"correct": 1.0}, "spans": SPANS, "opened_at": 11.0, "delivered_at": 20.0, "label": "7"}
             groups = [[replace(sample, chunks=CHUNKS, **told) for sample in group] for group in batch.groups]
-            return TrainingBatch(step, groups, discards=[discarded(groups[0][:2])])
+            return TrainingBatch(step, groups, untrained=[discarded(groups[0][:2]), held_out(step, groups[0][:1])])
+
+
+def held_out(step, group):
+    """A held-out group, generated under weights `step`."""
+    heads = [wire.SampleHead(0, sample.response_tokens, 0.25, "stop", []) for sample in group]
+    head = wire.GroupHead(2000, group[0].prompt_tokens, heads, 11.0, 19.0, held_out="heldout", label="42")
+    spans = [((0, sample.response_tokens, Version(0, step)),) for sample in group]
+    samples = [replace(one, segments=own, group=2000, label="42") for one, own in zip(group, spans, strict=True)]
+    return head, samples
 
 
 def discarded(group):
@@ -80,12 +90,12 @@ def lived(one_rank, policy_folder, tmp_path, monkeypatch):
 
 def test_trained_samples_are_stored_with_the_learner_s_scores(lived):
     run = runs.load(lived.config.run_dir)
-    assert run.sample_steps == [1, 2, 3]
+    assert run.sample_steps == [0, 1, 2, 3]
     assert len(run.samples(3)) == len(lived.diary.fetch(2).samples) + 2 and len(run.samples()) > len(run.samples(3))
     batch, rows = lived.diary.fetch(2), [row for row in read_step(run.path, 3) if not row["discarded"]]
     assert len(rows) == len(batch.samples) and list(rows[0]) == COLUMNS
     for row, sample in zip(rows, batch.samples, strict=True):
-        assert row["step"] == 3 and row["reward"] == sample.reward
+        assert row["step"] == 3 and row["reward"] == sample.reward and (row["label"], row["held_out"]) == ("7", "")
         assert row["prompt_ids"] + row["response_ids"] == sample.tokens.tolist()
         assert row["behaviour_logprobs"] == pytest.approx(sample.logprobs.tolist())
         assert row["trained"] == (row["advantage"] != 0)
@@ -98,6 +108,21 @@ def test_trained_samples_are_stored_with_the_learner_s_scores(lived):
         assert [tuple(span.values()) for span in row["stays"]] == list(map(astuple, SPANS))
         assert [tuple(chunk.values()) for chunk in row["chunks"]] == list(CHUNKS)
     assert any(row["trained"] for row in rows)
+
+
+def test_held_out_samples_are_in_the_file_of_the_weights_that_they_evaluate_also_when_written_again(lived, capsys):
+    writer = samples.SampleWriter(lived.config)
+    writer.keep_untrained(2, [held_out(2, lived.diary.fetch(2).groups[0][:1])])
+    writer.finish()
+    for step in (0, 1, 2):
+        rows = read_step(lived.config.run_dir, step)
+        (row,) = [row for row in rows if row["held_out"]]
+        assert (row["step"], row["held_out"], row["label"], row["reward"]) == (step, "heldout", "42", 0.25)
+        assert (row["trained"], row["advantage"], row["discarded"]) == (False, None, "")
+        assert len(rows) == (1 if step == 0 else len(lived.diary.fetch(step - 1).samples) + 3)
+    assert cli.main(["samples", str(lived.config.run_dir), "--step", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "reward 0.250  held out  " in said and "reference answer: 42" in said
 
 
 def test_the_page_says_what_each_column_is():

@@ -262,7 +262,7 @@ class FakeLearner(Peer):
 
     def fetch(self, step, samples=False):
         """The batch of a step with its arrays as lists; None if it is not complete yet."""
-        self.say(wire.Fetch(step, samples))
+        self.say(wire.Fetch(step, samples, held_out=samples))
         batches = self.take(wire.Batch)
         return (batches[-1].message, [array.tolist() for array in batches[-1].arrays]) if batches else None
 

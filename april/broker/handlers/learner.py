@@ -1,5 +1,6 @@
 """Handles messages of the learner (batches out, trained steps and checkpoints in) and of the learner's machines."""
 
+import contextlib
 import logging
 from typing import ClassVar
 
@@ -15,8 +16,9 @@ from april.broker.ledger.ledger import LedgerError
 from april.broker.ledger.samples import Group, Sample, SampleState
 from april.broker.payloads import pack
 from april.broker.peers import SESSION_BITS, Peer, Peers
-from april.broker.telemetry.discards import DiscardedGroup
+from april.broker.telemetry.logged_groups import LoggedGroup
 from april.broker.telemetry.sample_history import SampleHistory
+from april.config.data import HELD_OUT
 from april.data.groups import chosen_groups
 from april.data.rows import BadRow
 from april.wire import limits
@@ -49,8 +51,7 @@ class LearnerHandler:
         """(learner, `Fetch` message) of a request for a batch that does not exist yet or is not completely sent; None
         otherwise."""
         self.sent_groups = 0
-        """Number of groups already sent in answer to `pending_fetch`, discarded groups at the end of the batch
-        included."""
+        """Number of groups already sent in answer to `pending_fetch`, with those at its end that are not trained."""
         self.logged: set[int] = set()
         """Indices of the groups in the batch of `pending_fetch` that the learner writes to the sample logs."""
         self.sendable_from: int | None = None
@@ -118,7 +119,7 @@ class LearnerHandler:
         replayed = step < self.ledger.steps.frontier
         if self.context.run.over and not (replayed and self.ledger.deliveries.get(step)):
             self._finish(peer, received)
-        elif step in self.ledger.deliveries:
+        elif self.ledger.deliveries.get(step):
             if self.sendable_from is None:
                 self.sendable_from = self.context.journal.end
                 self.logged = self._logged_groups(step) if received.message.samples else set()
@@ -130,11 +131,11 @@ class LearnerHandler:
             self.pending_fetch = None
 
     def _finish(self, peer: Peer, received: wire.Received) -> None:
-        """Answer a `Fetch` after the end of the run; if the run has failed, the answer has the groups discarded last,
-        which show why."""
-        wanted = received.message.samples and self.context.run.state == "failed"
-        discards = self.context.history.discards.waiting if wanted else []
-        payloads = [self._discard_payload(discard) for discard in discards]
+        """Answer a `Fetch` after the end of the run, with the held-out groups evaluated last; if the run has failed,
+        also with the groups discarded last, which show why."""
+        logged = wanted(received.message, self.context.history.logged_groups.waiting)
+        failed = self.context.run.state == "failed"
+        payloads = [self._logged_payload(group) for group in logged if failed or not group.head.discarded]
         finished = wire.Finished(self.context.run.over, [head for head, _ in payloads])
         self.peers.send(peer, finished, [array for _, arrays in payloads for array in arrays], received.sequence)
         self.pending_fetch = None
@@ -172,18 +173,18 @@ class LearnerHandler:
     def _send_part(self, peer: Peer, received: wire.Received) -> None:
         """Send the next groups of the batch: `PART_BYTES` of arrays, but at least one group."""
         step, heads, arrays, size = received.message.step, [], [], 0
-        groups: list[Group | DiscardedGroup] = [*self.ledger.deliveries[step]]
-        groups += self.context.history.discards.of_step(step) if received.message.samples else []
+        groups: list[Group | LoggedGroup] = [*self.ledger.deliveries[step]]
+        groups += wanted(received.message, self.context.history.logged_groups.of_step(step))
         first = sent = self.sent_groups
         while sent < len(groups) and size < PART_BYTES:
             group = groups[sent]
-            if isinstance(group, DiscardedGroup):
-                head, group_arrays = self._discard_payload(group)
+            if isinstance(group, LoggedGroup):
+                head, group_arrays = self._logged_payload(group)
             else:
                 head, group_arrays = self._group_payload(group, sent in self.logged)
             heads.append(head)
             arrays += group_arrays
-            size += sum(len(array.data) for array in group_arrays)
+            size += sum(len(array.data) for array in group_arrays) + len(head.label)
             sent += 1
         self.sent_groups = sent
         self.peers.send_now(peer, wire.Batch(step, first, len(groups), heads), arrays, received.sequence)
@@ -201,15 +202,21 @@ class LearnerHandler:
                 replace(sample_head, chunks=payloads.chunk_times(sample.chunk_refs))
                 for sample_head, sample in zip(head.samples, samples, strict=True)
             ]
-            head = replace(head, samples=heads)
+            head = replace(head, samples=heads, label=payloads.row_of(False, group.epoch, group.row).label)
         return head, arrays
 
-    def _discard_payload(self, discard: DiscardedGroup) -> GroupPayload:
-        """Description and arrays of a discarded group; without samples if the journal cannot read them back."""
-        payloads, head = self.context.payloads, discard.head
+    def _logged_payload(self, logged: LoggedGroup) -> GroupPayload:
+        """Description and arrays of a discarded or held-out group; without samples if the journal cannot read them
+        back."""
+        payloads, (is_held_out, epoch, row) = self.context.payloads, logged.drawn
+        known_set = self.evaluations.held_out.get(epoch)
+        set_name = known_set.settings.name if known_set else HELD_OUT
+        head = replace(logged.head, held_out=set_name if is_held_out else "")
         try:
-            arrays, heads = [payloads.prompt(discard.prompt)], []
-            for sample_head, chunks in zip(head.samples, discard.chunks, strict=True):
+            with contextlib.suppress(LookupError):  # a submitted prompt that was forgotten
+                head = replace(head, label=payloads.row_of(is_held_out, epoch, row).label if row >= 0 else "")
+            arrays, heads = [payloads.prompt(logged.prompt)], []
+            for sample_head, chunks in zip(head.samples, logged.chunks, strict=True):
                 refs = list(chunk_refs_in(chunks))
                 arrays += payloads.response(refs)
                 heads.append(replace(sample_head, chunks=payloads.chunk_times(refs)))
@@ -269,6 +276,11 @@ class LearnerHandler:
         wire.Durable: on_durable,
         wire.BestRequest: on_best_request,
     }
+
+
+def wanted(fetch: wire.Fetch, logged: list[LoggedGroup]) -> list[LoggedGroup]:
+    """The groups for the sample logs that a learner has asked for."""
+    return [group for group in logged if (fetch.samples if group.head.discarded else fetch.held_out)]
 
 
 def trained_samples(group: Group) -> list[Sample]:

@@ -19,7 +19,8 @@ from april.broker.ledger import events
 from april.broker.ledger.dead_letters import ERROR_CHARS
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Lease, Sample, SampleState
-from april.broker.telemetry.discards import DiscardedGroup, DiscardedGroups
+from april.broker.telemetry.logged_groups import MOST_HELD_OUT, LoggedGroup, LoggedGroups
+from april.data.groups import chosen_groups
 from april.wire.rows import FINISH_REASONS, TABLE, read_rows
 from april.wire.sockets.broker import name_of
 
@@ -78,7 +79,7 @@ class SampleHistory:
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
-        self.discards = DiscardedGroups()
+        self.logged_groups = LoggedGroups()
         ledger.observer = self
         self._groups: dict[int, GroupHistory] = {}
         self._holders: list[str] = []
@@ -93,6 +94,7 @@ class SampleHistory:
             events.GroupScored: lambda event, now: self._ended(event.lease_id, "scored", now),
             events.AgentClosed: lambda event, now: self._ended(event.lease_id, "closed", now),
             events.LeaseEnded: lambda event, now: self._ended(event.lease_id, event.cause, now),
+            events.EvaluationRecorded: self._evaluated,
             events.BatchDelivered: self._delivered,
             events.CheckpointDurable: self._durable,
         }
@@ -112,15 +114,15 @@ class SampleHistory:
             )
             for group, history in self._groups.items()
         }
-        return msgspec.msgpack.encode((groups, self._holders, *self.discards.freeze()))
+        return msgspec.msgpack.encode((groups, self._holders, *self.logged_groups.freeze()))
 
     def thaw(self, frozen: bytes) -> None:
         """Restore the state that `freeze` returned; empty bytes restore nothing."""
         if not frozen:
             return
-        groups, self._holders, *discards = msgspec.msgpack.decode(frozen)
-        if discards:
-            self.discards.thaw(*discards)
+        groups, self._holders, *logged = msgspec.msgpack.decode(frozen)
+        if logged:
+            self.logged_groups.thaw(*logged)
         self._holder_indices = {holder: index for index, holder in enumerate(self._holders)}
         for group, (opened_at, delivered_at, spans, packed_forks) in groups.items():
             fork_spans = {(index, fork): packed for index, fork, packed in packed_forks}
@@ -200,29 +202,49 @@ class SampleHistory:
         for group in event.groups:
             if history := self._training_history(self.ledger.groups[group]):
                 history.delivered_at = now
-        self.discards.deliver(event.step)
+        self.logged_groups.deliver(event.step)
 
     def _durable(self, event: events.CheckpointDurable, now: float) -> None:
         for group in self._groups.keys() - self.ledger.groups.keys():
             del self._groups[group]
-        self.discards.forget(event.oldest)
+        self.logged_groups.forget(event.oldest)
+
+    def _evaluated(self, event: events.EvaluationRecorded, now: float) -> None:
+        """Keep some held-out groups of each evaluation set for the sample logs, if the run wants them."""
+        by_set: dict[int, list[Group]] = {}
+        for group in self.ledger.evaluations[event.step] if self.ledger.rules.keeps_discards else ():
+            by_set.setdefault(group.epoch, []).append(group)
+        for number, groups in by_set.items():
+            sampled = [[sample for sample in group.samples_with_forks if sample.own_sampled_tokens] for group in groups]
+            rewards = [
+                [sample.session_sample.reward for sample in samples if sample.session_sample.reward is not None]
+                for samples in sampled
+            ]
+            for index in chosen_groups(rewards, MOST_HELD_OUT, f"{number} {event.step}"):
+                self._log_group(groups[index], sampled[index], now)
+
+    def _log_group(self, group: Group, samples: Sequence[Sample], now: float, reason: str = "", kept: int = 0) -> None:
+        heads = [self._untrained_head(sample, kept) for sample in samples]
+        head = wire.GroupHead(
+            group.id, group.prompt_tokens, heads, self.of_group(group).opened_at, now, discarded=reason
+        )
+        drawn = group.evaluation, group.epoch, group.row
+        self.logged_groups.add(LoggedGroup(head, group.prompt, [sample.chunks for sample in samples], drawn))
 
     def record_discard(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
         """Keep discarded samples, or their tokens from offset `kept` on, for the sample logs if the run wants them;
         drop the history of a group that has ended."""
         group, now = samples[0].group, self.ledger.now
         logged = [sample for sample in samples if sample.own_sampled_tokens or group.prompt_tokens]
-        if self.ledger.rules.keeps_discards and logged and reason != UNREADABLE and self.discards.has_room(reason):
+        if self.ledger.rules.keeps_discards and logged and reason != UNREADABLE and self.logged_groups.has_room(reason):
             history = self.of_group(group)
             for sample in logged:
                 history.end(sample, now, sample.length, "void")
-            heads = [self._discarded_head(sample, kept) for sample in logged]
-            head = wire.GroupHead(group.id, group.prompt_tokens, heads, history.opened_at, now, discarded=reason)
-            self.discards.add(DiscardedGroup(head, group.prompt, [sample.chunks for sample in logged]))
+            self._log_group(group, logged, now, reason, kept)
         if group.id not in self.ledger.groups:
             self._groups.pop(group.id, None)
 
-    def _discarded_head(self, sample: Sample, kept: int) -> wire.SampleHead:
+    def _untrained_head(self, sample: Sample, kept: int) -> wire.SampleHead:
         session = sample.session_sample
         return replace(
             self.sample_head(sample, math.nan if session.reward is None else session.reward),

@@ -30,11 +30,11 @@ from april.observe.dashboard.steps import Steps, shared_prompts
 from april.observe.report.run_folder import RunFolder, read_summary
 from april.observe.report.samples import example_samples
 from april.observe.report.timeline import whole_timeline
+from april.wire.security.web_requests import objection
 
 # --- access control ---------------------------------------------------------------------------------------------------
 
 COOKIE = "april_dashboard"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -48,8 +48,8 @@ SECURITY_HEADERS = {
 
 
 class HttpGuard:
-    """ASGI middleware. Without a token the Host header must be a loopback name, which prevents DNS rebinding: another
-    site cannot reach the server under a name of its own."""
+    """ASGI middleware: asks for the token, which no other site knows. Without one, it checks that no other site has
+    sent the request."""
 
     def __init__(self, app: ASGIApp, token: str):
         self.app, self.token = app, token
@@ -80,9 +80,12 @@ class HttpGuard:
         a cookie. None if the request is allowed."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if not self.token:
-            if host_of(headers.get("host", "")) in LOOPBACK:
-                return None
-            return PlainTextResponse("ask for this dashboard as localhost\n", 403)
+            hosts, origins = (
+                [text.decode("latin-1") for name, text in scope["headers"] if name == wanted]
+                for wanted in (b"host", b"origin")
+            )
+            why = objection(hosts, origins, ())
+            return PlainTextResponse(f"{why}\n", 403) if why else None
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if self._is_token(query.pop("token", "")):
             target = scope["path"] + (f"?{urlencode(query)}" if query else "")
@@ -97,13 +100,6 @@ class HttpGuard:
 
     def _is_token(self, shown: str) -> bool:
         return secrets.compare_digest(shown.encode(), self.token.encode())
-
-
-def host_of(header: str) -> str:
-    """The host of a Host header without its port, such as `127.0.0.1:8642` or `[::1]:8642`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
 
 
 # --- server -----------------------------------------------------------------------------------------------------------

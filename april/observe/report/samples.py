@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from april.config import ConfigError
+from april.config.data import HELD_OUT
 from april.observe.report.facts import number
 from april.util.errors import refuse
 
@@ -17,7 +18,12 @@ Sample = dict[str, Any]
 
 MAX_CHARACTERS = 1200
 """Most characters of a sample's prompt, and of its response, on the run page."""
-SHORT_COLUMNS = ("step", "group", "index", "prompt", "response", "reward", "advantage", "trained", "finish_reason")
+MAX_LABEL_CHARACTERS = 400
+"""Most characters of a reference answer beside a sample's text."""
+SHORT_COLUMNS = (
+    "step", "group", "index", "prompt", "response", "label", "reward", "advantage", "trained", "finish_reason",
+    "held_out",
+)  # fmt: skip
 
 
 def sample_files(run_dir: Path) -> dict[int, Path]:
@@ -97,7 +103,8 @@ def headline(sample: Sample) -> str:
         f"step {sample['step']}",
         f"group {sample['group']}.{sample['index']}" + (f"/{sample['branch']}" if sample.get("branch") else ""),
         f"reward {number(sample['reward'])}",
-        f"advantage {number(sample['advantage'])}" + ("" if sample["trained"] else " (no gradient)"),
+        held_out(sample)
+        or f"advantage {number(sample['advantage'])}" + ("" if sample["trained"] else " (no gradient)"),
         f"{len(sample['response_ids'])} tokens" if "response_ids" in sample else "",
         f"of versions {', '.join(map(str, steps))}" if steps else "",
         sample["finish_reason"] or "",
@@ -106,12 +113,20 @@ def headline(sample: Sample) -> str:
     return "  ".join(part for part in parts if part)
 
 
+def held_out(sample: Sample) -> str:
+    """`held out` with the name of the evaluation set, if it has one of its own; "" for a training sample."""
+    name = sample.get("held_out")
+    return f"held out ({name})" if name and name != HELD_OUT else "held out" if name else ""
+
+
 def render_samples(samples: list[Sample]) -> RenderableType:
-    """For each sample its headline, the prompt dimmed, and the response."""
+    """For each sample its headline, the prompt dimmed, the response, and the reference answer."""
     parts: list[RenderableType] = []
     for sample in samples:
         parts += [Text(f"── {headline(sample)}", style="bold")]
         parts += [Text(printable(sample["prompt"]), style="dim"), Text(printable(sample["response"]))]
+        if label := sample.get("label"):
+            parts += [Text.assemble(("reference answer: ", "dim"), printable(shortened(label, MAX_LABEL_CHARACTERS)))]
     return Group(*parts)
 
 
@@ -122,7 +137,8 @@ def printable(text: str) -> str:
 
 def example_samples(run_dir: Path) -> list[dict[str, Any]]:
     """The worst, the best and a random sample of the first, the middle and the newest step, for the run page: its
-    `kind`, a `headline`, and the shortened `prompt` and `response`. [] if no samples are kept. Raises ConfigError."""
+    `kind`, a `headline`, and the shortened `prompt`, `response` and `label` (reference answer). [] if no samples are
+    kept. Raises ConfigError."""
     steps = sorted(sample_files(run_dir))
     if not steps:
         return []
@@ -133,6 +149,7 @@ def example_samples(run_dir: Path) -> list[dict[str, Any]]:
             "headline": headline(sample),
             "prompt": shortened(sample["prompt"]),
             "response": shortened(sample["response"]),
+            "label": shortened(sample["label"] or "", MAX_LABEL_CHARACTERS),
         }
         for step in chosen_steps
         for kind, sample in examples_of_step(run_dir, step)
@@ -147,6 +164,6 @@ def examples_of_step(run_dir: Path, step: int) -> list[tuple[str, Sample]]:
     return chosen + [("random", sample) for sample in random.Random(step).sample(others, min(1, len(others)))]
 
 
-def shortened(text: str) -> str:
-    left_out = len(text) - MAX_CHARACTERS
-    return text if left_out <= 0 else f"{text[:MAX_CHARACTERS]} … and {left_out:,} characters more"
+def shortened(text: str, characters: int = MAX_CHARACTERS) -> str:
+    left_out = len(text) - characters
+    return text if left_out <= 0 else f"{text[:characters]} … and {left_out:,} characters more"

@@ -1,6 +1,7 @@
-"""Discarded groups that are delivered with a batch for the sample logs: the first of each reason since the last batch.
+"""Groups that are delivered with a batch for the sample logs, without being part of it: the first discarded ones of
+each reason since the last batch, and some held-out ones of each evaluation.
 
-A discarded group waits for the next delivery, and belongs to that step from then on, until no learner can restart from
+Such a group waits for the next delivery, and belongs to that step from then on, until no learner can restart from
 before the step. Only the group's description and the journal references of its tokens are kept.
 """
 
@@ -16,19 +17,23 @@ from april.broker.ledger.chunk_refs import chunk_refs_in
 
 MOST_PER_REASON, MOST_PER_STEP = 2, 16
 """Most discards kept per reason and per step; a discard is a group, or the discarded part of an agent session."""
+MOST_HELD_OUT = 8
+"""Most held-out prompts of an evaluation set whose samples are kept of each evaluation."""
 MOST_BYTES = 16 << 20
-"""Most bytes of the discards of all steps together. A discard beyond the limit is not kept, rather than an older one
-dropped, so that a replayed step has the same discards."""
+"""Most bytes of the groups of all steps together. A group beyond the limit is not kept, rather than an older one
+dropped, so that a replayed step has the same groups."""
 
 
-class DiscardedGroup(msgspec.Struct, array_like=True, frozen=True):
-    """A discarded group, or the discarded part of one."""
+class LoggedGroup(msgspec.Struct, array_like=True, frozen=True):
+    """A discarded group, the discarded part of one, or a held-out group."""
 
     head: wire.GroupHead
     prompt: Reference
     """Journal reference of the group's prompt."""
     chunks: list[bytes]
     """Packed chunk references of each sample, as in `Sample.chunks`."""
+    drawn: tuple[bool, int, int] = (False, 0, -1)
+    """Whether the prompt is held out, the number of its epoch or evaluation set, and its row; row -1 if unknown."""
 
     def positions(self) -> Iterator[int]:
         """Positions of the journal records that hold the group's prompt and tokens."""
@@ -37,30 +42,30 @@ class DiscardedGroup(msgspec.Struct, array_like=True, frozen=True):
             yield from (ref.record for ref in chunk_refs_in(chunks))
 
 
-_decoder = msgspec.msgpack.Decoder(DiscardedGroup)
+_decoder = msgspec.msgpack.Decoder(LoggedGroup)
 
 
-class DiscardedGroups:
-    """The discarded groups kept for the sample logs, by the step with whose batch they are delivered."""
+class LoggedGroups:
+    """The groups kept for the sample logs, by the step with whose batch they are delivered."""
 
     def __init__(self) -> None:
         self._by_step: dict[int, list[bytes]] = {}
-        """Encoded discarded groups, by the step they are delivered with."""
+        """Encoded groups, by the step they are delivered with."""
         self._waiting: list[bytes] = []
-        """Encoded discarded groups that wait for the next delivery."""
+        """Encoded groups that wait for the next delivery."""
         self._reasons: Counter[str] = Counter()
-        """Number of waiting groups by discard reason."""
+        """Number of waiting groups by discard reason; "" for held-out ones."""
         self._bytes = 0
         """Bytes of all encoded groups, waiting and assigned to steps."""
 
     def has_room(self, reason: str) -> bool:
         """Whether another group discarded for this reason may be kept."""
-        return self._reasons[reason] < MOST_PER_REASON and len(self._waiting) < MOST_PER_STEP
+        return self._reasons[reason] < MOST_PER_REASON and len(self._waiting) - self._reasons[""] < MOST_PER_STEP
 
-    def add(self, discard: DiscardedGroup) -> None:
-        packed = msgspec.msgpack.encode(discard)
+    def add(self, group: LoggedGroup) -> None:
+        packed = msgspec.msgpack.encode(group)
         if self._bytes + len(packed) <= MOST_BYTES:
-            self._reasons[discard.head.discarded] += 1
+            self._reasons[group.head.discarded] += 1
             self._waiting.append(packed)
             self._bytes += len(packed)
 
@@ -71,15 +76,15 @@ class DiscardedGroups:
         self._waiting, self._reasons = [], Counter()
 
     def forget(self, oldest: int) -> None:
-        """Drop the discarded groups of steps before `oldest`."""
+        """Drop the groups of steps before `oldest`."""
         for step in [step for step in self._by_step if step < oldest]:
             self._bytes -= sum(map(len, self._by_step.pop(step)))
 
-    def of_step(self, step: int) -> list[DiscardedGroup]:
+    def of_step(self, step: int) -> list[LoggedGroup]:
         return list(map(_decoder.decode, self._by_step.get(step, ())))
 
     @property
-    def waiting(self) -> list[DiscardedGroup]:
+    def waiting(self) -> list[LoggedGroup]:
         return list(map(_decoder.decode, self._waiting))
 
     def positions(self) -> Iterator[int]:
