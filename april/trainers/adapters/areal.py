@@ -30,6 +30,7 @@ from april.trainers import rollouts
 from april.trainers.adapters.parts import TrainerRun, check_options, fill_group, read_tensors
 from april.trainers.rollouts import Prompt, RolloutBatch, Rollouts
 from april.util.errors import refuse
+from april.wire.security.web_requests import CheckedRequestHandler
 
 # --- options ----------------------------------------------------------------------------------------------------------
 

@@ -34,8 +34,8 @@ def is_loopback(host: str) -> bool:
 
 
 def objection(hosts: Sequence[str], origins: Sequence[str], names: Collection[str]) -> str:
-    """Why a request gets no answer; "" if it gets one. `hosts`, `origins`: values of its headers Host and Origin; `names`:
-    `names_of` the server."""
+    """Why a request gets no answer; "" if it gets one. `hosts`, `origins`: values of its headers Host and Origin.
+    `names`: the server's host names."""
     for host in hosts:
         name = re.sub(r":\d*$", "", host).lower().rstrip(".")
         if name != "localhost" and name not in names and not is_address(name):
