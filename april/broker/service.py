@@ -160,7 +160,9 @@ class Service:
             answer = self._answer_read_only if self.run.read_only else self._dispatch
             answer(route, received, now, key_owner)
         except Damaged as error:
-            self._discard_unreadable(groups_with_damage(self.ledger, error), error, now)
+            self._discard_unreadable(groups_with_damage(self.ledger, error), error)
+        except ScheduleFailed as error:
+            self._end_by_schedule(error, now)
         except KeyRefused as error:
             self.context.audit.warn("access denied to %s: %s", key_owner and (key_owner.name or key_owner.key), error)
             self.peers.refuse("access denied", f"{wire.DENIED}{error}", route)
@@ -318,10 +320,19 @@ class Service:
         try:
             self._tick(now, caught_up)
         except Damaged as error:
-            self._discard_unreadable(groups_with_damage(self.ledger, error), error, now)
+            self._discard_unreadable(groups_with_damage(self.ledger, error), error)
+        except (ScheduleFailed, LedgerError) as error:
+            if self.config.schedule.kind in SCHEDULES.shipped:
+                raise
+            self._end_by_schedule(error, now)
 
-    def _discard_unreadable(self, groups: list[Group], error: Damaged | None, now: float) -> None:
-        """Discard groups that the journal cannot read back; a batch without any other group ends the run.
+    def _end_by_schedule(self, error: ScheduleFailed | LedgerError, now: float) -> None:
+        """End the run for an exception in the user's schedule, or for a sample that it chose and nobody can lease."""
+        log.error("the schedule has failed", exc_info=error)
+        self.stop(str(error), "failed", now)
+
+    def _discard_unreadable(self, groups: list[Group], error: Damaged | None) -> None:
+        """Discard groups that the journal cannot read back.
 
         Raises `error` if the damaged bytes belong to no group.
         """
@@ -335,12 +346,10 @@ class Service:
             self.ledger.discard(group, "unreadable")
             if step in self.ledger.deliveries:
                 self.learner.restart_fetch(step)
-                if not self.ledger.deliveries[step]:
-                    self.stop(f"nothing of batch {step} can be read back from the journal", "failed", now)
 
     def _tick(self, now: float, caught_up: bool) -> None:
         unreadable = [group for number in self.verifier.take() if (group := self.ledger.groups.get(number))]
-        self._discard_unreadable(unreadable, None, now)
+        self._discard_unreadable(unreadable, None)
         if self.ledger.leases.generating:
             self.recorder.add_generating_time(now - self._last_tick)
         self._last_tick = now
@@ -408,6 +417,9 @@ class Service:
         try:
             self.ledger.filter_ready(self.filters.reason_against)
         except FilterFailed as error:
+        if (lost := self.ledger.lost_batch) is not None:
+            why = f"nothing of batch {lost} can be read back from the journal"
+            return self.stop(f"{why}; begin a new run from the weights of the last checkpoint", "failed", now)
             return self.stop(str(error), "failed", now)
         if self.filters.in_a_row >= FILTERED_ROUNDS * self.config.schedule.groups_per_round:
             count, reason = self.filters.in_a_row, self.filters.last_reason

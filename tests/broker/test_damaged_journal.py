@@ -64,13 +64,35 @@ def test_an_unreadable_group_is_left_out_of_its_batch(talk, worker, learner, of)
 
 def test_a_batch_without_readable_groups_ends_the_run_with_a_clear_error(talk, worker, learner):
     make_batch(worker)
-    for group in talk.ledger.deliveries[0]:
-        damage_tokens(talk, group.samples[0])
+    damaged = [next(iter(group.samples[0].chunk_refs)) for group in talk.ledger.deliveries[0]]
+    for ref in damaged:
+        damage(talk, ref.record, ref.offset)
     learner.say(wire.Fetch(0))
     for _ in range(4):
         talk.tick()
     assert "nothing of batch 0 can be read back" in talk.service.run.over and talk.service.run.state == "failed"
     assert talk.ledger.account.closed and not talk.service.run.read_only
+    for ref in damaged:  # a start that replays these records would refuse them
+        damage(talk, ref.record, ref.offset)
+    for _ in range(3):
+        talk.restart_broker()
+        again = FakeLearner(talk)
+        again.join()
+        again.say(wire.Fetch(0))
+        [finished] = again.take(wire.Finished)
+        assert "nothing of batch 0 can be read back" in finished.message.reason and not again.take(wire.Batch)
+        assert talk.service.run.state == "failed" and talk.ledger.account.closed
+
+
+def test_an_empty_batch_is_sent_to_nobody(talk, worker, learner):
+    """A learner may ask for it before the broker's next pass, which ends the run."""
+    make_batch(worker)
+    for group in list(talk.ledger.deliveries[0]):
+        talk.ledger.discard(group, "unreadable")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(talk, "tick", talk.deliver)
+        learner.say(wire.Fetch(0))
+        assert not learner.take(wire.Batch)
 
 
 def test_files_that_a_start_skipped_are_verified_later_and_damage_is_found_before_it_is_needed(talk, worker, learner):
@@ -103,7 +125,7 @@ def test_an_unreadable_trained_group_matters_only_if_a_learner_goes_back_to_it(t
     learner.consume(0)
     group = talk.ledger.deliveries[0][1]
     damage_tokens(talk, group.samples[0])
-    talk.service._discard_unreadable([group], None, talk.now)
+    talk.service._discard_unreadable([group], None)
     assert group.state is GroupState.TRAINED and not talk.ledger.account.counts["unreadable"]
     again = FakeLearner(talk, "again")
     again.join(step=0)

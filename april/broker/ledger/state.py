@@ -207,6 +207,13 @@ class LedgerState:
         return min(self.deliveries, default=self.steps.consumed)
 
     @property
+    def lost_batch(self) -> int | None:
+        """The first batch to be trained that has lost all its groups, without which a run cannot go on; None without
+        one."""
+        steps = range(self.steps.consumed, self.steps.next)
+        return next((step for step in steps if not self.deliveries[step]), None)
+
+    @property
     def unrecorded_steps(self) -> list[int]:
         """Steps of the consumed batches whose line of metrics.jsonl is not in the journal, as the broker died
         before."""
