@@ -5,14 +5,15 @@ A call stays open until its answer is complete, however often its sample is abor
 
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from april.agents.conversation_tree import ConversationTree, Refusal, Turn
+from april.agents.conversation_tree import ConversationTree, PolicyCall, Refusal, Turn
 from april.agents.dialects import DIALECTS, Dialect
 from april.agents.dialects.base import StreamEvent
 from april.agents.forwarding import (
@@ -26,13 +27,17 @@ from april.agents.forwarding import (
     unknown_key,
 )
 from april.agents.host import pack_state
+from april.agents.listening import served_names
 from april.config import Config
 from april.data.messages import BadMessages
 from april.data.tokenizer import Tokenizer
-from april.wire.limits import reward_details
+from april.wire.limits import clip, is_reward, reward_details
+from april.wire.security.web_requests import check_requests
 
 MAX_BODY_BYTES = 8 << 20
 """Largest request body."""
+MAX_BODY_DEPTH = 64
+"""Deepest nesting of lists and objects in a request body."""
 MAX_FORMER_KEYS = 10_000
 """Most closed keys whose HTTP status is remembered; older keys count as unknown."""
 SESSIONLESS_PATHS = ("/v1/models", "/v1/sessions")
@@ -51,9 +56,11 @@ class Gateway:
     def of(cls, config: Config, tokenizer: Tokenizer) -> "Gateway":
         """The gateway of a run, with all APIs."""
         ignore_overrides = config.agent.overrides == "ignore"
-        return cls([dialect(tokenizer, config.run.name, ignore_overrides) for dialect in DIALECTS])
+        dialects = [dialect(tokenizer, config.run.name, ignore_overrides) for dialect in DIALECTS]
+        return cls(dialects, served_names(config.agent))
 
-    def __init__(self, dialects: list[Dialect]):
+    def __init__(self, dialects: list[Dialect], names: Collection[str] = frozenset()):
+        """`names`: host names under which the server is asked, besides IP addresses."""
         self.dialects = dialects
         self.dialect_by_path = {dialect.path: dialect for dialect in dialects}
         self.sessions: dict[str, ConversationTree] = {}
@@ -66,7 +73,9 @@ class Gateway:
         """Number of responses by HTTP status."""
         self.refusals: Counter[str] = Counter()
         """Number of refused requests by the code of their error."""
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._render_errors])
+        self.app = web.Application(
+            client_max_size=MAX_BODY_BYTES, middlewares=[check_requests(names), self._render_errors]
+        )
         for dialect in dialects:
             self.app.router.add_post(dialect.path, self._complete)
         self.app.router.add_get("/v1/models", self._models)
@@ -106,7 +115,7 @@ class Gateway:
     async def _reward(self, request: web.Request) -> web.Response:
         session, body = self.session_of(request), await read_body(request)
         reward = body.get("reward")
-        if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= 1e9:
+        if not isinstance(reward, int | float) or isinstance(reward, bool) or not is_reward(reward):
             raise Refusal("invalid_value", f"'reward' = {reward!r} is no finite number up to 1e9")
         try:
             session.details = reward_details(body.get("details", {}))
@@ -126,7 +135,7 @@ class Gateway:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         dialect = self.dialect_by_path[request.path]
         session, body = self.session_of(request), await read_body(request)
-        turn = session.request_turn(replace(dialect.parse(body, session), **call_identity(request)))
+        turn = session.request_turn(replace(parse_call(dialect, body, session), **call_identity(request)))
         turn.pending_calls += 1
         try:
             if body.get("stream"):
@@ -196,9 +205,9 @@ class Gateway:
                 response = await handler(request)
         except Refusal as error:
             self.refusals[error.code] += 1
-            response = json_response(render_error(error.code, str(error), error.status), error.status)
+            response = json_response(render_error(error.code, clip(str(error)), error.status), error.status)
         except BadMessages as error:
-            response = json_response(render_error("invalid_messages", str(error), 400), 400)
+            response = json_response(render_error("invalid_messages", clip(str(error)), 400), 400)
         except web.HTTPException as error:
             response = json_response(render_error("invalid_request", error.reason, error.status), error.status)
         self.counts[str(response.status)] += 1
@@ -235,13 +244,31 @@ async def progress(session: ConversationTree, turn: Turn) -> Any:
         await turn.changed.wait()
 
 
+def parse_call(dialect: Dialect, body: dict[str, Any], session: ConversationTree) -> PolicyCall:
+    """The call that a request body asks for. Raises Refusal and BadMessages, also where a field is of another type than
+    the API has."""
+    try:
+        return dialect.parse(body, session)
+    except (Refusal, BadMessages):
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise Refusal("invalid_request", f"a field of the body is of another type than it should be: {error}") from None
+
+
 async def read_body(request: web.Request) -> dict[str, Any]:
+    """The JSON object in a request's body, nested at most MAX_BODY_DEPTH deep. Raises Refusal."""
     try:
         body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError:
+    except (orjson.JSONDecodeError, web.RequestPayloadError, HttpProcessingError):
         body = None
     if not isinstance(body, dict):
         raise Refusal("invalid_request", "the body is no JSON object")
+    level: list[Any] = [body]
+    for _ in range(MAX_BODY_DEPTH):
+        values = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [value for value in values if isinstance(value, dict | list)]
+    if level:
+        raise Refusal("invalid_request", f"the body is nested deeper than {MAX_BODY_DEPTH} levels")
     return body
 
 

@@ -80,15 +80,13 @@ class Renderer:
         return self.tokenizer.inner.decode(ids, skip_special_tokens=False)
 
     def _render(self, messages: list[Message], tools: list[Any] | None) -> str:
-        from jinja2 import TemplateError
-
         try:
             return self.tokenizer.inner.apply_chat_template(
                 messages, tools=tools or None, chat_template=self.template, add_generation_prompt=True, tokenize=False,
                 **self.options,
             )  # fmt: skip
-        except (TemplateError, TypeError, ValueError) as error:
-            raise BadMessages(f"the chat template refuses these messages: {error}") from None
+        except Exception as error:  # a template is the model's own program: it may fail in any way
+            raise BadMessages(f"the chat template refuses these messages: {type(error).__name__}: {error}") from None
 
     def _encode(self, text: str) -> np.ndarray:
         return self.tokenizer.encode_prompt(text)

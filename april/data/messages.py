@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import msgspec
+import orjson
 
 Message = dict[str, Any]
 TEXT_TYPES = ("text", "input_text", "output_text")
@@ -62,8 +63,9 @@ def tool_call(call: Any) -> Message:
         arguments = function["arguments"]
         if isinstance(arguments, str):
             arguments = msgspec.json.decode(arguments or "{}")
+        orjson.dumps(arguments)  # refuses what no API could give back: numbers of many digits, deep nesting
         return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    except (KeyError, TypeError, msgspec.DecodeError):
+    except (KeyError, TypeError, msgspec.DecodeError, RecursionError):
         raise BadMessages("a tool call has a function with a name, and arguments as JSON") from None
 
 

@@ -84,7 +84,7 @@ def reward_details(given: Any) -> dict[str, float]:
     """The details that an agent gives with its reward. Raises ValueError unless they are finite numbers by name."""
     are_numbers = isinstance(given, dict) and all(
         isinstance(name, str) and name.isprintable() and len(name) <= 128
-        and isinstance(value, int | float) and is_reward(float(value))
+        and isinstance(value, int | float) and is_reward(value)
         for name, value in given.items()
     )  # fmt: skip
     if not are_numbers or too_many_details(given):

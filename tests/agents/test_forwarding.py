@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -119,6 +120,18 @@ def test_an_invalid_key_is_refused_in_the_form_of_the_api(both):
     with pytest.raises(anthropic.APIStatusError, match="the session of this key is over") as raised:
         anthropics.messages.create(model="any", max_tokens=8, messages=[{"role": "user", "content": "12*3="}])
     assert raised.value.status_code == 410 and raised.value.body["type"] == "error"
+
+
+def test_a_body_is_not_read_before_its_key_is_known(both):
+    """The headers announce a body that never comes: whoever has no key is refused without it, at every process."""
+    client, other, _, _, _ = both()
+    group, index, lease_id, secret = client.api_key.split(".")
+    for base_url in (client.base_url, other.base_url):
+        for key in ("of-nobody", f"{group}.{index}.{lease_id}.{secret[::-1]}", ""):
+            with socket.create_connection((base_url.host, base_url.port), timeout=60) as connection:
+                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {base_url.host}\r\nAuthorization: Bearer {key}\r\n"
+                connection.sendall(f"{head}Content-Length: 1000000\r\n\r\n".encode())
+                assert connection.recv(64).startswith(b"HTTP/1.1 401")
 
 
 def test_a_call_waits_for_a_holder_that_comes_back_and_ends_with_one_that_does_not(both, monkeypatch):

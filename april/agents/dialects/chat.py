@@ -57,7 +57,8 @@ class Chat(Dialect):
         for index, call in enumerate(tool_calls_of(session, turn)):
             events.append(self._piece(session, turn, {"tool_calls": [{"index": index} | tool_call(call)]}))
         events.append(self._piece(session, turn, {}, finish_reason(session, turn)))
-        if (body.get("stream_options") or {}).get("include_usage"):
+        options = body.get("stream_options")
+        if isinstance(options, dict) and options.get("include_usage"):
             head = self._head(session, turn, "chat.completion.chunk")
             events.append(StreamEvent(head | {"choices": [], "usage": usage(turn)}))
         return events
