@@ -73,6 +73,25 @@ def test_a_harness_needs_the_attach_key_and_gets_the_public_address(meet, sectio
     assert come(32 * "k") == 201 and gateway.refusals == {"invalid_api_key": 3}
 
 
+def test_a_web_page_takes_no_sessions(meet, loop):
+    client, _, session, gateway = meet(attached=True, section=AgentSection(attach=True))
+    order = StartProgram(SESSION, meet.addresses.local, gateway.admit(session), {}, False, meet.addresses.public)
+    loop.call_soon_threadsafe(meet.runner.start_program, order)
+
+    def status(path, body=None, **headers):
+        request = urllib.request.Request(meet.addresses.local + path, body, {"Content-Type": "text/plain", **headers})
+        try:
+            return urllib.request.urlopen(request, timeout=60).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    rebound = {"Host": "evil.example", "Origin": "http://evil.example"}
+    for page in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}, rebound):
+        assert status("/sessions", b'{"wait_s": 30}', **page) == status("/models", **page) == 403
+        assert status("/session", Authorization=f"Bearer {client.api_key}", **page) == 403
+    assert status("/sessions", b'{"wait_s": 30}') == 201
+
+
 BEYOND = ["--agent.listen", "0.0.0.0:8443"]
 FILES = ["--agent.ssl_certfile", "april.pem", "--agent.ssl_keyfile", "april-key.pem"]
 PROXY = ["--agent.public_url", "https://agents.example.org/one"]

@@ -1,7 +1,8 @@
 """A vLLM server with the part of SGLang's HTTP API that `SGLangEngine` uses, so that one engine drives both servers.
 
 It runs in the interpreter that has vLLM, without April: `python -P program.py --model M --host H --port P`, and vLLM's
-own options. A worker starts it, or a process outside April that loads the weights.
+own options. A worker starts it, or a process outside April that loads the weights. It is asked under IP addresses, its
+machine's name and the names of `--allowed-hosts`.
 
 Token ids in, token ids out. No request outlives a weight update: a pause ends each with the tokens it has, so that all
 tokens of a request are of the version it names.
@@ -13,6 +14,7 @@ import ctypes
 import json
 import os
 import random
+import runpy
 import signal
 import sys
 from collections.abc import AsyncGenerator, Callable
@@ -38,6 +40,8 @@ except ImportError:  # older versions raise ValueError
     VLLMClientError = ValueError
 
 LONGEST_BODY_BYTES = 64 << 20
+WEB_REQUESTS = Path(__file__).parents[3] / "wire/security/web_requests.py"
+"""April's check that no page of another site has sent a request."""
 WATCH_S = 0.2
 ABORT_AGAIN_S = 0.2
 """Interval at which an abort is repeated (s), since it misses a request that the engine has not admitted yet."""
@@ -326,9 +330,11 @@ def refusal(why: str) -> web.Response:
     return web.json_response({"success": False, "message": why}, status=400)
 
 
-async def serve(arguments: AsyncEngineArgs, host: str, port: int) -> None:
+async def serve(arguments: AsyncEngineArgs, host: str, port: int, names: list[str]) -> None:
     program = VLLMServerProgram(arguments)
-    app = web.Application(client_max_size=LONGEST_BODY_BYTES)
+    requests = runpy.run_path(str(WEB_REQUESTS))
+    check = requests["check_requests"](requests["names_of"](host, *names))
+    app = web.Application(client_max_size=LONGEST_BODY_BYTES, middlewares=[check])
     app.add_routes(program.routes())
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
@@ -340,11 +346,12 @@ def main(argv: list[str]) -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--allowed-hosts", nargs="*", default=[])
     parser.set_defaults(**DEFAULT_OPTIONS)
     options = parser.parse_args(argv)
     arguments = AsyncEngineArgs.from_cli_args(options)
     arguments.worker_extension_cls = EXTENSION
-    asyncio.run(serve(arguments, options.host, options.port))
+    asyncio.run(serve(arguments, options.host, options.port, options.allowed_hosts))
 
 
 def die_with_parent() -> None:
