@@ -126,8 +126,8 @@ def make_app(runs: Runs, token: str = "") -> Starlette:
         Route("/api/runs/{run}/samples", json_endpoint(api.samples)),
         Route("/api/runs/{run}/search", api.search),
         Route("/api/runs/{run}/excerpts", json_endpoint(api.excerpts)),
-        Route("/api/runs/{run}/groups/{step:int}/{group:int}", json_endpoint(api.group)),
-        Route("/api/runs/{run}/samples/{step:int}/{group:int}/{index:int}", json_endpoint(api.sample)),
+        Route("/api/runs/{run}/groups/{step}/{group}", json_endpoint(api.group)),
+        Route("/api/runs/{run}/samples/{step}/{group}/{index}", json_endpoint(api.sample)),
         Route("/events/{run}", api.events),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
@@ -157,6 +157,11 @@ def json_endpoint(handler: Callable[[Request], Any]) -> Callable[[Request], Any]
 def to_json(content: Any, status: int = 200) -> Response:
     body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     return Response(body, status, media_type="application/json")
+
+
+def path_numbers(request: Request, *names: str) -> list[int]:
+    """Parts of the request's path as whole numbers. Raises ConfigError."""
+    return [query.integer(name, request.path_params[name]) for name in names]
 
 
 class RunApi:
@@ -194,7 +199,7 @@ class RunApi:
 
     def steps(self, request: Request) -> dict[str, Any]:
         params = request.query_params
-        after = int(query.number("after", params.get("after", "0")))
+        after = query.integer("after", params.get("after", "0"))
         return run_page.table(self._steps(request), params.get("columns"), after)
 
     def timeline(self, request: Request) -> dict[str, Any]:
@@ -239,27 +244,23 @@ class RunApi:
         """Excerpts of the samples `?of=STEP.POSITION,STEP.POSITION`."""
         _, path = self._folder(request)
         keys = [key.partition(".") for key in request.query_params.get("of", "").split(",") if key][:MAX_EXCERPTS]
-        return sample_reader.excerpts(
-            path, [(int(query.number("of", a)), int(query.number("of", b))) for a, _, b in keys]
-        )
+        return sample_reader.excerpts(path, [(query.integer("of", a), query.integer("of", b)) for a, _, b in keys])
 
     def group(self, request: Request) -> list[dict[str, Any]]:
         _, path = self._folder(request)
-        return sample_reader.read_group(path, request.path_params["step"], request.path_params["group"])
+        return sample_reader.read_group(path, *path_numbers(request, "step", "group"))
 
     def sample(self, request: Request) -> dict[str, Any]:
         run, path = self._folder(request)
-        params = request.path_params
-        branch = int(query.number("branch", request.query_params.get("branch", "0")))
+        step, group, index = path_numbers(request, "step", "group", "index")
+        branch = query.integer("branch", request.query_params.get("branch", "0"))
         discarded = request.query_params.get("discarded", "")
-        positions = sample_reader.positions_of(
-            path, params["step"], params["group"], params["index"], branch, discarded
-        )
-        return sample_reader.read_sample(path, params["step"], positions[0], run.model, self.token_texts)
+        positions = sample_reader.positions_of(path, step, group, index, branch, discarded)
+        return sample_reader.read_sample(path, step, positions[0], run.model, self.token_texts)
 
     def compare(self, request: Request) -> dict[str, Any]:
         params = request.query_params
-        offset = int(query.number("offset", params.get("offset", "0")))
+        offset = query.integer("offset", params.get("offset", "0"))
         return shared_prompts(self._index(params.get("a", "")), self._index(params.get("b", "")), offset)
 
     async def search(self, request: Request) -> Response:

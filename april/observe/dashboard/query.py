@@ -1,5 +1,6 @@
 """Queries over samples: filters and sorting on the index, and full-text search in the files."""
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import numpy as np
 from april.config import ConfigError
 from april.observe.dashboard.index import GONE, SampleIndex
 from april.observe.dashboard.sample_reader import open_file
+from april.wire.limits import clip
 
 PAGE = 50
 """Most rows in one page of results."""
@@ -20,6 +22,10 @@ MAX_HITS = 200
 SEARCH_S = 20.0
 """Time after which a text search stops and reports the step at which to continue, seconds."""
 RANGES = ("min", "max")
+MAX_INTEGER = 2**53
+"""Largest absolute value of a step, position or offset; a browser's numbers are exact up to it."""
+SHOWN = 40
+"""Most characters of a refused value that an error text repeats."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,9 @@ class Query:
             words,
             digest(params["prompt"]) if params.get("prompt") else None,
             params.get("sort") or "-step",
-            max(0, int(number("offset", params.get("offset") or "0"))),
+            max(0, integer("offset", params.get("offset") or "0")),
             params.get("text") or "",
-            int(number("before", params["before"])) if params.get("before") else None,
+            integer("before", params["before"]) if params.get("before") else None,
         )
 
 
@@ -68,15 +74,23 @@ def number(key: str, value: str) -> float:
     except ValueError:
         found = np.nan
     if not np.isfinite(found):
-        raise ConfigError(f"filter {key!r} = {value!r} is no number; give one such as 0.5")
+        raise ConfigError(f"filter {key!r} = {clip(value, SHOWN)!r} is no number; give one such as 0.5")
     return found
 
 
+def integer(key: str, value: str) -> int:
+    """The whole number that `value` says, at most MAX_INTEGER either way. Raises ConfigError."""
+    found = number(key, value)
+    if abs(found) > MAX_INTEGER:
+        raise ConfigError(f"filter {key!r} = {clip(value, SHOWN)!r} is beyond {MAX_INTEGER}; give a smaller number")
+    return int(found)
+
+
 def digest(text: str) -> int:
-    try:
-        return int(text, 16)
-    except ValueError:
-        raise ConfigError(f"filter 'prompt' = {text!r} is none of a prompt; take it from a sample's link") from None
+    if not re.fullmatch("[0-9a-fA-F]{1,16}", text):
+        fix = "take it from a sample's link"
+        raise ConfigError(f"filter 'prompt' = {clip(text, SHOWN)!r} is none of a prompt; {fix}")
+    return int(text, 16)
 
 
 def matching_rows(index: SampleIndex, query: Query) -> np.ndarray:
