@@ -62,8 +62,8 @@ class CheckedRequestHandler(BaseHTTPRequestHandler):
     def parse_request(self) -> bool:
         if not super().parse_request():
             return False
-        headers = [self.headers.get_all(name, []) for name in ("Host", "Origin")]
-        if why := objection(*headers, self.names):
+        hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
+        if why := objection(hosts, origins, self.names):
             self.send_error(403, why)
         return not why
 
@@ -76,8 +76,8 @@ def check_requests(names: Collection[str]) -> Any:
     async def check(
         request: "web.Request", handler: Callable[["web.Request"], Awaitable["web.StreamResponse"]]
     ) -> "web.StreamResponse":
-        headers = [request.headers.getall(name, []) for name in ("Host", "Origin")]
-        if why := objection(*headers, names):
+        hosts, origins = (request.headers.getall(name, []) for name in ("Host", "Origin"))
+        if why := objection(hosts, origins, names):
             return web.Response(status=403, text=f"{why}\n")
         return await handler(request)
 
