@@ -21,7 +21,7 @@ VALUES = [
     "{}",
 ]
 PARAMETERS = {
-    "runs/demo/samples": ["prompt", "offset", "before", "sort", "text", "step.min", "reward.max", "is.workers", "x.min"],
+    "runs/demo/samples": ["prompt", "offset", "before", "sort", "text", "step.min", "reward.max", "is.x", "x.min"],
     "runs/demo/search": ["prompt", "before", "offset", "text", "sort"],
     "runs/demo/steps": ["after", "columns"],
     "runs/demo/timeline": ["from", "to", "workers"],
