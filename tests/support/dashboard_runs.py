@@ -90,6 +90,8 @@ def row(step, group, index, letters, chance, text=None):
         "branch": 0,
         "prompt": prompt,
         "response": response,
+        "label": str(group + group),
+        "held_out": "",
         "prompt_ids": letters.encode(prompt).ids,
         "response_ids": ids,
         "segments": segments,

@@ -33,7 +33,7 @@ COLUMNS = {
 """Columns of every sample. `branch`: fork of an agent's session; `tokens`: sampled tokens; `versions`: number of policy
 versions; `oldest` and `newest`: their policy steps; `staleness`: of the oldest token, in steps; `prompt`: digest of the
 prompt's text."""
-TEXT_COLUMNS = ("finish_reason", "discarded", "worker")
+TEXT_COLUMNS = ("finish_reason", "discarded", "held_out", "worker")
 """Optional text columns with few distinct values, stored as indices into a list of the texts."""
 FLAT_COLUMNS = ("group", "index", "reward", "advantage", "trained", "prompt")
 """Parquet columns that are read unchanged."""
@@ -304,7 +304,7 @@ def segment_columns(column: Any, step: int) -> dict[str, np.ndarray]:
         oldest, newest = oldest.copy(), newest.copy()
         oldest[nonempty] = np.minimum.reduceat(steps, firsts)
         newest[nonempty] = np.maximum.reduceat(steps, firsts)
-    staleness = np.where(counts > 0, step - 1 - oldest, 0).astype(np.int16)
+    staleness = np.where(counts > 0, np.maximum(step - 1 - oldest, 0), 0).astype(np.int16)  # held out: weights `step`
     return {"tokens": tokens, "versions": versions, "oldest": oldest, "newest": newest, "staleness": staleness}
 
 

@@ -121,14 +121,15 @@ def positions_of(
 
 
 def excerpts(run_dir: Path, keys: list[tuple[int, int]]) -> list[dict[str, str] | None]:
-    """End of the prompt and beginning of the response of samples by (step, position); None where the row is gone."""
+    """End of the prompt, and beginning of the response and of the reference answer, of samples by (step, position); None
+    where the row is gone."""
     by_step: dict[int, list[int]] = {}
     for step, position in keys:
         by_step.setdefault(step, []).append(position)
     found: dict[tuple[int, int], dict[str, str]] = {}
     for step, positions in by_step.items():
         try:
-            rows = read_rows_at(run_dir, step, positions, ["prompt", "response"])
+            rows = read_rows_at(run_dir, step, positions, ["prompt", "response", "label"])
         except ConfigError:
             continue
         for position, row in zip(positions, rows, strict=False):
@@ -136,6 +137,7 @@ def excerpts(run_dir: Path, keys: list[tuple[int, int]]) -> list[dict[str, str] 
             found[step, position] = {
                 "prompt": prompt[-EXCERPT_CHARACTERS:],
                 "response": response[:EXCERPT_CHARACTERS],
+                "label": (row.get("label") or "")[:EXCERPT_CHARACTERS],
             }
     return [found.get(key) for key in keys]
 

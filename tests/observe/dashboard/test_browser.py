@@ -78,9 +78,11 @@ def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs
     page.get_by_text(f"{12 * GROUPS} samples").wait_for()
     page.get_by_role("button", name="Tokens").click()
     page.locator("th[aria-sort=descending]", has_text="Tokens").wait_for()
-    tokens = [int(text) for text in page.locator("tbody tr td:nth-child(5)").all_inner_texts()]
+    tokens = [int(text) for text in page.locator("tbody tr td:nth-child(6)").all_inner_texts()]
     assert tokens == sorted(tokens, reverse=True) and len(tokens) == 50
     page.locator(".excerpt").nth(20).wait_for()
+    references = page.locator("tbody tr td:nth-child(4)").all_inner_texts()
+    assert set(references) <= {str(2 * group) for group in range(GROUPS)} and len(set(references)) > 1
     picture(page, "samples")
     page.reload()
     page.get_by_text(f"{12 * GROUPS} samples").wait_for()
@@ -93,6 +95,7 @@ def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs
         "tokens => [...new Set(tokens.map(token => getComputedStyle(token).backgroundColor))]"
     )
     assert len(versions) == 2 and page.locator(".speech.other").count() == 1
+    assert shown(page, "Reference") == "4"
     text = "".join(page.locator(".tokens").all_text_contents())
     assert text == "Let me think about step 7. It is 5 ✓"
     picture(page, "sample")
@@ -111,7 +114,7 @@ def test_from_the_curves_to_a_step_to_a_sample_to_a_token(serve, open_page, runs
     assert "by=advantage" in page.url
     page.get_by_role("link", name="The whole group").click()
     page.get_by_role("heading", name="Group 72").wait_for()
-    assert page.locator(".card").count() == SIZE
+    assert page.locator(".card").count() == page.locator(".card .reference", has_text="4").count() == SIZE
     page.go_back()
     page.get_by_role("link", name="This prompt in other steps").click()
     page.get_by_text(f"{12 * SIZE} samples").wait_for()
@@ -264,6 +267,20 @@ def test_discarded_samples_are_chosen_by_their_reason_and_say_what_happened(serv
     page.locator(".said", has_text="came after 2.5 s").wait_for()
     page.get_by_role("link", name="The whole group").click()
     page.get_by_text("1 sample of one prompt, rewards not known.").wait_for()
+
+
+def test_held_out_samples_are_chosen_and_say_of_which_weights_they_are(serve, open_page, tmp_path):
+    run, letters, chance = make_run(tmp_path, steps=3), tokenizer(), random.Random(0)
+    (segment,) = (one := row(2, GROUPS, 0, letters, chance))["segments"]
+    held = one | {"held_out": "hard", "segments": [segment | {"step": 2}], "trained": False, "advantage": None}
+    write_rows(run, 2, [*rows_of(2, letters, chance), held])
+    page = open_page(f"{serve(run)}#/demo/samples")
+    page.get_by_text(samples(3 * GROUPS * SIZE + 1)).wait_for()
+    page.get_by_label("Held out").select_option("hard")
+    page.get_by_text("1 sample, 1 to 1 shown.").wait_for()
+    page.locator("tbody th a").click()
+    page.get_by_text("held out, hard: weights 2").wait_for()
+    assert shown(page, "Reference") == str(2 * GROUPS) and "Advantage" not in page.locator(".facts").inner_text()
 
 
 @pytest.mark.full

@@ -157,8 +157,8 @@ export async function runView(place, { run, runs, address, signal, follow }) {
   async function drawExamples() {
     const found = await ask(`${apiOf(run.name)}/examples`, signal).catch((error) => ({ error: error.message }));
     if (signal.aborted) return;
-    fill(examples, h("h2", {}, "Some samples"), found.error ? note(found.error) : found.length ? found.map(({ kind, headline, prompt, response }) => h("details", { open: kind === "worst" }, h("summary", {}, `${kind}: ${headline}`),
-      h("pre", { dir: "auto", tabindex: 0 }, h("span", { class: "path" }, prompt), response))) : note("No samples are kept."));
+    fill(examples, h("h2", {}, "Some samples"), found.error ? note(found.error) : found.length ? found.map(({ kind, headline, prompt, response, label }) => h("details", { open: kind === "worst" }, h("summary", {}, `${kind}: ${headline}`),
+      h("pre", { dir: "auto", tabindex: 0 }, h("span", { class: "path" }, prompt), response), label && h("p", { class: "note" }, "Reference answer: ", label))) : note("No samples are kept."));
   }
 
   async function choose(step) {

@@ -1,6 +1,6 @@
 // Sample view: turns of one sample with tokens coloured by a chosen figure, its history, and all its columns.
 
-import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, note, number, sampleAddress, sampleName, sampleOf, why } from "./lib.js";
+import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, heldOut, note, number, reference, sampleAddress, sampleName, sampleOf, why } from "./lib.js";
 
 const COLOURS = {
   version: ["Version", "The policy's version that has sampled the token"],
@@ -14,7 +14,7 @@ const PART = 1000;
 const HUES = 8;
 const GAP_NATS = 1;
 const ENTROPY_NATS = 3;
-const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens"]);
+const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "label", "held_out", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens"]);
 
 export async function sampleView(place, { run, address, signal }) {
   const [step, group, index] = address.rest;
@@ -40,13 +40,14 @@ export async function sampleView(place, { run, address, signal }) {
       h("a", { href: groupAddress(run.name, row) }, `group ${group}`)),
     h("h1", {}, `Sample ${sampleName(sample)}`),
     sample.discarded && h("p", { class: "chip failed" }, `Discarded as ${why(sample)}${sample.discarded_from ? `, from token ${number(sample.discarded_from + 1)} on` : ""}`),
+    sample.held_out && h("p", { class: "chip" }, heldOut(sample)),
     h("dl", { class: "facts small" }, facts(sample, versions)),
     h("div", { class: "tools sticky" }, choices("Colour tokens by", Object.entries(COLOURS).map(([name, [label, title]]) => [name, label, title]), by, colours), key,
       h("a", { class: "button", href: groupAddress(run.name, row) }, "The whole group"),
       h("a", { class: "button", href: addressOf(run.name, "samples", [], { prompt: await promptOf() }) }, "This prompt in other steps")),
     said,
     h("section", { class: "speech prompt" }, h("h2", {}, "Prompt", h("span", { class: "note" }, ` ${number(sample.prompt_ids?.length ?? 0)} tokens`)), h("pre", { dir: "auto", tabindex: 0 }, sample.prompt)),
-    speech, life(run, address, sample), await session(run, sample, signal), further(sample));
+    speech, sample.label && h("section", { class: "speech prompt" }, h("h2", {}, "Reference answer"), h("pre", { dir: "auto", tabindex: 0 }, sample.label)), life(run, address, sample), await session(run, sample, signal), further(sample));
   drawKey();
   const tokens = new Tokens(sample, versions, said);
   fill(speech, sample.pieces ? sample.turns.map((turn) => tokens.turn(turn)) : [
@@ -163,7 +164,7 @@ function versionsOf(sample) {
 }
 
 function keyOf(by, versions, sample) {
-  if (by === "version") return versions.map((version, n) => h("span", { class: "swatch", "data-v": n % HUES }, `version ${name(version)}: ${number(version.tokens)} tokens, ${sample.step - 1 - version.step} old`));
+  if (by === "version") return versions.map((version, n) => h("span", { class: "swatch", "data-v": n % HUES }, `version ${name(version)}: ${number(version.tokens)} tokens${sample.held_out ? "" : `, age ${sample.step - 1 - version.step}`}`));
   if (by === "gap") return sample.learner_logprobs ? [h("span", { class: "scale gap" }), `engine thought it likelier by ${GAP_NATS} nat … learner`] : "The learner has not seen it: it has had no gradient.";
   if (by === "entropy") return sample.entropies ? [h("span", { class: "scale entropy" }), `0 … ${ENTROPY_NATS} nats`] : "There are no entropies of it.";
   if (by === "advantage") return [h("span", { class: "scale advantage" }), `${number(sample.advantage, 3)}${sample.trained ? ", of the whole sample" : ", and it has had no gradient"}`];
@@ -176,7 +177,8 @@ function facts(sample, versions) {
   const known = (sample.entropies ?? []).filter((value) => value !== null);
   return [
     ["Reward", number(sample.reward, 4)],
-    ["Advantage", `${number(sample.advantage, 3)}${sample.trained ? "" : " (no gradient)"}`],
+    ["Reference", reference(sample.label)],
+    !sample.held_out && ["Advantage", `${number(sample.advantage, 3)}${sample.trained ? "" : " (no gradient)"}`],
     ["Tokens", number(sample.tokens)],
     ["Versions", versions.map(name).join(", ")],
     ["Finish", sample.finish_reason || "–"],

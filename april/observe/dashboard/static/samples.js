@@ -1,12 +1,12 @@
 // Samples view: a table of all kept samples; filters, sorting and search are in the address.
 
-import { addressOf, apiOf, ask, fill, groupAddress, h, note, number, problem, sampleAddress, sampleName, samplesOf } from "./lib.js";
+import { addressOf, apiOf, ask, fill, groupAddress, h, note, number, problem, reference, sampleAddress, sampleName, samplesOf } from "./lib.js";
 
 const COLUMNS = [
-  ["step", "Step"], ["group", "Sample"], ["reward", "Reward"], ["advantage", "Advantage"], ["tokens", "Tokens"], ["versions", "Versions"], ["staleness", "Stale"],
+  ["step", "Step"], ["group", "Sample"], ["reward", "Reward"], ["", "Reference"], ["advantage", "Advantage"], ["tokens", "Tokens"], ["versions", "Versions"], ["staleness", "Stale"],
 ];
 const RANGES = [["step", "Step", 1], ["reward", "Reward", "any"], ["tokens", "Tokens", 1], ["versions", "Versions", 1], ["staleness", "Staleness", 1]];
-const WORDS = { finish_reason: "Finish", discarded: "Discarded", worker: "Worker" };
+const WORDS = { finish_reason: "Finish", discarded: "Discarded", held_out: "Held out", worker: "Worker" };
 const titled = (name) => (name === "life_s" ? "Life, s" : name.replaceAll("_", " "));
 const AGAIN_MS = 3000;
 /** Interval at which the table is refreshed while its files are still being read. */
@@ -60,31 +60,35 @@ export async function samplesView(place, { run, address, signal, follow }) {
     const more = answer.further.map((name) => [name, titled(name)]);
     fill(head, [...COLUMNS, ...more].map(([name, label]) => {
       const falling = sorted === `-${name}`, rising = sorted === name;
+      if (!name) return h("th", { scope: "col" }, label);
       return h("th", { scope: "col", class: name === "group" ? "" : "figure", "aria-sort": falling ? "descending" : rising ? "ascending" : undefined },
         h("button", { type: "button", disabled: Boolean(asked.get("text")), onclick: () => set("sort", falling ? name : `-${name}`) }, label, h("span", { "aria-hidden": "true" }, falling ? " ↓" : rising ? " ↑" : "")));
     }), h("th", { scope: "col" }, "Finish"), h("th", { scope: "col", class: "wide" }, "Prompt and response"));
   }
 
   function line(row, answer) {
-    const text = h("td", { class: "wide" });
+    const text = h("td", { class: "wide" }), label = h("td", {});
     const element = h("tr", { onclick: (event) => { if (!event.target.closest("a") && !getSelection().toString()) location.hash = sampleAddress(run.name, row); } },
       h("td", { class: "figure" }, number(row.step)),
       h("th", { scope: "row" }, h("a", { href: sampleAddress(run.name, row), "aria-label": `Sample ${sampleName(row)} of step ${row.step}` }, sampleName(row))),
       h("td", { class: "figure" }, number(row.reward)),
+      label,
       h("td", { class: "figure" }, row.trained ? number(row.advantage, 3) : h("span", { class: "note", title: "It has had no gradient" }, number(row.advantage, 3))),
       h("td", { class: "figure" }, number(row.tokens)),
       h("td", { class: "figure" }, number(row.versions)),
       h("td", { class: "figure" }, number(row.staleness)),
       answer.further.map((name) => h("td", { class: "figure" }, number(row[name]))),
-      h("td", {}, row.finish_reason, row.discarded && h("span", { class: "chip failed" }, row.discarded)), text);
-    return { element, text, row };
+      h("td", {}, row.finish_reason, row.discarded && h("span", { class: "chip failed" }, row.discarded), row.held_out && h("span", { class: "chip" }, "held out")), text);
+    return { element, text, label, row };
   }
 
   async function excerpts(lines) {
     if (lines.length === 0) return;
     const texts = await ask(`${apiOf(run.name)}/excerpts?of=${lines.map(({ row }) => `${row.step}.${row.place}`).join(",")}`, request.signal);
-    for (const [n, { text }] of lines.entries())
+    for (const [n, { text, label }] of lines.entries()) {
+      fill(label, reference(texts[n]?.label));
       fill(text, texts[n] ? h("div", { class: "excerpt", dir: "auto" }, h("span", { class: "prompt" }, texts[n].prompt), texts[n].response) : note("its file is gone"));
+    }
   }
 
   let formOf = "";
