@@ -1,9 +1,16 @@
 """Derives the ledger's rules, the schedule and the printed plan of a run from [schedule] in its configuration."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from april.broker.journal.files import JournalError
+from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Prompts, Rules
+from april.broker.ledger.samples import Sample
 from april.broker.schedules import SCHEDULES
-from april.broker.schedules.schedule import Schedule
-from april.config import Config, ScheduleSection
+from april.broker.schedules.schedule import LEDGER_ATTRIBUTES, Schedule, ScheduleFailed
+from april.config import Config, ConfigError, ScheduleSection
 from april.config.training import AlgorithmSection
 
 EXAMPLE_RATIO = 10.0
@@ -28,8 +35,62 @@ def ledger_rules(config: Config) -> Rules:
 
 
 def make_schedule(section: ScheduleSection, prompts: Prompts) -> Schedule:
-    """Build the schedule that `section.kind` names. Raises ConfigError if it cannot be found."""
-    return SCHEDULES.find(section.kind).from_config(section, prompts)
+    """Build the schedule that `section.kind` names. Raises ConfigError if it cannot be found or built.
+
+    Exceptions in the methods of a user's schedule become ScheduleFailed, and its view of the ledger is a
+    `LedgerOfSchedule`.
+    """
+    kind = SCHEDULES.find(section.kind)
+    if section.kind in SCHEDULES.shipped:
+        return kind.from_config(section, prompts)
+    schedule: Schedule = guarded(section.kind, kind.from_config)(section, prompts)
+    for name in SCHEDULE_METHODS:
+        setattr(schedule, name, guarded(section.kind, getattr(schedule, name)))
+    return schedule
+
+
+# --- schedules of the user's own --------------------------------------------------------------------------------------
+
+SAMPLE_METHODS = ("urgent_sample", "next_sample", "next_for_agent")
+SCHEDULE_METHODS = ("advance", "finished", "wants_prompts", "has_no_work", "floor", "hands_out", *SAMPLE_METHODS)
+"""Methods that broker and simulator call."""
+
+
+class LedgerOfSchedule:
+    """A ledger, of which only `LEDGER_ATTRIBUTES` can be used."""
+
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in LEDGER_ATTRIBUTES:
+            raise AttributeError(f"a schedule may not use ledger.{name}, but {', '.join(sorted(LEDGER_ATTRIBUTES))}")
+        return getattr(self._ledger, name)
+
+
+def guarded(kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the schedule `kind` whose exceptions become ScheduleFailed, except for those of the journal."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any) -> Any:
+        seen = [LedgerOfSchedule(each) if isinstance(each, Ledger) else each for each in arguments]
+        try:
+            result = method(*seen)
+            if method.__name__ in SAMPLE_METHODS and not isinstance(result, Sample | None):
+                raise TypeError(f"it returned {result!r}, which is neither a sample nor None")
+        except (JournalError, OSError, ConfigError):
+            raise
+        except Exception as error:
+            raise ScheduleFailed(
+                f"schedule {kind!r} failed in {method.__name__}: {type(error).__name__}: {error}; mend it, and try it "
+                f"with `april check schedule {kind}`"
+            ) from error
+        return result
+
+    return call
+
+
+# --- the plan in words ------------------------------------------------------------------------------------------------
 
 
 def describe_plan(section: ScheduleSection) -> str:

@@ -23,13 +23,15 @@ from april.broker.journal.files import Damaged
 from april.broker.journal.journal import Journal
 from april.broker.ledger import events
 from april.broker.ledger.dead_letters import DEAD_ROUNDS
-from april.broker.ledger.ledger import Ledger
+from april.broker.ledger.ledger import Ledger, LedgerError
 from april.broker.ledger.samples import TO_GENERATE, Group, GroupState
 from april.broker.payloads import Payloads
 from april.broker.peers import HOLDERS, Peer, Peers
 from april.broker.plan import ledger_rules, make_schedule
 from april.broker.prompts import PromptBook
 from april.broker.recovery import SyncNote, check_complete, rebuild
+from april.broker.schedules import SCHEDULES
+from april.broker.schedules.schedule import ScheduleFailed, ended_rounds
 from april.broker.snapshots import Snapshots
 from april.broker.telemetry.census import QueueScanner
 from april.broker.telemetry.recorder import Recorder, SyncMark
@@ -397,6 +399,8 @@ class Service:
         self.recorder.add_slot_usage(self.ledger.leases.generating, slots, waiting)
         if not self.run.over:
             self.evaluations.watch(now)
+            if stands_still := self.workers.standstill(now):
+                self.stop(stands_still, "failed", now)
         for lease in self.ledger.expire(now):
             self._cancel(lease.worker, lease.id)
         self.recorder.alarms.watch([peer.loop(now) for peer in self.peers.by_id.values() if peer.loop_position])
@@ -413,18 +417,18 @@ class Service:
 
     def _advance(self, now: float) -> None:
         step = self.ledger.steps.consumed
+        if (lost := self.ledger.lost_batch) is not None:
+            why = f"nothing of batch {lost} can be read back from the journal"
+            return self.stop(f"{why}; begin a new run from the weights of the last checkpoint", "failed", now)
         self.evaluations.open_due()
         try:
             self.ledger.filter_ready(self.filters.reason_against)
         except FilterFailed as error:
-        if (lost := self.ledger.lost_batch) is not None:
-            why = f"nothing of batch {lost} can be read back from the journal"
-            return self.stop(f"{why}; begin a new run from the weights of the last checkpoint", "failed", now)
             return self.stop(str(error), "failed", now)
         if self.filters.in_a_row >= FILTERED_ROUNDS * self.config.schedule.groups_per_round:
             count, reason = self.filters.in_a_row, self.filters.last_reason
             return self.stop(f"{count} groups in a row were filtered out, the last for {reason}", "failed", now)
-        while self.schedule.advance(self.ledger):
+        for _ in ended_rounds(self.schedule, self.ledger):
             self.workers.abort(now)
         self.evaluations.record_complete()
         if self.ledger.dead_letters.groups_in_a_row >= DEAD_ROUNDS * self.config.schedule.groups_per_round:

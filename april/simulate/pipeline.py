@@ -5,7 +5,6 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,11 +15,11 @@ from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import Lease, Sample
 from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
 from april.broker.plan import make_schedule
-from april.broker.schedules.schedule import choose_sample
+from april.broker.schedules.schedule import choose_sample, ended_rounds
 from april.simulate.engine import SimulatedEngine, SimulatedRun
 from april.simulate.measures import Measures, SimulationState
 from april.simulate.scenario import Scenario
-from april.util.errors import refuse
+from april.util.errors import ConfigError, refuse
 from april.wire.message import Version
 from april.wire.rows import CHUNK, FINISH_REASONS, ROW
 
@@ -51,15 +50,8 @@ class EndlessPrompts:
         return *cursor, b""
 
 
-@dataclass(frozen=True)
-class SimulationStuck(RuntimeError):
-    """Raised when no event is left although the run is not over."""
-
-    step: int
-    now_s: float
-
-    def __str__(self) -> str:
-        return f"the simulated run stands still at step {self.step}, {self.now_s:.1f} s"
+class SimulationStuck(ConfigError):
+    """A simulated run that is not over, in which nothing can happen any more."""
 
 
 class Pipeline:
@@ -144,14 +136,19 @@ class Pipeline:
     def next_s(self) -> float:
         """Time of the next event; infinite when only another pipeline's event can cause one."""
         events_s = self._events[0][0] if self._events else INFINITY
-        return min(events_s, self._failures[0][0]) if self._failures else events_s
+        goes_on = self._events or self.state.down
+        return min(events_s, self._failures[0][0]) if self._failures and goes_on else events_s
 
     def next_instant(self) -> None:
         """Process all events at the next event time, then run the broker once, as one pass of a broker's loop handles
         all waiting messages."""
         at_s = self.next_s
         if at_s == INFINITY:
-            raise SimulationStuck(self.ledger.steps.next, self.state.now_s)
+            kind = self.scenario.schedule.kind
+            raise SimulationStuck(
+                f"schedule {kind!r} stands still in the simulation before batch {self.ledger.steps.next}, at "
+                f"{self.state.now_s:.1f} s: nothing is generated or trained; try it with `april check schedule {kind}`"
+            )
         if at_s > self.state.now_s:
             self.measures.add_elapsed(at_s - self.state.now_s)
             self.state.now_s = at_s
@@ -303,7 +300,7 @@ class Pipeline:
     def _run_broker(self) -> None:
         """The broker's work after it has handled messages: rounds, batches, revoked samples, migrations, grants."""
         next_step = self.ledger.steps.next
-        while self.schedule.advance(self.ledger):
+        for _ in ended_rounds(self.schedule, self.ledger):
             self._abort()
         dead = self.ledger.dead_letters.groups_in_a_row
         if dead and dead >= DEAD_ROUNDS * self.scenario.schedule.groups_per_round:

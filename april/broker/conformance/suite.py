@@ -8,16 +8,16 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from april.broker.conformance.machine import ScheduleMachine
-from april.broker.conformance.runs import run_to_the_end
+from april.broker.conformance.runs import BATCH, run_to_the_end, try_schedule
 from april.broker.plan import describe_plan
 from april.broker.schedules import SCHEDULES
+from april.broker.schedules.schedule import ScheduleFailed
 from april.config import ScheduleSection
 from april.config.checks import check_schedule
 from april.util.errors import refuse
 
 EXAMPLES, STEPS = 60, 40
 """Number of random runs of the state machine, and most actions in each run."""
-BATCH = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
 
 
 def machine_of(name: str, base: type[ScheduleMachine] = ScheduleMachine) -> type[ScheduleMachine]:
@@ -46,6 +46,10 @@ def a_run_without_faults_comes_to_its_end(name: str) -> None:
     run_to_the_end(ScheduleSection(kind=name, **BATCH))
 
 
+def long_runs_with_stragglers_and_any_load_come_to_their_end(name: str) -> None:
+    try_schedule(ScheduleSection(kind=name))
+
+
 def prompts_may_run_out_before_a_batch_is_full(name: str) -> None:
     for last_batch in ("train", "drop"):
         run_to_the_end(ScheduleSection(kind=name, last_batch=last_batch, **BATCH), prompts=10)
@@ -70,6 +74,7 @@ CHECKS = (
     the_plan_says_what_it_comes_to,
     every_line_of_the_simulator_is_a_schedule_that_it_takes,
     a_run_without_faults_comes_to_its_end,
+    long_runs_with_stragglers_and_any_load_come_to_their_end,
     prompts_may_run_out_before_a_batch_is_full,
     ledger_and_bound_hold_and_nothing_starves_whatever_happens,
 )
@@ -99,6 +104,7 @@ def check_schedule_named(name: str, overrides: list[str], say: Callable[[str], N
 def where(error: Exception) -> str:
     """Describe an exception: its message, hypothesis' notes on the actions that led to it, and the source lines of its
     traceback."""
+    error = error.__cause__ if isinstance(error, ScheduleFailed) and isinstance(error.__cause__, Exception) else error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hypothesis" not in frame.filename]
     lines = [f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[1:]]
     messages = [f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])]

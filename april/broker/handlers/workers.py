@@ -15,7 +15,7 @@ from april.broker.handlers.lease_holders import NOT_CURRENT, LeaseHolderHandler
 from april.broker.handlers.reports import RowValidator, read_report
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
-from april.broker.ledger.samples import TO_GENERATE, Lease, Sample
+from april.broker.ledger.samples import TO_GENERATE, GroupState, Lease, Sample
 from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
 from april.broker.peers import Peer
 from april.broker.schedules.schedule import choose_sample
@@ -61,6 +61,8 @@ ForwardRows = Callable[[np.ndarray, Buffer, list[Lease | None]], None]
 PASS_GRANTS = 256
 """Most leases granted in one pass of the broker's loop, so that many workers with room do not keep other messages
 waiting."""
+STANDSTILL_S = 30.0
+"""Seconds without anything that can go on, after which a run ends; far more than any peer's answer takes."""
 SPEED_WINDOW_S = 2.0
 """Length of the window in which a worker's decode speed is measured for migration, seconds."""
 
@@ -81,6 +83,9 @@ class WorkerHandler(LeaseHolderHandler):
         self.fill_limit = FillLimit() if context.schedule.by_rounds else None
         self.migration = Migration() if context.config.schedule.migrate else None
         self._next_recall = 0.0
+        self._progress: tuple[int, ...] = ()
+        self._progress_at = 0.0
+        """What the run had done when something could last go on, and the time of that."""
 
     def record_instant(self, peer: Peer, instant: str, now: float) -> None:
         self.recorder.add_span(peer.name, instant, now, now)
@@ -312,6 +317,31 @@ class WorkerHandler(LeaseHolderHandler):
 
     def _evaluation_share_left(self, peer: Peer) -> bool:
         return self.ledger.leases.load.get((peer.uid, True), 0) < self.config.evaluation.share * peer.capacity
+
+    def standstill(self, now: float) -> str:
+        """Sentence that nothing can happen any more: for `STANDSTILL_S`, nothing is leased or evaluated, the learner
+        has trained every batch, and a worker with its weights has room that the schedule leaves empty. Empty while
+        something can go on, or waits for a peer that is away."""
+        ledger, peers, schedule = self.ledger, self.peers, self.context.schedule
+        steps, opened = ledger.steps, ledger.account.counts[GroupState.OPEN]
+        waits = (
+            ledger.leases or ledger.evaluations or ledger.rounds.draining or steps.consumed < steps.next
+            or (ledger.rules.scored_apart and ledger.queue.has_scoring and not peers.scorers())
+            or (ledger.rules.agents and not peers.with_role("agents"))
+            or not any(self._has_room(peer) and peer.step == steps.consumed for peer in peers.workers())
+            or schedule.wants_prompts(ledger)
+        )  # fmt: skip
+        progress = ledger.serials.last_lease_id, ledger.serials.next_group, steps.next
+        if waits or progress != self._progress:
+            self._progress, self._progress_at = progress, now
+        if now - self._progress_at < STANDSTILL_S:
+            return ""
+        kind = self.config.schedule.kind
+        return (
+            f"nothing can happen any more: for {STANDSTILL_S:g} s, key 'schedule.kind' = {kind!r} has handed out "
+            f"nothing to workers with free slots, and the learner waits for batch {steps.next}; {len(ledger.ready)} "
+            f"groups are complete and {opened} open; mend the schedule, and try it with `april check schedule {kind}`"
+        )
 
     def abort(self, now: float) -> None:
         """End a round: have workers hand back every training sample in generation within `broker.abort_deadline_s`."""

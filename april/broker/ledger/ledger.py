@@ -45,8 +45,6 @@ from april.wire.work import MAX_FORKS
 
 Write = Callable[[events.Event, Sequence[EventArray]], Any]
 """Function that writes an event and its arrays to the journal; returns the reference by which they are read back."""
-
-
 CLOCK_S = 0.05
 """Resolution of the times in the journal, seconds."""
 
@@ -361,8 +359,10 @@ class Ledger(LedgerState):
         return sorted(self.ready.oldest(groups), key=lambda group: group.id)
 
     def deliver(self, groups: list[Group]) -> int:
-        """Make the given groups the next batch, irrevocably; returns the batch's number."""
+        """Make groups the next batch, irrevocably; returns its number. Raises LedgerError with `batch_fault`."""
         step = self.steps.next
+        if fault := self.batch_fault(groups):
+            raise LedgerError(f"batch {step} {fault}")
         self.commit(events.BatchDelivered(step, [group.id for group in groups]))
         return step
 

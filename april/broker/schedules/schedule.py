@@ -4,7 +4,7 @@ The schedule may change at a restart of the broker: every schedule keeps the led
 a ledger in any state.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,11 +13,24 @@ from april.broker.ledger.rules import Prompts
 from april.broker.ledger.samples import Group, GroupState, Sample
 from april.broker.schedules import SCHEDULES
 from april.config import ScheduleSection
-from april.util.errors import refuse
+from april.util.errors import ConfigError, refuse
 from april.wire.message import Version
 
 KIND_SPECIFIC_KEYS = ("over_sampling_batch_size", "partial_rollout", "overlap", "in_flight")
 """Keys of [schedule] that only some schedules read; all other keys apply to every schedule."""
+
+
+LEDGER_ATTRIBUTES = frozenset((
+    "rules", "steps", "rounds", "ready", "account", "leases", "bound", "queue", "open_groups", "next_prompt", "push",
+    "start_round", "end_round", "open_group", "discard", "choose_batch", "deliver",
+))  # fmt: skip
+"""What a schedule may use of the ledger; `docs/extending.md` says what each of them is for."""
+ROUNDS_WITHOUT_BATCH = 50
+"""Most rounds in a row that may end without a batch while no message is handled."""
+
+
+class ScheduleFailed(ConfigError):
+    """A schedule that raised an exception, or with which a run cannot go on. The text names the schedule."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +57,12 @@ class Schedule:
     """Drives a ledger: opens groups, delivers batches, and chooses the next sample for a worker.
 
     while True:
-        messages = drain()                    # leases, chunks, scores, lost workers -> ledger
-        while schedule.advance(ledger):       # a round ended:
-            ...                               # broadcast abort with ledger.rounds.watermark
+        messages = drain()                            # leases, chunks, scores, lost workers -> ledger
+        for _ in ended_rounds(schedule, ledger):      # calls schedule.advance
+            ...                                       # broadcast abort with ledger.rounds.watermark
         sample = choose_sample(schedule, ledger, worker_step)
+
+    Of the ledger, a schedule may use what `LEDGER_ATTRIBUTES` names.
     """
 
     # --- properties of the kind ---------------------------------------------------------------------------------
@@ -170,6 +185,18 @@ class Schedule:
     def next_for_agent(self, ledger: Ledger) -> Sample | None:
         """A training sample for an agents process that has room for another session; None if there is none."""
         return ledger.queue.take_for_agent(evaluation=False)
+
+
+def ended_rounds(schedule: Schedule, ledger: Ledger) -> Iterator[int]:
+    """Advance a schedule until no round ends; yields each ended round's number. Raises ScheduleFailed if
+    `ROUNDS_WITHOUT_BATCH` rounds in a row end without a batch."""
+    without_batch, next_step = 0, ledger.steps.next
+    while schedule.advance(ledger):
+        yield ledger.rounds.number
+        without_batch, next_step = without_batch + 1 if ledger.steps.next == next_step else 0, ledger.steps.next
+        if without_batch == ROUNDS_WITHOUT_BATCH:
+            name = type(schedule).__name__
+            raise ScheduleFailed(f"schedule {name}: rounds end one after the other, and nothing happens in them")
 
 
 def choose_sample(

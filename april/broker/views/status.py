@@ -273,7 +273,6 @@ def drain_state(ledger: Ledger) -> str:
 def phase(context: BrokerContext) -> str:
     """Describe in a few words what the run does at the moment."""
     ledger = context.ledger
-    floor = context.schedule.floor(ledger)
     if context.run.over:
         return "finished"
     if context.run.read_only:
@@ -290,6 +289,7 @@ def phase(context: BrokerContext) -> str:
         return "scoring"
     if ledger.leases:
         return "waiting for agents"
+    floor = context.schedule.floor(ledger)
     if not any(peer.version and peer.version.step >= floor for peer in context.peers.workers()):
         return "waiting for weights"
     return "handing out"
@@ -462,9 +462,10 @@ def idle_reason(context: BrokerContext, peer: Peer) -> str:
     drain: the broker is drained; weights: the worker has to load the weights that waiting samples need; barrier: the
     learner has not trained those weights yet; any other value: no sample may be leased to the worker.
     """
-    ledger, floor = context.ledger, context.schedule.floor(context.ledger)
+    ledger = context.ledger
     if context.run.over or ledger.rounds.draining:
         return "drain"
+    floor = context.schedule.floor(ledger)
     if peer.step < floor:
         return "barrier" if ledger.steps.consumed < floor else "weights"
     return "nothing to hand out"
