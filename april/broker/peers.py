@@ -222,6 +222,17 @@ class Peers:
             self._fold_tallies()
         return peer
 
+    def is_full(self, hello: wire.Hello, most: int) -> bool:
+        """Whether another process would have more than `most` sessions."""
+        peers = self.by_id.values()
+        return len(peers) >= most and all(peer.uid != hello.uid for peer in peers)
+
+    def close_earlier(self, peer: Peer) -> None:
+        """Close older sessions of a monitor or node process that has said hello again."""
+        for other in list(self.by_id.values()):
+            if other is not peer and other.role == peer.role and other.uid == peer.uid:
+                self.close(other)
+
     def _fold_tallies(self) -> None:
         """Drop the counts of the processes that left first once there are too many; the sums stay in `forgotten`."""
         if len(self.tallies) <= limits.MAX_TALLIES:

@@ -6,6 +6,7 @@ The caller syncs the journal before it sends what `handle` and `tick` have queue
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,7 @@ Goodbye."""
 
 KEY_OF = {"node": "learner"}
 """Role -> role whose key its peers use, for roles without keys of their own."""
+OVER = "the run is over"
 READ_ONLY_ANSWERS = (wire.Welcome, wire.Status, wire.DeadLetters, wire.Refused)
 """Answers that a read-only broker still sends to a monitor, though what they say may not be on disk."""
 
@@ -159,8 +161,7 @@ class Service:
             if key_owner and not key_owner.role:
                 raise KeyRefused("this key is not on the allow-list")
             received = wire.decode(frames, limits.FROM_PEER)
-            answer = self._answer_read_only if self.run.read_only else self._dispatch
-            answer(route, received, now, key_owner)
+            self._dispatch(route, received, now, key_owner)
         except Damaged as error:
             self._discard_unreadable(groups_with_damage(self.ledger, error), error)
         except ScheduleFailed as error:
@@ -179,7 +180,9 @@ class Service:
     def _dispatch(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
         message = received.message
         if isinstance(message, wire.Hello):
-            return self._hello(route, received, now, key_owner)
+            if not self.run.read_only or message.role == "monitor" or (self.run.over and message.role == "learner"):
+                self._hello(route, received, now, key_owner)
+            return
         peer = self.peers.by_id.get(received.session)
         binds = isinstance(message, wire.Bind) and peer is not None and peer.control_route is None
         if peer is None or not (binds or route in (peer.data_route, peer.control_route)):
@@ -194,6 +197,8 @@ class Service:
             self.workers.maybe_ready[peer.id] = peer
         if isinstance(message, wire.Bind):
             peer.control_route = route
+        elif self.run.read_only and peer.role != "monitor":
+            self._answer_read_only(peer, received, now)
         elif isinstance(message, wire.Goodbye):
             self._goodbye(peer)
         elif handle := MESSAGES[peer.role].get(type(message)):
@@ -203,18 +208,17 @@ class Service:
         else:
             raise wire.WireError(f"not for a {peer.role} to send: {type(message).__name__}")
 
-    def _answer_read_only(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
-        """Handle a message while nothing can be written: answer heartbeats and monitors, and ignore messages that would
-        change the ledger, which peers will send again."""
-        message, peer = received.message, self.peers.by_id.get(received.session)
-        if isinstance(message, wire.Hello) and message.role == "monitor":
-            self._hello(route, received, now, key_owner)
-        elif peer and peer.role == "monitor":
-            self._dispatch(route, received, now, key_owner)
-        elif peer and isinstance(message, wire.Heartbeat):
+    def _answer_read_only(self, peer: Peer, received: wire.Received, now: float) -> None:
+        """Handle a message of a peer while nothing can be written: answer heartbeats, and ignore messages that would
+        change the ledger, which the peer will send again. A learner is told that the run is over once it is."""
+        if isinstance(received.message, wire.Heartbeat):
             self.peers.answer_heartbeat(peer, [])
-        elif peer and isinstance(message, wire.Goodbye):
+        elif isinstance(received.message, wire.Goodbye):
             self.peers.close(peer)
+        elif isinstance(received.message, wire.BestRequest):
+            self.learner.on_best_request(peer, received, now)
+        elif self.run.over and peer.role == "learner":
+            self.peers.send(peer, wire.Finished(self.run.over), sequence=received.sequence)
 
     def enter_read_only(self, reason: str) -> None:
         """Stop changing the ledger, as the journal cannot be written: drop the messages queued for peers.
@@ -229,6 +233,8 @@ class Service:
             if answer.session in monitors
         ]
         self.run.read_only, self.run.state = reason, self.run.state if self.run.over else "read only"
+        if self.run.over:
+            self.learner.disown(OVER)
 
     def _hello(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
         hello = received.message
@@ -238,8 +244,7 @@ class Service:
             raise wire.WireError("more leases than a worker may hold")
         if key_owner:
             self._check_identity(hello, key_owner)
-        if self._is_full(hello):
-            count = self.config.security.max_sessions
+        if self.peers.is_full(hello, count := self.config.security.max_sessions):
             reason = f"the broker has {count} peers, all that 'security.max_sessions' allows; raise it"
             return self.peers.refuse("too many sessions", reason, route, 0, received.sequence)
         peer, lost = self.peers.open(hello, route, now, key_owner.key if key_owner else ""), []
@@ -248,7 +253,7 @@ class Service:
         elif hello.role == "learner":
             self.learner.hello(peer)
         else:
-            self._close_namesakes(peer)
+            self.peers.close_earlier(peer)
         welcome = wire.Welcome(
             session=peer.id,
             run=self.config.run.name,
@@ -276,16 +281,6 @@ class Service:
             is_same = other.uid == hello.uid or namesake
             if is_same and other.key != key_owner.key:
                 raise KeyRefused(f"another key works under the name {hello.name}; choose another with --name")
-
-    def _is_full(self, hello: wire.Hello) -> bool:
-        peers = self.peers.by_id.values()
-        return len(peers) >= self.config.security.max_sessions and all(s.uid != hello.uid for s in peers)
-
-    def _close_namesakes(self, peer: Peer) -> None:
-        """Close older sessions of a monitor or node process that has said hello again."""
-        for other in list(self.peers.by_id.values()):
-            if other is not peer and other.role == peer.role and other.uid == peer.uid:
-                self.peers.close(other)
 
     def end_session(self, peer: Peer, why: str, now: float) -> None:
         """End the session of a peer that left without a goodbye."""
@@ -318,6 +313,8 @@ class Service:
         """
         self.ledger.clock = now
         if self.run.read_only:
+            for peer, _ in list(self._silent(now)) if caught_up else ():
+                self.peers.close(peer)
             return
         try:
             self._tick(now, caught_up)
@@ -383,14 +380,10 @@ class Service:
         """End the sessions of silent peers and the leases that were not renewed, and check the main loops of peers for
         hangs."""
         self._next_sweep = now + SWEEP_S
-        for peer in list(self.peers.by_id.values()):
-            is_learner = peer.role == "learner"
-            timeout_s = self.config.learner.hung_s if is_learner else self.config.broker.session_timeout_s
-            if now - peer.last_seen <= timeout_s:
-                continue
+        for peer, timeout_s in list(self._silent(now)):
             if peer.role in HOLDERS:
                 self.holder_handlers[peer.role].lose(peer, f"silent for {timeout_s:g} s", now)
-            elif is_learner:
+            elif peer.role == "learner":
                 self.end_session(peer, f"silent for {timeout_s:g} s", now)
             else:
                 self.peers.close(peer)
@@ -404,6 +397,14 @@ class Service:
         for lease in self.ledger.expire(now):
             self._cancel(lease.worker, lease.id)
         self.recorder.alarms.watch([peer.loop(now) for peer in self.peers.by_id.values() if peer.loop_position])
+
+    def _silent(self, now: float) -> Iterator[tuple[Peer, float]]:
+        """(peer, longest silence that it is allowed, seconds) of each peer that has been silent for longer."""
+        for peer in self.peers.by_id.values():
+            is_learner = peer.role == "learner"
+            timeout_s = self.config.learner.hung_s if is_learner else self.config.broker.session_timeout_s
+            if now - peer.last_seen > timeout_s:
+                yield peer, timeout_s
 
     def _cancel_revoked(self) -> None:
         """Tell the holders of revoked leases to drop their samples, whose groups have been discarded."""
@@ -459,6 +460,8 @@ class Service:
             log.info("the run is over: %s", reason)
             self.run.over, self.run.state = reason, state
             self.peers.broadcast(wire.Stop(reason))
+            if self.run.read_only:
+                self.learner.disown(OVER)
             self._write_summary(now)
 
     def everyone_left(self) -> bool:

@@ -331,7 +331,7 @@ class Supervisor:
         if part.status == STEPPED_ASIDE:
             part.restart_at = clock.now()
             return self.view.note(f"{part.name} was told to leave; it is started again, and goes on")
-        if part.restarts >= part.max_restarts:
+        if part.restarts >= part.max_restarts and not self._read_only:
             self._fail(part, f"{ended}, {counted(part.restarts, 'restart')} did not help" if part.restarts else ended)
         part.kill()
         part.restarts += 1
@@ -341,7 +341,7 @@ class Supervisor:
         self.view.note(f"{ended}; restart {part.restarts} of {part.max_restarts}{when}")
 
     def _reset_silence(self) -> None:
-        """Restart every part's silence timer, because a broker that was away heard nobody."""
+        """Restart every part's silence timer, because a broker that was away, or cannot write, lets nobody in."""
         for part in self._started:
             part.heard_at = clock.now()
 
@@ -441,7 +441,7 @@ class Supervisor:
         """Note which parts are alive; after a new step, reset the restart counts of the parts that contributed to
         it."""
         now = clock.now()
-        if now - self._last_status_s > STALE_STATUS_S:
+        if now - self._last_status_s > STALE_STATUS_S or status["read_only"]:
             self._reset_silence()
         self._last_status_s = now
         present = {holder["name"]: holder for holder in (*status["workers"], *status["scorers"], *status["agents"])}

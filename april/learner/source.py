@@ -17,7 +17,7 @@ from april.data.support import Support
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
 from april.util.pulse import MAIN
 from april.wire.security.keys import Keys
-from april.wire.sockets.broker import BrokerConnection, BrokerRefused
+from april.wire.sockets.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
 
 POLL_MS = 200
 
@@ -111,6 +111,11 @@ class BrokerSource:
         is_complete: Callable[[list[wire.Received]], bool] = lambda answers: True,
         arrays: Sequence[np.ndarray] = (),
     ) -> list[wire.Received]:
+        """Send a request and wait for all messages of its answer.
+
+        A broker that cannot write answers `Finished` to any request once the run is over. A report is not on disk then,
+        and the next learner says by its checkpoint what its weights contain. Raises BrokerRefused or BrokerUnreachable.
+        """
         request = PendingRequest(message, is_complete, arrays)
         self._inbox.put(request)
         self._wake()
@@ -122,6 +127,9 @@ class BrokerSource:
         answers = request.future.result(timeout=0)
         if isinstance(answers[0].message, wire.Refused):
             raise BrokerRefused(f"the broker refuses: {answers[0].message.reason}")
+        if isinstance(answers[0].message, wire.Finished) and isinstance(message, wire.StartLearner | wire.Submit):
+            self.close()
+            raise BrokerUnreachable(f"the broker, which cannot write, has ended the run: {answers[0].message.reason}")
         return answers
 
     def _wake(self) -> None:

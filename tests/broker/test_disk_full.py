@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
@@ -25,11 +26,12 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.events import BrokerStarted
 from april.broker.server import Server
 from april.broker.service import Service
+from april.learner.source import BrokerSource
 from april.util.files import write_and_sync
 from april.util.lifetime import STEPPED_ASIDE
 from april.wire.message import Version
 from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
-from tests.support.broker_conversation import metrics_lines, one_row, train
+from tests.support.broker_conversation import make_batch, metrics_lines, one_row, train
 from tests.support.run_processes import wait_until
 from tests.support.serving_broker import serving
 
@@ -155,6 +157,58 @@ def test_a_run_that_is_stopped_while_the_disk_is_full_stays_stopped_when_it_has_
             monitor.hello([])
             status = status_of(monitor)
     assert (status["read_only"], status["state"]) == ("", "stopped")
+
+
+@pytest.mark.parametrize("stopped_first", [False, True])
+def test_a_learner_ends_with_a_run_that_is_stopped_while_nothing_can_be_written(talk, worker, learner, stopped_first):
+    train(talk, worker, learner, 0)
+    make_batch(worker)
+    learner.fetch(1)
+    if stopped_first:
+        talk.service.stop("enough", "stopped", talk.now)
+    talk.service.enter_read_only("the disk is full")
+    learner.say(wire.Consumed(1, {}, ""))
+    if not stopped_first:
+        assert not learner.take(wire.Accepted)
+        talk.service.stop("enough", "stopped", talk.now)
+        talk.tick()
+    assert "unknown session" in learner.take(wire.Refused)[-1].message.reason
+    learner.hello()
+    for report in (wire.Consumed(1, {}, ""), wire.Fetch(2), wire.Durable(2, 2)):
+        learner.say(report)
+        assert learner.take(wire.Finished)[-1].message.reason == "enough", report
+    assert not learner.take(wire.Accepted) and talk.ledger.steps.consumed == 1, "what is answered is on disk"
+    learner.say(wire.Goodbye())
+    talk.tick(talk.config.broker.session_timeout_s + 1.0)
+    assert talk.service.everyone_left(), "a worker that was killed holds nobody up"
+
+
+def test_peers_that_are_answered_are_heard_of(talk, worker, learner):
+    talk.service.enter_read_only("the disk is full")
+    for _ in range(10):
+        talk.tick(talk.config.learner.hung_s / 4)
+        learner.say(wire.Heartbeat([], loop_position="waiting for the broker"))
+    assert talk.status()["learner_silent_s"] == 0 and learner.take(wire.Renewed)
+    assert talk.status()["learner_loop"]["at"] == "waiting for the broker"
+
+
+def test_a_source_ends_with_a_run_that_is_stopped_while_nothing_can_be_written(config_file, join, monkeypatch):
+    with serving(configuration.load(config_file)) as live, ThreadPoolExecutor() as threads:
+        worker, monitor = join(live.address, "worker"), join(live.address, "monitor")
+        source = BrokerSource(live.address, "tcp://127.0.0.1:9", 60.0)
+        assert source.start(0) == (0, 0)
+        monkeypatch.setattr(os, "fdatasync", break_down)
+        worker.send(wire.WorkerCapacity(Version(0, 0), 4))
+        while status_of(monitor)["state"] != "read only":
+            pass
+        waiting = [threads.submit(source.fetch, 0), threads.submit(source.durable, 0, 0)]
+        monitor.request(wire.StopRun("enough"), 60.0)
+        assert [future.result(60.0) for future in waiting] == [None, None]
+        source.close()
+        late = BrokerSource(live.address, "tcp://127.0.0.1:9", 60.0)
+        with pytest.raises(BrokerUnreachable, match="enough"):
+            late.start(0)
+        wait_until(lambda: live.service.peers.learner() is None)
 
 
 def open_files(job):

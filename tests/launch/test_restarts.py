@@ -65,9 +65,10 @@ def watched(config_file, monkeypatch):
     return of
 
 
-def status(step=0, tokens_per_s=0.0):
+def status(step=0, tokens_per_s=0.0, **fields):
     worker = {"name": "worker-0", "tokens_per_s": tokens_per_s}
-    return {"step": step, "workers": [worker], "scorers": [], "agents": [], "learner_silent_s": None}
+    shown = {"step": step, "workers": [worker], "scorers": [], "agents": [], "learner_silent_s": None, "read_only": ""}
+    return shown | fields
 
 
 def tend(run, part, programs, now, dies_until, seconds=600.0, with_status=1):
@@ -133,3 +134,18 @@ def test_stops_of_a_drained_broker_use_up_no_restarts(watched):
     tend(run, part, programs, watched.now, dies_until=watched.now[0] + 40.0, with_status=STEPPED_ASIDE)
     assert part.restarts == 0 and programs.starts > 1 + part.max_restarts
     assert part.status is None and supervisor.STEPPED_ASIDE not in supervisor.FATAL_STATUSES
+
+
+def test_no_part_is_killed_or_given_up_while_the_broker_cannot_write(watched):
+    """It lets nobody in meanwhile, so that a healthy learner that was started again is not heard of."""
+    run, part, programs = watched("learner")
+    run._start(part)
+    programs.kill = lambda: pytest.fail("a healthy part is killed")
+    run._note_disk("the disk is full")
+    for _ in range(int(2 * max(part.hung_s, part.load_s))):
+        watched.now[0] += 1.0
+        run._note_liveness(status(learner_silent_s=watched.now[0] - 1000.0, read_only="the disk is full"))
+        run._restart_if_needed(part)
+    programs.kill = lambda: None
+    tend(run, part, programs, watched.now, dies_until=watched.now[0] + 600.0, seconds=700.0)
+    assert part.restarts > part.max_restarts and part.status is None

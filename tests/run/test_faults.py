@@ -1,6 +1,7 @@
 """Processes of a run are killed for real: what must go on goes on, what must end ends, and nobody is orphaned."""
 
 import os
+import resource
 import shlex
 import signal
 import time
@@ -39,6 +40,25 @@ def test_a_killed_worker_is_restarted_and_the_run_finishes(run, run_dir, gate):
     assert job.restarts == ["restart 1 of 3"] * 2
     found = assert_closed(run_dir)
     assert found["steps"] == 6 and found["state"] == "finished"
+    wait_until(lambda: job.descendants() == [])
+
+
+@pytest.mark.full
+def test_a_run_whose_broker_cannot_write_keeps_its_learner_and_ends_when_told(run, run_dir):
+    """The learner waits for longer than the silence that it is allowed, and ends with a checkpoint of what it has
+    trained."""
+    job = run("--learner.hung_s", "5")
+    wait_until(lambda: steps_recorded(run_dir) >= 1, job)
+    ((broker, _),) = job.descendants("april.cli broker")
+    size = sum(path.stat().st_size for path in (run_dir / "journal").glob("*.msgpack"))
+    resource.prlimit(broker, resource.RLIMIT_FSIZE, (size, size))
+    wait_until(lambda: "READ ONLY" in job.output, job)
+    time.sleep(12.0)
+    assert "has not been heard of" not in job.output and not job.restarts
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60.0) == 130, job.output
+    newest = max((run_dir / "checkpoints").glob("step_*"))
+    assert int(newest.name.partition("_")[2]) >= steps_recorded(run_dir)
     wait_until(lambda: job.descendants() == [])
 
 

@@ -145,13 +145,16 @@ class LearnerHandler:
         part of it has to say hello and fetch it again."""
         if self.pending_fetch is None or self.pending_fetch[1].message.step != step:
             return
-        peer, received = self.pending_fetch
         if self.sent_groups:
-            self.peers.close(peer)
-            reason = "unknown session: the batch has changed; say hello"
-            self.peers.refuse("unknown session", reason, peer.data_route, peer.id, received.sequence)
-            self.pending_fetch = None
+            self.disown("the batch has changed")
         self.sent_groups, self.sendable_from = 0, None
+
+    def disown(self, why: str) -> None:
+        """End the session of the connected learner, which then says hello and repeats the requests under way."""
+        if peer := self.peers.learner():
+            self.peers.close(peer)
+            self.peers.refuse("unknown session", f"unknown session: {why}; say hello", peer.data_route, peer.id)
+            self.pending_fetch = None
 
     @property
     def can_send(self) -> bool:
