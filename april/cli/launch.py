@@ -61,7 +61,8 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
     kind: type[Launcher] = LAUNCHERS.find(config.launch.on)
     check_launch(config, kind.on_network)
     if dry_run:
-        return "\n".join(f"# --- {name}\n{text}" for name, text in launcher_of(config, kind).files().items())
+        shown = launcher_of(config.without_secrets(), kind)
+        return "\n".join(f"# --- {name}\n{text}" for name, text in shown.files().items())
     if resume:
         preflight.check_resume(config)
     if kind.sees_files:

@@ -15,6 +15,7 @@ from april.config.checks import INPUTS, check
 from april.config.section import NAME_OR_FILE, Section
 from april.config.sections import Config, RunSection
 from april.util.errors import ConfigError, refuse
+from april.util.text import masked
 
 # --- overrides, and the list of all keys ------------------------------------------------------------------------------
 
@@ -218,17 +219,18 @@ def likely_key(key: str, known: Collection[str]) -> str | None:
 def error_sentence(error: ErrorDetails, model: type[Section] = Config, listing: str = "`april run --help`") -> str:
     """A pydantic error of `model` as one sentence: key, value, expectation. `listing`: where the keys are listed."""
     key = ".".join(str(part) for part in error["loc"])
+    value = masked(error["input"], key)
     if error["type"] == "extra_forbidden":
         likely = likely_key(key, known_keys(model))
         fix = f"did you mean {likely!r}?" if likely else f"{listing} lists the keys"
-        return f"unknown key {key!r} = {error['input']!r}; {fix}"
+        return f"unknown key {key!r} = {value!r}; {fix}"
     if error["type"] == "missing":
         key = {"model": "model.path", "data": "data.path"}.get(key, key)
         return f"key {key!r} is missing; set it in the file or with --{key} VALUE"
     if error["type"] == "model_type":
-        return f"key {key!r} = {error['input']!r} is refused: it is a section; write its keys under [{key}]"
+        return f"key {key!r} = {value!r} is refused: it is a section; write its keys under [{key}]"
     expected = re.sub(r"^\w+ should ", "should ", error["msg"])
-    return f"key {key!r} = {error['input']!r} is refused: it {expected}; mend it in the file or with --{key} VALUE"
+    return f"key {key!r} = {value!r} is refused: it {expected}; mend it in the file or with --{key} VALUE"
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

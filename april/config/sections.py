@@ -25,6 +25,7 @@ from april.config.workers import (
     WorkerSection,
 )
 from april.util.registry import registry_of
+from april.util.text import masked
 
 NAME_BYTES = 200
 """Longest name of a run folder in bytes: a file system takes 255, and a taken name gets a number appended."""
@@ -184,5 +185,9 @@ class Config(Section):
         return registry_of(key).find(self.part_names(key)[0]) if self.is_shipped(key) else None
 
     def to_toml(self) -> str:
-        """The whole configuration as TOML, defaults included; `load` reads it back unchanged."""
+        """The whole configuration as TOML, defaults and secrets included; `load` reads it back unchanged."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    def without_secrets(self) -> "Config":
+        """The configuration to be shown: its secrets are masked."""
+        return Config.model_validate(masked(self.model_dump(mode="json")))

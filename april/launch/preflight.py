@@ -30,6 +30,7 @@ from april.simulate.trace import recorded_header
 from april.util.errors import refuse
 from april.util.files import replace_file
 from april.util.objects import StoreError
+from april.util.text import masked
 from april.util.versions import FILE, RUN_FOLDER
 
 CHANGED = "resumed with a changed key: "
@@ -172,7 +173,7 @@ def differences(before: dict, after: dict, prefix: str = "") -> list[str]:
         if isinstance(old, dict) and isinstance(new, dict):
             lines += differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            lines.append(f"{prefix}{key}: {old} -> {new}")
+            lines.append(f"{prefix}{key}: {masked(old, key)} -> {masked(new, key)}")
     return lines
 
 

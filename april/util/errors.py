@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, NoReturn
 
+from april.util.text import masked
+
 
 class ConfigError(ValueError):
     """A configuration or a command line that cannot work. Its text is one sentence that names key, value and fix."""
@@ -11,13 +13,13 @@ class ConfigError(ValueError):
 def refuse(key: str, value: Any, why: str, fix: str, cause: BaseException | None = None) -> NoReturn:
     """Raise the ConfigError `key 'KEY' = VALUE WHY; FIX`.
 
-    `key` is a key of the configuration, or an option of the command line with its dashes. A `value` of None is left
-    out. `why` is the rest of a sentence, whose subject is the key; `fix` is an imperative.
+    `key` is a key of the configuration, or an option of the command line with its dashes. Secrets in `value` are
+    masked; a `value` of None is left out. `why` is the rest of a sentence, whose subject is the key; `fix` is an imperative.
 
         refuse("broker.renew_s", 60.0, "is not below broker.lease_s = 60.0", "lower it")
     """
     subject = f"{'option' if key.startswith('--') else 'key'} {key!r}"
-    assigned = "" if value is None else f" = {toml_like(value)}"
+    assigned = "" if value is None else f" = {toml_like(masked(value, key))}"
     raise ConfigError(f"{subject}{assigned} {why}; {fix}") from cause
 
 

@@ -1,6 +1,9 @@
-"""Counts and sizes as text; numbers in the text of an answer; the prefix of the names of some rewards."""
+"""Counts and sizes as text; configurations without their secrets; numbers in the text of an answer; the prefix of the
+names of some rewards."""
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 GROUP_REWARD = "group:"
 """Prefix of the name of a reward that scores all responses of a prompt together."""
@@ -25,6 +28,54 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+MASK = "…"
+"""Text in place of a secret."""
+SECRET_NAME = re.compile(
+    r"(?:^|[_.-])(?:\w*api_?keys?|keys?|token|\w*secrets?|pass(?:word|wd|phrase)?|credentials?|auth|authorization|bearer)$",
+    re.IGNORECASE,
+)
+"""Regular expression for the name of an option, a variable or a header that holds a secret."""
+HARMLESS_NAMES = {"keys", "label_key", "prompt_key"}
+"""Keys of April's own configuration that are named like secrets and are none: a folder, and names of columns."""
+URL_SECRETS = re.compile(r"""(?<=://)[^/\s@'"]+(?=@)|(?<=\?)[^\s'"#]*=[^\s'"#]*""")
+"""Regular expression for the parts of a URL that hold secrets: user with password, and the query."""
+ASSIGNMENT = re.compile(r"""([\w.-]+)(?:=(?:"[^"]*"|'[^']*'|[^\s'"]*)|:\s*[^'"]+)""")
+"""Regular expression for `NAME=VALUE` and `NAME: VALUE` in a text, such as a variable's in a shell, or a header."""
+FLAG = re.compile(r"""(--?[\w-]+)\s+(?:"[^"]*"|'[^']*'|\S+)""")
+"""Regular expression for `--NAME VALUE` in a text."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of that name holds a secret: it is called a key, token, password or the like."""
+    return SECRET_NAME.search(name) is not None and name.rpartition(".")[2] not in HARMLESS_NAMES
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """A value of a configuration, named `name`, with MASK in place of its secrets: texts in an option that is named
+    like a secret, user and query of URLs, and values of arguments and variables in texts."""
+    hidden = is_secret(name)
+    if isinstance(value, Mapping):
+        return {key: masked(inner, name if hidden else str(key)) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        flags = ["", *(str(word) for word in value)]
+        return [masked(word, name if hidden else flag_name(flag)) for word, flag in zip(value, flags, strict=False)]
+    if not isinstance(value, str) or not value:
+        return value
+    if hidden:
+        return MASK
+    for pattern in (ASSIGNMENT, FLAG):
+        value = pattern.sub(lambda found: f"{found[1]} {MASK}" if is_secret(found[1]) else found[0], value)
+    return URL_SECRETS.sub(MASK, value)
+
+
+def flag_name(word: str) -> str:
+    """The name of a command-line flag whose value is the next word; empty if the word is none."""
+    return word.lstrip("-") if word.startswith("-") and "=" not in word else ""
 
 
 # --- numbers in an answer ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Each function returns what becomes JSON with NaN as null.
 """
 
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from april.config.stored import held_out_score
 from april.observe.dashboard.steps import Steps
 from april.observe.report.facts import facts, resumes, token_totals
-from april.observe.report.run_folder import RunFolder, dig
+from april.observe.report.run_folder import RunFolder, dig, shown_config
 from april.observe.report.timeline import (
     RESOLUTION,
     add_idle_spans,
@@ -215,8 +216,8 @@ def timeline_window(
 
 
 def read_config_text(path: Path) -> str:
-    """The run's configuration as its file has it; "" if it cannot be read."""
+    """The run's configuration, without its secrets; "" if it cannot be read."""
     try:
-        return (path / "config.toml").read_text()
-    except (OSError, UnicodeDecodeError):
+        return shown_config(tomllib.loads((path / "config.toml").read_text()))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return ""

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import tomli_w
 
 from april.config import ConfigError
 from april.config.stored import held_out_score, is_step
+from april.util.text import masked
 from april.util.versions import RUN_FOLDER
 
 
@@ -19,6 +21,7 @@ class RunFolder:
 
     path: Path
     config_text: str
+    """The configuration to be shown, as TOML without its secrets."""
     config: dict
     records: list[dict]
     """Lines of metrics.jsonl of trained steps, in file order; a replayed step appears again."""
@@ -112,14 +115,18 @@ def read_run(run_dir: str | Path) -> RunFolder:
     if not config_path.is_file():
         raise ConfigError(f"{path} is not a run folder: {config_path} does not exist; give a folder such as runs/NAME")
     RUN_FOLDER.check(path)
-    config_text = config_path.read_text()
     try:
-        config = tomllib.loads(config_text)
+        config = tomllib.loads(config_path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{config_path} is not TOML: {error}; mend that line") from None
     return RunFolder(
-        path, config_text, config, read_records(path / "metrics.jsonl"), read_summary(path / "summary.json")
+        path, shown_config(config), config, read_records(path / "metrics.jsonl"), read_summary(path / "summary.json")
     )
+
+
+def shown_config(config: dict) -> str:
+    """A configuration as TOML, without its secrets."""
+    return tomli_w.dumps(masked(config))
 
 
 def evaluation_size(point: dict) -> tuple:
