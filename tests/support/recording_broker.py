@@ -23,6 +23,7 @@ class RecordingBroker:
 
     def __init__(self, steps, frontier=0):
         self.steps, self.frontier, self.calls, self.weights, self.prompts = steps, frontier, [], {}, 0
+        self.leftover, self.metrics = [], []
 
     def start(self, checkpoint_step):
         self.calls.append(("start", checkpoint_step))
@@ -41,6 +42,7 @@ class RecordingBroker:
 
     def consumed(self, step, metrics, discarded=""):
         self.calls.append(("consumed", step))
+        self.metrics.append(metrics)
 
     def durable(self, step, oldest):
         self.calls.append(("durable", step, oldest))

@@ -25,13 +25,15 @@ class TrainerRun:
         self.run = run
         self.batch: RolloutBatch | None = None
         """The batch that is being trained on; None if there is none."""
-        self._durable = run.step
-        """Policy step of the newest checkpoint that was reported."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the batch that the trainer has told so far."""
+        self._consumed = self._durable = run.step
+        """Policy step of the newest weights, and of the newest checkpoint, that were reported."""
 
     def take(self, limit: str) -> RolloutBatch:
         """The next batch. Raises RuntimeError if the run is over before the trainer is; `limit`: the trainer's option
         that bounds its steps."""
-        self.batch = self.run.take()
+        self.batch, self.metrics = self.run.take(), {}
         if self.batch is None:
             raise RuntimeError(f"the run is over after {self.run.step} batches; lower {limit} to that")
         return self.batch
@@ -50,9 +52,10 @@ class TrainerRun:
                 submit_prompts()
 
     def report_consumed(self) -> None:
-        """Report that the trainer's weights contain the batch, if there is one."""
-        if self.batch:
-            self.run.consumed(self.batch, figures(self.batch))
+        """Report that the trainer's weights contain the batch, with its metrics, unless that was done."""
+        if self.batch and self._consumed < self.batch.checkpoint:
+            self.run.consumed(self.batch, figures(self.batch) | self.metrics)
+            self._consumed = self.batch.checkpoint
 
     def report_checkpoint(self, step: int, folder: Path, oldest: int | None = None) -> None:
         """Report a checkpoint of that policy step as durable, once it is synced to disk, unless that was done.

@@ -93,7 +93,7 @@ class TrlRollouts(TrainerRun):
         before it generates. This makes April that server.
         """
         trainer.use_vllm = True
-        trainer.vllm_generation = WeightsToApril(self.run, trainer)
+        trainer.vllm_generation = WeightsToApril(self, trainer)
         trainer._last_loaded_step = -1
         trainer._get_per_token_logps_and_entropies = partial(
             score_by_length, trainer._get_per_token_logps_and_entropies
@@ -117,24 +117,35 @@ class TrlRollouts(TrainerRun):
 class WeightsToApril:
     """Replaces TRL's client of its generation server: sends the weights to April's workers instead."""
 
-    def __init__(self, run: Rollouts, trainer: GRPOTrainer):
-        self.run, self.trainer = run, trainer
+    def __init__(self, owner: TrlRollouts, trainer: GRPOTrainer):
+        self.owner, self.trainer = owner, trainer
 
     def sync_weights(self) -> None:
-        self.run.publish(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        self.owner.report_consumed()
+        self.owner.run.publish(self.trainer.accelerator.unwrap_model(self.trainer.model))
+
+
+METRICS = {"learning_rate": "lr", "clip_ratio/region_mean": "clip_fraction"}
+"""TRL's names of metrics that April's learner has as well -> April's."""
 
 
 class ProgressCallback(TrainerCallback):
-    """Reports consumed batches and durable checkpoints to the run."""
+    """Reports consumed batches with TRL's metrics, and durable checkpoints, to the run."""
 
     def __init__(self, owner: TrlRollouts, trainer: GRPOTrainer):
         self.owner, self.trainer = owner, trainer
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.owner.report_consumed()
+    def on_log(self, *_: Any, logs: Mapping[str, Any], **__: Any) -> None:
+        """TRL logs a step after its end and before it saves; its last log is of the whole training."""
+        if "loss" in logs:
+            self.owner.metrics = {
+                METRICS.get(name, name): value for name, value in logs.items() if isinstance(value, int | float)
+            }
+            self.owner.report_consumed()
 
     def on_save(self, arguments: GRPOConfig, *_: Any, **__: Any) -> None:
         if self.owner.batch:
+            self.owner.report_consumed()
             folders, step = step_folders(Path(arguments.output_dir), CHECKPOINT_PREFIX), self.owner.run.step
             self.owner.report_checkpoint(step, folders[step], oldest=min(folders))
 

@@ -59,6 +59,18 @@ class RolloutBatch:
         return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
 
+def gradient_counts(batch: RolloutBatch) -> dict[str, float]:
+    """Metrics of a batch: its sampled `tokens` and its `groups`, and how many of each have a gradient
+    (`trained_tokens`, `gradient_groups`), which are those with an advantage other than 0."""
+    has_gradient = batch.advantages != 0
+    return {
+        "tokens": float(batch.response_mask.sum()),
+        "trained_tokens": float(batch.response_mask[has_gradient].sum()),
+        "groups": float(len(batch.groups)),
+        "gradient_groups": float(len(batch.group[has_gradient].unique())),
+    }
+
+
 def to_tensors(batch: TrainingBatch, estimator: str) -> RolloutBatch:
     """The batch as tensors. `estimator`: registry name of the advantage estimator."""
     samples = batch.samples

@@ -5,8 +5,10 @@
 Under torchrun every rank makes the same calls in the same order; only rank 0 talks to the broker and the workers.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -23,8 +25,10 @@ from april.learner.batch import TrainingBatch
 from april.learner.loop import broadcast_integers
 from april.learner.prefetch import BatchPrefetcher, BatchSource, Publisher, WeightSender
 from april.learner.process_group import long_wait_group
+from april.learner.samples import SampleWriter
 from april.learner.source import BrokerSource
-from april.trainers.rollouts.batch import RolloutBatch, to_tensors
+from april.learner.token_stats import keeps_samples
+from april.trainers.rollouts.batch import RolloutBatch, gradient_counts, to_tensors
 from april.trainers.rollouts.local import LocalRun
 from april.trainers.rollouts.prompts import (
     EncodedPrompt,
@@ -95,8 +99,11 @@ class Rollouts:
         self._sender = WeightSender(publisher, incarnation, frontier)
         self._published = -1
         self._consumed = checkpoint
-        self._wait_s = 0.0
+        self._wait_s = self._taken_at = 0.0
         self._last_batch: RolloutBatch | None = None
+        self._received: TrainingBatch | None = None
+        """The last batch as it was received, with the groups that came with it for the sample logs."""
+        self._samples = SampleWriter(config) if source and config.samples.every and config.run_dir.is_dir() else None
         self._encode = encoder(config)
         self._carries_weights = TRANSPORTS.find(config.weights.transport).carries_weights
         if config.data.source == "submitted":
@@ -126,8 +133,11 @@ class Rollouts:
         arrived = self._prefetcher.take()
         if arrived is None:
             self.finished = True
+            if self._samples and self._source:
+                self._samples.keep_untrained(self.step, self._source.leftover)
             return None
-        (_, batch), self._wait_s = arrived
+        (self._received, batch), self._wait_s = arrived
+        self._taken_at = time.perf_counter()
         if not batch.groups:
             raise PromptsWanted(
                 f"all {self.submitted} prompts that were submitted have been generated for, and fewer than "
@@ -171,10 +181,21 @@ class Rollouts:
     def consumed(
         self, batch: RolloutBatch, metrics: Mapping[str, float] | None = None, discarded: Discard = ""
     ) -> None:
-        """Report that the weights contain `batch`, or that it was `discarded` (the reason) and left them unchanged."""
+        """Report that the weights contain `batch`, or that it was `discarded` (the reason) and left them unchanged.
+
+        `metrics` are shown as those of April's learner are, `loss`, `entropy`, `grad_norm` and `lr` in its charts.
+        Samples of the batch are stored if the run folder can be reached from here.
+        """
         self._consumed = batch.checkpoint
         if self._source:
-            self._source.consumed(batch.step, {"wait_s": self._wait_s} | dict(metrics or {}), discarded)
+            known = {"wait_s": self._wait_s, "train_s": time.perf_counter() - self._taken_at} | gradient_counts(batch)
+            self._source.consumed(batch.step, known | dict(metrics or {}), discarded)
+        if self._samples and self._received and self._received.step == batch.step:
+            if keeps_samples(self.config.samples, batch.step):
+                advantages = batch.advantages.numpy(force=True)
+                self._samples.keep(self._received, advantages, None, nonfinite=discarded == "nonfinite")
+            else:
+                self._samples.keep_untrained(batch.step, self._received.untrained)
 
     def publish(self, weights: Weights) -> dict[str, float]:
         """Start sending the current weights to the workers, after the previous ones have arrived; returns figures about
@@ -237,6 +258,8 @@ class Rollouts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        if self._samples:
+            self._samples.finish()
         if kind is None:
             self._sender.finish()
 
@@ -301,7 +324,11 @@ def connect(
         keys = loaded.security.keys
         device = "cuda" if torch.cuda.is_available() else "cpu"
         publisher = WeightPublisher(weights_towards(loaded, address), loaded.run.name, device, keys)
-        source = MonitoredSource(address, publisher.address, loaded.broker.patience_s, load_keys(keys, "learner"))
+        stored = loaded.samples.every and loaded.run_dir.is_dir()
+        keeps = partial(keeps_samples, loaded.samples) if stored else None
+        source = MonitoredSource(
+            address, publisher.address, loaded.broker.patience_s, load_keys(keys, "learner"), keeps
+        )
         source.local = local
         return ConnectedRollouts(loaded, checkpoint, source, publisher, group)
     except BaseException:

@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april.config import ConfigError, load
+from april.observe.report.run_folder import read_run
+from april.observe.report.samples import read_step
 from tests.support.run_processes import assert_closed, steps_recorded, summary, wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -144,6 +146,12 @@ def test_what_trl_s_page_says_runs_in_a_folder_that_has_nothing_else(start, tmp_
     job = start("log", [sys.executable, "train.py"], start=partial(subprocess.Popen, cwd=tmp_path))
     assert job.wait(500) == 0, job.output
     assert assert_closed(tmp_path / "runs/trl")["state"] == "finished"
+    lines = read_run(tmp_path / "runs/trl").steps
+    assert all({"loss", "grad_norm", "lr", "entropy", "wait_s", "train_s"} <= line["learner"].keys() for line in lines)
+    assert len(lines) == 2 and all(0 <= line["gradient"]["tokens"] <= 1 for line in lines)
+    rows = [row for step in (0, 1, 2) for row in read_step(tmp_path / "runs/trl", step)]
+    assert {row["step"] for row in rows if row["held_out"]} == {0, 2} and all(row["label"] for row in rows)
+    assert sum(not row["held_out"] for row in rows) >= 2 * 4 * 2
     assert (tmp_path / "trl-checkpoints/checkpoint-2").is_dir() and (tmp_path / "runs/trl/report.html").is_file()
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import orjson
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import april
 from april.config import ConfigError, load
 from april.learner.batch import TrainingBatch
+from april.observe.report.samples import read_step
 from april.trainers.rollouts import Prompt, PromptsWanted
 from april.trainers.rollouts.batch import to_tensors
 from april.trainers.rollouts.run import Rollouts
@@ -63,6 +65,28 @@ def test_taking_the_next_batch_reports_the_last_one_as_consumed(config):
         for _ in run.batches():
             run.publish(WEIGHTS)
     assert [calls for calls in broker.calls if calls[0] == "consumed"] == [("consumed", 0), ("consumed", 1)]
+
+
+def test_a_trainer_s_samples_and_metrics_are_stored_as_the_learner_s_are(config, monkeypatch):
+    monkeypatch.setattr("april.learner.samples.Tokenizer", lambda path: SimpleNamespace(decode=str))
+    config.run_dir.mkdir(parents=True)
+    broker = RecordingBroker(2)
+    with Rollouts(config, 0, broker, broker) as run:
+        run.publish(WEIGHTS)
+        run.consumed(run.take(), {"loss": 0.5, "wait_s": 7.0})
+        run.publish(WEIGHTS)
+        run.consumed(run.take(), discarded="nonfinite")
+        run.publish(WEIGHTS)
+        assert run.take() is None
+    metrics, _ = broker.metrics
+    assert (metrics["loss"], metrics["wait_s"]) == (0.5, 7.0) and 0 <= metrics["train_s"] < 60
+    assert metrics.items() >= {"tokens": 3, "trained_tokens": 3, "groups": 1, "gradient_groups": 1}.items()
+    trained, skipped = read_step(config.run_dir, 1), read_step(config.run_dir, 2)
+    assert [(row["reward"], row["trained"], row["response_ids"]) for row in trained] == [
+        (1.0, True, [7, 8, 9]), (0.0, True, [7])
+    ]  # fmt: skip
+    assert trained[0]["advantage"] > 0 > trained[1]["advantage"] and trained[0]["learner_logprobs"] is None
+    assert {(row["discarded"], row["trained"]) for row in skipped} == {("nonfinite", False)}
 
 
 def test_weights_of_repeated_batches_are_not_sent(config):
