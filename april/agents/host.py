@@ -1,8 +1,8 @@
 """The process that runs the user's agent program for many sessions at once: `python -m april.agents.host PROGRAM
-OPTIONS THREADS`.
+THREADS`.
 
-Orders come over a pipe, and outcomes go back over another. A coroutine function runs in the event loop, a plain
-function in a thread."""
+The program's options and then orders come over a pipe, and outcomes go back over another. A coroutine function runs in
+the event loop, a plain function in a thread."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ import msgspec
 from april.agents import PROGRAMS
 from april.util.lifetime import die_with_parent, exit_at_once
 from april.util.logs import user_traceback
-from april.util.pool import LENGTH_BYTES, READY, frame, private_pipes, write_frame
+from april.util.pool import LENGTH_BYTES, READY, frame, private_pipes, read_rules, write_frame
 from april.wire.limits import MAX_AGENT_STATE_BYTES, MAX_REWARD, is_reward, reward_details
 
 HEARTBEAT_S = 1.0
@@ -175,8 +175,9 @@ def error_text(error: BaseException) -> str:
 
 def main() -> None:
     die_with_parent()
-    name, options, threads = sys.argv[1], msgspec.json.decode(sys.argv[2]), int(sys.argv[3])
+    name, threads = sys.argv[1], int(sys.argv[2])
     incoming, outgoing = private_pipes()
+    options = read_rules(incoming, dict[str, Any])
     asyncio.run(Host(load_program(name, options), outgoing, threads).serve(incoming))
     exit_at_once(0)
 

@@ -73,12 +73,13 @@ class ProgramRunner:
     async def start(self) -> None:
         """Start the host process. Raises TimeoutError and asyncio.IncompleteReadError if it does not become ready."""
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "april.agents.host", self.program, orjson.dumps(self.options).decode(),
-            str(self.threads), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            sys.executable, "-m", "april.agents.host", self.program, str(self.threads),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
             env=os.environ | self.mark
             | {SUPERVISED: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
-        assert self.process.stdout
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(frame(self.options))
         await asyncio.wait_for(self.process.stdout.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
         self._reading = asyncio.create_task(self._read(self.process))
 

@@ -31,9 +31,10 @@ LENGTH_BYTES = 4
 """Size of the length prefix of a frame, which is one encoded message."""
 READY = bytes(LENGTH_BYTES)
 """An empty frame: the process is ready."""
+RulesT = TypeVar("RulesT")
 
 
-def frame(message: msgspec.Struct) -> bytes:
+def frame(message: Any) -> bytes:
     """Encode a message as a frame: the length, then the message in MessagePack."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
@@ -49,6 +50,21 @@ def private_pipes() -> tuple[int, BinaryIO]:
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return incoming, outgoing
+
+
+def read_rules(incoming: int, kind: type[RulesT]) -> RulesT:
+    """Read the first frame of a pipe, the settings of this process. A command line would show them, and the keys that
+    they may hold, to every user of the machine."""
+    size = int.from_bytes(read_exactly(incoming, LENGTH_BYTES), "little")
+    return msgspec.msgpack.decode(read_exactly(incoming, size), type=kind)
+
+
+def read_exactly(incoming: int, size: int) -> bytes:
+    """Read `size` bytes of a pipe; ends the process if the pipe has ended."""
+    data = b""
+    while len(data) < size:
+        data += os.read(incoming, size - len(data)) or sys.exit(0)
+    return data
 
 
 def write_frame(outgoing: BinaryIO, data: bytes) -> None:
@@ -218,17 +234,18 @@ class ProcessPool(Generic[ItemT, AnswerT]):
 class PoolProcess:
     """One operating-system process and its items, which it answers in order.
 
-    It runs `module` with the time limit and `rules` as arguments; its answers are of the type `answer`.
+    It runs `module` with the time limit as argument and gets `rules` as its first frame; its answers are of the type
+    `answer`.
     """
 
     def __init__(self, module: str, rules: msgspec.Struct, timeout_s: float, answer: Any, prints: Path | None = None):
         """`prints`: file to which the output of user code is appended; by default it goes to this process's stderr."""
         self.timeout_s = timeout_s
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(answer)
-        limit, encoded = str(timeout_s + ORPHAN_MARGIN_S), msgspec.json.encode(rules).decode()
+        limit = str(timeout_s + ORPHAN_MARGIN_S)
         with prints.open("ab") if prints else contextlib.nullcontext() as errors:
             self.inner = subprocess.Popen(
-                [sys.executable, "-m", module, limit, encoded],
+                [sys.executable, "-m", module, limit],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -241,7 +258,8 @@ class PoolProcess:
         os.set_blocking(self.stdin.fileno(), False)
         os.set_blocking(self.stdout.fileno(), False)
         self.in_flight: deque[Any] = deque()
-        self.unsent, self.unread = bytearray(), bytearray()
+        self.unsent, self.unread = bytearray(frame(rules)), bytearray()
+        self.flush()
         self.ready = self.ended = False
         self.busy_since_s = time.monotonic()
         """Monotonic time at which the process started, or began its first item in flight, as far as the pool knows."""

@@ -1,6 +1,6 @@
-"""An environment process, `python -m april.workers.environments.process LIMIT_S RULES`, and a worker's pool of them.
+"""An environment process, `python -m april.workers.environments.process LIMIT_S`, and a worker's pool of them.
 
-A process reads calls on stdin and answers on stdout, framed as the messages of verifier processes.
+A process reads its rules and calls on stdin and answers on stdout, framed as the messages of verifier processes.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from april.util.pool import (
     ProcessPool,
     frame,
     private_pipes,
+    read_rules,
     write_frame,
 )
 from april.util.resources import limit_memory
@@ -73,12 +74,13 @@ OBSERVATION_CHARACTERS = 1 << 18
 """Longest observation (characters); the rest is cut off."""
 
 
-def main(limit_s: float, rules: EnvironmentRules) -> None:
+def main(limit_s: float) -> None:
     """Serve calls until the pipe closes.
 
     The pool enforces the time limit of a call; `limit_s` is longer, and only matters if the pool has died.
     """
     pipe, answers = private_pipes()
+    rules = read_rules(pipe, EnvironmentRules)
     calls = os.fdopen(pipe, "rb")
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -156,4 +158,4 @@ class EnvironmentPool(ProcessPool[EnvironmentCall, EnvironmentAnswer]):
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=EnvironmentRules))
+    main(float(sys.argv[1]))

@@ -1,4 +1,5 @@
-"""A verifier process, `python -m april.workers.rewards.process LIMIT_S RULES`: items on stdin, scores on stdout."""
+"""A verifier process, `python -m april.workers.rewards.process LIMIT_S`: rules and items on stdin, scores on
+stdout."""
 
 import contextlib
 import importlib
@@ -24,6 +25,7 @@ from april.util.pool import (
     START_LIMIT_S,
     frame,
     private_pipes,
+    read_rules,
     write_frame,
 )
 from april.util.resources import limit_memory
@@ -65,12 +67,13 @@ PRINTED_ERRORS: set[tuple[str, type[Exception]]] = set()
 """(verifier, error class) pairs whose traceback this process has printed."""
 
 
-def main(limit_s: float, rules: RewardRules) -> None:
+def main(limit_s: float) -> None:
     """Serve items until the pipe closes.
 
     The pool enforces the time limit of an item; `limit_s` is longer, and only matters if the pool has died.
     """
     items, scores = private_pipes()
+    rules = read_rules(items, RewardRules)
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     inbox = ItemReader(items)
@@ -227,4 +230,4 @@ def objection(value: object) -> str:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=RewardRules))
+    main(float(sys.argv[1]))

@@ -31,6 +31,14 @@ POLL_S = 0.1
 RETURN_POLL_S = 0.5
 """Interval between two attempts to reach an external server (s)."""
 TAIL_LINES = 15
+OPTIONS_VARIABLE = "APRIL_SERVER_OPTIONS"
+"""Environment variable with a server's options, a JSON list of words. They may hold keys, and every user of the machine
+may read a command line."""
+SGLANG_PROGRAM = f"""
+import json, os, runpy, sys
+sys.argv += json.loads(os.environ.pop("{OPTIONS_VARIABLE}"))
+runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+"""
 HOST = "127.0.0.1"
 PORTS = range(20_000, 30_000)
 """Ports for servers, outside Linux's default ephemeral range: a server binds its port up to minutes after the check."""
@@ -72,7 +80,7 @@ class ServerSettings:
 
     def program(self) -> list[str]:
         """Interpreter arguments that start the server's program."""
-        return ["-m", "sglang.launch_server"]
+        return ["-c", SGLANG_PROGRAM]
 
     def own_options(self, port: int) -> dict[str, Any]:
         """Options set by April: token ids in and out, incremental streaming, no sampling defaults from the model."""
@@ -135,11 +143,12 @@ class SGLangServer:
         if given and not is_free(given):
             raise ServerFailed(f"key 'engine.port' = {self.port} is taken; give another one, or 0 for any that is free")
         settings.log.parent.mkdir(parents=True, exist_ok=True)
+        options = {OPTIONS_VARIABLE: json.dumps(settings.arguments(self.port))}
         with settings.log.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [str(settings.python), *settings.program(), *settings.arguments(self.port)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=settings.environment(),
+                [str(settings.python), *settings.program()],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=settings.environment() | options,
                 cwd=settings.log.parent, start_new_session=True, preexec_fn=prepare_child,
             )  # fmt: skip
 

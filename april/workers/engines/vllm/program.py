@@ -16,7 +16,6 @@ import os
 import random
 import runpy
 import signal
-import sys
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -361,6 +360,6 @@ def die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(json.loads(os.environ.pop("APRIL_SERVER_OPTIONS")))
 elif __name__ == "__mp_main__":
     die_with_parent()
