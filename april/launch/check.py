@@ -2,25 +2,28 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from april.agents import PROGRAMS
 from april.agents.listening import AttachKey, server_tls
 from april.broker.alarms.alarm import check_alarms
+from april.broker.conformance.runs import try_schedule
 from april.broker.filters.filters import GroupFilters
 from april.broker.header import tensors_of
 from april.broker.prompts import PromptBook, open_prompts
 from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
-from april.config import Config, ConfigError, SourceSection
+from april.config import Config, ConfigError, ScheduleSection, SourceSection
 from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
 from april.config.sharing import check_time_sharing
 from april.config.stored import store_of, store_refused
@@ -33,9 +36,11 @@ from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.util.errors import refuse
+from april.util.logs import user_traceback
 from april.util.objects import StoreError
 from april.util.text import format_bytes
 from april.weights import TRANSPORTS
+from april.wire.message import Version
 from april.wire.security.allow_list import AllowList
 from april.wire.security.keys import ALLOW_LIST, ROLES, find_key_file, load_keys
 from april.workers.engines import ENGINES
@@ -94,7 +99,11 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     run_check(check_keys, config.security.keys, unused_roles(config))
     run_check(check_engine, config)
     installed = run_check(lambda: ENGINES.find(config.worker.engine).installed(config))
+    if not config.is_shipped("worker.engine") and installed is not None:
+        run_check(check_own_engine, config)
     run_check(check_schedule, config.schedule)
+    if not config.is_shipped("schedule.kind"):
+        run_check(check_own_schedule, config.schedule)
     run_check(check_learner_parts, config)
     backend = run_check(installed_backend, config)
     kind = run_check(SCHEDULES.find, config.schedule.kind)
@@ -147,6 +156,34 @@ def check_source(source: SourceSection) -> None:
         raise ConfigError(f"data {source.path} needs pyarrow; `pip install 'april-rl[data]'`")
 
 
+def check_own_engine(config: Config) -> None:
+    """Have a user's engine that computes in the worker generate for a tiny model on the CPU. Raises ConfigError."""
+    name = config.worker.engine
+    if not ENGINES.find(name).in_process:
+        return
+    from april.workers.engines.conformance.suite import try_engine
+
+    given = config.engine.model_dump(mode="json", exclude_defaults=True)
+    try:
+        try_engine(name, [f"--engine.{key}={json.dumps(value)}" for key, value in given.items()])
+    except ConfigError:
+        raise
+    except Exception as error:
+        fix = f"mend it, and try it with `april check engine {name}`"
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"key 'worker.engine' = {name!r} fails on a tiny model: {said}; {fix}") from error
+
+
+def check_own_schedule(schedule: ScheduleSection) -> None:
+    """Run a user's schedule on small batches, without faults. Raises ConfigError for one with which a run would stand
+    still."""
+    try:
+        try_schedule(schedule)
+    except AssertionError as error:
+        fix = f"mend it, and try it with `april check schedule {schedule.kind}`"
+        refuse("schedule.kind", schedule.kind, f"fails in a run on small batches: {error}", fix, error)
+
+
 def check_learner_parts(config: Config) -> None:
     """Check that user-defined losses, corrections, advantages and step scales can be imported. Shipped ones were
     checked with the configuration, and are not imported here to save time. Raises ConfigError, also if torch is
@@ -162,6 +199,50 @@ def check_learner_parts(config: Config) -> None:
         for registry, name in named:
             registry.find(name)
         check_critic(config, imported=True)
+        try_objective(config)
+
+
+def try_objective(config: Config) -> None:
+    """Compute the loss of two small groups, and its gradient, as a learner does. Raises ConfigError for an exception in
+    a user's part, for a result of the wrong kind, and for a loss that is not finite."""
+    import torch
+
+    from april.learner.batch import TrainingBatch, TrainSample
+    from april.learner.diagnostics import StepTotals
+    from april.learner.losses.ranks import SingleRank
+    from april.learner.objective import Objective
+
+    def sample(length: int, reward: float) -> TrainSample:
+        logprobs = np.linspace(-2.0, -0.1, length, dtype=np.float32)
+        versions = (0, 1, Version(0, 1)), (1, length, Version(0, 2))
+        return TrainSample(np.arange(length + 2, dtype=np.int32), 2, logprobs, reward, versions)
+
+    lengths, device = range(3, 3 + max(2, config.schedule.n_samples_per_prompt)), torch.device("cpu")
+    groups = [[sample(length, float((length + group) % 2)) for length in lengths] for group in range(2)]
+    try:
+        objective = Objective(config, SingleRank())
+        prepared = objective.prepare(TrainingBatch(2, groups))
+        count = len(prepared.samples)
+        if objective.needs_norms:
+            ones = torch.ones(count, dtype=torch.float64)
+            objective.set_norm_advantages(prepared, 0 * ones, ones)
+        tokens = objective.tokens(prepared, list(range(count)), device)
+        if objective.needs_values:
+            objective.estimator(tokens.advantages, tokens.behaviour_logprobs, tokens.spans, config.critic)
+        logprobs = (0.9 * tokens.behaviour_logprobs).requires_grad_()
+        tokens = replace(tokens, scores={"reference_logprobs": tokens.behaviour_logprobs})
+        loss = objective.loss(logprobs, torch.ones_like(logprobs), tokens, StepTotals(device))
+        loss.backward()
+        objective.step_scale({"off_policy_share": 0.5, "sequence_ess": 0.5})
+    except ConfigError:
+        raise
+    except Exception as error:
+        where = next(iter(getattr(error, "__notes__", [])), "section [algorithm] raised it")
+        raise ConfigError(
+            f"{where.removesuffix(' it')} {type(error).__name__}: {error}; mend it\n{user_traceback(error)}"
+        ) from error
+    if not (torch.isfinite(loss) and logprobs.grad is not None and torch.isfinite(logprobs.grad).all()):
+        refuse("algorithm.loss", config.algorithm.loss, f"is {loss.item():g} on a small batch", "mend it")
 
 
 def installed_backend(config: Config) -> str:

@@ -34,8 +34,10 @@ from april.util.lifetime import (
     restart_delay_s,
     was_interrupted,
 )
+from april.util.logs import last_error
 from april.util.text import counted
 from april.util.versions import RUN_FOLDER
+from april.wire.limits import clip
 from april.wire.security.keys import load_keys
 from april.wire.sockets.base import ADDRESS_FILE
 from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
@@ -95,6 +97,9 @@ class Part:
     program: Program | None = None
     log_offset: int = 0
     """Bytes in the log file that an earlier start of the run has written."""
+    start_offset: int = 0
+    """Bytes in the log file that earlier processes of the part have written."""
+    told_cause: str = ""
     restarts: int = 0
     """Restarts since the part last contributed to a new step."""
     started_at: float = 0.0
@@ -113,8 +118,8 @@ class Part:
         self.started_at = self.heard_at = clock.now()
         self.was_heard, self.at_work_since, self.restart_at = False, None, None
         self.had_predecessor = self.program is not None
-        if self.program is None and self.log.exists():
-            self.log_offset = self.log.stat().st_size
+        self.start_offset = self.log.stat().st_size if self.log.exists() else 0
+        self.log_offset = self.log_offset if self.program else self.start_offset
         own = dict.fromkeys(THREAD_SETTINGS, str(self.threads)) | {SUPERVISED: str(os.getpid())}
         self.program = self.target.start(self.name, self.command, own | environment_of(self.devices), self.log)
 
@@ -142,7 +147,7 @@ class Part:
         """Kill the part's process and its child processes."""
         if self.program:
             self.program.kill()
-            self.program.wait(KILL_S)
+            self.wait(KILL_S)
 
     def note_work(self, now: float) -> None:
         """Note that the part is at work; after `STEADY_S` of work, its count of restarts is reset."""
@@ -150,10 +155,18 @@ class Part:
         if now - self.at_work_since >= STEADY_S:
             self.restarts = 0
 
+    def take_cause(self) -> str:
+        """A colon and the error in the log that ended the part's process; empty if that is the last one taken."""
+        told, self.told_cause = self.told_cause, ""
+        if (self.status or 0) > 0:  # not by a signal
+            self.told_cause = clip(last_error(self._logged(self.start_offset)))
+        return f": {self.told_cause}" if self.told_cause not in ("", told) else ""
+
     def last_lines(self) -> str:
-        written = self.log.read_bytes()[self.log_offset :].decode(errors="replace")
-        lines = written.splitlines()[-TAIL_LINES:]
-        return "\n".join(f"  {self.name} | {line}" for line in lines)
+        return "\n".join(f"  {self.name} | {line}" for line in self._logged(self.log_offset).splitlines()[-TAIL_LINES:])
+
+    def _logged(self, offset: int) -> str:
+        return self.log.read_bytes()[offset:].decode(errors="replace") if self.log.exists() else ""
 
 
 class Supervisor:
@@ -333,12 +346,13 @@ class Supervisor:
             return self.view.note(f"{part.name} was told to leave; it is started again, and goes on")
         if part.restarts >= part.max_restarts and not self._read_only:
             self._fail(part, f"{ended}, {counted(part.restarts, 'restart')} did not help" if part.restarts else ended)
+        cause = part.take_cause()
         part.kill()
         part.restarts += 1
         wait_s = restart_delay_s(part.restarts, part.max_restarts)
         part.restart_at = clock.now() + wait_s
         when = f" in {wait_s:.0f} s" if wait_s else ""
-        self.view.note(f"{ended}; restart {part.restarts} of {part.max_restarts}{when}")
+        self.view.note(f"{ended}{cause}; restart {part.restarts} of {part.max_restarts}{when}")
 
     def _reset_silence(self) -> None:
         """Restart every part's silence timer, because a broker that was away, or cannot write, lets nobody in."""
@@ -457,11 +471,8 @@ class Supervisor:
             worker.note_work(now)
         if status["step"] > self._highest_step:
             self._highest_step = status["step"]
-            for part in (self.broker, self.learner):
-                if part:
-                    part.restarts = 0
-            for worker in at_work:
-                worker.restarts = 0
+            for part in filter(None, (self.broker, self.learner, *at_work)):
+                part.restarts = 0
 
     def _show_new_steps(self) -> None:
         metrics = self.run_dir / "metrics.jsonl"

@@ -25,7 +25,7 @@ from april.config import Config
 from april.config.checks import check_algorithm
 from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
 from april.learner.diagnostics import StepTotals, is_repetitive
-from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
+from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES, find_checked
 from april.learner.losses.advantages import ROUNDING, advantages, has_spread, token_weights
 from april.learner.losses.columns import Spans, bounded, log_ratio
 from april.learner.losses.corrections import StaleTokens, interpolated_proximal
@@ -200,13 +200,13 @@ class Objective:
         self.max_response_tokens = config.sampling.max_response_tokens
         self.seed, self.learner = config.seed, config.learner
         check_algorithm(self.section)
-        self.policy_loss = LOSSES.find(self.section.loss)
-        self.corrections = [CORRECTIONS.find(name) for name in self.section.corrections]
+        self.policy_loss = find_checked(LOSSES, self.section.loss)
+        self.corrections = [find_checked(CORRECTIONS, name) for name in self.section.corrections]
         self.clip = Clip(self.section.clip_low, self.section.clip_high, self.section.dual_clip)
         self.clip_of_batch = getattr(self.policy_loss, "clip_of_batch", None)
         over_the_batch = [getattr(correction, "over_the_batch", False) for correction in self.corrections]
         steps = self.learner.minibatches * self.learner.epochs
-        self.estimator = ADVANTAGES.find(self.section.advantage)
+        self.estimator = find_checked(ADVANTAGES, self.section.advantage)
         self.needs_values: bool = getattr(self.estimator, "needs_values", False)
         """Whether advantages come from a critic's values, and are thus known only once the training step has begun."""
         self.needs_norms: bool = getattr(self.estimator, "needs_norms", False)
@@ -215,7 +215,8 @@ class Objective:
         self.penalises_rewards = self.needs_values and config.critic.kl_coef > 0
         self.fixes_loss_inputs = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
         """Whether some loss inputs depend on all tokens of the batch, scored before its first optimizer step."""
-        self.step_scale = STEP_SCALES.find(self.section.step_scale) if self.section.step_scale else lambda metrics: 1.0
+        scale = self.section.step_scale
+        self.step_scale = find_checked(STEP_SCALES, scale) if scale else lambda metrics: 1.0
         """Function (metrics of an optimizer step) -> factor on its learning rate."""
         regularised = self.section.kl_coef > 0 or self.section.entropy_coef > 0
         self.trains_every_sample = self.needs_values or regularised

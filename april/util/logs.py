@@ -107,6 +107,31 @@ def failure_kind(error: str) -> str:
     return error[: name.end()] if name else error.partition(":")[0]
 
 
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
+TRACEBACK = "Traceback (most recent call last):"
+
+
+def last_error(text: str) -> str:
+    """The exception that ended a process, from what it has logged as text or JSON: the line under the last traceback.
+    Without a traceback: the last line."""
+    lines = []
+    for line in filter(None, (RANK_PREFIX.sub("", line) for line in text.splitlines())):
+        record = json_record(line)
+        lines += f"{record['message']}\n{record.get('exception', '')}".splitlines() if record else [line]
+    begins = max((index for index, line in enumerate(lines) if line == TRACEBACK), default=len(lines))
+    unindented = (line for line in lines[begins + 1 :] if line and not line.startswith((" ", "+")))
+    return next(unindented, lines[-1] if lines else "").strip()
+
+
+def json_record(line: str) -> dict[str, Any]:
+    """A log line that is a JSON object with a message; empty for any other line."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return {}
+    return record if isinstance(record, dict) and "message" in record else {}
+
+
 APRIL_FOLDER = str(Path(__file__).parents[1])
 
 

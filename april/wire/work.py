@@ -147,7 +147,12 @@ class Answers(Message):
     nacks: list[tuple[int, int]] = []
     """(lease id, length): response tokens from the length on are missing; the holder has to report them again."""
     rejects: list[tuple[int, str]] = []
-    """(lease id, reason): the report on this lease was rejected; drop the lease."""
+    """(lease id, reason): the report on this lease was rejected; drop the lease. After `BAD_ROW` it goes on in the
+    ledger, and is to be given back."""
+
+
+BAD_ROW = "bad row: "
+"""Beginning of the reason where the payload of a row was at fault."""
 
 
 class Abort(Message):

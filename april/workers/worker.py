@@ -271,6 +271,8 @@ class Worker:
         for lease_id, reason in answers.rejects:
             log.warning("refused: %s", reason, extra=self._ids(lease_id))
             self._drop(lease_id)
+            if reason.startswith(wire.BAD_ROW):  # its lease goes on, and nothing else would come of it
+                self.reports.close(wire.GiveBack(lease_id, 0, "generation_failed", clip(reason)))
 
     def _accept(self, lease: LeasedTask) -> None:
         grant, task, pieces = lease

@@ -54,6 +54,17 @@ def test_rows_behind_a_refused_row_of_their_lease_are_dropped_silently(talk, wor
     assert wrong.lease_id in talk.ledger.leases, "only its tokens were refused"
 
 
+def test_a_logprob_above_zero_is_refused_but_for_rounding(worker, leases):
+    rounded, wrong = (
+        chunk(lease.lease_id, 0, worker.version, [np.ones(2, "i4"), np.array([-0.5, above], "f4")])
+        for lease, above in zip(leases, (1e-4, 0.1), strict=False)
+    )
+    worker.report([rounded, wrong])
+    (answers,) = [received.message for received in worker.take(wire.Answers)]
+    assert answers.acks == [(leases[0].lease_id, 2)]
+    assert answers.rejects == [(leases[1].lease_id, "bad row: a logprob is above 0")]
+
+
 def test_a_row_with_a_wrong_checksum_is_refused(worker, leases):
     row, payload = worker.new_tokens(leases[0], 0, 3)
     worker.report([(row, payload[:-1] + bytes([payload[-1] ^ 1]))])

@@ -30,7 +30,8 @@ class Programs:
 
     def start(self, name, command, environment, log):
         self.starts += 1
-        log.write_text("its last line\n")
+        with log.open("a") as written:
+            written.write("its last line\n")
         return self
 
     def status(self):
@@ -95,6 +96,15 @@ def test_a_permanent_fault_ends_the_run_with_the_part_s_last_lines(watched, name
     with pytest.raises(RunFailed, match=r"(restart|restarts) did not help.*\n.*its last line"):
         tend(run, part, programs, watched.now, dies_until=began + 600.0)
     assert programs.starts == 1 + part.max_restarts
+
+
+def test_the_cause_of_a_restart_is_said_once(watched):
+    run, part, programs = watched("worker-0")
+    with pytest.raises(RunFailed):
+        tend(run, part, programs, watched.now, dies_until=watched.now[0] + 600.0)
+    restarts = [said for said in run.view.said if "; restart" in said]
+    assert restarts[0] == "worker-0 ended with status 1: its last line; restart 1 of 3"
+    assert len(restarts) == part.max_restarts and not any("its last line" in said for said in restarts[1:])
 
 
 def test_the_first_restart_is_immediate_and_no_delay_exceeds_the_last(watched):

@@ -4,10 +4,13 @@ import subprocess
 import sys
 
 import orjson
+import pytest
+
+from april.util.logs import last_error
 
 SCRIPT = """
 import logging
-from april.util.logs import log_to_stderr
+from april.util.logs import log_to_stderr, last_error
 log_to_stderr("worker-0", "{log_format}", run="small", worker="worker-0")
 logging.getLogger("april.x").info("sample %d.%d\\ncame back", 7, 1, extra={{"group": 7, "sample": 1, "secret": "s"}})
 logging.getLogger("april.x").info("plain")
@@ -53,7 +56,7 @@ def test_a_low_priority_process_lowers_its_session_s_priority_too():
 
 REPLACED = """
 import logging, sys
-from april.util.logs import log_to_stderr
+from april.util.logs import log_to_stderr, last_error
 log_to_stderr("broker")
 sys.stderr.close()
 sys.stderr = sys.stdout
@@ -64,3 +67,24 @@ logging.getLogger("april.x").info("found")
 def test_log_lines_go_to_the_current_stderr():
     ended = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, timeout=60)
     assert ended.stdout.endswith(b" broker INFO found\n")
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File 'a.py'\n"
+JSON_LINE = '{"message": "ended by E", "exception": "Traceback (most recent call last):\\n  File 1\\nE: x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("", ""),
+        ("12:00 worker-0 INFO connecting\napril worker: no room; lower it\n", "april worker: no room; lower it"),
+        (f"{TRACEBACK}KeyError: 1\n\nthen\n\n{TRACEBACK}my.Wrong: why\nlauncher: rank 0 has ended\n", "my.Wrong: why"),
+        (
+            "".join(f"[rank0]: {line}\n" for line in (*TRACEBACK.splitlines(), "ValueError: scalar")),
+            "ValueError: scalar",
+        ),
+        (JSON_LINE, "E: x"),
+    ],
+)
+def test_the_error_that_ended_a_process_is_found_in_its_log(text, cause):
+    assert last_error(text) == cause

@@ -80,7 +80,7 @@ class AgentHandler(LeaseHolderHandler):
             elif verdict is Verdict.GAP:
                 self.peers.nack(peer, lease_id, fork_length(lease, lease_id))
             elif index in faults:
-                self.reject(peer, lease_id, f"bad row: {faults[index]}")
+                self.reject(peer, lease_id, f"{wire.BAD_ROW}{faults[index]}")
             elif verdict is not Verdict.DROPPED:
                 reason = "turn refused: it is not the agent's turn there, or the fork has no room for so much"
                 self.ledger.end_lease(lease.id, "agent_failed", reason, now)

@@ -18,6 +18,10 @@ from april.wire.rows import FINISH_REASONS, OBSERVATION, TABLE, padded_sizes
 
 NOT_FINITE = 0x7F800000
 """Bits of float32 infinity, without the sign bit; bit patterns of NaN are larger."""
+LARGEST_LOGPROB = np.float32(1e-3)
+"""Log-probabilities are at most 0, but for rounding."""
+LARGEST_LOGPROB_BITS = int(LARGEST_LOGPROB.view(np.int32))
+ABOVE_ZERO = "a logprob is above 0"
 
 
 def read_report(packed: list[wire.PackedArray]) -> tuple[np.ndarray, wire.PackedArray]:
@@ -92,6 +96,8 @@ class RowValidator:
         plain = ~observed & (sizes == 8 * tokens)
         largest_logprob_bits = np.maximum.reduceat(words & np.uint32(0x7FFFFFFF), bounds)[1::2]
         self._note(found, plain & (largest_logprob_bits >= NOT_FINITE), "a logprob is not finite")
+        largest_logprob = np.maximum.reduceat(words.view("<i4"), bounds)[1::2]  # as int32, negative floats are negative
+        self._note(found, plain & (largest_logprob > LARGEST_LOGPROB_BITS), ABOVE_ZERO)
         state_bytes = sizes - 4 * tokens
         if of_agents:
             self._note(found, ~observed, "an agent says observations, and samples nothing")
@@ -138,6 +144,8 @@ class RowValidator:
         support = Support(supports[:tokens].view("<i4"), supports[tokens:].view("<i4"))
         if not np.isfinite(logprobs).all():
             return "a logprob is not finite"
+        if logprobs.max() > LARGEST_LOGPROB:
+            return ABOVE_ZERO
         if not support.holds(ids) or support.counts.max() > limits.MAX_SUPPORT_IDS:
             return f"a support has at most {limits.MAX_SUPPORT_IDS} ids, and the token that was drawn among them"
         return self.ids_wrong if supports[tokens:].max() > self.largest_id else ""

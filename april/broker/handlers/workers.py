@@ -187,7 +187,7 @@ class WorkerHandler(LeaseHolderHandler):
         elif verdict is Verdict.GAP:
             self.peers.nack(peer, lease_id, lease.sample.length)
         elif fault:
-            self.reject(peer, lease_id, f"bad row: {fault}", sampled)
+            self.reject(peer, lease_id, f"{wire.BAD_ROW}{fault}", sampled)
         elif verdict is not Verdict.DROPPED:
             reason = f"chunk refused: {verdict}"
             self.ledger.end_lease(lease_id, "generation_failed", reason, now)

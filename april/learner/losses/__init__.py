@@ -4,6 +4,11 @@ A column has one entry for each of the K response tokens of a micro-batch, seque
 to sequences. Columns computed by the policy under training carry gradients, all others do not.
 """
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from april.util.errors import refuse
 from april.util.registry import Registry
 
 LOSSES = Registry(
@@ -35,3 +40,77 @@ attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms`
 (`opob`)."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""
+
+
+# --- what parts return ------------------------------------------------------------------------------------------------
+
+
+def find_checked(registry: Registry, name: str) -> Callable[..., Any]:
+    """The part called `name`. Results of a user's own part are checked: one of another kind or shape than the loss
+    takes raises ConfigError, and a note on an exception names the part."""
+    part = registry.find(name)
+    if name in registry.shipped:
+        return part
+
+    @functools.wraps(part)
+    def call(*arguments: Any) -> Any:
+        try:
+            result = part(*arguments)
+        except Exception as error:
+            error.add_note(f"key {registry.key!r} = {name!r} raised it")
+            raise
+        if fault := FAULTS[registry.key](result, arguments):
+            refuse(registry.key, name, f"returned {fault}", "mend it; docs/extending.md says what each part returns")
+        return result
+
+    return call
+
+
+def loss_fault(result: Any, arguments: Sequence[Any]) -> str:
+    logprobs = arguments[0]
+    if not isinstance(result, tuple) or len(result) != 2:
+        return f"{describe(result)}, and has to return a tuple: the loss of each token, and whether it was clipped"
+    if fault := column_fault(result[0], logprobs) or column_fault(result[1], logprobs):
+        return fault
+    has_gradient = result[0].requires_grad or not logprobs.requires_grad
+    return "" if has_gradient else "losses without a gradient, since they do not depend on `logprobs`"
+
+
+def correction_fault(result: Any, arguments: Sequence[Any]) -> str:
+    columns = result if isinstance(result, tuple) else (result,)
+    if len(columns) > 2:
+        return f"{describe(result)}, and has to return weights, or weights and which of them a cap has reduced"
+    return next(filter(None, (column_fault(column, arguments[0].logprobs) for column in columns)), "")
+
+
+def advantage_fault(result: Any, arguments: Sequence[Any]) -> str:
+    rewards = arguments[0]
+    if not isinstance(rewards, list):
+        return column_fault(result, rewards)
+    if not isinstance(result, list | tuple) or len(result) != len(rewards):
+        return f"{describe(result)}, and has to return a list of {len(rewards)} tensors, one for each group"
+    return next(filter(None, map(column_fault, result, rewards)), "")
+
+
+def scale_fault(result: Any, arguments: Sequence[Any]) -> str:
+    return "" if isinstance(result, int | float) and 0 <= result < float("inf") else f"{result!r}, which is no factor"
+
+
+FAULTS = {
+    LOSSES.key: loss_fault, CORRECTIONS.key: correction_fault, ADVANTAGES.key: advantage_fault,
+    STEP_SCALES.key: scale_fault,
+}  # fmt: skip
+"""What is wrong with a part's result, empty if nothing is, by the key that names the part."""
+
+
+def column_fault(found: Any, like: Any) -> str:
+    fits = hasattr(found, "requires_grad") and found.shape == like.shape
+    return "" if fits else f"{describe(found)}, and has to return a tensor of shape {list(like.shape)}"
+
+
+def describe(found: Any) -> str:
+    if hasattr(found, "requires_grad"):
+        return f"a tensor of shape {list(found.shape)}"
+    if isinstance(found, list | tuple):
+        return f"a {type(found).__name__} of {len(found)}"
+    return f"{type(found).__name__} {found!r}"[:80]

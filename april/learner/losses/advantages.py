@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from april.data import groups
-from april.learner.losses import ADVANTAGES
+from april.learner.losses import ADVANTAGES, find_checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +96,8 @@ def whitened(values: Groups, lengths: Groups) -> Groups:
 
 def advantages(estimator: str, rewards: Groups, lengths: Groups) -> Groups:
     """Advantages by the estimator named `estimator`, with absolute values below `ROUNDING` set to exactly 0."""
-    return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in ADVANTAGES.find(estimator)(rewards, lengths)]
+    found = find_checked(ADVANTAGES, estimator)(rewards, lengths)
+    return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in found]
 
 
 # --- token weights ----------------------------------------------------------------------------------------------------

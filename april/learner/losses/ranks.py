@@ -51,3 +51,18 @@ class Ranks:
         columns = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(columns, padded, group=self.group)
         return torch.cat([each[:length] for each, length in zip(columns, lengths, strict=True)])
+
+
+class SingleRank(Ranks):
+    """The collectives of one rank without a process group."""
+
+    count, rank = 1, 0
+
+    def total(self, values: Tensor) -> Tensor:
+        return values.clone()
+
+    def total_and_largest(self, values: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        return values.clone(), maxima.clone()
+
+    def gathered(self, column: Tensor) -> Tensor:
+        return column

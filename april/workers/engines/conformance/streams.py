@@ -39,6 +39,17 @@ def a_stream_has_no_gap_and_ends_once(bench: Bench):
 
 
 @check()
+def tokens_are_of_the_vocabulary_and_log_probabilities_at_most_zero(bench: Bench):
+    for options in ({}, {"temperature": 0.0}, {"temperature": 0.5}):
+        streams = drive(bench.make_engine(), requests_of_many_shapes(**options))
+        tokens = [token for stream in streams.values() for token in stream.tokens]
+        wrong = [token for token in tokens if not 0 <= token < VOCABULARY]
+        assert not wrong, f"token {wrong[0]} is outside of the vocabulary, 0 to {VOCABULARY - 1}"
+        logprobs = np.array([logprob for stream in streams.values() for logprob in stream.logprobs])
+        assert np.isfinite(logprobs).all() and logprobs.max() <= 1e-3, f"a log-probability is {logprobs.max():g}"
+
+
+@check()
 def handed_over_arrays_are_never_written_again(bench: Bench):
     engine = bench.make_engine(chunk_tokens=3)
     streams = drive(engine, [Request(1, prompt(), 30, seed=1)])

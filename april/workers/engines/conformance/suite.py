@@ -19,6 +19,9 @@ from april.workers.engines.entry import device_of
 
 SUBJECTS = (streams, scores, weights)
 """Modules of checks; importing a module appends its checks to `CHECKS`."""
+FIRST_CHECKS = (
+    streams.a_stream_has_no_gap_and_ends_once, streams.tokens_are_of_the_vocabulary_and_log_probabilities_at_most_zero,
+)  # fmt: skip
 ONLY_WHOLE_CHUNKS_S = 1e9
 
 
@@ -47,6 +50,20 @@ def check_engine_named(name: str, overrides: list[str], say: Callable[[str], Non
             else:
                 say(f"kept        {check}")
     return failures
+
+
+def try_engine(name: str, overrides: list[str]) -> None:
+    """Let an engine generate for a tiny model, as `check_engine_named` does, with the first checks only.
+
+    Raises AssertionError or whatever the engine raises; ConfigError for one that cannot be found or built.
+    """
+    entry = ENGINES.find(name)
+    with tempfile.TemporaryDirectory() as folder:
+        models = TinyModels(Path(folder))
+        for check in CHECKS:
+            if check.function in FIRST_CHECKS:
+                with Engines(name, models, overrides) as engines:
+                    check.run(Bench(entry, engines, models))
 
 
 def configured(name: str, model: Path, overrides: list[str], **worker: Any) -> Config:

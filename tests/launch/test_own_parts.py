@@ -1,0 +1,121 @@
+"""Parts of the user's own are called before a run, with what they will get: what cannot work is a sentence."""
+
+import sys
+
+import pytest
+
+from april import config as configuration
+from april.launch.check import Findings, check_run
+
+MODULE = '''
+from april.broker.schedules.rounds import RoundSchedule
+from april.workers.engines.in_process import InProcessEngine
+
+
+def scalar(logprobs, proximal_logprobs, advantages, spans, clip):
+    return -(logprobs * advantages).mean(), advantages > 9
+
+
+class Class:
+    def __call__(self, logprobs, proximal_logprobs, advantages, spans, clip):
+        return -(logprobs * advantages), advantages > 9
+
+
+def few(logprobs, advantages):
+    return -(logprobs * advantages), advantages > 9
+
+
+def alone(logprobs, proximal_logprobs, advantages, spans, clip):
+    return -(logprobs * advantages)
+
+
+def constant(logprobs, proximal_logprobs, advantages, spans, clip):
+    return -advantages, advantages > 9
+
+
+def infinite(logprobs, proximal_logprobs, advantages, spans, clip):
+    return logprobs / 0.0, advantages > 9
+
+
+def good(logprobs, proximal_logprobs, advantages, spans, clip):
+    return -(logprobs * advantages), advantages > 9
+
+
+def mean_age(tokens, section):
+    return tokens.ages.float().mean()
+
+
+def means(rewards, lengths):
+    return [group.mean() for group in rewards]
+
+
+def nothing(figures):
+    pass
+
+
+class Stuck(RoundSchedule):
+    def hands_out(self, ledger, step):
+        return False
+
+
+class Outside(InProcessEngine):
+    true_distribution, truncates_sampling = False, False
+
+    def set_weights(self, tensors): ...
+
+    def sample(self, running):
+        return self.vocabulary, 0.0
+
+
+class Positive(Outside):
+    def sample(self, running):
+        return 1, 0.7
+
+
+class Raises(Outside):
+    def sample(self, running):
+        return running.tokens[-1], 0.0
+'''
+
+
+@pytest.fixture
+def errors(tmp_path, monkeypatch, config_file):
+    """errors(key, part): what the checks of a start say of a run with that part."""
+    (tmp_path / "own_parts.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def found(key, part):
+        value = f'["own_parts:{part}"]' if key.endswith("s") and key != "algorithm.loss" else f"own_parts:{part}"
+        findings = Findings()
+        check_run(configuration.load(config_file, [f"--{key}", value]), [], 0, findings)
+        return "\n".join(findings.errors)
+
+    yield found
+    sys.modules.pop("own_parts", None)
+
+
+@pytest.mark.parametrize(
+    ("key", "part", "said"),
+    [
+        ("algorithm.loss", "scalar", "returned a tensor of shape [], and has to return a tensor of shape ["),
+        ("algorithm.loss", "Class", "raised TypeError: Class() takes no arguments"),
+        ("algorithm.loss", "few", "raised TypeError: few() takes 2 positional arguments but 5 were given"),
+        ("algorithm.loss", "alone", "has to return a tuple: the loss of each token, and whether it was clipped"),
+        ("algorithm.loss", "constant", "returned losses without a gradient"),
+        ("algorithm.loss", "infinite", "on a small batch; mend it"),
+        ("algorithm.corrections", "mean_age", "returned a tensor of shape [], and has to return a tensor of shape ["),
+        ("algorithm.advantage", "means", "returned a tensor of shape [], and has to return a tensor of shape ["),
+        ("algorithm.step_scale", "nothing", "returned None, which is no factor"),
+        ("schedule.kind", "Stuck", "fails in a run on small batches: the run stands still before batch 0"),
+        ("worker.engine", "Outside", "is outside of the vocabulary, 0 to "),
+        ("worker.engine", "Positive", "a log-probability is 0.7; mend it, and try it with `april check engine"),
+        ("worker.engine", "Raises", "fails on a tiny model: 'RunningRequest' object has no attribute 'tokens'"),
+    ],
+)
+def test_a_part_that_cannot_work_is_a_sentence_before_the_run(errors, key, part, said):
+    text = errors(key, part)
+    assert text.startswith(f"key {key!r} = 'own_parts:{part}' ") and said in text and text.count("key '") <= 2
+
+
+def test_a_good_part_passes(errors):
+    assert errors("algorithm.loss", "good") == ""
