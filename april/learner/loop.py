@@ -55,7 +55,8 @@ def run(
 
     `consumed` gets the trainer's metrics and, in seconds: `wait_s` for the batch, `publish_wait_s` for the last weights
     to be sent, `canary_s` to score the canary, `gather_s` to gather the weights, `checkpoint_s` to copy the state,
-    `train_s`; and `publish_s` with the publisher's own metrics of the weights that batch k was trained on.
+    `train_s`; `canary_rounding`, what rounding does to the canary's scores (nats), if weights are published in 16 bits;
+    and `publish_s` with the publisher's own metrics of the weights that batch k was trained on.
     """
     prefetch_group, main_group = long_wait_group(), long_wait_group()
     saved_step = trainer.restore()
@@ -218,7 +219,8 @@ class WeightPublication:
         canary = self.trainer.canary() if self.trainer.config.weights.canary else None
         scored = time.perf_counter()
         self.sender.start(self.trainer.step_count, self.trainer.weights_to_publish(), canary)
-        return {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
+        figures = {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
+        return figures | ({"canary_rounding": canary.rounding} if canary and canary.dtype != "float32" else {})
 
     def finish(self) -> dict[str, float]:
         """Wait until the weights are sent; returns metrics of the publication."""

@@ -48,9 +48,9 @@ class ScoreTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support, compiled):
+    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support, compiled, logit_dtype):
         target_logits, logprobs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk)
+        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk, logit_dtype)
         columns = support.positions if support else targets
         whole = None if support or compiled else torch.empty_like(chunks.buffer)
         kept = []
@@ -116,7 +116,7 @@ class ScoreTokens(torch.autograd.Function):
                 add_matmul(weight_gradient, gradient.T, inputs)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None, None, None
 
 
 def row_products(left: Tensor, right: Tensor) -> Tensor:
@@ -165,8 +165,16 @@ class LogitChunks:
     it by 0.06.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, temperature: float, rows_per_chunk: int):
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        temperature: float,
+        rows_per_chunk: int,
+        logit_dtype: torch.dtype = torch.float32,
+    ):
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
+        self.logit_dtype = logit_dtype
         self.rows_per_chunk = min(rows_per_chunk, max(1, len(hidden)))
         self.buffer = torch.empty(self.rows_per_chunk, len(weight), dtype=torch.float32, device=hidden.device)
         if weight.device.type == "cpu":
@@ -180,6 +188,8 @@ class LogitChunks:
                 torch.mm(part.float(), self.weight.T, out=logits)
             else:
                 torch.mm(part, self.weight.T, out_dtype=torch.float32, out=logits)
+            if self.logit_dtype != torch.float32:
+                logits.copy_(logits.to(self.logit_dtype))
             yield slice(start, start + len(part)), logits if self.temperature == 1 else logits.div_(self.temperature)
 
 
@@ -200,6 +210,7 @@ def score_tokens(
     temperature: float,
     support: PackedSupport | None = None,
     compiled: bool = False,
+    logit_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised over
     the target's support if there are supports.
@@ -207,14 +218,14 @@ def score_tokens(
     hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both are differentiable, with one backward pass
     per call. At most `LOGITS_PER_CHUNK` logits exist at a time (on an accelerator `LOGITS_PER_ACCELERATOR_CHUNK`), in
     two copies; if one chunk holds all, it is kept for the backward pass. `compiled`: passes over whole logits are
-    compiled.
+    compiled. `logit_dtype`: type to which logits are rounded; without gradients only.
     """
     if hidden.device.type == "cpu":
         rows_per_chunk = max(1, LOGITS_PER_CHUNK // len(weight))
     else:
         rows_per_chunk = ROWS_OF_CHUNK * max(1, LOGITS_PER_ACCELERATOR_CHUNK // len(weight) // ROWS_OF_CHUNK)
     return ScoreTokens.apply(
-        hidden, weight, targets, temperature, rows_per_chunk, support, compiled and support is None
+        hidden, weight, targets, temperature, rows_per_chunk, support, compiled and support is None, logit_dtype
     )
 
 
@@ -231,6 +242,8 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.compiled = False
         """Whether `compile_layers` has compiled the layers."""
+        self.logit_dtype = torch.float32
+        """Type to which logits are rounded; another than float32 shows what rounding does, and has no gradients."""
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -243,7 +256,9 @@ class Policy(nn.Module):
         head = self.lm.get_output_embeddings()
         rows = hidden_states(self.lm, micro)
         temperature = temperature or self.temperature
-        return score_tokens(rows, head.weight, micro.targets, temperature, micro.support, self.compiled)
+        return score_tokens(
+            rows, head.weight, micro.targets, temperature, micro.support, self.compiled, self.logit_dtype
+        )
 
     def compile_layers(self) -> None:
         """Compile the forward pass of each layer in place, except for its attention; sequences of any lengths share

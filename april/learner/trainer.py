@@ -42,7 +42,7 @@ from april.learner.store import CheckpointStore
 from april.learner.token_stats import EngineGaps, TokenStats, keeps_samples
 from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
-from april.weights.canary import Canary, canary_tokens
+from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens, rounded_otherwise
 from april.wire.message import Version
 
 log = logging.getLogger(__name__)
@@ -132,6 +132,8 @@ class Trainer:
         self.step_count = 0
         self.token_stats: TokenStats | None = None
         """Log-probabilities and entropies of the last step's tokens; None if the step's samples are not stored."""
+        self._trained_text: np.ndarray | None = None
+        """First token ids of the first batch that this process has trained, int32, for the canary; None before it."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -172,6 +174,8 @@ class Trainer:
         """
         ready = ready or self.prepare(batch)
         began, seconds = time.perf_counter(), PhaseSeconds(self.device)
+        if self._trained_text is None and batch.samples:
+            self._trained_text = np.concatenate([sample.tokens for sample in batch.samples])[:CANARY_TOKENS]
         gaps = EngineGaps(ready.prepared.samples, self.device)
         kept = keeps_samples(self.config.samples, batch.step)
         self.token_stats = token_stats = TokenStats(ready.prepared.samples, self.device) if kept else None
@@ -382,18 +386,29 @@ class Trainer:
         return None if self.device.type == "cpu" else torch.bfloat16
 
     def canary(self) -> Canary:
-        """The canary text with its log-probabilities under the current weights, computed as in a training step."""
+        """The canary text with its log-probabilities under the current weights, computed as in a training step, and
+        what rounding does to them. Collective."""
         config, embedding = self.config, self.backend.lm.get_input_embeddings()
         longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
-        tokens = canary_tokens(embedding.num_embeddings, longest - 1)
+        tokens = canary_tokens(embedding.num_embeddings, longest - 1, self._trained_text)
+        logprobs = self._score(tokens)
+        with rounded_otherwise(self.policy):
+            rounding = (self._score(tokens, torch.bfloat16) - logprobs).abs().mean().item()
+        dtype = self.backend.compute_dtype if self.device.type == "cpu" else "bfloat16"
+        return Canary(tokens.tolist(), logprobs.tolist(), dtype, rounding)
+
+    def _score(self, tokens: np.ndarray, logit_dtype: torch.dtype = torch.float32) -> Tensor:
+        """Log-probabilities, float32 [T - 1], of `tokens` int32 [T] but the first, at temperature 1, from logits that
+        are rounded to `logit_dtype`. Collective."""
         scored = len(tokens) - 1
         text = TrainSample(tokens, 1, np.zeros(scored, np.float32), 0.0, ((0, scored, Version(0, 0)),))
-        self.policy.eval()
-        ((logprobs, _),) = self.backend.scores(self.policy, [pack([text], self.device)], temperature=1.0)
-        self.policy.train()
+        policy = self.policy.eval()
+        policy.logit_dtype = logit_dtype
+        ((logprobs, _),) = self.backend.scores(policy, [pack([text], self.device)], temperature=1.0)
+        policy.logit_dtype = torch.float32
+        policy.train()
         self.backend.free_gathered()
-        dtype = self.backend.compute_dtype if self.device.type == "cpu" else "bfloat16"
-        return Canary(tokens.tolist(), logprobs.tolist(), dtype)
+        return logprobs
 
     def restore(self) -> int:
         """Load the newest complete checkpoint, if there is one; returns the policy step of the weights now held."""

@@ -1,19 +1,35 @@
 """The canary, by which a worker checks that its engine holds the weights it was sent.
 
-It is a short token sequence, the same in every run of a model. The learner publishes its log-probabilities with every
-version; an engine with the same weights computes nearly the same ones, and an engine with wrong weights is detected
-before it samples (`april/workers/engines/weight_intake.py`). Imports no torch, since every process checks the
+It is a token sequence: samples of the first batch that was trained, followed by tokens that are the same in every run
+of a model. The learner publishes its log-probabilities with every version; an engine with the same weights computes
+nearly the same ones, and an engine with wrong weights is detected before it samples
+(`april/workers/engines/weight_intake.py`). Imports no torch at module level, since every process checks the
 configuration, which imports the transports.
 """
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-CANARY_TOKENS = 48
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+CANARY_TOKENS = 512
 """Length of the canary in tokens, unless the run's prompts and responses are shorter."""
 SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 """Increment of the SplitMix64 generator (Steele, Lea, Flood 2014)."""
 WORD_MASK = (1 << 64) - 1
+AT_ONCE = 2.5
+"""Multiple of the expected rounding beyond which a difference between learner and engine shows wrong weights at
+once."""
+SUSPECT = 1.25
+"""Multiple of the expected rounding beyond which a difference is evidence of wrong weights."""
+EVIDENCE_LIMIT = math.log(AT_ONCE / SUSPECT)
+"""Evidence that shows wrong weights."""
 
 
 class Canary(msgspec.Struct, array_like=True, frozen=True):
@@ -25,6 +41,9 @@ class Canary(msgspec.Struct, array_like=True, frozen=True):
     """T - 1 log-probabilities, of each canary token but the first, at temperature 1."""
     dtype: str
     """The less precise of the dtypes that the learner computes in and publishes: float32 or bfloat16."""
+    rounding: float = 0.0
+    """Mean difference that rounding to bfloat16 makes in these log-probabilities, as the learner has measured it on
+    these weights (nats); 0 if it has not."""
 
     @property
     def text(self) -> np.ndarray:
@@ -32,14 +51,18 @@ class Canary(msgspec.Struct, array_like=True, frozen=True):
         return np.array(self.tokens, np.int32)
 
 
-def canary_tokens(vocabulary: int, at_most: int = CANARY_TOKENS) -> np.ndarray:
+def canary_tokens(vocabulary: int, at_most: int = CANARY_TOKENS, text: "np.ndarray | None" = None) -> np.ndarray:
     """The canary's token ids, int32 [T] with T = min(CANARY_TOKENS, `at_most`), from 0 to `vocabulary` - 1.
 
-    Small ids are more likely, as in text: tokenisers give them to frequent tokens, whose embeddings training changes
-    most. So the logarithm of the id is uniform, not the id.
+    The first half is the beginning of `text`, token ids int32 [n], if there is one. Of the others small ids are more
+    likely, as in text: tokenisers give them to frequent tokens, whose embeddings training changes most. So the
+    logarithm of the id is uniform, not the id.
     """
-    shares = [splitmix(position * SPLITMIX_INCREMENT) / 2**64 for position in range(1, min(CANARY_TOKENS, at_most) + 1)]
-    return np.array([int((vocabulary + 1) ** share) - 1 for share in shares], np.int32).clip(0, vocabulary - 1)
+    length = min(CANARY_TOKENS, at_most)
+    real = np.zeros(0, np.int32) if text is None else np.asarray(text[: length // 2], np.int32)
+    shares = [splitmix(position * SPLITMIX_INCREMENT) / 2**64 for position in range(1, length - len(real) + 1)]
+    drawn = np.array([int((vocabulary + 1) ** share) - 1 for share in shares], np.int32).clip(0, vocabulary - 1)
+    return np.concatenate([real, drawn])
 
 
 def splitmix(x: int) -> int:
@@ -48,3 +71,59 @@ def splitmix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD_MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD_MASK
     return x ^ (x >> 31)
+
+
+def added_evidence(evidence: float, excess: float) -> float:
+    """The evidence of wrong weights after one more comparison, in which the mean difference between learner and engine
+    was `excess` times the expected rounding.
+
+    It is Page's CUSUM (Biometrika 41, 1954) of ln(excess / SUSPECT): wrong weights are shown above `EVIDENCE_LIMIT`, at
+    once by an excess of 2.5, by 1.37 with the eighth comparison. If ln(excess / SUSPECT) is distributed normally with
+    mean -m and deviation s, independent between comparisons, right weights are suspected in N of them with a
+    probability of at most N exp(-2 m EVIDENCE_LIMIT / s^2).
+    """
+    return max(0.0, evidence + math.log(max(excess, 1e-9) / SUSPECT))
+
+
+# --- what rounding does -----------------------------------------------------------------------------------------------
+
+CHANGED_SHARE = 1 / 12
+"""Share of values that `rounded_otherwise` raises by a unit in the last place, and share that it lowers. The variance
+is that of the difference of two roundings, each uniform within half a unit: 2/12 of a squared unit."""
+BFLOAT16_MANTISSA_BITS = 8
+"""Bits of bfloat16's mantissa, with the one that is not stored."""
+
+
+@contextmanager
+def rounded_otherwise(model: "nn.Module") -> Iterator[None]:
+    """Within the block, let the layers of `model`, and its modules that have parameters, give their results as another
+    computation in bfloat16 could have rounded them. The difference in what the model computes is what rounding does.
+
+    Changes are drawn from a fixed seed, so ranks that compute the same values change them in the same way.
+    """
+    import torch
+    from torch import nn
+
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def change(module: nn.Module, arguments: object, result: object) -> object:
+        if isinstance(result, tuple):
+            return (change(module, arguments, result[0]), *result[1:])
+        return with_rounding(result) if isinstance(result, torch.Tensor) and result.is_floating_point() else result
+
+    def with_rounding(values: "Tensor") -> "Tensor":
+        generator = generators.setdefault(values.device, torch.Generator(values.device).manual_seed(0))
+        drawn = torch.rand(values.shape, generator=generator, device=values.device)
+        units = (drawn > 1 - CHANGED_SHARE).float() - (drawn < CHANGED_SHARE).float()
+        exponents = torch.frexp(values.float()).exponent - BFLOAT16_MANTISSA_BITS
+        return (values.float() + torch.ldexp(units, exponents)).to(values.dtype)
+
+    layers = {layer for stack in model.modules() if isinstance(stack, nn.ModuleList) for layer in stack}
+    rounding = {module for module in model.modules() if next(module.parameters(recurse=False), None) is not None}
+    handles = [module.register_forward_hook(change) for module in layers | rounding]
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiled layers do not see hooks of the modules within
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -100,7 +100,8 @@ class ChannelManifest(Message):
     tensors: list[TensorHead]
     total_bytes: int
     bucket_bytes: int
-    checksum: int
+    digest: str
+    """Digest of the bytes (`april.weights.snapshot.digest`)."""
     server_checksums: dict[str, str] = {}
     """Expected checksum of each of the inference server's tensors, by name; empty: do not verify them."""
     canary: Canary | None = None

@@ -24,6 +24,7 @@ from april.config import Config, WeightsSection, is_loopback
 from april.config.section import AUTO
 from april.util import clock
 from april.util.errors import refuse
+from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
 from april.weights.base import AdapterWeights, BaseWeights
 from april.weights.canary import Canary
@@ -180,7 +181,7 @@ class WeightPublisher:
 
     def _start_thread(self, name: str, target: Callable, *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread = PartThread(name, target, *arguments)
         self._threads.append(thread)
         thread.start()
 
@@ -377,9 +378,9 @@ class WeightPublisher:
                 if self._access and self._access.allow_list.find(channel.key).role != "worker":
                     self._lose(channel, "its key is off the allow-list")
 
-    def _lose(self, channel: WeightChannel, why: str) -> None:
+    def _lose(self, channel: WeightChannel, why: str, fault: bool = False) -> None:
         if channel.state != "lost":
-            log.info("channel %s is lost: %s", channel.name, why, extra={"worker": channel.worker})
+            log.info("channel %s is lost: %s", channel.name, why, exc_info=fault, extra={"worker": channel.worker})
             self._lost += 1
         channel.state = "lost"
         self._channels.pop(channel.name, None)
@@ -401,9 +402,9 @@ class WeightPublisher:
                     self._transfer(channel, link, self._snapshot_for(channel, snapshot))
                     channel.last_seen = clock.now()
                     self._set_state(channel, "ready", acknowledged=snapshot.version)
-        except (ChannelLost, RuntimeError, OSError) as error:
+        except Exception as error:  # whatever a transport raises costs its channel alone
             with self._changed:
-                self._lose(channel, str(error))
+                self._lose(channel, str(error), fault=not isinstance(error, ChannelLost | RuntimeError | OSError))
 
     def _meet(self, channel: WeightChannel) -> Link:
         port = self._store.port
@@ -430,7 +431,7 @@ class WeightPublisher:
             log.info("%s does not take adapters of this model, and is sent all weights", channel.worker)
         with self._making:
             if self._whole is None or self._whole.version != snapshot.version:
-                trained = unpack(snapshot.heads, snapshot.data, snapshot.checksum)
+                trained = unpack(snapshot.heads, snapshot.data)
                 self._whole = pack(snapshot.version, dict(base.with_adapter(adapter, trained)), snapshot.canary)
             return self._whole
 
@@ -439,7 +440,7 @@ class WeightPublisher:
         heads, size = snapshot.heads, snapshot.data.numel()
         expected = self._server_checksums(channel, snapshot)
         manifest = ChannelManifest(
-            channel.name, snapshot.version, heads, size, bucket_bytes, snapshot.checksum, expected, snapshot.canary,
+            channel.name, snapshot.version, heads, size, bucket_bytes, snapshot.digest, expected, snapshot.canary,
             snapshot.adapter,
         )  # fmt: skip
         deadline = clock.now() + self.config.transfer_deadline_s
@@ -463,7 +464,7 @@ class WeightPublisher:
         channel.transfers += 1
         if not due or channel.server_ranks != 1 or channel.backend != "gloo":
             return {}
-        return checksums_in_server(unpack(snapshot.heads, snapshot.data, snapshot.checksum))
+        return checksums_in_server(unpack(snapshot.heads, snapshot.data))
 
     def _await(self, channel: WeightChannel, kind: type[wire.Message], version: Version | None, deadline: float) -> Any:
         """Wait for the channel's next message of type `kind`, for `version` if given. Raises ChannelLost.

@@ -24,6 +24,7 @@ from torch import Tensor
 from april import wire
 from april.config import WeightsSection
 from april.util import clock
+from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
 from april.weights.base import BaseWeights
 from april.weights.canary import Canary
@@ -39,7 +40,7 @@ from april.weights.channel import (
     ChannelPosted,
     ChannelReady,
 )
-from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, unpack
+from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, unpack, verify
 from april.weights.transports import Link, OtherMachine, Transport
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
 from april.wire.message import Version
@@ -72,8 +73,8 @@ class StagedWeights:
     """Function that tells the learner that the engine has stopped and is ready for these weights."""
     canary: Canary | None = None
     """Canary tokens with the learner's log-probabilities under these weights; None if the learner publishes none."""
-    checksum: int = 0
-    """Crc32 of the bytes of all the weights."""
+    digest: str = ""
+    """Digest of the bytes of all the weights."""
     adapter: Adapter | None = None
     """How to merge the tensors, if they are an adapter's for an engine that accepts adapters; None if they are complete
     weights."""
@@ -134,7 +135,7 @@ class WeightReceiver:
         self._closed = False
         self._puts_off = False
         self._wake_reader, self._wake_writer = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread = PartThread("weights", self._run)
         self._thread.start()
 
     def connect(self, address: str, key: str = "") -> None:
@@ -248,7 +249,7 @@ class WeightReceiver:
                 manifest,
                 post,
                 manifest.canary,
-                manifest.checksum,
+                manifest.digest,
                 externally_loaded=externally_loaded,
             )
         )
@@ -404,12 +405,13 @@ class LearnerConnection:
         self._send(ChannelPosted(manifest.channel, manifest.version))
         deadline = started_at + self.receiver.config.transfer_deadline_s
         link.receive(buckets(data, manifest.bucket_bytes), deadline)
-        tensors = unpack(manifest.tensors, data, manifest.checksum)
+        verify(data, manifest.digest)
+        tensors = unpack(manifest.tensors, data)
         adapter = manifest.adapter
         if adapter and not self.receiver.adapts():
             tensors, adapter = self._with_adapter(adapter, tensors), None
         staged = StagedWeights(
-            manifest.version, tensors, started_at, canary=manifest.canary, checksum=manifest.checksum, adapter=adapter
+            manifest.version, tensors, started_at, canary=manifest.canary, digest=manifest.digest, adapter=adapter
         )
         self.receiver.stage(staged)
 

@@ -3,8 +3,10 @@ form in which an SGLang server gets and holds the same weights."""
 
 import hashlib
 import logging
+import os
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from zlib_ng.zlib_ng import crc32
 
 from april.weights.canary import Canary
 from april.weights.channel import Adapter, TensorHead
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 ALIGNMENT_BYTES = 16
 """Alignment of tensors in a snapshot's buffer: every tensor starts at a multiple of this many bytes."""
+DIGEST_BLOCK_BYTES = 2**22
+"""Bytes that one thread hashes at a time."""
 
 
 class SnapshotError(RuntimeError):
@@ -37,7 +40,7 @@ class Snapshot:
     heads: list[TensorHead]
     data: Tensor
     """The packed bytes of all tensors, uint8 [bytes], on the CPU."""
-    checksum: int
+    digest: str
     canary: Canary | None = None
     adapter: Adapter | None = None
     """How to merge the tensors, if they are an adapter's; None if they are complete weights."""
@@ -54,7 +57,7 @@ def pack(
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         data[offset : offset + flat.numel()] = flat
         data[offset + flat.numel() :][: -flat.numel() % ALIGNMENT_BYTES] = 0
-    return Snapshot(version, heads, data, checksum(data), canary, adapter)
+    return Snapshot(version, heads, data, digest(data), canary, adapter)
 
 
 def empty_buffer(size: int) -> Tensor:
@@ -99,11 +102,8 @@ def page_lock(memory: np.ndarray) -> bool:
     return True
 
 
-def unpack(heads: list[TensorHead], data: Tensor, expected_checksum: int) -> dict[str, Tensor]:
-    """The tensors of a snapshot, by name, as views of its buffer. Raises SnapshotError if its checksum does not
-    agree."""
-    if checksum(data) != expected_checksum:
-        raise SnapshotError("the weights that arrived differ from those that were sent")
+def unpack(heads: list[TensorHead], data: Tensor) -> dict[str, Tensor]:
+    """The tensors of a snapshot, by name, as views of its buffer."""
     tensors = {}
     for offset, head in zip(layout(heads)[0], heads, strict=True):
         flat = data[offset : offset + byte_size(head)]
@@ -126,8 +126,20 @@ def byte_size(head: TensorHead) -> int:
     return torch.Size(head.shape).numel() * DTYPES[head.dtype].itemsize
 
 
-def checksum(data: Tensor) -> int:
-    return crc32(data.cpu().numpy())
+def verify(data: Tensor, expected: str) -> None:
+    """Raises SnapshotError if the digest of a received buffer is not the one of its manifest."""
+    if digest(data) != expected:
+        raise SnapshotError("the weights that arrived differ from those that were sent")
+
+
+def digest(data: Tensor) -> str:
+    """SHA-256, in hexadecimal digits, of the SHA-256 digests of a buffer's blocks, which several threads compute.
+
+    `data`: uint8 [bytes], on the CPU.
+    """
+    blocks = [block.numpy() for block in data.split(DIGEST_BLOCK_BYTES)]
+    with ThreadPoolExecutor(max(1, min(8, len(blocks), os.cpu_count() or 1))) as threads:
+        return hashlib.sha256(b"".join(threads.map(lambda block: hashlib.sha256(block).digest(), blocks))).hexdigest()
 
 
 def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:

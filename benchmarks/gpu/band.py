@@ -53,8 +53,8 @@ class Published:
     canary: Canary
 
     def staged(self) -> StagedWeights:
-        """The version as it arrives at a worker; its number stands for the checksum of its bytes."""
-        return StagedWeights(self.version, self.tensors, 0.0, canary=self.canary, checksum=1 + self.version.step)
+        """The version as it arrives at a worker; its number stands for the digest of its bytes."""
+        return StagedWeights(self.version, self.tensors, 0.0, canary=self.canary, digest=str(1 + self.version.step))
 
 
 class Band:

@@ -15,7 +15,7 @@ from april.config import WeightsSection
 from april.learner.model import on_cpu
 from april.weights.publisher import WeightPublisher
 from april.weights.receiver import WeightReceiver
-from april.weights.snapshot import checksum, pack
+from april.weights.snapshot import digest, pack
 from april.wire.message import Version
 from april.workers.engines.embedded.engine import TorchEngine
 
@@ -131,7 +131,7 @@ def wait(connection: Connection, child: BaseProcess, part: Part) -> int:
 def host_copies(part: Part, state: dict[str, torch.Tensor], size: int) -> None:
     """Copied bytes a second of all weights, tensor by tensor: to the host as the learner collects them, and as a plain
     copy to new memory; from the host, page-locked or not, as an engine loads them. What the learner and a worker do
-    with them on the host: packing with checksum, and the checksum alone."""
+    with them on the host: packing with digest, and the digest alone."""
     weights = [tensor.to(part.device) for tensor in state.values()]
     pageable, pinned = list(state.values()), [on_cpu(tensor) for tensor in weights]
     synchronize(part.device)
@@ -157,7 +157,7 @@ def host_copies(part: Part, state: dict[str, torch.Tensor], size: int) -> None:
         ("gpu_weights_from_cpu_pageable_gb_per_s", partial(load, pageable)),
         ("gpu_weights_from_cpu_pinned_gb_per_s", partial(load, kept)),
         ("weights_pack_gb_per_s", lambda: pack(Version(0, 0), state)),
-        ("weights_checksum_gb_per_s", lambda: checksum(snapshot.data)),
+        ("weights_digest_gb_per_s", lambda: digest(snapshot.data)),
     ):
         seconds = []
         for _ in range(3):
@@ -177,7 +177,7 @@ def publish(
     part: Part, transport: str, name: str, state: dict[str, torch.Tensor], connection: Connection, child: BaseProcess
 ) -> list[float]:
     """Publish weights to the engine of another process, each version until it is loaded; returns the seconds of each:
-    packing, transfer, both checksums, loading."""
+    packing, transfer, both digests, loading."""
     section = WeightsSection(
         transport=transport, backend="gloo", publish_deadline_s=PATIENCE_S, transfer_deadline_s=PATIENCE_S
     )

@@ -69,6 +69,15 @@ def gap(worker, mean, tokens=200.0, age=0.0):
     return {f"engine_gap_{figure}_{worker}": value for figure, value in figures.items()}
 
 
+def test_what_rounding_does_bounds_the_engine_gap_from_the_first_batch_on(talk, worker, learner):
+    """Of two workers one is wrong from the start, and one a little, which adds up."""
+    measured = {"canary_rounding": 0.02}
+    steps = [gap("w0", 0.06), *[gap("w0", 0.012) | gap("my_w", 0.03)] * 4, gap("w0", 0.03) | gap("my_w", 0.01)]
+    names = train_with(talk, worker, learner, *(measured | step for step in steps))
+    assert names == [["engine_gap"], [], [], [], ["engine_gap"], []]
+    assert "what my_w sampled" in lines(talk)[4]["alarms"][0]["sentence"]
+
+
 def test_an_engine_gap_raises_an_alarm_that_names_the_worker(talk, worker, learner):
     steps = [
         gap("w0", 0.02) | gap("my_w", 0.01),

@@ -1,5 +1,7 @@
 """The published canary log-probabilities are those of the published weights."""
 
+import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -28,8 +30,12 @@ def test_every_version_is_published_with_the_canary_s_logprobs_under_its_weights
     assert list(diary.canaries) == [Version(0, 0), Version(0, 1), Version(0, 2)]
     for version, canary in diary.canaries.items():
         assert_said_by(diary.weights[version], canary, policy_folder)
-    first, last = diary.canaries[Version(0, 0)], diary.canaries[Version(0, 2)]
-    assert first.tokens == last.tokens and first.logprobs != last.logprobs
+    first, second, last = diary.canaries.values()
+    assert second.tokens == last.tokens and first.rounding > 0
+    trained = np.concatenate([sample.tokens for sample in uneven_batch(0, policy_folder).samples])
+    half = len(first.tokens) // 2
+    assert second.tokens[:half] == trained[:half].tolist()
+    assert second.tokens[half:] == first.tokens[: len(first.tokens) - half]
     assert {"canary_s"} <= diary.metrics[1].keys()
 
 
@@ -58,3 +64,19 @@ def test_the_canary_text_is_deterministic_and_made_of_frequent_tokens():
 
 
 FIRST = [37757, 171, 0, 107344]
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_the_measured_rounding_is_that_of_two_computations_in_bfloat16(one_rank, policy_folder, tmp_path, compute):
+    """Against the difference between a plain forward pass in float32 and one in bfloat16, which is one rounding."""
+    config = make_config(policy_folder, tmp_path / "run", compute=compute)
+    canary = Trainer(config, torch.device("cpu")).canary()
+    tokens = torch.tensor(canary.tokens)
+    logprobs = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(policy_folder, dtype=dtype)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1].float()
+        logprobs[dtype] = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])
+    one_rounding = (logprobs[torch.float32] - logprobs[torch.bfloat16]).abs().mean().item()
+    assert one_rounding / 2 < canary.rounding < 3 * one_rounding

@@ -58,4 +58,4 @@ class Learner:
         published = self.weights[version]
         logprobs = self.model.logprobs_under(published, TEXT.tolist()).tolist()
         canary = Canary(TEXT.tolist(), logprobs, "float32")
-        return StagedWeights(version, tensors or published, 0.0, canary=canary, checksum=version.step)
+        return StagedWeights(version, tensors or published, 0.0, canary=canary, digest=str(version.step))

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from april.weights.channel import TensorHead
-from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, joined, pack, server_buckets, unpack
+from april.weights.snapshot import (
+    DIGEST_BLOCK_BYTES,
+    ReusedBuffers,
+    SnapshotError,
+    buckets,
+    digest,
+    joined,
+    pack,
+    server_buckets,
+    unpack,
+    verify,
+)
 from april.wire.message import Version
 
 TENSORS = {
@@ -18,7 +29,7 @@ TENSORS = {
 
 def test_unpack_inverts_pack():
     snapshot = pack(Version(0, 3), TENSORS)
-    unpacked = unpack(snapshot.heads, snapshot.data, snapshot.checksum)
+    unpacked = unpack(snapshot.heads, snapshot.data)
     assert list(unpacked) == list(TENSORS)
     for name, tensor in TENSORS.items():
         assert unpacked[name].dtype == tensor.dtype and torch.equal(unpacked[name], tensor)
@@ -28,20 +39,28 @@ def test_a_packed_version_does_not_change_with_the_weights_it_was_packed_from():
     weights = {"w": torch.zeros(4)}
     snapshot = pack(Version(0, 0), weights)
     weights["w"] += 1
-    assert unpack(snapshot.heads, snapshot.data, snapshot.checksum)["w"].sum() == 0
+    assert unpack(snapshot.heads, snapshot.data)["w"].sum() == 0
 
 
 def test_damaged_weights_are_refused():
     snapshot = pack(Version(0, 0), TENSORS)
     snapshot.data[5] += 1
     with pytest.raises(SnapshotError, match="differ"):
-        unpack(snapshot.heads, snapshot.data, snapshot.checksum)
+        verify(snapshot.data, snapshot.digest)
+    snapshot.data[5] -= 1
+    verify(snapshot.data, snapshot.digest)
+
+
+def test_blocks_that_change_places_change_the_digest():
+    data = torch.arange(3 * DIGEST_BLOCK_BYTES // 8).view(torch.uint8)
+    first, *others = data.split(DIGEST_BLOCK_BYTES)
+    assert len({digest(data), digest(torch.cat([*others, first])), digest(first), digest(first[:0])}) == 4
 
 
 def test_a_dtype_that_weights_cannot_have_is_refused():
     data = pack(Version(0, 0), TENSORS)
     with pytest.raises(SnapshotError, match="float64"):
-        unpack([TensorHead("x", "float64", [1])], data.data, data.checksum)
+        unpack([TensorHead("x", "float64", [1])], data.data)
 
 
 def test_buckets_cover_the_data_in_order():
@@ -92,7 +111,7 @@ def test_page_locked_memory_is_used_again_only_once_no_tensor_lies_in_it(runtime
     taken, snapshot = ReusedBuffers(), pack(Version(0, 0), TENSORS)
     size = snapshot.data.numel()
     first = taken.take(size).copy_(snapshot.data)
-    address, held = first.data_ptr(), unpack(snapshot.heads, first, snapshot.checksum)["view"]
+    address, held = first.data_ptr(), unpack(snapshot.heads, first)["view"]
     del first
     assert taken.take(size).fill_(0).data_ptr() != address and torch.equal(held, TENSORS["view"])
     del held

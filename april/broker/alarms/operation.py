@@ -7,6 +7,7 @@ from typing import Any
 
 from april.broker.alarms.alarm import Alarm, figures, shipped
 from april.broker.peers import PeerLoop
+from april.weights.canary import EVIDENCE_LIMIT, SUSPECT, added_evidence
 
 USUAL_STEPS, FEWEST_STEPS = 31, 3
 """Number of newest steps whose median duration is the usual one, and least number of steps for a median."""
@@ -72,14 +73,17 @@ class EngineGapAlarm(Alarm):
 
     page = "docs/learner.md#learner-and-engine-on-what-is-trained"
     threshold = 4.0
-    """Largest allowed mean gap, as a multiple of the largest mean gap of any worker in the run's first batch."""
+    """Largest allowed mean gap where the learner has not measured what rounding does, as a multiple of the largest mean
+    gap of any worker in the run's first batch."""
     least, most = 1e-4, 0.6
-    """Bounds of the allowed gap in nats: the tolerances of the weight check for float32 and for 8-bit weights."""
+    """Bounds of that limit in nats: what the weight check allows in float32 and in 8 bits."""
     least_tokens = 100
     """Fewest tokens for which a worker's mean gap is judged."""
 
     def __init__(self) -> None:
         self.limit: float | None = None
+        self.evidence: dict[str, float] = {}
+        """Evidence of wrong weights by worker, where the learner has measured what rounding does."""
 
     def look(self, record: dict[str, Any]) -> str:
         gaps = {
@@ -90,15 +94,25 @@ class EngineGapAlarm(Alarm):
         if not gaps:
             return ""
         furthest = max(gaps, key=lambda worker: gaps[worker]["mean"])
-        mean, largest = gaps[furthest]["mean"], gaps[furthest]["largest"]
-        if self.limit is None:
-            self.limit = min(self.most, max(self.least, self.threshold * mean))
-        if mean <= self.limit:
+        if rounding := figures(record, "learner").get("canary_rounding"):
+            limit = SUSPECT * rounding
+            self.evidence |= {
+                worker: added_evidence(self.evidence.get(worker, 0.0), gap["mean"] / rounding)
+                for worker, gap in gaps.items()
+            }
+            beyond = [worker for worker in gaps if self.evidence[worker] > EVIDENCE_LIMIT]
+            furthest = max(beyond, key=lambda worker: gaps[worker]["mean"], default=furthest)
+            self.evidence |= dict.fromkeys(beyond, 0.0)
+        else:
+            self.limit = self.limit or min(self.most, max(self.least, self.threshold * gaps[furthest]["mean"]))
+            limit = self.limit
+            beyond = [worker for worker, gap in gaps.items() if gap["mean"] > limit]
+        if not beyond:
             return ""
-        beyond = sum(gap["mean"] > self.limit for gap in gaps.values())
+        mean, largest = gaps[furthest]["mean"], gaps[furthest]["largest"]
         return (
             f"what {furthest} sampled under the newest weights the learner sees with other probabilities than it said "
-            f"({mean:.2g} apart in the mean, {largest:.2g} at most; up to {self.limit:.2g} are rounding; {beyond} of "
+            f"({mean:.2g} apart in the mean, {largest:.2g} at most; up to {limit:.2g} are rounding; {len(beyond)} of "
             f"{len(gaps)} workers): look whether its engine takes every update, and computes as the learner does"
         )
 

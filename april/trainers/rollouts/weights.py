@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from april.config import Config
 from april.learner.model import await_copies, on_cpu, persistent_buffers
-from april.weights.canary import Canary, canary_tokens
+from april.weights.canary import Canary, canary_tokens, rounded_otherwise
 
 Weights: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 WRAPPERS = ("module", "_orig_mod")
@@ -99,9 +99,16 @@ def canary_from_model(weights: Weights, config: Config) -> Canary | None:
     ids = torch.tensor(tokens, dtype=torch.int64, device=model.device)[None]
     trained = model.training
     model.eval()
-    with torch.no_grad():
-        logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    logprobs = scores(model, ids)
+    with rounded_otherwise(model):
+        rounding = (scores(model, ids) - logprobs).abs().mean().item()
     model.train(trained)
     exact = model.dtype == torch.float32 and model.device.type == "cpu"
-    chosen = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
-    return Canary(tokens.tolist(), chosen.tolist(), "float32" if exact else "bfloat16")
+    return Canary(tokens.tolist(), logprobs.tolist(), "float32" if exact else "bfloat16", rounding)
+
+
+@torch.no_grad()
+def scores(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Log-probabilities, float32 [T - 1], of `ids` int64 [1, T] but the first, at temperature 1."""
+    logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[:, 0]

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -193,6 +193,15 @@ class AdapterEngine(Engine, Protocol):
 
     def load_adapter(self, version: Version, adapter: "Adapter", tensors: "Mapping[str, torch.Tensor]") -> None:
         """Replace the current adapter; otherwise as `load_weights`. `tensors`: as in `april.weights.base.Adapted`."""
+
+
+@runtime_checkable
+class ComparingEngine(Protocol):
+    """An engine that can compare the tensors that it holds with others."""
+
+    def differing(self, tensors: "Mapping[str, torch.Tensor]") -> list[str]:
+        """Names of what the engine holds with other values than these weights have in its data type. `tensors`: as
+        `load_weights` gets them. The engine has weights."""
 
 
 # --- helpers of engines -----------------------------------------------------------------------------------------------

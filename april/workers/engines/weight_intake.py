@@ -14,10 +14,10 @@ import numpy as np
 from april.config import Config
 from april.util import clock
 from april.weights import TRANSPORTS
-from april.weights.canary import Canary
+from april.weights.canary import AT_ONCE, EVIDENCE_LIMIT, SUSPECT, Canary, added_evidence
 from april.weights.receiver import StagedWeights, WeightReceiver
 from april.wire.message import Version
-from april.workers.engines.base import AdapterEngine, Engine, EngineError
+from april.workers.engines.base import AdapterEngine, ComparingEngine, Engine, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +25,27 @@ log = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
 """Consecutive failed checks after which a worker leaves."""
+LARGEST_FACTOR = 50.0
+"""Multiple of the expected rounding beyond which the difference in a single token refuses a version at once."""
+USUAL_FACTOR = 2.5
+"""Multiple of an engine's usual noise up to which its noise counts as rounding."""
+MIN_USUAL = 0.25
+"""Least usual noise that an engine is held to, as a multiple of the expected rounding."""
+USUAL_VERSIONS = 16
+"""Number of versions, the last that an engine proved, whose median noise is its usual noise."""
 MOVEMENT_FACTOR = 4.0
 """Multiple of the noise above which a change of the learner's canary log-probabilities counts as movement."""
 MIN_NOISE_NATS = 1e-6
 """Lower bound of the noise, the mean difference between engine's and learner's log-probabilities (nats)."""
 MIN_FOLLOWED_SHARE = 0.5
 """Least share of the learner's movement that the engine's scores must show."""
-NOISE_FACTOR = 4.0
-"""Multiple of an engine's usual noise up to which a difference counts as rounding."""
-MIN_TOLERANCE_SHARE = 0.1
-"""Share of its type's tolerance that an engine has however small its usual noise is."""
-USUAL_VERSIONS = 16
-"""Number of versions, the last that an engine proved, whose median noise is its usual noise."""
+ROUNDING: Mapping[str, float] = {"float32": 4e-5, "float16": 0.02, "bfloat16": 0.08}
+"""Expected mean difference by rounding between learner and engine in a canary token's log-probability, by data type
+(nats). For the types of 16 bits the learner's own measurement takes its place where there is one."""
+OTHER_ROUNDING = 0.24
+"""The same for any other type (8 bits and fewer), nats."""
+MIN_ROUNDING_16 = 1e-4
+"""Least rounding that is expected of a type of 16 bits, nats."""
 
 
 class WrongWeights(EngineError):
@@ -44,56 +53,43 @@ class WrongWeights(EngineError):
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """Largest difference by rounding between learner and engine in a canary token's log-probability (nats)."""
-
-    mean: float
-    largest: float
-
-    def narrowed(self, noise: Collection[float]) -> "Tolerance":
-        """The tolerance for an engine that proved its last versions with `noise`, in nats and one value a version: this
-        one scaled to `NOISE_FACTOR` times their median, or itself if that is larger or no version was proven."""
-        if not noise:
-            return self
-        share = min(1.0, max(MIN_TOLERANCE_SHARE, NOISE_FACTOR * median(noise) / self.mean))
-        return Tolerance(share * self.mean, share * self.largest)
-
-
-TOLERANCES: Mapping[str, Tolerance] = {
-    "float32": Tolerance(1e-4, 1e-3),
-    "float16": Tolerance(0.05, 0.4),
-    "bfloat16": Tolerance(0.2, 1.5),
-}
-"""Tolerance by data type. The worst case measured by `benchmarks/canary.py` is 1/25 of it for float32, a quarter for
-bfloat16; on an H200 an eighth for float16 (`benchmarks/gpu/band.py`)."""
-DEFAULT_TOLERANCE = Tolerance(0.6, 4.0)
-"""Tolerance of any other type (8 bits and fewer)."""
-
-
-@dataclass(frozen=True)
 class CanaryScore:
     """The canary's log-probabilities under one version."""
 
+    tokens: list[int]
     published: np.ndarray
     """float64 [T - 1]: log-probabilities that the learner has published."""
     scored: np.ndarray
     """float64 [T - 1]: log-probabilities that the engine has computed."""
-    checksum: int
-    """Checksum of the weights that were scored."""
+    digest: str
+    """Digest of the weights that were scored."""
+    rounding: float
+    """Mean difference that rounding is expected to make (nats)."""
 
     @property
     def noise(self) -> float:
+        """Mean difference between engine and learner (nats)."""
         return max(MIN_NOISE_NATS, float(np.abs(self.scored - self.published).mean()))
+
+    @property
+    def excess(self) -> float:
+        """The noise as a multiple of the expected rounding."""
+        return self.noise / self.rounding
 
 
 class WeightCheck:
-    """Checks that an engine holds each new version: compares its log-probabilities of the canary with the learner's."""
+    """Checks that an engine holds each new version: compares its log-probabilities of the canary with the learner's,
+    and its tensors with those it was sent, where it can.
+
+    Evidence adds up over versions (`april.weights.canary.added_evidence`).
+    """
 
     def __init__(self) -> None:
         self.failures = 0
         """Number of consecutive failed checks."""
-        self._noise: deque[float] = deque(maxlen=USUAL_VERSIONS)
-        """Noise of the last proven versions."""
+        self.evidence = 0.0
+        self._usual: deque[float] = deque(maxlen=USUAL_VERSIONS)
+        """Noise of the last proven versions, as multiples of the expected rounding."""
         self._last: CanaryScore | None = None
         self._reference: CanaryScore | None = None
         """Canary score from which movement is measured: that of the newest version that moved beyond the noise."""
@@ -103,20 +99,33 @@ class WeightCheck:
 
         Raises WrongWeights.
         """
-        score = CanaryScore(np.array(canary.logprobs), np.asarray(scored, np.float64), staged.checksum)
-        tolerance = tolerance_of(dtype, canary.dtype)
-        why = disagreement(score, tolerance.narrowed(self._noise))
+        rounding = expected_rounding(canary, dtype)
+        published = np.array(canary.logprobs)
+        score = CanaryScore(canary.tokens, published, np.asarray(scored, np.float64), staged.digest, rounding)
+        if self._last and self._last.tokens != score.tokens:
+            self._last = self._reference = None
+        evidence = added_evidence(self.evidence, score.excess)
+        why = disagreement(score, evidence, self._usual)
         if not why and self._reference:
             why = standstill(self._reference, score)
-        if not why and self._last and tolerance == tolerance_of(canary.dtype):  # a coarser engine may round changes off
+        is_exact = type_rounding(dtype, canary.dtype) == type_rounding(canary.dtype)
+        if not why and self._last and is_exact:  # a coarser engine may round changes off
             why = repetition(self._last, score)
         if why:
             raise self._fail(staged, why)
         log.info("version %s is proven: %.2g nats from the learner in the mean", staged.version, score.noise)
-        self.failures, self._last = 0, score
-        self._noise.append(score.noise)
+        self.failures, self._last, self.evidence = 0, score, evidence
+        self._usual.append(score.excess)
         if self._reference is None or has_moved(self._reference, score):
             self._reference = score
+
+    def compare(self, staged: StagedWeights, engine: Engine) -> None:
+        """Check that the engine holds the staged tensors, if it can say so. Raises WrongWeights."""
+        if not isinstance(engine, ComparingEngine) or staged.tensors is None or staged.adapter:
+            return
+        if differing := engine.differing(staged.tensors):
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise self._fail(staged, f"it holds other values than were sent for {', '.join(differing[:3])}{more}")
 
     def failure(self, staged: StagedWeights, error: EngineError) -> WrongWeights:
         """The WrongWeights error for an engine that refused to score the canary, or whose score failed `judge`."""
@@ -130,19 +139,36 @@ class WeightCheck:
         return WrongWeights(f"the engine is not seen to hold version {staged.version}: {why}")
 
 
-def tolerance_of(*dtypes: str) -> Tolerance:
-    """Tolerance of the coarsest of several data types."""
-    return max((TOLERANCES.get(dtype, DEFAULT_TOLERANCE) for dtype in dtypes), key=lambda tolerance: tolerance.mean)
+def type_rounding(*dtypes: str) -> float:
+    """Expected mean difference by rounding of the coarsest of several data types (nats)."""
+    return max(ROUNDING.get(dtype, OTHER_ROUNDING) for dtype in dtypes)
 
 
-def disagreement(score: CanaryScore, tolerance: Tolerance) -> str:
-    differences = np.abs(score.scored - score.published)
-    if differences.mean() <= tolerance.mean and differences.max() <= tolerance.largest:
-        return ""
-    return (
-        f"its log-probabilities of the canary are {differences.mean():.2g} from the learner's in the mean and "
-        f"{differences.max():.2g} at most, where {tolerance.mean:.2g} and {tolerance.largest:.2g} are rounding"
+def expected_rounding(canary: Canary, dtype: str) -> float:
+    """Mean difference by rounding between a learner that published `canary` and an engine in `dtype` (nats): as the
+    learner has measured it, if both have at least 16 bits and one has no more."""
+    by_type = type_rounding(dtype, canary.dtype)
+    is_16_bit = ROUNDING["float32"] < by_type < OTHER_ROUNDING
+    return max(MIN_ROUNDING_16, canary.rounding) if is_16_bit and canary.rounding else by_type
+
+
+def disagreement(score: CanaryScore, evidence: float, usual: Collection[float]) -> str:
+    """A sentence if engine and learner are further apart than rounding, else "". `usual`: noise of the engine's last
+    proven versions, as multiples of the expected rounding."""
+    largest = float(np.abs(score.scored - score.published).max())
+    apart = (
+        f"its log-probabilities of the canary are {score.noise:.2g} from the learner's in the mean and {largest:.2g}"
     )
+    limit = min(AT_ONCE, USUAL_FACTOR * max(MIN_USUAL, median(usual))) if usual else AT_ONCE
+    mean, at_most = (factor * score.rounding for factor in (limit, LARGEST_FACTOR * limit / AT_ONCE))
+    if not (score.noise <= mean and largest <= at_most):
+        return f"{apart} at most, where {mean:.2g} and {at_most:.2g} are rounding"
+    if evidence > EVIDENCE_LIMIT:
+        return (
+            f"{apart} at most, after versions that were suspect too; {SUSPECT * score.rounding:.2g} in the mean is "
+            "rounding where it lasts"
+        )
+    return ""
 
 
 def has_moved(since: CanaryScore, score: CanaryScore) -> bool:
@@ -168,7 +194,7 @@ def standstill(since: CanaryScore, score: CanaryScore) -> str:
 
 def repetition(last: CanaryScore, score: CanaryScore) -> str:
     moved = np.mean(score.published != last.published)
-    if score.checksum == last.checksum or moved < 0.5 or (score.scored != last.scored).any():
+    if score.digest == last.digest or moved < 0.5 or (score.scored != last.scored).any():
         return ""
     return "the learner's log-probabilities of the canary have moved, and the engine's are the same to the bit"
 
@@ -248,6 +274,7 @@ class WeightLoader:
         if not (check and canary):
             return
         try:
+            check.compare(staged, self.engine)
             check.judge(staged, canary, self.engine.score(canary.text), self.engine.dtype)
         except EngineError as error:
             self.engine.discard_weights()

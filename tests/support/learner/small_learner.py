@@ -265,7 +265,7 @@ def at_a_worker(published) -> dict[str, torch.Tensor]:
     if not isinstance(published, AdapterWeights):
         return dict(published)
     snapshot = pack(Version(0, 0), published.tensors, adapter=published.adapter)
-    trained = unpack(snapshot.heads, snapshot.data, snapshot.checksum)
+    trained = unpack(snapshot.heads, snapshot.data)
     return dict(BaseWeights(published.base.folder).with_adapter(snapshot.adapter, trained))
 
 

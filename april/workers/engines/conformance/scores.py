@@ -140,7 +140,7 @@ def other_weights_than_those_published_are_found(bench: Bench, fault: Callable[[
     def load(version: Version, sent: Weights, published: Weights) -> None:
         engine.load_weights(version, sent)
         canary = Canary(CANARY_TEXT.tolist(), model.logprobs_under(published, CANARY_TEXT.tolist()).tolist(), "float32")
-        staged = StagedWeights(version, None, 0.0, canary=canary, checksum=version.step)
+        staged = StagedWeights(version, None, 0.0, canary=canary, digest=str(version.step))
         weight_check.judge(staged, canary, engine.score(CANARY_TEXT), engine.dtype)
 
     load(V0, old, old)

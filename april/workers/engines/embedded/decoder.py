@@ -183,6 +183,15 @@ class Layer:
             elif old is not None:
                 old.copy_(new)
 
+    def differing(self, other: "Layer") -> Iterator[str]:
+        """Names of the fields whose values are not the other's."""
+        for field in fields(self):
+            old, new = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(old, RMSNorm):
+                old, new = old.weight, new.weight
+            if old is not None and not torch.equal(old, new):
+                yield field.name
+
 
 class PrefillRows(Protocol):
     """Where a prefill's keys and values are stored, and what its queries attend to."""
@@ -222,6 +231,20 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             layer.assign(self._layer(tensors, f"model.layers.{index}."))
         self._last_keys_values.assign(self._without_queries(self.layers[-1]))
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+        """Names of held tensors whose values are not those of `tensors`, given as to `refill`. Projections that are
+        computed in one product are named as one."""
+        whole = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+        if not self.shape.tied:
+            whole["lm_head.weight"] = self.output
+        yield from (name for name, held in whole.items() if not torch.equal(held, tensors[name].to(held)))
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            given = self._layer(tensors, prefix)
+            yield from (prefix + part for part in layer.differing(given))
+        if any(self._last_keys_values.differing(self._without_queries(given))):
+            yield f"{prefix}qkv without queries"
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, self.dtype, copy=True)

@@ -137,6 +137,11 @@ class TorchEngine:
             raise EngineError("there are no weights to score with; load some")
         return self._decoder.score(torch.from_numpy(tokens.astype(np.int64)).to(self.device)).cpu().numpy()
 
+    @torch.inference_mode()
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Implements `ComparingEngine`."""
+        return list(self._decoder.differing(tensors)) if self._decoder else []
+
     @property
     def dtype(self) -> str:
         return str(self.shape.dtype).removeprefix("torch.")
