@@ -27,6 +27,7 @@ from april.agents.rendering import Renderer
 from april.config import Config
 from april.data.tokenizer import Tokenizer
 from april.util.errors import refuse
+from april.util.files import keep_private
 from april.util.lifetime import REFUSED, exit_at_once
 from april.util.logs import log_to_stderr
 from april.wire.security.keys import Keys, load_keys
@@ -41,6 +42,7 @@ def run_agents(config: Config, address: str, name: str) -> NoReturn:
         refuse("agent.program", "", "leaves nothing to an agents process", "name a program or a command")
     if config.agent.program:
         PROGRAMS.find(config.agent.program)
+    keep_private(config.run_dir)
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     keys = load_keys(config.security.keys, "agents")
     tls, attach_key = server_tls(config.agent), AttachKey(config.agent.attach_keyfile)

@@ -36,6 +36,7 @@ from april.broker.telemetry.metrics_file import parse_line, read_lines
 from april.broker.telemetry.sample_history import SampleHistory
 from april.config import Config
 from april.config.stored import StoredCheckpoints, is_step
+from april.util.files import PRIVATE_FILE
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class SyncNote:
         """Write the position to the file; a failed write leaves the previous position, which is still valid."""
         with contextlib.suppress(OSError):
             if self._file is None:
-                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
             os.pwrite(self._file, NOTE.pack(position, crc32(position.to_bytes(8))), 0)
 
     def close(self) -> None:

@@ -20,11 +20,13 @@ def broker(config: list[Path], overrides: list[str]) -> int:
     from april.config.checks import check_schedule
     from april.data.tokenizer import import_without_torch
     from april.simulate.tune import resolve_as_recorded
+    from april.util.files import keep_private
     from april.util.lifetime import die_with_parent
     from april.util.logs import log_to_stderr
 
     die_with_parent()
     loaded = load_config(config, overrides)
+    keep_private(loaded.run_dir)
     check_schedule(loaded.schedule)
     loaded, why_automatic = resolve_as_recorded(loaded)
     log_to_stderr("broker", loaded.operations.log_format, run=loaded.run.name)

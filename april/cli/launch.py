@@ -55,6 +55,7 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
     from april.launch.devices import needed_devices
     from april.launch.rehearsal import STARTING_S
     from april.simulate.tune import resolve
+    from april.util.files import keep_private
     from april.wire.sockets.base import ADDRESS_FILE
 
     config = load(files, overrides, inputs=())
@@ -69,6 +70,7 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
         config, _ = resolve(config, resumed=resume)
         requested_devices = list(map(str, range(needed_devices(config))))
         preflight.examine(config, requested_devices, STARTING_S).refuse()
+    keep_private(config.run_dir)
     if not resume:
         config = preflight.make_run_folder(config, ask_store=kind.sees_files)
     launcher = launcher_of(config, kind)

@@ -96,9 +96,11 @@ def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: b
     from april.launch.rehearsal import STARTING_S
     from april.launch.supervisor import RunFailed, Supervisor
     from april.observe.report.live import LiveView
+    from april.util.files import keep_private
 
     devices = visible_devices()
     config = with_memory_limits(config, devices)
+    keep_private(config.run_dir)
     with contextlib.ExitStack() as folder:
         changes = []
         if resume:

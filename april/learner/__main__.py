@@ -13,6 +13,7 @@ from functools import partial
 
 from april import config as configuration
 from april.learner.launch import RESTARTS
+from april.util.files import keep_private
 from april.util.lifetime import REFUSED, die_with_parent, exit_at_once
 from april.util.logs import log_to_stderr
 from april.util.registry import add_import_folders
@@ -130,6 +131,7 @@ def train(config: configuration.Config, address: str) -> None:
     from april.weights.publisher import WeightPublisher, weights_towards
     from april.wire.sockets.base import address_at
 
+    keep_private(config.run_dir)
     device = process_group.join(config.learner)
     rank = dist.get_rank()
     log_to_stderr(f"learner {rank}", config.operations.log_format, run=config.run.name, role="learner")

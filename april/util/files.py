@@ -1,4 +1,4 @@
-"""Durable writes: appending and syncing, through the page cache or with direct I/O past it, atomic
+"""Durable and private writes: appending and syncing, through the page cache or with direct I/O past it, atomic
 replacement, and the removal of folders that somebody else has filled."""
 
 import contextlib
@@ -150,6 +150,26 @@ def replace_file(path: Path, data: bytes) -> None:
         error.filename = error.filename or str(path)
         raise
     temporary.replace(path)
+
+
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+"""Modes of files and folders of a run: prompts, responses and configurations are their owner's."""
+
+
+def keep_private(run_dir: Path) -> None:
+    """Have all that this process and its children write be its user's alone, and `run_dir`, if it is there already."""
+    os.umask(0o777 & ~PRIVATE_FOLDER)
+    with contextlib.suppress(OSError):
+        run_dir.chmod(PRIVATE_FOLDER)
+
+
+def open_lock(path: Path) -> int:
+    """Open a file to be locked. It is closed to other users, each of whom could else hold the lock for good; child
+    processes do not inherit the descriptor. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
+    with contextlib.suppress(PermissionError):
+        os.fchmod(descriptor, PRIVATE_FILE)
+    return descriptor
 
 
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

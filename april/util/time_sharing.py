@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from april.util import clock
+from april.util.files import open_lock
 
 FOLDER = "turns"
 """Folder of the lock files in the run folder."""
@@ -104,11 +105,6 @@ def accelerator_names(device: str) -> list[str]:
 
     named = next(filter(None, map(os.environ.get, VARIABLES)), None)
     return named.split(",") if named else list(map(str, range(torch.cuda.device_count())))
-
-
-def open_lock(path: Path) -> int:
-    """Open a lock file; child processes do not inherit the descriptor."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def try_lock(descriptor: int, kind: int) -> bool:

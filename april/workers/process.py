@@ -11,6 +11,7 @@ from april.config import Config
 from april.config.checks import check_engine
 from april.util import clock
 from april.util.errors import refuse
+from april.util.files import keep_private
 from april.util.lifetime import REFUSED, SUPERVISED, exit_at_once, give_way
 from april.util.logs import log_to_stderr
 from april.util.pulse import LoopWatch
@@ -43,6 +44,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     from april.workers.time_sharing import WorkerTimeSharing
     from april.workers.worker import Worker
 
+    keep_private(config.run_dir)
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     torch.set_num_threads(config.worker.threads)
     device = device_of(config)
@@ -84,6 +86,7 @@ def run_scorer(config: Config, address: str, name: str) -> NoReturn:
 
     if config.reward.where != "scorer":
         refuse("reward.where", config.reward.where, "leaves nothing to a scorer", "set it to 'scorer'")
+    keep_private(config.run_dir)
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     check_isolation(config.reward.code_isolation)
     keys = load_keys(config.security.keys, "scorer")

@@ -34,7 +34,7 @@ from april.broker.journal.files import (
 from april.broker.journal.records import RecentRecords
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import AnyEvent, Event, EventArray
-from april.util.files import BLOCK_BYTES, Uncached, open_uncached, write_and_sync
+from april.util.files import BLOCK_BYTES, PRIVATE_FILE, Uncached, open_lock, open_uncached, write_and_sync
 from april.util.resources import NO_DESCRIPTORS
 from april.util.versions import JOURNAL
 
@@ -57,11 +57,11 @@ class Journal:
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES, file_records: int = FILE_RECORDS):
         """Raises JournalError if another broker uses the journal, OtherApril if another version of April wrote it."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         JOURNAL.claim(folder, new=not file_starts(folder))
         self.folder = folder
         self.file_bytes, self.file_records = file_bytes, file_records
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock = open_lock(folder / "lock")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -112,7 +112,7 @@ class Journal:
     def _begin_file(self, position: int) -> None:
         path, folder = self._path(position), os.open(self.folder, os.O_RDONLY)
         try:
-            self._files[position] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            self._files[position] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
             os.fsync(folder)
         finally:
             os.close(folder)
