@@ -111,8 +111,10 @@ class BrokerLink(threading.Thread):
             self.failure = error
             self._stop("a fault of April's own")
         finally:
-            self.connection.close()
-            self._notify(self.listener.stop, self.stopping)
+            try:
+                self.connection.close()
+            finally:
+                self._notify(self.listener.stop, self.stopping)
 
     def _run_once(self) -> None:
         for received in self.connection.receive(POLL_MS):

@@ -23,6 +23,7 @@ from april.broker.journal.files import Damaged, Reference, Unreadable, file_path
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Sample
+from april.util.lifetime import PartThread
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class JournalVerifier:
         self._files: dict[int, int] = {}
         self._starts: list[int] = []
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
+        self._thread = PartThread("verify", self._run)
 
     def start(self) -> None:
         self._thread.start()
@@ -76,7 +77,6 @@ class JournalVerifier:
 
     def _run(self) -> None:
         try:
-            self._starts = file_starts(self.folder)
             refused = self._round(self._stored)
             for pause_s in AGAIN_S:
                 if not refused or self._stopped.wait(pause_s):
@@ -93,6 +93,10 @@ class JournalVerifier:
     def _round(self, groups: list[StoredGroup]) -> list[StoredGroup]:
         """Verify groups and note the damaged ones; returns those that the system refused to read."""
         reads, size, refused = 0, 0, []
+        try:
+            self._starts = file_starts(self.folder)
+        except OSError:
+            return groups
         for stored in groups:
             try:
                 for check, length in self._checks(stored):
@@ -106,7 +110,9 @@ class JournalVerifier:
                             return []
             except FileNotFoundError:
                 pass  # deleted meanwhile, as no longer needed
-            except (OSError, Unreadable):
+            except Exception as error:
+                if not isinstance(error, OSError | Unreadable):
+                    log.exception("group %d cannot be verified", stored.group)
                 refused.append(stored)
         return refused
 

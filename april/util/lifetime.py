@@ -9,10 +9,14 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
+
+log = logging.getLogger(__name__)
 
 REFUSED = 2
 """Exit status of a process that would fail again: its configuration, folder or address cannot be used."""
@@ -34,6 +38,21 @@ def exit_at_once(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class PartThread(threading.Thread):
+    """A daemon thread that its process cannot do without: an exception in it is logged and ends the process with
+    status 1. Whoever supervises the process starts it again, where it would have stood still."""
+
+    def __init__(self, name: str, target: Callable[..., object], *arguments: object):
+        super().__init__(name=name, target=target, args=arguments, daemon=True)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException:
+            log.critical("thread %s has failed, and ends its process", self.name, exc_info=True)
+            exit_at_once(1)
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------

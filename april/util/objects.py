@@ -217,9 +217,9 @@ class Call:
         self.error: Exception | None = None
 
     def run(self) -> None:
-        from fsspec.callbacks import Callback
-
         try:
+            from fsspec.callbacks import Callback
+
             self.answer = self.work(Callback(hooks={"moved": self.note_progress}))
         except Exception as error:
             self.error = error

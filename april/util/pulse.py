@@ -16,6 +16,7 @@ from collections import deque
 from typing import NamedTuple
 
 from april.util import clock
+from april.util.lifetime import PartThread
 
 log = logging.getLogger(__name__)
 
@@ -80,18 +81,19 @@ class Pulse:
         return LoopPosition(name, clock.now() - since, max(LEAST_S, statistics.median(visits)) if visits else 0.0)
 
 
-class LoopWatch(threading.Thread):
+class LoopWatch(PartThread):
     """Ends the process if its loop makes no progress: at one position for `hung_s` and LATE times the usual duration,
     or for `long_s` where no usual duration is known."""
 
     def __init__(self, hung_s: float, long_s: float, pulse: Pulse | None = None):
-        super().__init__(name="watch", daemon=True)
+        super().__init__("watch", self.watch)
         self.hung_s, self.long_s, self.pulse = hung_s, long_s, pulse or MAIN
         self._mark: LoopMark | None = None
         self._seen_s = 0.0
         """Seconds at the current mark, counted in this thread's intervals."""
 
-    def run(self) -> None:
+    def watch(self) -> None:
+        """Look at the loop until it hangs, and end the process then."""
         while not (hung := self.look(LOOK_S)):
             time.sleep(LOOK_S)
         log.critical("%s; what each thread does:", hung)

@@ -143,6 +143,27 @@ def test_a_verifier_ends_with_its_broker(talk, worker):
     assert not verifier._thread.is_alive() and time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize(("what", "error"), [("_has_record", KeyError), ("file_starts", OSError)])
+def test_a_group_that_cannot_be_verified_is_tried_again(talk, worker, monkeypatch, what, error):
+    """The thread does not end for it, whatever the error."""
+    make_batch(worker)
+    monkeypatch.setattr(verification, "AGAIN_S", (0.0, 0.0))
+    verifier, tries = JournalVerifier(talk.journal.folder, talk.ledger, talk.journal.end), []
+    place = verification if what == "file_starts" else verifier
+    real = getattr(place, what)
+
+    def first_fails(*arguments):
+        tries.append(arguments)
+        if len(tries) == 1:
+            raise error("refused")
+        return real(*arguments)
+
+    monkeypatch.setattr(place, what, first_fails)
+    verifier.start()
+    verifier._thread.join(60)
+    assert len(tries) > 1 and verifier.take() == [] and not verifier._stored
+
+
 # --- reads that the system refuses ------------------------------------------------------------------------------------
 
 

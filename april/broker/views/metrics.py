@@ -3,7 +3,6 @@ newest `RunStatus`."""
 
 import bisect
 import socketserver
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from april.broker.telemetry.evaluation import sets_of
 from april.broker.views.status import USES, RunStatus
 from april.util import clock
+from april.util.lifetime import PartThread
 from april.wire.security.web_requests import CheckedRequestHandler, names_of
 
 SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -401,7 +401,7 @@ class Exporter:
         registry.register(self)
         self._server = HttpServer((host, port), request_handler(self, registry, names_of(host)))
         self.address = f"http://{host}:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, name="http", daemon=True).start()
+        PartThread("http", self._server.serve_forever).start()
 
     def passed(self, now: float, take_snapshot: Callable[[RunStatus | None], MetricsSnapshot]) -> None:
         """Record the time of a pass of the broker's loop, and take a metrics snapshot if one is due: `take_snapshot` is

@@ -17,7 +17,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -30,7 +29,7 @@ import orjson
 from april.launch.clusters.manifests import HOLDERS
 from april.launch.part import shell_status
 from april.util import clock
-from april.util.lifetime import RUN_FAILED, STEP_ASIDE
+from april.util.lifetime import RUN_FAILED, STEP_ASIDE, PartThread
 from april.wire.security.web_requests import CheckedRequestHandler
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -164,7 +163,7 @@ class ProbeHandler(CheckedRequestHandler):
 def answering_probes(port: int) -> Iterator[None]:
     """Context manager that answers the pod's health probes at `port`."""
     with http.server.ThreadingHTTPServer(("0.0.0.0", port), ProbeHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        PartThread("http", server.serve_forever).start()
         yield
         server.shutdown()
 

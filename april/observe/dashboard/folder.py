@@ -1,6 +1,7 @@
 """The runs that a dashboard shows: one, those of a folder, or a live broker's. One thread follows the files of the runs
 that are being viewed."""
 
+import logging
 import threading
 import time
 import tomllib
@@ -16,6 +17,8 @@ from april.observe.report.timeline import waiting_for
 from april.util import resources
 from april.util.versions import RUN_FOLDER
 from april.wire.sockets.broker import AccessDenied, BrokerRefused, BrokerUnreachable
+
+log = logging.getLogger(__name__)
 
 # --- live status ------------------------------------------------------------------------------------------------------
 
@@ -214,13 +217,22 @@ class Runs:
 
     def _read_loop(self) -> None:
         while not self._closed.wait(0.0):
-            with self._lock:
-                followed = [run for run in self._watched.values() if time.monotonic() - run.asked_at < IDLE_S]
-            complete = [run.read_new(READ_BUDGET_S) for run in followed]
-            if followed:
-                resources.return_free_pages()
-            if all(complete) and self._closed.wait(PAUSE_S):
+            try:
+                complete = self._read_followed()
+            except Exception:
+                log.exception("a run cannot be read; it is tried again")
+                complete = True
+            if complete and self._closed.wait(PAUSE_S):
                 return
+
+    def _read_followed(self) -> bool:
+        """Read what is new of the runs that are followed; returns whether that is all."""
+        with self._lock:
+            followed = [run for run in self._watched.values() if time.monotonic() - run.asked_at < IDLE_S]
+        complete = [run.read_new(READ_BUDGET_S) for run in followed]
+        if followed:
+            resources.return_free_pages()
+        return all(complete)
 
 
 def locate(path: Path) -> tuple[Path | None, Path | None]:

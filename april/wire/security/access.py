@@ -10,7 +10,6 @@ if access.watch():                  # regularly: True if keys may have been adde
 """
 
 import logging
-import threading
 from collections import Counter
 
 import zmq
@@ -18,6 +17,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from april.util import clock
+from april.util.lifetime import PartThread
 from april.wire.security.allow_list import AllowList, KeyOwner
 from april.wire.security.keys import Keys
 
@@ -80,7 +80,7 @@ class AccessControl:
         self._guarded: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
         self._zap = context.socket(zmq.REP)
         self._zap.bind(ZAP_ADDRESS)
-        threading.Thread(target=self._serve_zap, name="zap", daemon=True).start()
+        PartThread("zap", self._serve_zap).start()
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Admit only listed keys to `socket`, which must not be bound yet. Nobody is admitted unless the ZAP thread
