@@ -256,18 +256,19 @@ def test_equal_weights_published_under_another_version_pass():
 
 
 def test_a_standstill_is_detected_once_the_learner_has_moved_beyond_the_rounding():
-    """The engine's scores also vary each time, so that identical bits cannot reveal it."""
-    run = Rounding(noise=0.02, step=0.005)
-    run.judge(0, held=0)
+    """Of an engine in 8 bits, of which the learner has not measured what rounding does. Its scores also vary each time,
+    so that identical bits cannot reveal it."""
+    run = Rounding(noise=0.005, step=0.005)
+    run.judge(0, held=0, dtype="fp8")
     found = []
-    for version in range(1, 40):
+    for version in range(1, 20):
         moved = run.step * version * np.random.default_rng(7).standard_normal(len(TEXT) - 1)
+        standing = run.said(1, version) - moved.astype(np.float32)
         try:
-            run.judge(version, held=version, scored=run.said(1, version) - moved.astype(np.float32))
+            run.judge(version, held=version, dtype="fp8", scored=standing)
         except WrongWeights as error:
-            found.append((version, str(error)))
-    version, why = found[0]
-    assert "of that" in why or "suspect" in why or "are rounding" in why
+            found.append(str(error))
+    assert found and all("of that" in why for why in found)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.003, 0.05, 0.3])
