@@ -5,6 +5,7 @@ Each function returns what becomes JSON with NaN as null.
 
 import math
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from april.observe.report.facts import facts, resumes, token_totals
 from april.observe.report.run_folder import RunFolder, dig, shown_config
 from april.observe.report.timeline import (
     RESOLUTION,
+    SHARE_INTERVALS,
     add_idle_spans,
     drawn_steps,
     drawn_tracks,
+    learner_waits,
     merge_spans,
+    natural_key,
     worker_tracks,
 )
 
@@ -171,48 +175,91 @@ MAX_LINES = 200
 """Most lines of metrics.jsonl that are read for one picture; from more lines an evenly spaced selection is read."""
 STEPS_AT_FIRST = 8
 """Number of steps in the timeline's default window: the last ones of the run."""
+SHORTEST_WINDOW_S = 1e-3
+LEARNER = ""
+"""Key of the learner's lane among those of the workers, whose names are never empty."""
 
 
 def timeline_window(
     steps: Steps, begin_s: float | None = None, end_s: float | None = None, max_workers: int | None = None
 ) -> dict[str, Any]:
     """Timeline of workers (all of them or the first ones) and learner between two times (Unix seconds), small enough
-    to draw. What idle workers wait for is left out where only a selection of the lines is read.
+    to draw: of up to MAX_LINES steps the spans of each, of more the shares of time by activity in SHARE_INTERVALS
+    intervals, each those of one step in it.
 
-    By default it covers the last STEPS_AT_FIRST steps.
+    By default it covers the last STEPS_AT_FIRST steps. `origin` and `last` are the beginning and the end of the run.
     """
     columns = steps.table(["step", "time", "learner.train_s"])
     zeros = np.zeros_like(columns["step"])
     filled = [np.nan_to_num(zeros if column is None else column).tolist() for column in columns.values()]
     ended = [(time_s, int(step), train_s) for step, time_s, train_s in zip(*filled, strict=True) if time_s]
     if not ended:
-        return {"begin": 0, "end": 0, "lanes": [], "workers": 0, "learner": [], "steps": [], "whole": True}
+        return {"begin": 0, "end": 0, "origin": 0, "last": 0, "lanes": [], "workers": 0, "learner": None, "steps": []}
+    first_s, first_step, first_train_s = ended[0]
+    origin_s = min([event["start"] for event in worker_events(steps.lines([first_step]))] + [first_s - first_train_s])
     if begin_s is None or end_s is None:
-        begin_s = ended[-STEPS_AT_FIRST - 1][0] if len(ended) > STEPS_AT_FIRST else None
+        begin_s = ended[-STEPS_AT_FIRST - 1][0] if len(ended) > STEPS_AT_FIRST else origin_s
         end_s = ended[-1][0]
-    inside = [step for step in ended if (begin_s is None or step[0] >= begin_s) and step[0] <= end_s]
-    events = [
-        event
-        for line in steps.between(begin_s or 0.0, end_s, MAX_LINES)
-        for event in line.get("lanes") or []
-        if event.get("worker") and event.get("start") is not None
-    ]
-    if begin_s is None:
-        begin_s = min([event["start"] for event in events] + [ended[0][0] - (ended[0][2] or 1.0)])
-    spans = [(max(begin_s, time_s - train_s), time_s) for time_s, _, train_s in inside if train_s]
-    learner = merge_spans(spans, (end_s - begin_s) / RESOLUTION)
-    tracks, whole = worker_tracks(events, begin_s, end_s, RESOLUTION), len(inside) <= MAX_LINES
-    if whole:
-        add_idle_spans(tracks, learner, begin_s, end_s)
+    begin_s = max(begin_s, origin_s)
+    end_s = max(end_s, begin_s + SHORTEST_WINDOW_S)
+    inside = [step for step in ended if begin_s <= step[0] <= end_s]
+    if len(inside) > MAX_LINES:
+        learner, lanes = sampled_shares(steps, ended, begin_s, end_s)
+    else:
+        events = worker_events(steps.between(begin_s, end_s, MAX_LINES))
+        spans = [(max(begin_s, time_s - train_s), time_s) for time_s, _, train_s in inside if train_s]
+        trained = merge_spans(spans, (end_s - begin_s) / RESOLUTION)
+        tracks = worker_tracks(events, begin_s, end_s, RESOLUTION)
+        add_idle_spans(tracks, trained, begin_s, end_s)
+        learner = {"spans": {"train": trained, **learner_waits(tracks, trained, begin_s, end_s)}}
+        lanes = drawn_tracks(tracks)
     return {
         "begin": begin_s,
         "end": end_s,
-        "lanes": drawn_tracks(tracks[:max_workers]),
-        "workers": len(tracks),
+        "origin": origin_s,
+        "last": ended[-1][0],
+        "lanes": lanes[:max_workers],
+        "workers": len(lanes),
         "learner": learner,
         "steps": drawn_steps([(step, time_s) for time_s, step, _ in inside], end_s - begin_s),
-        "whole": whole,
     }
+
+
+def worker_events(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    events = [event for line in lines for event in line.get("lanes") or []]
+    return [event for event in events if event.get("worker") and event.get("start") is not None]
+
+
+Shares = dict[str, np.ndarray]
+"""Shares of time by kind of span, float64 [SHARE_INTERVALS] each."""
+
+
+def sampled_shares(
+    steps: Steps, ended: list[tuple[float, int, float]], begin_s: float, end_s: float
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Lanes of the learner and of the workers in a window of many steps, with the shares of time of one step in each of
+    SHARE_INTERVALS intervals. `ended`: (end, step, seconds of training) of each step, in order."""
+    middles_s = begin_s + (np.arange(SHARE_INTERVALS) + 0.5) * (end_s - begin_s) / SHARE_INTERVALS
+    chosen = np.minimum(np.searchsorted([time_s for time_s, _, _ in ended], middles_s), len(ended) - 1)
+    shares: dict[str, Shares] = {}
+    for column, at in enumerate(chosen.tolist()):
+        time_s, step, train_s = ended[at]
+        start_s = ended[at - 1][0] if at else time_s - (train_s or 1.0)
+        if start_s >= time_s:
+            continue
+        # What goes on at the end of a step is in the line of the next.
+        events = worker_events(steps.lines([step, *(number for _, number, _ in ended[at + 1 : at + 2])]))
+        tracks, trained = worker_tracks(events, start_s, time_s, math.inf), [(max(start_s, time_s - train_s), time_s)]
+        add_idle_spans(tracks, trained, start_s, time_s)
+        spans_by_lane = {track.worker: track.spans for track in tracks}
+        spans_by_lane[LEARNER] = {"train": trained, **learner_waits(tracks, trained, start_s, time_s)}
+        for lane, spans_by_kind in spans_by_lane.items():
+            for kind, spans in spans_by_kind.items():
+                of_lane = shares.setdefault(lane, {}).setdefault(kind, np.zeros(SHARE_INTERVALS))
+                of_lane[column] = sum(end - begin for begin, end in spans) / (time_s - start_s)
+    learner = {"shares": shares.pop(LEARNER, {})}
+    workers = sorted(shares, key=natural_key)
+    return learner, [{"worker": worker, "spans": {}, "instants": {}, "shares": shares[worker]} for worker in workers]
 
 
 def read_config_text(path: Path) -> str:

@@ -121,8 +121,8 @@ def positions_of(
 
 
 def excerpts(run_dir: Path, keys: list[tuple[int, int]]) -> list[dict[str, str] | None]:
-    """End of the prompt, and beginning of the response and of the reference answer, of samples by (step, position); None
-    where the row is gone."""
+    """End of the prompt, and beginning of the response and of the reference answer, of samples by (step, position);
+    None where the row is gone."""
     by_step: dict[int, list[int]] = {}
     for step, position in keys:
         by_step.setdefault(step, []).append(position)

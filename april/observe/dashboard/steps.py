@@ -148,6 +148,12 @@ class Steps:
             columns = self.columns if names is None else {name: self.columns.get(name) for name in names}
             return {name: None if column is None else np.array(column)[rows] for name, column in columns.items()}
 
+    def lines(self, steps: list[int]) -> Iterator[dict[str, Any]]:
+        """The complete records of these steps."""
+        with self._lock:
+            line_offsets = [self._line_offsets[self._rows[step]] for step in steps]
+        yield from self._read(line_offsets)
+
     def between(self, begin_s: float, end_s: float, max_lines: int) -> Iterator[dict[str, Any]]:
         """At most `max_lines` complete records, evenly spread over the steps that ended in the window (Unix seconds),
         and the first step that ended after it."""
@@ -161,6 +167,9 @@ class Steps:
                 [rows[index * len(rows) // max_lines] for index in range(max_lines)] if len(rows) > max_lines else rows
             )
             line_offsets = [self._line_offsets[row] for row in sampled_rows]
+        yield from self._read(line_offsets)
+
+    def _read(self, line_offsets: list[int]) -> Iterator[dict[str, Any]]:
         if not line_offsets:
             return
         with self.path.open("rb") as file:

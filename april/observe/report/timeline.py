@@ -204,6 +204,17 @@ def add_idle_spans(tracks: list[WorkerTrack], learner: list[Span], begin_s: floa
             track.spans[kind] = [span for span in track.spans[kind] if span[1] - span[0] > SHORTEST_WAIT_S]
 
 
+def learner_waits(
+    tracks: list[WorkerTrack], learner: list[Span], begin_s: float, end_s: float
+) -> dict[str, list[Span]]:
+    """What the learner waits for while it does not train: for the workers while one of them generates, otherwise for
+    the broker or for scores."""
+    idle = subtract([(begin_s, end_s)], learner)
+    generating = merge_spans([span for track in tracks for span in track.spans.get("generate", [])], 0.0)
+    waits = {"wait-others": intersect(idle, generating), "wait-else": subtract(idle, generating)}
+    return {kind: [span for span in spans if span[1] - span[0] > SHORTEST_WAIT_S] for kind, spans in waits.items()}
+
+
 def absent_spans(track: WorkerTrack, begin_s: float, end_s: float) -> list[Span]:
     """Spans without the worker: before it first joined, and from each loss until it joined or acted again."""
     joined = sorted([*track.instants.get("joined", []), *(span[0] for spans in track.spans.values() for span in spans)])
@@ -254,14 +265,16 @@ def whole_timeline(run: RunFolder) -> dict[str, Any]:
         return {}
     timeline = timeline_of(run)
     end_s, tracks = timeline.end_s, timeline.tracks()
+    learner = {"train": timeline.learner, **learner_waits(tracks, timeline.learner, 0.0, end_s)}
     answer = {
         "begin": 0.0,
         "end": end_s,
+        "origin": 0.0,
         "steps": drawn_steps(timeline.steps, end_s),
         "pauses": timeline.pauses,
         "workers": len(tracks),
         "activity": activity_shares(tracks),
-        "learner": [],
+        "learner": None,
     }
     if len(timeline.steps) > MANY_STEPS:
         edges_s = np.linspace(0.0, end_s, SHARE_INTERVALS + 1)
@@ -275,9 +288,11 @@ def whole_timeline(run: RunFolder) -> dict[str, Any]:
             track.instants.pop("abort", None)
             track.instants = {kind: thin_out(times, end_s / RESOLUTION) for kind, times in track.instants.items()}
         lanes = [lane | {"shares": share} for lane, share in zip(drawn_tracks(tracks), shares, strict=True)]
+        of_learner = {kind: busy_share(spans, edges_s).round(3) for kind, spans in learner.items() if spans}
+        answer["learner"] = {"shares": of_learner}
     else:
         lanes = drawn_tracks(timeline.tracks(RESOLUTION)[:MAX_DRAWN_WORKERS])
-        answer["learner"] = merge_spans(timeline.learner, end_s / RESOLUTION)
+        answer["learner"] = {"spans": {kind: merge_spans(spans, end_s / RESOLUTION) for kind, spans in learner.items()}}
     return answer | {"lanes": lanes}
 
 

@@ -218,6 +218,8 @@ def test_lanes_are_zoomed_and_prompts_compared(serve, open_page, runs_folder):
     page.wait_for_function("() => /^worker-0: /.test(document.querySelector('.said').textContent)")
     assert "generating" in page.locator(".hidden ul").text_content() and said.is_visible()
     page.get_by_role("button", name="All").click()
+    page.mouse.move(0, 0)
+    page.locator(".said", has_text=re.compile("^[0-9].* from 0.0 s on, 3 workers[.]")).wait_for()
     go(page, "Compare")
     page.get_by_text(re.compile("^6 prompts have samples in both[.]$")).wait_for()  # and none is still being read
     page.get_by_role("link", name="How much is 3 + 3?").click()

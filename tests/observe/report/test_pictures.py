@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from april.observe.dashboard import run_page
 from april.observe.dashboard.run_page import held_out_curves, length_density, timeline_window
 from april.observe.dashboard.steps import Steps
 from april.observe.report.facts import accuracy, facts
@@ -108,8 +109,26 @@ def test_a_window_s_first_workers_are_drawn_and_all_are_counted(tmp_path):
     steps.follow()
     shown = timeline_window(steps, max_workers=2)
     assert [lane["worker"] for lane in shown["lanes"]] == ["worker-0", "worker-1"] and shown["workers"] == 5
-    assert [step for _, step in shown["steps"]][-1] == 20 and shown["whole"]
+    assert [step for _, step in shown["steps"]][-1] == 20
     assert all(lane["spans"]["generate"] and lane["spans"]["wait-learner"] for lane in shown["lanes"])
+    learner = shown["learner"]["spans"]
+    assert learner["train"] and learner["wait-others"], "who waits for whom is said of the learner too"
+
+
+def test_of_many_steps_a_lane_has_the_shares_of_the_whole_window_without_holes(tmp_path, monkeypatch):
+    steps = Steps(write_run(tmp_path / "demo", steps=40, workers=2))
+    steps.follow()
+    window_s = [steps.table(["time"])["time"][row] for row in (22, 39)]  # after the run was resumed
+    spans = timeline_window(steps, *window_s)
+    monkeypatch.setattr(run_page, "MAX_LINES", 10)
+    shown = timeline_window(steps, *window_s)
+    assert [shown["begin"], shown["end"]] == [spans["begin"], spans["end"]] == window_s
+    for lane, whole in zip([shown["learner"], *shown["lanes"]], [spans["learner"], *spans["lanes"]], strict=True):
+        by_column = sum(lane["shares"].values())
+        assert (by_column > 0.9).all() and (by_column < 1 + 1e-6).all()
+        longest = max(whole["spans"], key=lambda kind: length(whole["spans"][kind]))
+        share = length(whole["spans"][longest]) / (window_s[1] - window_s[0])
+        assert lane["shares"][longest].mean() == pytest.approx(share, abs=0.1)
 
 
 @given(SPANS, SPANS)

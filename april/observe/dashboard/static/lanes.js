@@ -9,9 +9,14 @@ export const TOP = 24;
 const WAITS = [["wait-others", "--wait-others", "waits: others generate"], ["wait-learner", "--wait-learner", "waits: the learner trains"], ["wait-weights", "--wait-weights", "waits: weights are sent"], ["wait-else", "--wait-else", "waits: broker, scores"]];
 const DOES = [["generate", "--line-1", "generating"], ["weights", "--line-3", "loading weights"], ["train", "--line-2", "training"]];
 export const KINDS = [...DOES, ...WAITS];
-export const MARKS = [["abort", "--muted", "abort"], ["joined", "--line-1", "joined"], ["lost", "--bad", "lost"]];
+export const MARKS = [["abort", "--muted", "abort"], ["joined", "--line-4", "joined"], ["lost", "--bad", "lost"]];
 
-export const rowsOf = (shown) => [...(shown.learner.length ? [{ worker: "learner", spans: { train: shown.learner }, instants: {} }] : []), ...shown.lanes];
+/** Room below the lanes for the time axis. */
+const AXIS = 22;
+const TICK_S = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+const TICK_WIDTH = 90;
+
+export const rowsOf = (shown) => [...(shown.learner ? [{ worker: "learner", spans: {}, instants: {}, ...shown.learner }] : []), ...shown.lanes];
 
 export const legendOf = (kinds, marks) => h("span", { class: "legend" }, [...kinds, ...marks].map(([, line, text]) => h("span", { vars: { "--of": `var(${line})` } }, h("i", {}), text)));
 
@@ -27,9 +32,17 @@ export function sized(element, height) {
   return [pen, width];
 }
 
-/** shown: {begin, end, steps: [[time, step]], pauses}; rows: [{worker, spans or shares, instants}]; under(row): spans below the lane. */
+/** Time since the run's beginning as H:MM:SS, with a fraction where ticks are close. */
+function clock(seconds, tick) {
+  const whole = Math.floor(seconds + 1e-9), two = (number) => String(number).padStart(2, "0");
+  const fraction = tick < 1 ? (seconds - whole).toFixed(tick < 0.1 ? 2 : 1).slice(1) : "";
+  return `${Math.floor(whole / 3600)}:${two(Math.floor(whole / 60) % 60)}:${two(whole % 60)}${fraction}`;
+}
+
+/** shown: {begin, end, origin, steps: [[time, step]], pauses}; rows: [{worker, spans or shares, instants}]; under(row): spans below the lane. */
 export function drawLanes(element, shown, rows, kinds = KINDS, marks = MARKS, under = () => []) {
-  const [pen, width] = sized(element, TOP + rows.length * (ROW + GAP) + 6);
+  const bottom = TOP + rows.length * (ROW + GAP) + 2;
+  const [pen, width] = sized(element, bottom + AXIS);
   const at = (time) => NAMES + ((time - shown.begin) / (shown.end - shown.begin)) * (width - NAMES - 8);
   pen.textBaseline = "middle";
   pen.textAlign = "right";
@@ -45,7 +58,17 @@ export function drawLanes(element, shown, rows, kinds = KINDS, marks = MARKS, un
   };
   for (const [time, seconds] of shown.pauses ?? []) mark(time, `paused ${duration(seconds)}`, "--muted");
   for (const [time, step] of shown.steps) mark(time, `${step}`, "--grid");
+  const tick = TICK_S.find((step) => (step * (width - NAMES - 8)) / (shown.end - shown.begin) >= TICK_WIDTH) ?? 86400 * Math.ceil((shown.end - shown.begin) / 86400 / 8);
+  pen.textAlign = "center";
+  for (let n = Math.ceil((shown.begin - shown.origin) / tick); shown.origin + n * tick <= shown.end; n++) {
+    const x = at(shown.origin + n * tick);
+    pen.fillStyle = colour("--rule");
+    pen.fillRect(x, bottom, 1, 5);
+    pen.fillStyle = colour("--muted");
+    if (x < width - 30) pen.fillText(clock(n * tick, tick), x, bottom + 13);
+  }
   pen.textAlign = "left";
+  pen.fillText("time", 10, bottom + 13);
   const colours = Object.fromEntries([...kinds, ...marks].map(([kind, line]) => [kind, colour(line)]));
   rows.forEach((lane, n) => {
     const y = TOP + n * (ROW + GAP);
@@ -57,7 +80,7 @@ export function drawLanes(element, shown, rows, kinds = KINDS, marks = MARKS, un
     for (const [kind] of kinds)
       for (const [begin, end] of lane.spans[kind] ?? []) {
         pen.fillStyle = colours[kind];
-        const edge = kind === "weights" ? 2 : kind.startsWith("wait") ? 6 : 4;
+        const edge = kind === "weights" ? 2 : 4;
         pen.fillRect(at(begin), y + edge, Math.max(1, at(end) - at(begin)), ROW - 2 * edge);
       }
     pen.fillStyle = colour("--ink");

@@ -7,6 +7,8 @@ import { drawLanes, GAP, KINDS, legendOf, MARKS, NAMES, ROW, rowsOf, sized, tell
 const OF_A_SAMPLE = [["score", "--line-4", "scoring"], ["act", "--line-5", "with its agent"]];
 const CHUNK = ["chunk", "--ink", "its tokens come"];
 const LEAST_S = 0.05;
+/** Columns of the lanes of many steps. */
+const SHARE_INTERVALS = 120;
 
 export async function timelineView(place, { run, address, signal, follow }) {
   const { query } = address;
@@ -25,7 +27,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
   const zoom = (factor) => shown && choose((shown.begin + shown.end) / 2 - ((shown.end - shown.begin) * factor) / 2, (shown.begin + shown.end) / 2 + ((shown.end - shown.begin) * factor) / 2);
   const move = (share) => shown && choose(shown.begin + share * (shown.end - shown.begin), shown.end + share * (shown.end - shown.begin));
   fill(place, h("h1", { class: "hidden" }, `Timeline of ${run.name}`),
-    h("div", { class: "tools" }, [["Earlier", () => move(-0.5)], ["Later", () => move(0.5)], ["Closer", () => zoom(0.5)], ["Wider", () => zoom(2)], ["All", () => shown && choose(table.time[0] - 60, table.time.at(-1))], ["Newest", () => choose(null, null)]].map(([text, act]) => h("button", { type: "button", onclick: act }, text)),
+    h("div", { class: "tools" }, [["Earlier", () => move(-0.5)], ["Later", () => move(0.5)], ["Closer", () => zoom(0.5)], ["Wider", () => zoom(2)], ["All", () => shown && choose(shown.origin, shown.last)], ["Newest", () => choose(null, null)]].map(([text, act]) => h("button", { type: "button", onclick: act }, text)),
       legendOf(kinds, marks)),
     strip, said, h("div", { class: "scroll" }, lanes), words);
 
@@ -56,7 +58,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
 
   function drawStrip() {
     const [pen, width] = sized(strip, 56);
-    const [first, last] = [table.time[0], table.time.at(-1)];
+    const [first, last] = [shown.origin, shown.last];
     const at = (time) => ((time - first) / Math.max(1e-6, last - first)) * width;
     const speeds = table.rollout_tokens_per_s ?? [];
     const most = Math.max(1, ...speeds.filter((speed) => speed !== null));
@@ -82,7 +84,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
     drawStrip();
     drawLanes(lanes, shown, rows(), kinds, marks, (lane) => stays(lane).map(({ began, ended }) => [Math.max(began, shown.begin), Math.min(ended, shown.end)]));
     const length = shown.end - shown.begin;
-    said.textContent = `${duration(length)}, ${shown.lanes.length} workers.${shown.whole ? "" : " Too much to read all of it: some steps are left out, and what idle workers wait for; look closer to see every one."}`;
+    said.textContent = `${duration(length)} from ${duration(Math.max(0, shown.begin - shown.origin))} on, ${shown.lanes.length} workers.${shown.learner?.shares ? " Each column shows how one of its steps was spent; look closer to see every span." : ""}`;
     lanes.setAttribute("aria-label", `Lanes of the learner and ${shown.lanes.length} workers over ${duration(length)}`);
     tellLanes(words, shown, rows(), kinds);
     sayPointed();
@@ -100,7 +102,7 @@ export async function timelineView(place, { run, address, signal, follow }) {
       choose(time(low), Math.max(time(high), time(low) + LEAST_S));
     });
   }
-  const stripTime = (x) => table.time[0] + (x / strip.clientWidth) * (table.time.at(-1) - table.time[0]);
+  const stripTime = (x) => shown.origin + (x / strip.clientWidth) * (shown.last - shown.origin);
   const laneTime = (x) => shown.begin + (Math.max(0, x - NAMES) / (lanes.clientWidth - NAMES - 8)) * (shown.end - shown.begin);
   dragging(strip, stripTime, (event) => { const half = (shown.end - shown.begin) / 2, middle = stripTime(event.offsetX); choose(middle - half, middle + half); });
   dragging(lanes, laneTime, () => {});
@@ -111,8 +113,9 @@ export async function timelineView(place, { run, address, signal, follow }) {
     const lane = pointer && rows()[Math.floor((pointer.y - TOP) / (ROW + GAP))];
     if (!lane || pointer.x < NAMES) return;
     const time = laneTime(pointer.x);
-    const doing = kinds.flatMap(([kind, , text]) => (lane.spans[kind] ?? []).filter(([begin, end]) => begin <= time && time <= end).map(([begin, end]) => `${text} for ${duration(end - begin)}`));
-    said.textContent = `${lane.worker}: ${doing.join(", ") || "waiting"}${stays(lane).some(({ began, ended }) => began <= time && time <= ended) ? ` · has sample ${sampleName(sample)}` : ""} · ${duration(Math.max(0, time - table.time[0]))} after the first step`;
+    const column = Math.floor(((time - shown.begin) / (shown.end - shown.begin)) * SHARE_INTERVALS);
+    const doing = lane.shares ? kinds.filter(([kind]) => lane.shares[kind]?.[column]).map(([kind, , text]) => `${text} ${Math.round(100 * lane.shares[kind][column])} %`) : kinds.flatMap(([kind, , text]) => (lane.spans[kind] ?? []).filter(([begin, end]) => begin <= time && time <= end).map(([begin, end]) => `${text} for ${duration(end - begin)}`));
+    said.textContent = `${lane.worker}: ${doing.join(", ") || "waiting"}${stays(lane).some(({ began, ended }) => began <= time && time <= ended) ? ` · has sample ${sampleName(sample)}` : ""} · ${duration(Math.max(0, time - shown.origin))} after the beginning`;
   }
   strip.addEventListener("keydown", (event) => {
     const act = { ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), "+": () => zoom(0.5), "-": () => zoom(2) }[event.key];
