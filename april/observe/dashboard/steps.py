@@ -8,6 +8,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -211,41 +212,81 @@ MAX_PROMPTS = 50
 
 
 def shared_prompts(index_a: SampleIndex, index_b: SampleIndex, offset: int = 0) -> dict[str, Any]:
-    """Prompts that both runs have samples of, largest difference of mean reward first. `total`: number of such prompts;
-    `prompts`: one page, each with digest, end of the text, and each run's number of samples and mean reward; `reading`:
-    whether prompts may be missing because files are still being read."""
+    """Prompts that both runs have samples of, compared at those two steps, one of each run, that are nearest to each
+    other; of several equally near ones at the newest. Largest difference of mean reward first.
+
+    `total`: number of such prompts; `prompts`: one page, each with digest, end of the text, and for each run the step,
+    and the number of samples and mean reward in it; `reading`: whether prompts may be missing because files are still
+    being read."""
     reading = any(index.steps_read < index.steps_kept for index in (index_a, index_b))
-    prompts_a, counts_a, rewards_a, first_rows = rewards_by_prompt(index_a)
-    prompts_b, counts_b, rewards_b, _ = rewards_by_prompt(index_b)
-    both, at_a, at_b = np.intersect1d(prompts_a, prompts_b, assume_unique=True, return_indices=True)
-    difference = rewards_b[at_b] - rewards_a[at_a]
+    of_a, of_b = rewards_by_draw(index_a), rewards_by_draw(index_b)
+    at_a, at_b = nearest_steps(of_a, of_b)
+    difference = of_b.rewards[at_b] - of_a.rewards[at_a]
     order = np.argsort(-np.abs(difference), kind="stable")[offset : offset + MAX_PROMPTS]
     with index_a.lock:
-        positions = [index_a.position(row) for row in first_rows[at_a[order]].tolist()]
+        positions = [index_a.position(row) for row in of_a.first_rows[at_a[order]].tolist()]
     texts = excerpts(index_a.run_dir, positions)
     return {
-        "total": len(both),
+        "total": len(at_a),
         "page": MAX_PROMPTS,
         "reading": reading,
         "prompts": [
             {
-                "prompt": f"{int(both[n]):016x}",
+                "prompt": f"{int(of_a.prompts[a]):016x}",
                 "text": text and text["prompt"],
-                "samples": [int(counts_a[at_a[n]]), int(counts_b[at_b[n]])],
-                "reward": [float(rewards_a[at_a[n]]), float(rewards_b[at_b[n]])],
+                "steps": [int(of_a.steps[a]), int(of_b.steps[b])],
+                "samples": [int(of_a.counts[a]), int(of_b.counts[b])],
+                "reward": [float(of_a.rewards[a]), float(of_b.rewards[b])],
             }
-            for n, text in zip(order.tolist(), texts, strict=True)
+            for a, b, text in zip(at_a[order].tolist(), at_b[order].tolist(), texts, strict=True)
         ],
     }
 
 
-def rewards_by_prompt(index: SampleIndex) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(prompt digests, samples with a reward, mean reward, row of one sample) of each prompt."""
+@dataclass(frozen=True)
+class Draws:
+    """Samples with a reward by prompt and step: one entry for each prompt in each step, in order of these two."""
+
+    prompts: np.ndarray
+    """Digests of the prompts, uint64."""
+    steps: np.ndarray
+    counts: np.ndarray
+    rewards: np.ndarray
+    """Mean rewards."""
+    first_rows: np.ndarray
+    """Row of one of the samples."""
+
+
+def rewards_by_draw(index: SampleIndex) -> Draws:
     with index.lock:
         rows = np.flatnonzero((index.column("step") != GONE) & np.isfinite(index.column("reward")))
-        prompts, scores = index.column("prompt")[rows], index.column("reward")[rows]
-    digests, first_rows, numbers, counts = np.unique(
-        prompts, return_index=True, return_inverse=True, return_counts=True
-    )
-    sums = np.bincount(numbers, weights=scores, minlength=len(digests))
-    return digests, counts, sums / np.maximum(counts, 1), rows[first_rows]
+        prompts, steps = index.column("prompt")[rows], index.column("step")[rows]
+        rewards = index.column("reward")[rows]
+    order = np.lexsort([steps, prompts])
+    prompts, steps = prompts[order], steps[order]
+    begins = np.flatnonzero(np.r_[True, (prompts[1:] != prompts[:-1]) | (steps[1:] != steps[:-1])][: len(rows)])
+    counts = np.diff(np.r_[begins, len(rows)])
+    sums = np.add.reduceat(rewards[order], begins) if len(begins) else np.zeros(0)
+    return Draws(prompts[begins], steps[begins].astype(np.int64), counts, sums / counts, rows[order][begins])
+
+
+def nearest_steps(of_a: Draws, of_b: Draws) -> tuple[np.ndarray, np.ndarray]:
+    """For each prompt in both: the entry of either whose steps are nearest to each other, the newest of equals."""
+    shared = np.intersect1d(of_a.prompts, of_b.prompts)
+    rows_a, rows_b = np.flatnonzero(np.isin(of_a.prompts, shared)), np.flatnonzero(np.isin(of_b.prompts, shared))
+    numbers_a, numbers_b = (np.searchsorted(shared, d.prompts[r]) for d, r in ((of_a, rows_a), (of_b, rows_b)))
+    steps_a, steps_b = of_a.steps[rows_a], of_b.steps[rows_b]
+    # Entries of run B around each of A, in order of prompt and step; those of another prompt are infinitely far.
+    later = np.searchsorted((numbers_b << 32) + steps_b, (numbers_a << 32) + steps_a)
+    around = np.stack([later, later - 1])
+    is_same = (around >= 0) & (around < len(rows_b))
+    around = np.clip(around, 0, max(0, len(rows_b) - 1))
+    is_same &= numbers_b[around] == numbers_a
+    distances = np.where(is_same, np.abs(steps_b[around] - steps_a), np.inf)
+    side = np.argmin(distances, axis=0)
+    columns = np.arange(len(rows_a))
+    nearest, distance = around[side, columns], distances[side, columns]
+    order = np.lexsort([-steps_a, distance, numbers_a])
+    _, firsts = np.unique(numbers_a[order], return_index=True)
+    best = order[firsts]
+    return rows_a[best], rows_b[nearest[best]]

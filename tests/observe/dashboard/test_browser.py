@@ -221,7 +221,7 @@ def test_lanes_are_zoomed_and_prompts_compared(serve, open_page, runs_folder):
     page.mouse.move(0, 0)
     page.locator(".said", has_text=re.compile("^[0-9].* from 0.0 s on, 3 workers[.]")).wait_for()
     go(page, "Compare")
-    page.get_by_text(re.compile("^6 prompts have samples in both[.]$")).wait_for()  # and none is still being read
+    page.get_by_text(re.compile("^6 prompts have samples in both[.] Each .* each other[.]$")).wait_for()  # all is read
     page.get_by_role("link", name="How much is 3 + 3?").click()
     page.get_by_role("heading", name=re.compile("^Step 12, 123.0")).first.wait_for()
     assert page.locator(".two section").count() == 2

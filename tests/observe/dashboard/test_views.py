@@ -6,10 +6,12 @@ import random
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import orjson
 import pytest
 
-from april.observe.dashboard import query, steps
+from april.observe.dashboard import query
+from april.observe.dashboard import steps as steps_of
 from april.observe.dashboard.app import RunApi
 from april.observe.dashboard.folder import WatchedRun
 from april.observe.dashboard.index import SampleIndex
@@ -121,8 +123,6 @@ def test_a_text_is_found_newest_step_first(client, samples):
 
 
 def test_ties_are_ordered_by_the_next_sort_key(monkeypatch):
-    import numpy as np
-
     monkeypatch.setattr(query, "BLOCK", 700)
     chance = np.random.default_rng(0)
     keys = [(chance.integers(0, 3, 5000), True), (chance.integers(0, 40, 5000), False), (np.arange(5000), False)]
@@ -249,7 +249,8 @@ def test_prompts_of_two_runs_are_paired_where_they_differ_most(looked_at, tmp_pa
         assert time.monotonic() < deadline
     first, *others = found["prompts"]
     assert found["total"] == GROUPS and first["text"] == "How much is 4 + 4? "
-    assert first["samples"] == [2 * SIZE, 2 * SIZE] and first["reward"] == pytest.approx([0.75, 0.375])
+    assert first["samples"] == [SIZE, SIZE] and first["reward"] == pytest.approx([0.75, 0.0])
+    assert all(one["steps"] == [2, 2] for one in found["prompts"])
     assert all(one["reward"][0] == one["reward"][1] for one in others)
 
 
@@ -266,13 +267,28 @@ def test_an_answer_counts_only_files_read_before_its_query(tmp_path, monkeypatch
         return lambda *given: (index.advance(), real(*given))[1]
 
     monkeypatch.setattr(query, "page", meanwhile(one, page))
-    monkeypatch.setattr(steps, "excerpts", meanwhile(two, steps.excerpts))
+    monkeypatch.setattr(steps_of, "excerpts", meanwhile(two, steps_of.excerpts))
     asked = SimpleNamespace(path_params={"run": "one"}, query_params={"a": "one", "b": "two"})
     found = [api.samples(asked) for _ in range(2)]
     assert [(answer["read"], answer["total"]) for answer in found] == [(1, GROUPS * SIZE), (2, 2 * GROUPS * SIZE)]
     found = [api.compare(asked) for _ in range(2)]
     assert [answer["reading"] for answer in found] == [True, False]
-    assert [answer["prompts"][0]["samples"] for answer in found] == [[2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
+    assert [answer["prompts"][0]["steps"] for answer in found] == [[2, 2], [2, 2]]
+
+
+def test_two_runs_are_compared_at_the_steps_nearest_to_each_other_the_newest_of_equals():
+    def draws(*entries):
+        prompts, steps = (np.array(column) for column in zip(*sorted(entries), strict=True))
+        return steps_of.Draws(prompts.astype(np.uint64), steps, *np.zeros((3, len(steps))))
+
+    a = draws((5, 1), (5, 4), (5, 9), (7, 3), (8, 2), (9, 1), (9, 6))
+    b = draws((5, 3), (5, 20), (6, 1), (8, 90), (8, 1), (9, 1), (9, 6))
+    at_a, at_b = steps_of.nearest_steps(a, b)
+    assert [(int(a.prompts[i]), a.steps[i], b.steps[j]) for i, j in zip(at_a, at_b, strict=True)] == [
+        (5, 4, 3), (8, 2, 1), (9, 6, 6)
+    ]  # fmt: skip
+    for one, other in ((draws((5, 1)), draws((6, 1))), (a, draws((4, 1), (99, 1)))):
+        assert [len(at) for at in steps_of.nearest_steps(one, other)] == [0, 0]
 
 
 def test_a_run_without_a_broker_says_so(ask):
