@@ -9,11 +9,17 @@ from typing import NamedTuple
 import numpy as np
 
 from april import wire
+from april.config.broker import SecuritySection
 from april.wire import limits
 from april.wire.message import Version
+from april.wire.security.allow_list import KeyOwner
 
 HOLDERS = ("worker", "scorer", "agents")
 """Roles that hold leases."""
+RESERVED_FOR = (("learner", "node"), ("monitor",))
+"""Groups of roles, each of which has sessions reserved for it."""
+RESERVED_SHARE = 16
+"""All sessions divided by this are reserved for each group of `RESERVED_FOR`."""
 SESSION_BITS = 32
 """Low bits of a session id; those above are the number of the broker's start."""
 SPEED_WINDOW_S = 5.0
@@ -222,10 +228,20 @@ class Peers:
             self._fold_tallies()
         return peer
 
-    def is_full(self, hello: wire.Hello, most: int) -> bool:
-        """Whether another process would have more than `most` sessions."""
-        peers = self.by_id.values()
-        return len(peers) >= most and all(peer.uid != hello.uid for peer in peers)
+    def limit_reached(self, hello: wire.Hello, key_owner: KeyOwner | None, security: SecuritySection) -> str:
+        """The key of the configuration that leaves no session for another process with that key, or without CURVE in
+        that role; "" if there is one. What is reserved for other roles is left to them."""
+        if any((peer.role, peer.uid) == (hello.role, hello.uid) for peer in self.by_id.values()):
+            return ""
+        alike = Counter((peer.key or peer.role) for peer in self.by_id.values())
+        roles = Counter(peer.role for peer in self.by_id.values())
+        others = [names for names in RESERVED_FOR if hello.role not in names]
+        most = security.max_sessions
+        unused = (max(0, most // RESERVED_SHARE - sum(roles[name] for name in names)) for names in others)
+        if roles.total() + sum(unused) >= most:
+            return "security.max_sessions"
+        is_full = alike[key_owner.key if key_owner else hello.role] >= security.max_key_sessions
+        return "security.max_key_sessions" if is_full else ""
 
     def close_earlier(self, peer: Peer) -> None:
         """Close older sessions of a monitor or node process that has said hello again."""

@@ -244,8 +244,8 @@ class Service:
             raise wire.WireError("more leases than a worker may hold")
         if key_owner:
             self._check_identity(hello, key_owner)
-        if self.peers.is_full(hello, count := self.config.security.max_sessions):
-            reason = f"the broker has {count} peers, all that 'security.max_sessions' allows; raise it"
+        if limit := self.peers.limit_reached(hello, key_owner, self.config.security):
+            reason = f"this key or role has all the sessions that {limit!r} leaves it; raise it"
             return self.peers.refuse("too many sessions", reason, route, 0, received.sequence)
         peer, lost = self.peers.open(hello, route, now, key_owner.key if key_owner else ""), []
         if hello.role in HOLDERS:

@@ -157,7 +157,14 @@ class SecuritySection(Section):
     max_sessions: int = Field(
         4096,
         ge=1,
-        description="Most peers connected to the broker; more are refused. Each takes about 168 KB of its memory.",
+        description="Most peers connected to the broker; more are refused. Each takes about 168 KB of its memory. A "
+        "sixteenth is reserved for the learner's processes, another for monitors.",
+    )
+    max_key_sessions: int = Field(
+        2048,
+        ge=1,
+        description="Most peers connected with one key, or without keys in one role; more are refused. A low value "
+        "refuses workers that share a key, a high one lets one key take the sessions of others.",
     )
     max_leases: int = Field(
         4096,

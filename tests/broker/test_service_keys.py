@@ -121,3 +121,20 @@ def test_a_start_after_one_of_the_broker_is_newer_than_all_before(talk):
         handler.on_rendezvous(peer, SimpleNamespace(message=wire.Rendezvous("", start), sequence=0), 0.0)
         said.append(handler._start)
     assert said[0] < said[1]
+
+
+def test_a_flood_of_one_key_leaves_sessions_to_others_the_learner_and_monitors(converse):
+    talk = converse("--security.max_sessions", "64", "--security.max_key_sessions", "40")
+
+    def admitted(role, key, count=100):
+        names = [f"{role}-{key[0]}-{number}" for number in range(count)]
+        peers = [KeyedWorker(talk, name, key, "learner" if role == "node" else role) for name in names]
+        for peer in peers:
+            peer.say(wire.Hello(role, peer.name, peer.uid))
+        return sum(not peer.take(wire.Refused) for peer in peers)
+
+    assert admitted("worker", A) == 40, "security.max_key_sessions"
+    assert admitted("scorer", B) == 64 - 40 - 4 - 4, "all but the reserved ones"
+    assert admitted("monitor", "c" * 40) == 4
+    assert admitted("worker", "d" * 40, 1) == 0
+    assert admitted("learner", "e" * 40, 1) == 1 and admitted("node", "e" * 40) == 3
