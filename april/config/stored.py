@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import quote
 
 from april.config import Config, ConfigError
+from april.util.files import retried
 from april.util.objects import ObjectStore, StoreError, StoreLacks, StoreRefused
 
 log = logging.getLogger(__name__)
@@ -43,11 +44,15 @@ def parse_checksums(text: str) -> dict[str, str]:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal; "" if it cannot be read."""
-    try:
+    """SHA-256 of a file in hexadecimal; "" if there is none. Raises OSError."""
+
+    def read() -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
+
+    try:
+        return retried(read)
+    except FileNotFoundError:
         return ""
 
 

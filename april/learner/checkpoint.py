@@ -30,7 +30,7 @@ from april.learner.loading import ModelError
 from april.learner.lora import save_adapter
 from april.learner.model import Policy, gather_tensors
 from april.util.errors import refuse, toml_like
-from april.util.files import sync
+from april.util.files import read_whole, retried, sync
 
 log = logging.getLogger(__name__)
 
@@ -106,20 +106,29 @@ def damaged_files(source: Path) -> list[str]:
 
 
 def mismatched_files(named: Mapping[str, str], source: Path) -> list[str]:
-    """Files in the list `named` (name -> digest) that are missing in the folder `source` or have another digest."""
-    return [name for name, digest in named.items() if digest_of(source / name) != digest]
+    """Files in the list `named` (name -> digest) that are missing in the folder `source`, have another digest, or still
+    cannot be read when that is tried again."""
+
+    def matches(name: str, digest: str) -> bool:
+        try:
+            return digest_of(source / name) == digest
+        except OSError as error:
+            log.error("%s cannot be read: %s", source / name, error)
+            return False
+
+    return [name for name, digest in named.items() if not matches(name, digest)]
 
 
 def checksums(source: Path) -> dict[str, str]:
     """SHA-256 of each file of a checkpoint, by file name; empty if the checkpoint's checksum list is missing or
     malformed."""
     sums = source / CHECKSUMS_FILE
-    named = parse_checksums(sums.read_text(errors="replace")) if sums.exists() else {}
+    named = parse_checksums(read_whole(sums).decode(errors="replace")) if sums.exists() else {}
     return named if PROGRESS_FILE in named else {}
 
 
 def write_checksums(source: Path, named: Mapping[str, str]) -> None:
-    (source / CHECKSUMS_FILE).write_text(format_checksums(named))
+    retried((source / CHECKSUMS_FILE).write_text, format_checksums(named))
 
 
 def begin_folder(source: Path, named: Mapping[str, str]) -> None:
@@ -135,7 +144,7 @@ def folder(directory: Path, step: int) -> Path:
 
 def check_adapter(directory: Path, step: int, adapter: dict[str, Any]) -> None:
     """Raises ConfigError if the checkpoint of `step` was made with another configuration of `[lora]`."""
-    before = orjson.loads((folder(directory, step) / PROGRESS_FILE).read_bytes()).get("lora", {"rank": 0})
+    before = orjson.loads(read_whole(folder(directory, step) / PROGRESS_FILE)).get("lora", {"rank": 0})
     before.setdefault("embedding", False)
     for key, value in before.items():
         if adapter.get(key, value) != value:
@@ -149,7 +158,7 @@ def check_adapter(directory: Path, step: int, adapter: dict[str, Any]) -> None:
 
 def check_critic(directory: Path, step: int, parts: Sequence[CheckpointPart]) -> None:
     """Raises ConfigError if the checkpoint of `step` lacks one of the parts, such as the critic."""
-    progress = orjson.loads((folder(directory, step) / PROGRESS_FILE).read_bytes())
+    progress = orjson.loads(read_whole(folder(directory, step) / PROGRESS_FILE))
     if any(f"{part.prefix}{STEPS}" not in progress for part in parts):
         refuse(
             "algorithm.advantage",
@@ -162,7 +171,7 @@ def check_critic(directory: Path, step: int, parts: Sequence[CheckpointPart]) ->
 def allocate_state(source: Path, parts: Sequence[CheckpointPart]) -> dict[str, Tensor]:
     """Allocate the parts' tensors into which checkpoint `source` is to be loaded, by name in the checkpoint; also sets
     the parts' step counts."""
-    progress = orjson.loads((source / PROGRESS_FILE).read_bytes())
+    progress = orjson.loads(read_whole(source / PROGRESS_FILE))
     for part in parts:
         part.steps = progress[f"{part.prefix}{STEPS}"]
         part.optimizer.state.clear()
@@ -176,7 +185,7 @@ def allocate_state(source: Path, parts: Sequence[CheckpointPart]) -> dict[str, T
 def read(source: Path, state: dict[str, Tensor], parts: Sequence[CheckpointPart]) -> None:
     """Load the tensors `state` of the parts from checkpoint `source`, on any number of ranks: each rank reads what it
     holds. Raises ModelError and OSError."""
-    read_tensors(source, state)
+    retried(read_tensors, source, state)
     for part in parts:
         part.load_state(state)
 
@@ -194,7 +203,7 @@ def read_metadata(source: Path) -> Metadata:
     """What the checkpoint `source` has, and where. Nothing of its pickle is executed, and tensors are all that it may
     name. Raises ModelError and OSError."""
     path = source / METADATA_FILE
-    encoded = path.read_bytes()
+    encoded = read_whole(path)
     try:
         metadata = MetadataUnpickler(io.BytesIO(encoded)).load()
     except Exception as error:  # what a malformed pickle raises has no bounds
@@ -252,9 +261,9 @@ def prune(directory: Path, keep: int, besides: Collection[int] = ()) -> None:
     crashes."""
     for step in steps(directory)[:-keep]:
         if step not in besides:
-            shutil.rmtree(folder(directory, step))
+            retried(shutil.rmtree, folder(directory, step))
     for leftover in directory.glob("*.partial"):
-        shutil.rmtree(leftover)
+        retried(shutil.rmtree, leftover)
 
 
 def export(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, out_dir: Path) -> None:
@@ -264,7 +273,7 @@ def export(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, o
     An existing `out_dir` is replaced once the new one is complete. Rank 0 writes; the others do not wait for it.
     """
     if dist.get_rank() == 0:
-        write_model(lm, state, source_folder, out_dir)
+        retried(write_model, lm, state, source_folder, out_dir)
 
 
 def write_model(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, out_dir: Path) -> None:
@@ -296,11 +305,11 @@ def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir:
 def replace_folder(complete: Path, final: Path) -> None:
     """Sync the folder `complete` to disk, then rename it to `final`, replacing an existing folder."""
     for path in [*complete.rglob("*"), complete]:
-        sync(path)
+        retried(sync, path)
     replaced = final.with_name(f"{final.name}.replaced.partial")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
-        final.rename(replaced)
-    complete.rename(final)
-    sync(final.parent)
+        retried(final.rename, replaced)
+    retried(complete.rename, final)
+    retried(sync, final.parent)
     shutil.rmtree(replaced, ignore_errors=True)

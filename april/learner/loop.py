@@ -19,6 +19,7 @@ from april.learner.process_group import long_wait_group
 from april.learner.samples import SampleWriter
 from april.learner.time_sharing import TimeSlice
 from april.learner.trainer import Trainer
+from april.util.files import retried
 from april.util.pulse import MAIN
 
 log = logging.getLogger(__name__)
@@ -168,15 +169,13 @@ def report(config: Config, source: BatchSource, batch: TrainingBatch, metrics: d
     if not metrics["nonfinite"]:
         return source.consumed(batch.step, metrics)
     path = nonfinite_path(config, batch.step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode(batch))
-    path.with_suffix(".json").write_bytes(orjson.dumps(metrics, option=orjson.OPT_INDENT_2))
-    log.error(
-        "the loss or gradient of batch %d is not finite; it is stored in %s",
-        batch.step,
-        path,
-        extra={"step": batch.step},
-    )
+    log.error("the loss or gradient of batch %d is not finite: see %s", batch.step, path, extra={"step": batch.step})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        retried(path.write_bytes, encode(batch))
+        retried(path.with_suffix(".json").write_bytes, orjson.dumps(metrics, option=orjson.OPT_INDENT_2))
+    except OSError as error:
+        log.warning("the batch is not stored: %s", error)
     source.consumed(batch.step, metrics, "nonfinite")
 
 

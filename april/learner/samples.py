@@ -85,7 +85,8 @@ def schema():
 
 
 class SampleWriter:
-    """Writes samples on rank 0. An error is logged and ends the writing, never the run."""
+    """Writes samples on rank 0. An error is logged and never ends the run; one of the system costs the samples of its
+    step, any other ends the writing."""
 
     def __init__(self, config: Config):
         self.section, self.seed, self.model = config.samples, config.seed, config.model.path
@@ -115,11 +116,13 @@ class SampleWriter:
             self._writing = in_background(self._put, step, [], groups)
 
     def finish(self) -> None:
-        """Wait until the file is written; after an error no more samples are written."""
+        """Wait until the file is written, or has failed."""
         if self._writing is None:
             return
         try:
             self._writing.result()
+        except OSError as error:
+            log.warning("the samples of a step are not kept: %s", error)
         except Exception as error:
             self.works = False
             log.warning("samples are not kept from here on: %s: %s; mend that", type(error).__name__, error)

@@ -48,6 +48,7 @@ from april.learner.checkpoint_copies import (
     plan_transfers,
 )
 from april.learner.prefetch import in_background
+from april.util.files import retried
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def write_shards(target: Path, state: dict[str, Tensor], disks: Disks) -> None:
     planner, writer = DefaultSavePlanner(), FileSystemWriter(target)
     planner.set_up_planner(state, writer.storage_meta(), disks.rank == 0)
     writer.set_up_storage_writer(disks.rank == 0)
-    own = [Shard.from_item(item) for item in writer.prepare_local_plan(planner.create_local_plan()).items]
+    own = [Shard.from_item(item) for item in retried(writer.prepare_local_plan, planner.create_local_plan()).items]
     plans = []
     for shards in disks.all_gather(own, list[Shard]):
         names = {shard.name: (shard.name,) for shard in shards}
@@ -140,7 +141,7 @@ def write_shards(target: Path, state: dict[str, Tensor], disks: Disks) -> None:
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[disks.rank])
     stored: list[StoredShard] | str
     try:
-        stored = [StoredShard.from_result(result) for result in writer.write_data(plan, planner).wait()]
+        stored = retried(lambda: list(map(StoredShard.from_result, writer.write_data(plan, planner).wait())))
     except Exception as error:
         log.exception("a checkpoint's files cannot be written")
         stored = f"rank {disks.rank} cannot write {target}: {error}"
@@ -149,7 +150,8 @@ def write_shards(target: Path, state: dict[str, Tensor], disks: Disks) -> None:
         if isinstance(reason, str):
             raise OSError(reason)
     if disks.rank == 0:
-        writer.finish(metadata, [[shard.result() for shard in shards] for shards in by_rank])  # type: ignore[union-attr]
+        results = [[shard.result() for shard in shards] for shards in by_rank]  # type: ignore[union-attr]
+        retried(writer.finish, metadata, results)
 
 
 def copy_to_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -198,7 +200,7 @@ class CheckpointStore:
             self._writing[1].result()
         partial = folder(self.directory, step).with_suffix(".partial")
         if self.disks.is_leader:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            retried(lambda: self.directory.mkdir(parents=True, exist_ok=True))
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
         state = copy_to_memory(checkpoint.sharded_state(parts))
@@ -220,7 +222,7 @@ class CheckpointStore:
         encoded = orjson.dumps(progress)
         named[PROGRESS_FILE] = hashlib.sha256(encoded).hexdigest()
         if self.disks.is_leader:
-            (partial / PROGRESS_FILE).write_bytes(encoded)
+            retried((partial / PROGRESS_FILE).write_bytes, encoded)
         by_rank = [sorted(digests.keys() - {METADATA_FILE}) for digests, *_ in reports]
         self.copies.add(progress["step"], partial, by_rank, named)
         if self.disks.is_leader:

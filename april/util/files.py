@@ -4,12 +4,16 @@ replacement, and the removal of folders that somebody else has filled."""
 import contextlib
 import errno
 import itertools
+import logging
 import mmap
 import os
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 BUFFERS_PER_WRITE = 1000
 """Buffers per vectored write; the kernel accepts at most 1024."""
@@ -124,20 +128,27 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-READ_TRIES, READ_AGAIN_S = 3, 0.05
-"""Number of tries to read a whole file, and the pause between them, seconds."""
+AGAIN_S = (0.05, 1.0)
+"""Pauses before each further try of a call that the system has refused, seconds."""
+Result = TypeVar("Result")
+
+
+def retried(call: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of a call that may be made again after an OSError, other than a missing file, as that may pass."""
+    for pause_s in AGAIN_S:
+        try:
+            return call(*arguments)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            log.warning("tried again in %g s: %s", pause_s, error)
+            time.sleep(pause_s)
+    return call(*arguments)
 
 
 def read_whole(path: Path) -> bytes:
-    """Content of a file; an error other than a missing file is tried again, as it may pass. Raises OSError."""
-    for _ in range(READ_TRIES - 1):
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            time.sleep(READ_AGAIN_S)
-    return path.read_bytes()
+    """Content of a file, `retried`. Raises OSError."""
+    return retried(path.read_bytes)
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -1,8 +1,10 @@
 """A checkpoint resumes bitwise, is complete or absent, and the exported policy is an ordinary model."""
 
+import errno
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from april.learner import checkpoint, store
 from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
+from april.util import files
 from tests.support.learner.comparison import equal
 from tests.support.learner.run_ranks import run_ranks
 from tests.support.learner.small_learner import flip_a_bit, full_moments, job, make_config, uneven_batch
@@ -114,6 +117,48 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(trainer, pol
     assert equal(trainer.weights(), weights[0])
     assert f"step_000002 is damaged ({file})" in caplog.text
     assert sorted(os.listdir(trainer.directory)) == ["step_000001", "step_000002.damaged"]
+
+
+CALLS = [(os, "fsync"), *((Path, name) for name in ("open", "rename", "write_bytes", "write_text", "mkdir"))]
+
+
+@pytest.mark.parametrize(("owner", "name"), CALLS, ids=[name for _, name in CALLS])
+def test_a_single_error_in_a_checkpoint_s_file_is_tried_again(trainer, policy_folder, monkeypatch, owner, name):
+    """Each call of that name that writes or restores a checkpoint fails once."""
+    monkeypatch.setattr(files, "AGAIN_S", (0.0, 0.0))
+    trainer.step(uneven_batch(0, policy_folder))
+    weights, real, calls = trainer.weights(), getattr(owner, name), [0]
+
+    def fails_once(*arguments, **options):
+        calls[0] -= 1
+        if calls[0] == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments, **options)
+
+    number = 0
+    while calls[0] <= 0:
+        calls[0] = number = number + 1
+        with monkeypatch.context() as failing:
+            failing.setattr(owner, name, fails_once)
+            trainer.save()
+            trainer.step(uneven_batch(1, policy_folder))
+            assert trainer.restore() == 1, number
+        assert checkpoint.damaged_files(trainer.directory / "step_000001") == [] and equal(trainer.weights(), weights)
+    assert number > 1 and os.listdir(trainer.directory) == ["step_000001"]
+
+
+def test_a_file_that_cannot_be_read_for_good_is_no_file_of_a_checkpoint(trainer, policy_folder, monkeypatch):
+    """It is not listed without its checksum either."""
+    monkeypatch.setattr(files, "AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr("april.config.stored.hashlib.file_digest", unreadable)
+    trainer.step(uneven_batch(0, policy_folder))
+    with pytest.raises(OSError, match="Input/output error"):
+        trainer.save()
+    assert checkpoint.latest(trainer.directory) is None
+
+
+def unreadable(*_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def stop(*_, **__):
