@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import canary_bf16
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -67,6 +68,7 @@ def main() -> None:
                 stale_tensors_seen("lr_1e-6", engine, train(policy, Path(folder), seed=0, lr=SMALL_LR)),
             ]
         rows += cost(policy, Path(folder), costs, given.quick)
+        rows += canary_bf16.rows(Path(folder), given.quick)
     report(rows, given.json)
 
 
@@ -80,10 +82,10 @@ class Published:
     version: Version
     tensors: dict[str, torch.Tensor]
     canary: Canary
-    checksum: int
+    digest: str
 
     def staged(self) -> StagedWeights:
-        return StagedWeights(self.version, self.tensors, 0.0, canary=self.canary, checksum=self.checksum)
+        return StagedWeights(self.version, self.tensors, 0.0, canary=self.canary, digest=self.digest)
 
 
 def trainer_of(policy: Path, folder: Path, lr: float) -> Trainer:
@@ -109,7 +111,7 @@ def publish(trainer: Trainer) -> Published:
     version = Version(0, trainer.step_count)
     canary, tensors = trainer.canary(), trainer.weights()
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
-    return Published(version, kept, canary, pack(version, kept).checksum)
+    return Published(version, kept, canary, pack(version, kept).digest)
 
 
 def random_batch(step: int, rng: np.random.Generator, groups: int, response_tokens: int) -> TrainingBatch:

@@ -23,10 +23,10 @@ CANARY_TOKENS = 512
 SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 """Increment of the SplitMix64 generator (Steele, Lea, Flood 2014)."""
 WORD_MASK = (1 << 64) - 1
-AT_ONCE = 2.5
+AT_ONCE = 2.0
 """Multiple of the expected rounding beyond which a difference between learner and engine shows wrong weights at
 once."""
-SUSPECT = 1.25
+SUSPECT = 1.2
 """Multiple of the expected rounding beyond which a difference is evidence of wrong weights."""
 EVIDENCE_LIMIT = math.log(AT_ONCE / SUSPECT)
 """Evidence that shows wrong weights."""
@@ -78,7 +78,7 @@ def added_evidence(evidence: float, excess: float) -> float:
     was `excess` times the expected rounding.
 
     It is Page's CUSUM (Biometrika 41, 1954) of ln(excess / SUSPECT): wrong weights are shown above `EVIDENCE_LIMIT`, at
-    once by an excess of 2.5, by 1.37 with the eighth comparison. If ln(excess / SUSPECT) is distributed normally with
+    once by an excess of 2, by 1.28 with the eighth comparison. If ln(excess / SUSPECT) is distributed normally with
     mean -m and deviation s, independent between comparisons, right weights are suspected in N of them with a
     probability of at most N exp(-2 m EVIDENCE_LIMIT / s^2).
     """

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from april import wire
-from april.broker.alarms.alarm import ALARMS, Alarms
+from april.broker.alarms.alarm import ALARMS, Alarm, Alarms
 from april.broker.alarms.operation import EngineGapAlarm
 from april.broker.telemetry.sinks import step_metrics
 from april.learner.diagnostics import is_repetitive
@@ -72,7 +72,7 @@ def gap(worker, mean, tokens=200.0, age=0.0):
 def test_what_rounding_does_bounds_the_engine_gap_from_the_first_batch_on(talk, worker, learner):
     """Of two workers one is wrong from the start, and one a little, which adds up."""
     measured = {"canary_rounding": 0.02}
-    steps = [gap("w0", 0.06), *[gap("w0", 0.012) | gap("my_w", 0.03)] * 4, gap("w0", 0.03) | gap("my_w", 0.01)]
+    steps = [gap("w0", 0.06), *[gap("w0", 0.012) | gap("my_w", 0.028)] * 4, gap("w0", 0.028) | gap("my_w", 0.01)]
     names = train_with(talk, worker, learner, *(measured | step for step in steps))
     assert names == [["engine_gap"], [], [], [], ["engine_gap"], []]
     assert "what my_w sampled" in lines(talk)[4]["alarms"][0]["sentence"]
@@ -225,3 +225,19 @@ def test_slots_staleness_and_disk_space_are_in_the_record_of_a_step(talk, worker
     assert [alarm["name"] for alarm in line["alarms"]] == ["disk_filling"]
     assert line["staleness"]["bound"] == talk.config.schedule.max_staleness
     assert 0 < line["slots"]["slots"] <= 10 - talk.config.worker.prefetch and line["slots"]["busy"] > 0
+
+
+class Breaks(Alarm):
+    def look(self, record):
+        raise KeyError("rewards")
+
+
+def test_an_alarm_that_raises_is_named_in_the_status_from_then_on(monkeypatch, converse):
+    monkeypatch.setitem(ALARMS.shipped, "breaks", f"{__name__}:Breaks")
+    talk = converse("--operations.alarms", '["breaks", "nothing_trained"]', "--evaluation.prompts", "1")
+    alarms = talk.service.recorder.alarms
+    assert alarms.look({"step": 0, "reward": 1.0}) == [] and alarms.names == ["nothing_trained"]
+    alarms.watch([])
+    [said] = talk.status()["alarms"]
+    assert said["name"] == "breaks" and said["page"] == "docs/extending.md#an-alarm"
+    assert said["sentence"].startswith("the alarm breaks has failed (KeyError: 'rewards'), and is left out")
