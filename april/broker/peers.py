@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from april import wire
-from april.config.broker import SecuritySection
 from april.wire import limits
 from april.wire.message import Version
 from april.wire.security.allow_list import KeyOwner
@@ -228,7 +227,7 @@ class Peers:
             self._fold_tallies()
         return peer
 
-    def limit_reached(self, hello: wire.Hello, key_owner: KeyOwner | None, security: SecuritySection) -> str:
+    def limit_reached(self, hello: wire.Hello, key_owner: KeyOwner | None, most: int, most_by_key: int) -> str:
         """The key of the configuration that leaves no session for another process with that key, or without CURVE in
         that role; "" if there is one. What is reserved for other roles is left to them."""
         if any((peer.role, peer.uid) == (hello.role, hello.uid) for peer in self.by_id.values()):
@@ -236,11 +235,10 @@ class Peers:
         alike = Counter((peer.key or peer.role) for peer in self.by_id.values())
         roles = Counter(peer.role for peer in self.by_id.values())
         others = [names for names in RESERVED_FOR if hello.role not in names]
-        most = security.max_sessions
         unused = (max(0, most // RESERVED_SHARE - sum(roles[name] for name in names)) for names in others)
         if roles.total() + sum(unused) >= most:
             return "security.max_sessions"
-        is_full = alike[key_owner.key if key_owner else hello.role] >= security.max_key_sessions
+        is_full = alike[key_owner.key if key_owner else hello.role] >= most_by_key
         return "security.max_key_sessions" if is_full else ""
 
     def close_earlier(self, peer: Peer) -> None:

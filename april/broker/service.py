@@ -237,14 +237,14 @@ class Service:
             self.learner.disown(OVER)
 
     def _hello(self, route: bytes, received: wire.Received, now: float, key_owner: KeyOwner | None) -> None:
-        hello = received.message
+        hello, security = received.message, self.config.security
         if hello.role not in MESSAGES:
             raise wire.WireError("unknown role")
-        if len(hello.lease_ids) > self.config.security.max_leases:
+        if len(hello.lease_ids) > security.max_leases:
             raise wire.WireError("more leases than a worker may hold")
         if key_owner:
             self._check_identity(hello, key_owner)
-        if limit := self.peers.limit_reached(hello, key_owner, self.config.security):
+        if limit := self.peers.limit_reached(hello, key_owner, security.max_sessions, security.max_key_sessions):
             reason = f"this key or role has all the sessions that {limit!r} leaves it; raise it"
             return self.peers.refuse("too many sessions", reason, route, 0, received.sequence)
         peer, lost = self.peers.open(hello, route, now, key_owner.key if key_owner else ""), []
