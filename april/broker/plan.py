@@ -11,6 +11,7 @@ from april.broker.ledger.samples import Sample
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import LEDGER_ATTRIBUTES, Schedule, ScheduleFailed
 from april.config import Config, ConfigError, ScheduleSection
+from april.config.section import section_with
 from april.config.training import AlgorithmSection
 
 EXAMPLE_RATIO = 10.0
@@ -47,6 +48,12 @@ def make_schedule(section: ScheduleSection, prompts: Prompts) -> Schedule:
     for name in SCHEDULE_METHODS:
         setattr(schedule, name, guarded(section.kind, getattr(schedule, name)))
     return schedule
+
+
+def section_of(kind: str) -> type[ScheduleSection]:
+    """`ScheduleSection` with the keys that the schedule `kind` declares."""
+    own = () if kind in SCHEDULES.shipped else ((SCHEDULES.key, SCHEDULES.find(kind)),)
+    return section_with(ScheduleSection, own)
 
 
 # --- schedules of the user's own --------------------------------------------------------------------------------------

@@ -9,15 +9,17 @@ import sys
 import threading
 
 from april.cli.command import COMMANDS, INTERRUPTED, Parser
-from april.util.errors import ConfigError
+from april.util.errors import ConfigError, refuse
 from april.util.lifetime import REFUSED, endure_lost_readers, remember_interrupts
-from april.util.registry import add_import_folders
+from april.util.registry import Registry, add_import_folders
 from april.version import VERSION
 
 DESCRIPTION = (
     "RL of language models with active partial rollouts. `april quickstart` trains a tiny policy on this machine; "
     "`april run CONFIG` trains yours."
 )
+OWN_COMMANDS = Registry("COMMAND", "command")
+"""Registry of the user's own commands."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -30,9 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
         use_utf8()
         endure_lost_readers()
     keep_proxies_off_loopback()
-    parser = build_parser()
-    options, overrides = parser.parse_known_args(arguments)
     add_import_folders()
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        parser = build_parser(words[0] if words and ":" in words[0] else "")
+    except ConfigError as error:
+        print(f"april: {error}", file=sys.stderr)
+        return REFUSED
+    options, overrides = parser.parse_known_args(arguments)
     values = vars(options)
     command = values.pop("command")
     if command.overrides:
@@ -70,7 +77,9 @@ def keep_proxies_off_loopback() -> None:
         os.environ[variable] = ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
 
 
-def build_parser() -> Parser:
+def build_parser(own: str = "") -> Parser:
+    """The parser of all commands, and of the user's own one called `own`, a function with `@command`. Raises
+    ConfigError."""
     for module in pkgutil.iter_modules(__path__):
         if module.name != "__main__":
             importlib.import_module(f"{__name__}.{module.name}")
@@ -78,5 +87,12 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"april {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in sorted(COMMANDS, key=lambda command: command.name):
-        command.add_to(commands)
+        if command.function.__module__.startswith(f"{__name__}."):
+            command.add_to(commands)
+    if own:
+        function = OWN_COMMANDS.find(own)
+        added = [command for command in COMMANDS if command.function is function]
+        if not added:
+            refuse(OWN_COMMANDS.key, own, "is no command", "put @command of april.cli.command above the function")
+        added[0].add_to(commands, own)
     return parser

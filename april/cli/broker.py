@@ -25,7 +25,7 @@ def broker(config: list[Path], overrides: list[str]) -> int:
     from april.util.logs import log_to_stderr
 
     die_with_parent()
-    loaded = load_config(config, overrides)
+    loaded = load_config(config, overrides, own_parts=BROKER_PARTS)
     keep_private(loaded.run_dir)
     check_schedule(loaded.schedule)
     loaded, why_automatic = resolve_as_recorded(loaded)

@@ -37,15 +37,28 @@ def option(*names: str, **settings: Any) -> Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help can list all keys of the configuration."""
+    """A parser whose help can list all keys of the configuration, with those of the parts that it names."""
 
     lists_keys = False
+    given: Sequence[str] = ()
+    """The words of the command line."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
         if self.lists_keys:
             from april.config import OVERRIDES, describe_keys
+            from april.config.loading import model_of, read_tree
+            from april.util.errors import ConfigError
 
-            self.epilog = OVERRIDES + describe_keys()
+            files = [Path(word) for word in self.given if word.endswith(".toml")]
+            try:
+                model = model_of(read_tree(files))
+            except ConfigError:
+                model = model_of({})
+            self.epilog = OVERRIDES + describe_keys(model)
         return super().format_help()
 
 
@@ -64,10 +77,11 @@ class Command:
     def name(self) -> str:
         return self.function.__name__.replace("_", "-")
 
-    def add_to(self, commands: "argparse._SubParsersAction[Parser]") -> None:
+    def add_to(self, commands: "argparse._SubParsersAction[Parser]", name: str = "") -> None:
+        """Add the command to a parser; `name`: what it is called there, if not by its own name."""
         text = inspect.getdoc(self.function) or ""
         parser = commands.add_parser(
-            self.name,
+            name or self.name,
             help=text.partition("\n\n")[0],
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,

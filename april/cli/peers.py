@@ -51,4 +51,5 @@ def joining(files: list[Path], connect: str, overrides: list[str]) -> tuple["Con
     from april.util.lifetime import die_with_parent
 
     die_with_parent()
-    return load_config(files, overrides, inputs=["model"]), check_address(connect)
+    config = load_config(files, overrides, inputs=["model"], own_parts=["worker.engine", "weights.transport"])
+    return config, check_address(connect)

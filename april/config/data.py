@@ -3,15 +3,16 @@ held-out prompts are sampled."""
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from april.config.section import CONTEXT_TOKENS, Section
 from april.util.errors import refuse
+from april.util.registry import Registry
 from april.util.text import final_number
 
 # --- mappings ---------------------------------------------------------------------------------------------------------
@@ -40,10 +41,14 @@ class Mapping:
     """Extracts the reference answer from a label that is a whole solution; returns None if there is none."""
     answer_form: str = ""
     """Example of the ending that `answer_of` looks for, for the error message."""
+    all_columns: bool = False
+    """Whether all fields of a record may be read."""
 
     @property
     def columns(self) -> set[str]:
-        """Top-level fields of a record that may be read."""
+        """Top-level fields of a record that may be read; empty: all."""
+        if self.all_columns:
+            return set()
         labels = [key.strip() for label in self.label for key in label.split(COLUMN_SEPARATOR)]
         return {key.partition(".")[0] for key in (*self.prompt, *labels)} | {"reward"}
 
@@ -76,10 +81,25 @@ MAPPINGS = {
 }  # fmt: skip
 """The mappings that `data.mapping` can name."""
 
-if TYPE_CHECKING:
-    MappingName: TypeAlias = str
-else:
-    MappingName = Literal[tuple(MAPPINGS)]
+OWN_MAPPING = replace(MAPPINGS["plain"], all_columns=True)
+"""Mapping of what a user's own mapping returns; the latter gets whole records."""
+MAPPING_PARTS = Registry("data.mapping", "mapping")
+"""Registry of the user's own mappings: functions record -> dictionary with prompt and label."""
+
+
+def is_own_mapping(name: str | None) -> bool:
+    return name is not None and name not in MAPPINGS
+
+
+def known_mapping(name: str) -> str:
+    if is_own_mapping(name) and ":" not in name:
+        raise PydanticCustomError(
+            "mapping", f"should be one of {', '.join(map(repr, MAPPINGS))}, or your own as package.module:function"
+        )
+    return name
+
+
+MappingName = Annotated[str, AfterValidator(known_mapping)]
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
@@ -138,7 +158,7 @@ class DataSection(Section):
         "plain",
         description="Published dataset whose field names the rows use: "
         + "; ".join(f"{name} ({mapping.dataset})" for name, mapping in MAPPINGS.items())
-        + ".",
+        + "; or yours as package.module:function.",
     )
     prompt_key: str | None = Field(
         None, description="Row field of the prompt, a text or a list of chat messages. None: the mapping's."

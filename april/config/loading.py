@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from april.config.checks import INPUTS, check
-from april.config.section import NAME_OR_FILE, Section
+from april.config.section import NAME_OR_FILE, Section, with_own_keys
 from april.config.sections import Config, RunSection
 from april.util.errors import ConfigError, refuse
+from april.util.registry import REGISTRIES, add_import_folders
 from april.util.text import masked
 
 # --- overrides, and the list of all keys ------------------------------------------------------------------------------
@@ -89,10 +90,10 @@ def shown_default(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def describe_keys() -> str:
+def describe_keys(model: type[Section] = Config) -> str:
     """The list of keys in `--help`: each with its help text, allowed values and default."""
     lines = []
-    for key, field in known_keys().items():
+    for key, field in known_keys(model).items():
         value = field.get_default(call_default_factory=True)
         default = "required" if field.is_required() else f"default {shown_default(value)}"
         choices = "|".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
@@ -236,9 +237,25 @@ def error_sentence(error: ErrorDetails, model: type[Section] = Config, listing: 
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), inputs: Collection[str] = INPUTS) -> Config:
+def load(
+    path: str | Path | Sequence[Path],
+    overrides: Sequence[str] = (),
+    inputs: Collection[str] = INPUTS,
+    own_parts: Collection[str] = tuple(REGISTRIES),
+) -> Config:
     """Read TOML files, later ones over earlier ones, apply `--section.key value` overrides, validate, and check that
-    parts fit together. `inputs`: which of "model" and "data" must exist. Paths become absolute. Raises ConfigError."""
+    parts fit together. `inputs`: which of "model" and "data" must exist. Paths become absolute. Raises ConfigError.
+
+    `own_parts`: keys that name parts; the user's own are imported, and the keys that they declare are checked.
+    """
+    tree = read_tree(path, overrides)
+    config = validate(tree, own_parts)
+    check(config, inputs)
+    return config
+
+
+def read_tree(path: str | Path | Sequence[Path], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys of TOML files and overrides, not validated yet; paths absolute. Raises ConfigError."""
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(file) for file in path]
     tree: dict[str, Any] = {"run": {"dir": str(RunSection.model_fields["dir"].default)}}
     folders: list[str] = []
@@ -252,9 +269,15 @@ def load(path: str | Path | Sequence[Path], overrides: Sequence[str] = (), input
     add_part_folders(tree, folders)
     if len(paths) > 1 and isinstance(tree.setdefault("run", {}), dict):
         tree["run"].setdefault("name", "-".join(file.stem for file in paths[1:]))
-    config = validate(tree)
-    check(config, inputs)
-    return config
+    return tree
+
+
+def model_of(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES)) -> type[Config]:
+    """`Config` with the keys that the user's own parts in `tree` declare. Raises ConfigError."""
+    run = tree.get("run")
+    folders = run.get("parts", []) if isinstance(run, dict) else []
+    add_import_folders(*(Path(folder) for folder in folders if isinstance(folder, str)))
+    return with_own_keys(Config, tree, own_parts.__contains__)
 
 
 def add_part_folders(tree: dict[str, Any], folders: list[str]) -> None:
@@ -287,11 +310,12 @@ def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
             tree[key] = value
 
 
-def validate(tree: dict[str, Any]) -> Config:
+def validate(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES)) -> Config:
+    model = model_of(tree, own_parts)
     try:
-        return Config.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(error_sentence(error.errors()[0])) from None
+        raise ConfigError(error_sentence(error.errors()[0], model)) from None
 
 
 # --- paths ------------------------------------------------------------------------------------------------------------

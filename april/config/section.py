@@ -1,6 +1,16 @@
-"""The base class of the configuration's sections, and constants that several of them share."""
+"""The base class of the configuration's sections, constants that several of them share, and sections with the keys of
+the user's own parts."""
 
-from pydantic import BaseModel, ConfigDict
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, create_model
+
+from april.util.errors import ConfigError, refuse
+from april.util.registry import REGISTRIES, registry_of
 
 AUTO = "auto"
 """Value of a key that April chooses when a run starts."""
@@ -15,3 +25,105 @@ class Section(BaseModel):
     """A table of the configuration: frozen, and without other keys than its fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+# --- keys of the user's own parts -------------------------------------------------------------------------------------
+
+KEY_SECTIONS = {"worker.engine": "engine"}
+"""Section of a part's own keys, by the key that names the part, where that is in another section."""
+
+FUNCTION_KEYS = (
+    "algorithm.loss", "algorithm.corrections", "algorithm.advantage", "algorithm.step_scale", "schedule.group_filter",
+)  # fmt: skip
+"""Keys that name functions whose keyword-only parameters are keys of the section."""
+
+Model = TypeVar("Model", bound=Section)
+SectionClass = TypeVar("SectionClass", bound=Section)
+
+
+def with_own_keys(
+    model: type[Model], tree: Mapping[str, Any], known: Callable[[str], bool] = lambda key: True
+) -> type[Model]:
+    """`model`, whose sections get the keys that the user's own parts, named in `tree`, declare. `known`: whether the
+    part that a key (section.field) names is imported here; another part's keys are taken as they are.
+
+    Raises ConfigError for a part with a key that its section has already.
+    """
+    parts: dict[str, list[tuple[str, Any]]] = {}
+    for key in REGISTRIES:
+        named, _, field = key.partition(".")
+        section, keys_of = KEY_SECTIONS.get(key, named), tree.get(named)
+        if {named, section} <= model.model_fields.keys() and isinstance(keys_of, Mapping):
+            found = [(key, find_part(key, name) if known(key) else None) for name in own_names(key, keys_of.get(field))]
+            parts.setdefault(section, []).extend(found)
+    sections: dict[str, type[Section]] = {}
+    for name, found in parts.items():
+        base, given = model.model_fields[name].annotation, tree.get(name)
+        if not found or not (isinstance(base, type) and issubclass(base, Section)):
+            continue
+        extended = section_with(base, tuple((key, part) for key, part in found if part is not None))
+        if isinstance(given, Mapping) and any(part is None for _, part in found):
+            raw: Any = {key: (Any, value) for key, value in given.items() if key not in extended.model_fields}
+            extended = create_model(base.__name__, __base__=extended, **raw) if raw else extended
+        if extended is not base:
+            sections[name] = extended
+    return with_sections(model, tuple(sections.items())) if sections else model
+
+
+@cache
+def with_sections(model: type[Model], sections: tuple[tuple[str, type[Section]], ...]) -> type[Model]:
+    """`model` with other classes of some sections, given by name."""
+    fields: Any = {name: (section, {}) for name, section in sections}
+    return create_model(model.__name__, __base__=model, **fields)
+
+
+def own_names(key: str, value: Any) -> list[str]:
+    """Names of the user's own parts in the value of a key that names parts."""
+    names = value if isinstance(value, list) else [value]
+    return [name for name in names if isinstance(name, str) and ":" in name and name not in registry_of(key).shipped]
+
+
+def find_part(key: str, name: str) -> Any:
+    """The part; None if it cannot be imported here, which is no error before it is used."""
+    try:
+        return registry_of(key).find(name)
+    except ConfigError:
+        return None
+
+
+@cache
+def section_with(section: type[SectionClass], parts: tuple[tuple[str, Any], ...]) -> type[SectionClass]:
+    """`section` with the keys that parts declare, each given as (key that names it, part): a class by a `Section`
+    called `Keys` in it, a function by its keyword-only parameters. Raises ConfigError for a key that is there already.
+    """
+    extended, create = section, cast(Any, create_model)
+    for key, part in parts:
+        own = getattr(part, "Keys", None) if isinstance(part, type) else None
+        fields = own_parameters(part) if key in FUNCTION_KEYS else {}
+        names = own.model_fields if own else fields
+        if taken := sorted(names.keys() & extended.model_fields.keys()):
+            refuse(
+                key, getattr(part, "__name__", part), f"declares {taken[0]!r}, a key that its section has", "rename it"
+            )
+        bases: Any = (own, extended) if own else extended
+        if names:
+            extended = create(section.__name__, __base__=bases, **fields)
+    return extended
+
+
+def own_parameters(part: Any) -> dict[str, Any]:
+    """(type, default) of each keyword-only parameter of a function; none of a class."""
+    if isinstance(part, type) or not callable(part):
+        return {}
+    hints = typing.get_type_hints(part, include_extras=True) if inspect.isfunction(part) else {}
+    keyword_only = [each for each in inspect.signature(part).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    return {
+        each.name: (hints.get(each.name, Any), ... if each.default is each.empty else each.default)
+        for each in keyword_only
+    }
+
+
+def bound(function: Callable[..., Any], section: Section) -> Callable[..., Any]:
+    """A function of the user's own with its keyword-only parameters taken from `section`."""
+    keys = {name: getattr(section, name) for name in own_parameters(function) if hasattr(section, name)}
+    return wraps(function)(lambda *arguments: function(*arguments, **keys)) if keys else function

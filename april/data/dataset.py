@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from april.config import ConfigError, DataSection, SourceSection
-from april.config.data import MAPPINGS, Mapping
+from april.config.data import MAPPINGS, OWN_MAPPING, Mapping, is_own_mapping
 from april.data.records import read_records
-from april.data.rows import BadRow, DatasetRow, make_row
+from april.data.rows import BadRow, DatasetRow, make_row, mapped
 
 log = logging.getLogger(__name__)
 
@@ -193,17 +193,24 @@ def row_of(
 ) -> DatasetRow:
     if isinstance(record, BadRow):
         raise record
+    if source.mapping and is_own_mapping(source.mapping):
+        record = mapped(record, source.mapping)
     return make_row(record, mapping, source.reward, data.prompt_as, allowed)
 
 
 def verifier_of(source: SourceSection) -> str | None:
     """Verifier for the source's rows that name none, set by the source or its mapping; None: the run's default."""
-    return source.reward or MAPPINGS[source.mapping or "plain"].reward
+    return source.reward or base_mapping(source).reward
+
+
+def base_mapping(source: SourceSection) -> Mapping:
+    """The mapping that a source names; for the user's own, that of what it returns."""
+    return OWN_MAPPING if is_own_mapping(source.mapping) else MAPPINGS[source.mapping or "plain"]
 
 
 def mapping_of(source: SourceSection) -> Mapping:
     """The source's mapping, with its prompt and label keys replaced by those of the source."""
-    mapping = MAPPINGS[source.mapping or "plain"]
+    mapping = base_mapping(source)
     return replace(
         mapping,
         prompt=(source.prompt_key,) if source.prompt_key else mapping.prompt,

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import orjson
 
-from april.config.data import COLUMN_SEPARATOR, Mapping
+from april.config.data import COLUMN_SEPARATOR, MAPPING_PARTS, Mapping
+from april.util.errors import ConfigError
 from april.util.registry import registry_of
 from april.util.text import GROUP_REWARD, takes_row_prompt
 
@@ -71,10 +72,29 @@ def find_field(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, 
 
 
 def value_at(record: dict, key: str) -> Any:
+    """The value at a key like `conversations.0.value`, which goes through objects and lists; MISSING if there is
+    none."""
     value: Any = record
     for part in key.split("."):
-        value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
     return value
+
+
+def mapped(record: Any, name: str) -> Any:
+    """A record as the user's own mapping `name` gives it, with prompt and label. Raises BadRow, also for whatever the
+    mapping raises."""
+    try:
+        found = MAPPING_PARTS.find(name)(record)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise BadRow(f"mapping {name!r} raised {type(error).__name__}: {error}; mend it, or the row") from error
+    if not isinstance(found, dict):
+        raise BadRow(f"mapping {name!r} returned {excerpt(found)}; return a dictionary with prompt and label")
+    return found
 
 
 def checked_prompt(prompt: Any, key: str) -> str | list[dict]:

@@ -16,7 +16,7 @@ from april.learner.launch import RESTARTS
 from april.util.files import keep_private
 from april.util.lifetime import REFUSED, die_with_parent, exit_at_once
 from april.util.logs import log_to_stderr
-from april.util.registry import add_import_folders
+from april.util.registry import REGISTRIES, add_import_folders
 from april.util.time_sharing import TimeSliceLate
 from april.wire.security.keys import load_keys
 from april.wire.sockets.broker import AccessDenied, BrokerRefused, BrokerUnreachable
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # --- refusals across restarts -----------------------------------------------------------------------------------------
 
+LEARNER_PARTS = [key for key in REGISTRIES if key.startswith(("learner.", "algorithm.", "weights."))]
+"""Configuration keys that name parts which the learner imports."""
 REFUSED_KEY = "april/refused"
 STORE_TIMEOUT_S = 10
 
@@ -71,7 +73,7 @@ def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
     )
     options, overrides = parser.parse_known_args(arguments)
     add_import_folders()
-    config = configuration.load(options.config, overrides, inputs=["model"])
+    config = configuration.load(options.config, overrides, inputs=["model"], own_parts=LEARNER_PARTS)
     add_import_folders(*config.run.parts)
     configuration.check_address(options.connect)
     return config, options.connect

@@ -200,13 +200,13 @@ class Objective:
         self.max_response_tokens = config.sampling.max_response_tokens
         self.seed, self.learner = config.seed, config.learner
         check_algorithm(self.section)
-        self.policy_loss = find_checked(LOSSES, self.section.loss)
-        self.corrections = [find_checked(CORRECTIONS, name) for name in self.section.corrections]
+        self.policy_loss = find_checked(LOSSES, self.section.loss, self.section)
+        self.corrections = [find_checked(CORRECTIONS, name, self.section) for name in self.section.corrections]
         self.clip = Clip(self.section.clip_low, self.section.clip_high, self.section.dual_clip)
         self.clip_of_batch = getattr(self.policy_loss, "clip_of_batch", None)
         over_the_batch = [getattr(correction, "over_the_batch", False) for correction in self.corrections]
         steps = self.learner.minibatches * self.learner.epochs
-        self.estimator = find_checked(ADVANTAGES, self.section.advantage)
+        self.estimator = find_checked(ADVANTAGES, self.section.advantage, self.section)
         self.needs_values: bool = getattr(self.estimator, "needs_values", False)
         """Whether advantages come from a critic's values, and are thus known only once the training step has begun."""
         self.needs_norms: bool = getattr(self.estimator, "needs_norms", False)
@@ -216,7 +216,7 @@ class Objective:
         self.fixes_loss_inputs = bool(self.clip_of_batch) or any(over_the_batch) or steps > 1 or self.penalises_rewards
         """Whether some loss inputs depend on all tokens of the batch, scored before its first optimizer step."""
         scale = self.section.step_scale
-        self.step_scale = find_checked(STEP_SCALES, scale) if scale else lambda metrics: 1.0
+        self.step_scale = find_checked(STEP_SCALES, scale, self.section) if scale else lambda metrics: 1.0
         """Function (metrics of an optimizer step) -> factor on its learning rate."""
         regularised = self.section.kl_coef > 0 or self.section.entropy_coef > 0
         self.trains_every_sample = self.needs_values or regularised
@@ -290,7 +290,7 @@ class Objective:
             spread = map(has_spread, sample_rewards(groups))
             rows = [sum(map(len, group)) for group in groups]
             return np.repeat(np.fromiter(spread, np.float64, len(groups)), rows)
-        return row_advantages(self.section.advantage, groups)
+        return row_advantages(self.estimator, groups)
 
     def set_norm_advantages(self, prepared: Prepared, log_ratios: Tensor, squares: Tensor) -> None:
         """Store in `prepared` the advantages computed from log(pi / mu) and squared gradient norm of each of the S
@@ -446,7 +446,7 @@ def sample_rewards(groups: list[list[SampleForks]]) -> list[Tensor]:
     return [torch.tensor([rows[0].reward for rows in group], dtype=torch.float64) for group in groups]
 
 
-def row_advantages(estimator: str, groups: list[list[SampleForks]]) -> np.ndarray:
+def row_advantages(estimator: Callable[..., list[Tensor]], groups: list[list[SampleForks]]) -> np.ndarray:
     """Advantages, float64, one per row; all forks of a sample have the advantage of the sample in its group."""
     lengths = [torch.tensor(list(map(sampled_token_count, group)), dtype=torch.float64) for group in groups]
     group_advantages = advantages(estimator, sample_rewards(groups), lengths)

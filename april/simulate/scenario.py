@@ -14,8 +14,8 @@ from april.broker.schedules.schedule import Schedule
 from april.config import ConfigError, ScheduleSection
 from april.config.checks import check_schedule
 from april.config.costs import EngineCost, pop_cost_model, read_toml
-from april.config.loading import error_sentence, set_key
-from april.config.section import Section
+from april.config.loading import error_sentence, known_keys, set_key
+from april.config.section import Section, with_own_keys
 from april.simulate.trace import read_trace
 from april.util.errors import refuse
 
@@ -230,7 +230,7 @@ class Scenario(Section):
 
     def with_keys(self, **changes) -> "Scenario":
         """A copy with some keys changed, checked; `section__key` names a key of a section, None removes it."""
-        tree = self.model_dump(exclude_none=True)
+        tree = self.model_dump(exclude_none=True, serialize_as_any=True)
         for key, value in changes.items():
             section, _, name = key.rpartition("__")
             table = tree[section] if section else tree
@@ -238,7 +238,10 @@ class Scenario(Section):
                 table.pop(name, None)
             else:
                 table[name] = value
-        return check_scenario(Scenario.model_validate(tree))
+        model = with_own_keys(Scenario, tree)
+        known = known_keys(model).keys() | {key.replace("__", ".") for key in changes}
+        tree["schedule"] = {key: value for key, value in tree["schedule"].items() if f"schedule.{key}" in known}
+        return check_scenario(model.model_validate(tree))
 
     def cap(self, lengths: Lengths) -> float:
         """Upper bound on the throughput under the staleness bound or the rounds' barrier, as a share of the no-barrier
@@ -270,8 +273,9 @@ def load_scenario(path: Path, overrides: Sequence[tuple[str, object]] = (), cost
     tree["cost"] = pop_cost_model(tree, Path(path), cost)
     for key, value in overrides:
         set_key(tree, key, value)
+    model = with_own_keys(Scenario, tree)
     try:
-        return check_scenario(Scenario.model_validate(tree))
+        return check_scenario(model.model_validate(tree))
     except ValidationError as error:
-        found = error_sentence(error.errors()[0], Scenario, "april/simulate/scenario.py")
+        found = error_sentence(error.errors()[0], model, "april/simulate/scenario.py")
         raise ConfigError(f"scenario {path}: {found}") from None

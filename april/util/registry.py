@@ -123,15 +123,21 @@ Part = TypeVar("Part")
 Answer = TypeVar("Answer")
 
 
-def call_each(parts: dict[str, Part], noun: str, call: Callable[[Part], Answer]) -> dict[str, Answer]:
+def call_each(
+    parts: dict[str, Part], noun: str, call: Callable[[Part], Answer], failed: dict[str, str] | None = None
+) -> dict[str, Answer]:
     """Call a function of each part that a run uses; returns the answers by name of the part. A part that raises an
-    exception is logged as `noun` and removed from `parts`: nothing optional is worth a run."""
+    exception is logged as `noun` and removed from `parts`: nothing optional is worth a run. `failed`: gets a sentence
+    about it under its name."""
     answers = {}
     for name, part in list(parts.items()):
         try:
             answers[name] = call(part)
-        except Exception:
+        except Exception as error:
             log.exception("the %s %s has failed, and is left out from here on; mend it", noun, name)
+            why = f"{type(error).__name__}: {error}"
+            if failed is not None:
+                failed[name] = f"the {noun} {name} has failed ({why}), and is left out from here on; mend it"
             del parts[name]
     return answers
 

@@ -417,3 +417,30 @@ def test_a_row_that_the_chat_template_refuses_is_left_out_and_counted(config_fil
     book = PromptBook(config)
     assert {label for *_, label, _ in draws(book, (0, 0), 12)} == {"1", "2"}
     assert book.counts() == {"rows": 3, "bad_rows": 1, "too_long": 0}
+
+
+MAPPING = """
+def mapping(record):
+    return {"prompt": record["turns"][0]["value"], "label": record["answers"][-1]}
+
+def nothing(record):
+    return None
+"""
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_mapping_of_one_s_own_makes_the_rows_and_what_it_raises_is_a_bad_row(tmp_path, monkeypatch, caplog, name):
+    (tmp_path / "own_mapping.py").write_text(MAPPING)
+    monkeypatch.syspath_prepend(tmp_path)
+    records = [{"turns": [{"value": f"{row}+1="}], "answers": ["0", str(row + 1)]} for row in range(3)]
+    FORMATS[name](tmp_path / name, [*records, {"turns": [], "answers": ["0"]}])
+    data = DataSection(path=tmp_path / name, mapping="own_mapping:mapping", bad_rows="skip")
+    dataset = load_dataset(data.train_sources, data)
+    assert [(row.prompt, row.label) for row in map(dataset.__getitem__, range(3))] == [
+        ("0+1=", "1"), ("1+1=", "2"), ("2+1=", "3"),
+    ]  # fmt: skip
+    assert dataset.bad_rows == 1 and "mapping 'own_mapping:mapping' raised IndexError" in caplog.text
+    for mapping, said in (("own_mapping:nothing", "returned None; return a dictionary"), ("own_mapping:no", "has no")):
+        data = DataSection(path=tmp_path / name, mapping=mapping, bad_rows="stop")
+        with pytest.raises(ConfigError, match=said):
+            load_dataset(data.train_sources, data)

@@ -33,6 +33,16 @@ def test_keys_can_be_configured_and_nested():
     assert make_row(record, Mapping("own", ("question.text",), ("answer",))) == DatasetRow("p", "4")
 
 
+def test_a_key_goes_through_lists():
+    conversation = [{"from": "system", "value": "s"}, {"from": "human", "value": "p"}]
+    record = {"conversations": conversation, "answers": ["4", "5"]}
+    assert make_row(record, Mapping("own", ("conversations.1.value",), ("answers.0",))) == DatasetRow("p", "4")
+    assert Mapping("own", ("conversations.1.value",)).columns == {"conversations", "label", "reward"}
+    for key in ("conversations.2.value", "conversations.value", "conversations.-1.value"):
+        with pytest.raises(BadRow, match=f"key '{key}' is missing"):
+            make_row(record, Mapping("own", (key,), ("answers.0",)))
+
+
 def test_several_columns_become_one_json_label():
     record = {"prompt": "p", "source": "gsm8k", "model": {"truth": "5"}, "info": {"index": 1, "weight": Decimal("0.5")}}
     label = make_row(record, Mapping("own", label=("source, model.truth,info",))).label

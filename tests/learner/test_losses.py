@@ -52,7 +52,7 @@ def test_rewards_that_differ_by_rounding_are_the_same(name):
 
 @pytest.mark.parametrize("name", BY_GROUPS)
 def test_an_advantage_that_is_rounding_is_zero(name):
-    low, middle, high = flat(advantages(name, groups([0.1, 0.2, 0.3]), groups([1.0, 1.0, 1.0])))
+    low, middle, high = flat(advantages(ADVANTAGES.find(name), groups([0.1, 0.2, 0.3]), groups([1.0, 1.0, 1.0])))
     assert low < middle == 0.0 < high
 
 

@@ -9,16 +9,22 @@ broker.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from april.broker.peers import PeerLoop
 from april.util.registry import Registry, call_each
+
+if TYPE_CHECKING:
+    from april.broker.peers import PeerLoop
 
 log = logging.getLogger(__name__)
 
 SHIPPED: dict[str, str] = {}
 """Name of each alarm of this folder -> its `package.module:Class`."""
 ALARMS = Registry("operations.alarms", "alarm", SHIPPED, base=f"{__name__}:Alarm")
+
+
+FAILED_PAGE = "docs/extending.md#an-alarm"
+"""Page about alarms of one's own, for one that has raised an exception."""
 
 
 class Alarm:
@@ -39,7 +45,7 @@ class Alarm:
         is."""
         raise NotImplementedError
 
-    def watch(self, loops: Sequence[PeerLoop]) -> str:
+    def watch(self, loops: Sequence["PeerLoop"]) -> str:
         """Check the positions of the main loops of workers, scorers and learner, several times a second; returns the
         same as `look`."""
         return ""
@@ -65,20 +71,27 @@ def figures(record: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 class Alarms:
-    """The alarms of a run. One that raises an exception is not used any more."""
+    """The alarms of a run. One that raises an exception is not used any more; from then on `raised` says so."""
 
     def __init__(self, names: Sequence[str]):
         """Raises ConfigError for a name that is not found."""
         self._alarms: dict[str, Alarm] = {name: ALARMS.find(name)() for name in names}
         self._in_a_row: dict[str, int] = {}
         """Number of newest steps in a row for which an alarm has returned a sentence, by name of the alarm."""
-        self.raised: list[dict[str, str]] = []
-        """Alarms that the last `watch` raised: `name`, `sentence` and `page` of each."""
+        self._failed: dict[str, str] = {}
+        """A sentence about each alarm that has raised an exception, by its name."""
+        self._watched: list[dict[str, str]] = []
 
     @property
     def names(self) -> list[str]:
         """Names of the alarms in use."""
         return list(self._alarms)
+
+    @property
+    def raised(self) -> list[dict[str, str]]:
+        """`name`, `sentence` and `page` of the alarms that the last `watch` raised, and of those that have failed."""
+        failed = [{"name": name, "sentence": text, "page": FAILED_PAGE} for name, text in self._failed.items()]
+        return [*self._watched, *failed]
 
     def look(self, record: dict[str, Any]) -> list[dict[str, str]]:
         """Check the record of a step with all alarms; returns `name`, `sentence` and `page` of each alarm that it
@@ -87,17 +100,17 @@ class Alarms:
         self._in_a_row = {alarm["name"]: self._in_a_row.get(alarm["name"], 0) + 1 for alarm in wrong}
         return [alarm for alarm in wrong if self._in_a_row[alarm["name"]] >= self._alarms[alarm["name"]].steps_in_a_row]
 
-    def watch(self, loops: Sequence[PeerLoop]) -> None:
+    def watch(self, loops: Sequence["PeerLoop"]) -> None:
         """Check the positions of the main loops with all alarms: update `raised`, and log each alarm that is new
         there."""
-        known, self.raised = {alarm["name"] for alarm in self.raised}, self._ask(lambda alarm: alarm.watch(loops))
-        for alarm in self.raised:
+        known, self._watched = {alarm["name"] for alarm in self._watched}, self._ask(lambda alarm: alarm.watch(loops))
+        for alarm in self._watched:
             if alarm["name"] not in known:
                 log.warning("ALARM %s: %s", alarm["name"], alarm["sentence"])
 
     def _ask(self, check: Callable[[Alarm], str]) -> list[dict[str, str]]:
         """`name`, `sentence` and `page` of each alarm for which `check` returns a sentence."""
-        wrong = call_each(self._alarms, "alarm", check)
+        wrong = call_each(self._alarms, "alarm", check, self._failed)
         return [
             {"name": name, "sentence": sentence, "page": self._alarms[name].page}
             for name, sentence in wrong.items()

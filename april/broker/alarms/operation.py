@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from april.broker.alarms.alarm import Alarm, figures, shipped
-from april.broker.peers import PeerLoop
 from april.weights.canary import EVIDENCE_LIMIT, SUSPECT, added_evidence
+
+if TYPE_CHECKING:
+    from april.broker.peers import PeerLoop
 
 USUAL_STEPS, FEWEST_STEPS = 31, 3
 """Number of newest steps whose median duration is the usual one, and least number of steps for a median."""
@@ -36,7 +38,7 @@ class SlowPartAlarm(Alarm):
             "machine does, and how long the longest responses have become"
         )
 
-    def watch(self, loops: Sequence[PeerLoop]) -> str:
+    def watch(self, loops: Sequence["PeerLoop"]) -> str:
         slow = [loop for loop in loops if loop.usual_s and self._is_slow(loop.for_s, loop.usual_s)]
         if not slow:
             return ""

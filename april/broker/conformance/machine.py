@@ -20,7 +20,7 @@ from april.broker.ledger.events import BatchDelivered, GroupDiscarded, Leased, P
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.ledger.samples import NOT_EVALUATED, TO_GENERATE, GroupState, SampleState
-from april.broker.plan import make_schedule
+from april.broker.plan import make_schedule, section_of
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import choose_sample
 from april.config import ConfigError, ScheduleSection
@@ -52,11 +52,11 @@ def schedule_sections(draw, rules: Rules, name: str) -> ScheduleSection:
         own["partial_rollout"] = draw(st.booleans())
     if "overlap" in kind.reads:
         own["overlap"] = staleness > 0 and draw(st.booleans())
-    section = ScheduleSection(**common, **own)
+    section = section_of(name)(**common, **own)
     try:
         kind.check(section)
     except ConfigError:
-        return ScheduleSection(**common)
+        return section_of(name)(**common)
     return section
 
 

@@ -9,10 +9,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from april.broker.conformance.machine import ScheduleMachine
 from april.broker.conformance.runs import BATCH, run_to_the_end, try_schedule
-from april.broker.plan import describe_plan
+from april.broker.plan import describe_plan, section_of
 from april.broker.schedules import SCHEDULES
 from april.broker.schedules.schedule import ScheduleFailed
-from april.config import ScheduleSection
 from april.config.checks import check_schedule
 from april.util.errors import refuse
 
@@ -28,7 +27,7 @@ def machine_of(name: str, base: type[ScheduleMachine] = ScheduleMachine) -> type
 
 
 def the_plan_says_what_it_comes_to(name: str) -> None:
-    section = ScheduleSection(kind=name)
+    section = section_of(name)(kind=name)
     check_schedule(section)
     kind = SCHEDULES.find(name)
     batches, groups = kind.in_reach(section)
@@ -37,22 +36,22 @@ def the_plan_says_what_it_comes_to(name: str) -> None:
 
 
 def every_line_of_the_simulator_is_a_schedule_that_it_takes(name: str) -> None:
-    section = ScheduleSection(kind=name)
+    section = section_of(name)(kind=name)
     for keys in SCHEDULES.find(name).variants(section).values():
         check_schedule(section.model_copy(update={key: keys[key] for key in keys if "__" not in key}))
 
 
 def a_run_without_faults_comes_to_its_end(name: str) -> None:
-    run_to_the_end(ScheduleSection(kind=name, **BATCH))
+    run_to_the_end(section_of(name)(kind=name, **BATCH))
 
 
 def long_runs_with_stragglers_and_any_load_come_to_their_end(name: str) -> None:
-    try_schedule(ScheduleSection(kind=name))
+    try_schedule(section_of(name)(kind=name))
 
 
 def prompts_may_run_out_before_a_batch_is_full(name: str) -> None:
     for last_batch in ("train", "drop"):
-        run_to_the_end(ScheduleSection(kind=name, last_batch=last_batch, **BATCH), prompts=10)
+        run_to_the_end(section_of(name)(kind=name, last_batch=last_batch, **BATCH), prompts=10)
 
 
 def ledger_and_bound_hold_and_nothing_starves_whatever_happens(name: str) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from april.broker.filters import FILTERS
 from april.config import ScheduleSection
+from april.config.section import bound
 from april.data.groups import has_spread
 from april.wire.limits import clip
 
@@ -68,7 +69,7 @@ class GroupFilters:
     def __init__(self, section: ScheduleSection):
         self.filters: list[Filter] = [zero_spread] if section.dynamic_sampling else []
         if section.group_filter:
-            self.filters.append(FILTERS.find(section.group_filter))
+            self.filters.append(bound(FILTERS.find(section.group_filter), section))
         self.in_a_row = 0
         """Number of groups discarded since the last group that was kept."""
         self.last_reason = ""

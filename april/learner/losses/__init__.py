@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from april.config.section import bound
+from april.config.training import AlgorithmSection
 from april.util.errors import refuse
 from april.util.registry import Registry
 
@@ -45,14 +47,15 @@ STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april
 # --- what parts return ------------------------------------------------------------------------------------------------
 
 
-def find_checked(registry: Registry, name: str) -> Callable[..., Any]:
-    """The part called `name`. Results of a user's own part are checked: one of another kind or shape than the loss
-    takes raises ConfigError, and a note on an exception names the part."""
-    part = registry.find(name)
+def find_checked(registry: Registry, name: str, section: AlgorithmSection) -> Callable[..., Any]:
+    """The part called `name`. A user's own gets its keys from `section`, a note on its exceptions names it, and a
+    result of another kind or shape than the loss takes raises ConfigError."""
+    found = registry.find(name)
     if name in registry.shipped:
-        return part
+        return found
+    part = bound(found, section)
 
-    @functools.wraps(part)
+    @functools.wraps(found)
     def call(*arguments: Any) -> Any:
         try:
             result = part(*arguments)

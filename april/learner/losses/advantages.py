@@ -8,13 +8,12 @@ without torch, so that any machine can check a configuration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from april.data import groups
-from april.learner.losses import ADVANTAGES, find_checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,10 +93,9 @@ def whitened(values: Groups, lengths: Groups) -> Groups:
     return [(group - mean) / variance.sqrt() for group in values]
 
 
-def advantages(estimator: str, rewards: Groups, lengths: Groups) -> Groups:
-    """Advantages by the estimator named `estimator`, with absolute values below `ROUNDING` set to exactly 0."""
-    found = find_checked(ADVANTAGES, estimator)(rewards, lengths)
-    return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in found]
+def advantages(estimator: Callable[[Groups, Groups], Groups], rewards: Groups, lengths: Groups) -> Groups:
+    """Advantages by an estimator, with absolute values below `ROUNDING` set to exactly 0."""
+    return [group.masked_fill(group.abs() < ROUNDING, 0.0) for group in estimator(rewards, lengths)]
 
 
 # --- token weights ----------------------------------------------------------------------------------------------------

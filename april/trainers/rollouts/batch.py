@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from april.learner.batch import TrainingBatch, TrainSample, group_forks
+from april.learner.losses import ADVANTAGES
 from april.learner.objective import row_advantages
 from april.trainers.rollouts.prompts import decode_extra
 
@@ -94,7 +95,9 @@ def to_tensors(batch: TrainingBatch, estimator: str) -> RolloutBatch:
         logprobs * response_mask,
         versions,
         torch.tensor([sample.reward for sample in samples]).float(),
-        torch.from_numpy(row_advantages(estimator, [group_forks(group) for group in batch.groups])).float(),
+        torch.from_numpy(
+            row_advantages(ADVANTAGES.find(estimator), [group_forks(group) for group in batch.groups])
+        ).float(),
         torch.tensor([number for number, group in enumerate(batch.groups) for _ in group], dtype=torch.int64),
         [number for number, _ in batch.origins],
         [decode_extra(extra) for _, extra in batch.origins],

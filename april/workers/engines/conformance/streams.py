@@ -40,8 +40,8 @@ def a_stream_has_no_gap_and_ends_once(bench: Bench):
 
 @check()
 def tokens_are_of_the_vocabulary_and_log_probabilities_at_most_zero(bench: Bench):
-    for options in ({}, {"temperature": 0.0}, {"temperature": 0.5}):
-        streams = drive(bench.make_engine(), requests_of_many_shapes(**options))
+    for temperature in (1.0, 0.0, 0.5):
+        streams = drive(bench.make_engine(), requests_of_many_shapes(temperature=temperature))
         tokens = [token for stream in streams.values() for token in stream.tokens]
         wrong = [token for token in tokens if not 0 <= token < VOCABULARY]
         assert not wrong, f"token {wrong[0]} is outside of the vocabulary, 0 to {VOCABULARY - 1}"
