@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import inspect
 import os
 import re
 import signal
+import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +78,38 @@ def test_a_broken_off_weight_update_ends_the_server(held, tiny_model, monkeypatc
     monkeypatch.undo()
     bring_back(held, tiny_model())
     assert drive(held, [Request(1, prompt(), 30, temperature=0.0)])[1].tokens == whole.tokens
+
+
+COMPARED = """
+import sys, types, torch
+sys.path.insert(0, sys.argv[1])
+from program import WeightsInPlace
+from safetensors.torch import save_file
+parts = {f"a.{name}_proj.weight": torch.rand(4, 3) for name in "kvq"} | {"head.weight": torch.rand(5, 3)}
+save_file(parts, sys.argv[2] + "/model.safetensors")
+whole = torch.cat([parts[f"a.{name}_proj.weight"] for name in "qkv"]).bfloat16()
+model = torch.nn.Module()
+model.a, model.head = torch.nn.Module(), torch.nn.Linear(3, 8, bias=False)
+model.a.qkv_proj = torch.nn.Linear(3, 12, bias=False, dtype=torch.bfloat16)
+model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+model.a.qkv_proj.weight.data.copy_(whole)
+model.head.weight.data[:5] = parts["head.weight"]
+worker = WeightsInPlace()
+worker.model_runner = types.SimpleNamespace(get_model=lambda: model)
+worker.compare_with(sys.argv[2])
+model.a.qkv_proj.weight.data[7, 1] += 0.01
+try:
+    worker.compare_with(sys.argv[2])
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_parameter_that_vllm_holds_otherwise_is_named_after_a_reload(tmp_path):
+    program = str(Path(inspect.getfile(VLLMEngine)).parent)
+    command = [VLLM_PYTHON, "-c", COMPARED, program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert "other values than it was sent for a.qkv_proj.weight" in done.stdout
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"with_support": True}], ids=str)

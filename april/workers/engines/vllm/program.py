@@ -20,7 +20,9 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from aiohttp import web
+from safetensors import safe_open
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
@@ -67,6 +69,39 @@ class WeightsInPlace:
         for layer in self.model_runner.get_model().modules():
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
+        self.compare_with(folder)
+
+    def compare_with(self, folder: str) -> None:
+        """Raises ValueError for parameters with other values than the folder's tensors have in the parameter's type.
+
+        Parameters that vLLM keeps in another form than a concatenation are passed over: on several ranks, packed for a
+        processor, or experts.
+        """
+        model = self.model_runner.get_model()
+        fused = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for file in Path(folder).glob("*.safetensors"):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    owner, _, kind = name.rpartition(".")
+                    outer, _, module = owner.rpartition(".")
+                    whole = ".".join(filter(None, [outer, fused.get(module, module), kind]))
+                    parts.setdefault(whole, {})[module] = tensors.get_tensor(name)
+        order = [*fused, *(module for own in parts.values() for module in own)]
+        sent = {name: [own[module] for module in sorted(own, key=order.index)] for name, own in parts.items()}
+        held = dict(model.named_parameters())
+        differing = [name for name in sent if name in held and differs(held[name], sent[name])]
+        if differing:
+            raise ValueError(f"vLLM holds other values than it was sent for {', '.join(differing[:3])}")
+
+
+def differs(held: torch.Tensor, sent: list[torch.Tensor]) -> bool:
+    """Whether a parameter has other values than the concatenation of these tensors, which it may exceed by rows of
+    padding; False where its shape is another."""
+    rows = sum(len(tensor) for tensor in sent)
+    if len(held) < rows or held.shape[1:] != sent[0].shape[1:]:
+        return False
+    return not torch.equal(held[:rows], torch.cat(sent).to(held))
 
 
 class SchedulerLoad(StatLoggerBase):
