@@ -37,7 +37,8 @@ def option(*names: str, **settings: Any) -> Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help can list all keys of the configuration, with those of the parts that it names."""
+    """A parser whose help can list the keys of the configuration, or of one section that is named behind `--help`, with
+    those of the parts that the configuration names."""
 
     lists_keys = False
     given: Sequence[str] = ()
@@ -58,6 +59,8 @@ class Parser(argparse.ArgumentParser):
                 model = model_of(read_tree(files))
             except ConfigError:
                 model = model_of({})
+            if section := next((word for word in self.given if word in model.model_fields), ""):
+                return describe_keys(model, section).lstrip() + "\n"
             self.epilog = OVERRIDES + describe_keys(model)
         return super().format_help()
 

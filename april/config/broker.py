@@ -60,7 +60,7 @@ class BrokerSection(Section):
     journal_dir: Path | None = Field(
         None,
         description="Folder, on a fast disk of its own, for the journals of runs, each below its run's name. Journal "
-        "syncs then do not wait for checkpoints. None: in the run's folder.",
+        "syncs then do not wait for checkpoints. Unset: in the run's folder.",
     )
     journal_file_mb: int = Field(
         512,
@@ -152,7 +152,7 @@ class SecuritySection(Section):
     keys: Path | None = Field(
         None,
         description="Folder written by `april keygen`, or one part's key file: peers are authenticated and messages "
-        "encrypted, which leaves two thirds of the broker's throughput. None: no encryption, loopback only.",
+        "encrypted, which leaves two thirds of the broker's throughput. Unset: no encryption, loopback only.",
     )
     max_sessions: int = Field(
         4096,

@@ -121,6 +121,6 @@ class DevicesSection(Section):
     memory_gib: float | None = Field(
         None,
         gt=0,
-        description="Memory to divide on each shared accelerator (GiB). None: the memory of this machine's "
+        description="Memory to divide on each shared accelerator (GiB). Unset: the memory of this machine's "
         "accelerators.",
     )

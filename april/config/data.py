@@ -107,11 +107,11 @@ MappingName = Annotated[str, AfterValidator(known_mapping)]
 class PromptsSection(Section):
     path: Path = Field(description="JSONL, JSON, Parquet or Arrow file of prompts, or a folder of such files.")
     mapping: MappingName | None = Field(
-        None, description="Published dataset whose field names these files use. None: data.mapping."
+        None, description="Published dataset whose field names these files use. Unset: data.mapping."
     )
-    prompt_key: str | None = Field(None, description="Row field of the prompt. None: the mapping's.")
-    label_key: str | None = Field(None, description="Row field of the reference answer. None: the mapping's.")
-    reward: str | None = Field(None, description="Verifier of all rows of this source. None: data.reward.")
+    prompt_key: str | None = Field(None, description="Row field of the prompt. Unset: the mapping's.")
+    label_key: str | None = Field(None, description="Row field of the reference answer. Unset: the mapping's.")
+    reward: str | None = Field(None, description="Verifier of all rows of this source. Unset: data.reward.")
 
 
 class SourceSection(PromptsSection):
@@ -161,15 +161,15 @@ class DataSection(Section):
         + "; or yours as package.module:function.",
     )
     prompt_key: str | None = Field(
-        None, description="Row field of the prompt, a text or a list of chat messages. None: the mapping's."
+        None, description="Row field of the prompt, a text or a list of chat messages. Unset: the mapping's."
     )
     label_key: str | None = Field(
         None,
-        description="Row field of the reference answer, or several fields separated by commas. None: the mapping's.",
+        description="Row field of the reference answer, or several fields separated by commas. Unset: the mapping's.",
     )
     reward: str | None = Field(
         None,
-        description="Verifier that scores the responses to all rows. None: the one that a row or the mapping names, "
+        description="Verifier that scores the responses to all rows. Unset: the one that a row or the mapping names, "
         "otherwise reward.name.",
     )
     prompt_as: Literal["given", "chat", "text"] = Field(
@@ -187,7 +187,7 @@ class DataSection(Section):
     )
     add_bos: bool | None = Field(
         None,
-        description="Whether a text prompt begins with the tokenizer's beginning-of-sequence token. None: as "
+        description="Whether a text prompt begins with the tokenizer's beginning-of-sequence token. Unset: as "
         "transformers encodes a text by default. Chat templates print their own.",
     )
     bad_rows: Literal["stop", "skip"] = Field(
@@ -197,10 +197,10 @@ class DataSection(Section):
     eval_path: Path | None = Field(
         None,
         description="Held-out prompts for evaluation: a file or folder as data.path. They are generated at least at "
-        "the start and the end. None: no evaluation.",
+        "the start and the end. Unset: no evaluation.",
     )
     eval_mapping: MappingName | None = Field(
-        None, description="Published dataset whose field names the held-out rows use. None: data.mapping."
+        None, description="Published dataset whose field names the held-out rows use. Unset: data.mapping."
     )
     max_prompt_tokens: int = Field(
         1024,
@@ -215,7 +215,7 @@ class DataSection(Section):
     epochs: int | None = Field(
         None,
         ge=1,
-        description="Passes over the training prompts, after which the run ends. None: no limit.",
+        description="Passes over the training prompts, after which the run ends. Unset: no limit.",
     )
 
     @field_validator("template_options")
@@ -271,22 +271,22 @@ SAMPLING_KEYS = ("prompts", "samples", "temperature", "top_k", "top_p")
 
 class EvaluationSetSection(PromptsSection):
     prompts: int | None = Field(
-        None, ge=1, description="Prompts used, the first ones of the files. None: evaluation.prompts."
+        None, ge=1, description="Prompts used, the first ones of the files. Unset: evaluation.prompts."
     )
     samples: int | None = Field(
-        None, ge=1, le=1024, description="Samples of each prompt, k of mean@k and pass@k. None: evaluation.samples."
+        None, ge=1, le=1024, description="Samples of each prompt, k of mean@k and pass@k. Unset: evaluation.samples."
     )
     temperature: float | None = Field(
-        None, ge=0, description="Sampling temperature; 0: greedy. None: evaluation.temperature."
+        None, ge=0, description="Sampling temperature; 0: greedy. Unset: evaluation.temperature."
     )
     top_k: int | None = Field(
-        None, ge=0, description="Sample among this many likeliest tokens; 0: all. None: evaluation.top_k."
+        None, ge=0, description="Sample among this many likeliest tokens; 0: all. Unset: evaluation.top_k."
     )
     top_p: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Sample among the likeliest tokens that reach this probability mass. None: evaluation.top_p.",
+        description="Sample among the likeliest tokens that reach this probability mass. Unset: evaluation.top_p.",
     )
 
 

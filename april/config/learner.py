@@ -87,7 +87,7 @@ class LearnerSection(Section):
     peak_tflops: float | None = Field(
         None,
         gt=0,
-        description="Peak speed of one device, by which MFU is computed (TFLOP/s). None: the dense 16-bit peak of "
+        description="Peak speed of one device, by which MFU is computed (TFLOP/s). Unset: the dense 16-bit peak of "
         "known accelerators.",
     )
     max_nonfinite: int = Field(
@@ -167,7 +167,7 @@ class SamplesSection(Section):
         8,
         ge=1,
         description="Groups kept of such a step: those with its best and its worst sample, and random others; about "
-        "20 bytes a token before compression. None: all.",
+        "20 bytes a token before compression. Unset: all.",
     )
     max_mb: int = Field(
         1024, ge=1, description="Largest size of all kept samples; beyond it, steps in between are deleted (MiB)."

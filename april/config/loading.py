@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from april.config.checks import INPUTS, check
-from april.config.section import NAME_OR_FILE, Section, with_own_keys
+from april.config.section import NAME_OR_FILE, UNSET, Section, with_own_keys
 from april.config.sections import Config, RunSection
 from april.util.errors import ConfigError, refuse
 from april.util.registry import REGISTRIES, add_import_folders
@@ -21,7 +21,10 @@ from april.util.text import masked
 # --- overrides, and the list of all keys ------------------------------------------------------------------------------
 
 
-OVERRIDES = "every key of the configuration can be given as --section.key value:\n"
+OVERRIDES = """every key of the configuration can be given as --section.key value. `--help SECTION` lists one section.
+Values are written as in TOML: --data.sources '[{path = "a.jsonl"}, {path = "b.jsonl"}]'. A text needs no quotation
+marks. none unsets a key.
+"""
 
 FLAGS = {
     "rollout-batch-size": "schedule.rollout_batch_size",
@@ -53,16 +56,26 @@ def parse_overrides(arguments: list[str]) -> list[tuple[str, Any]]:
             and bool not in (field.annotation, *get_args(field.annotation))
         ):
             refuse(key, None, "has no value", f"write --{name} VALUE")
-        pairs.append((key, parse_value(text) if has_value else not negated))
+        pairs.append((key, parse_value(text, known_keys().get(key)) if has_value else not negated))
     return pairs
 
 
-def parse_value(text: str) -> Any:
-    """Parse `text` as a TOML value; text that is no TOML value is returned as a string."""
+def parse_value(text: str, field: Any = None) -> Any:
+    """Parse `text` as a TOML value. It is returned as a string if it is no TOML value, or if the key's pydantic
+    `field` takes the string and not the value: a run's name may be a number."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return value if field is None or takes(field, value) or not takes(field, text) else text
+
+
+def takes(field: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(field.annotation).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -87,20 +100,28 @@ def known_keys(model: type[Section] = Config) -> dict[str, Any]:
 
 
 def shown_default(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    return "unset" if value in UNSET else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def describe_keys(model: type[Section] = Config) -> str:
-    """The list of keys in `--help`: each with its help text, allowed values and default."""
-    lines = []
+def describe_keys(model: type[Section] = Config, section: str = "") -> str:
+    """The list of keys in `--help`, under their sections or of one `section` alone: each with its help text, allowed
+    values and default."""
+    lines, heading = [], ""
     for key, field in known_keys(model).items():
+        of_section = key.rpartition(".")[0]
+        if section and of_section != section:
+            continue
+        if of_section != heading:
+            lines.append(f"\n[{of_section}]")
+        heading = of_section
         value = field.get_default(call_default_factory=True)
         default = "required" if field.is_required() else f"default {shown_default(value)}"
         choices = "|".join(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ""
         choices = "true|false" if field.annotation is bool else choices
         lines.append(f"  --{key:38} {field.description} [{choices}{', ' if choices else ''}{default}]")
-    lines.append("\nthe published method's flags, and the engine's, by names of their own:")
-    lines += [f"  --{flag:38} = --{key}" for flag, key in FLAGS.items()]
+    if not section:
+        lines.append("\nthe published method's flags, and the engine's, by names of their own:")
+        lines += [f"  --{flag:38} = --{key}" for flag, key in FLAGS.items()]
     return "\n".join(lines)
 
 
@@ -217,6 +238,10 @@ def likely_key(key: str, known: Collection[str]) -> str | None:
     return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
 
 
+EXAMPLES = {"list_type": "'[VALUE, VALUE]'", "dict_type": "'{name = VALUE}'"}
+"""How a value is written in an override, by the pydantic error of one that is none."""
+
+
 def error_sentence(error: ErrorDetails, model: type[Section] = Config, listing: str = "`april run --help`") -> str:
     """A pydantic error of `model` as one sentence: key, value, expectation. `listing`: where the keys are listed."""
     key = ".".join(str(part) for part in error["loc"])
@@ -231,7 +256,8 @@ def error_sentence(error: ErrorDetails, model: type[Section] = Config, listing: 
     if error["type"] == "model_type":
         return f"key {key!r} = {value!r} is refused: it is a section; write its keys under [{key}]"
     expected = re.sub(r"^\w+ should ", "should ", error["msg"])
-    return f"key {key!r} = {value!r} is refused: it {expected}; mend it in the file or with --{key} VALUE"
+    written = EXAMPLES.get(error["type"], "VALUE")
+    return f"key {key!r} = {value!r} is refused: it {expected}; mend it in the file or with --{key} {written}"
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class ScheduleSection(Section):
     over_sampling_batch_size: Automatic = Field(
         None,
         description="N': groups opened in a round (above N), or groups opened at a time (below N). At most (S + 1) N. "
-        "A larger N' idles less and trains older tokens. None: N; auto: chosen from response lengths.",
+        "A larger N' idles less and trains older tokens. Unset: N; auto: chosen from response lengths.",
     )
     n_samples_per_prompt: int = Field(
         8,
@@ -69,7 +69,7 @@ class ScheduleSection(Section):
         None,
         ge=1,
         description="Samples that a group may shrink to when some fail for good, before the group is discarded. "
-        "Smaller groups give noisier advantages. None: n.",
+        "Smaller groups give noisier advantages. Unset: n.",
     )
 
     dynamic_sampling: bool = Field(
@@ -86,7 +86,7 @@ class ScheduleSection(Section):
     in_flight: Automatic = Field(
         None,
         description="C: samples that schedule.kind = 'continuous' keeps in generation, at most (S + 1) N n. More "
-        "fill more decode slots and train older tokens. None: N' n; auto: chosen from response lengths.",
+        "fill more decode slots and train older tokens. Unset: N' n; auto: chosen from response lengths.",
     )
     migrate: bool = Field(
         False,
@@ -96,7 +96,7 @@ class ScheduleSection(Section):
     scenario: Path | None = Field(
         None,
         description="Scenario file of `april tune` with the costs and response lengths from which auto is chosen. "
-        "None: a plain cost model.",
+        "Unset: a plain cost model.",
     )
 
     @property

@@ -5,15 +5,19 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
 from april.util.errors import ConfigError, refuse
 from april.util.registry import REGISTRIES, registry_of
 
 AUTO = "auto"
 """Value of a key that April chooses when a run starts."""
+NONE = "none"
+"""Value of a key that is left unset, as TOML has no null."""
+UNSET = (None, "", [])
+"""Defaults of keys that are unset."""
 CONTEXT_TOKENS = 1 << 20
 """Longest prompt, and longest response, that any key admits."""
 NAME_OR_FILE = "a name, or a file where it has an ending"
@@ -22,9 +26,31 @@ otherwise a name."""
 
 
 class Section(BaseModel):
-    """A table of the configuration: frozen, and without other keys than its fields."""
+    """A table of the configuration: frozen, and without other keys than its fields. The value "none" unsets a key that
+    may be None, or is empty by default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_none(cls, keys: Any) -> Any:
+        """The keys of the section, without "none"."""
+        if not isinstance(keys, dict):
+            return keys
+        unset = {name: cls.unset_value(name) for name, value in keys.items() if value == NONE}
+        return keys | {name: value for name, value in unset.items() if value is not NONE}
+
+    @classmethod
+    def unset_value(cls, name: str) -> Any:
+        """What an unset key is: None, "" or []; NONE for a key that has a value of its own of that name, or cannot be
+        unset."""
+        field = cls.model_fields.get(name)
+        if field is None or field.is_required():
+            return NONE
+        if type(None) in get_args(field.annotation):
+            return None
+        default = field.get_default(call_default_factory=True)
+        return default if default in UNSET else NONE
 
 
 # --- keys of the user's own parts -------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class ModelSection(Section):
 
 
 class Config(Section):
-    seed: int = Field(0, ge=0, description="Seed of data order, sampling and minibatches.")
+    seed: int = Field(0, ge=0, lt=2**64, description="Seed of data order, sampling and minibatches.")
     run: RunSection = RunSection()
     model: ModelSection
     data: DataSection

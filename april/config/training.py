@@ -16,7 +16,7 @@ class AlgorithmSection(Section):
     preset: Literal["grpo", "dapo", "gspo"] | None = Field(
         None,
         description="Sets the keys that a paper's algorithm fixes: advantage, loss, clip range, normalisation, KL, "
-        "group filter; keys that you give win. Each preset turns the corrections of stale tokens off. None: "
+        "group filter; keys that you give win. Each preset turns the corrections of stale tokens off. Unset: "
         "April's defaults.",
     )
     advantage: str = Field(
@@ -47,7 +47,7 @@ class AlgorithmSection(Section):
         None,
         gt=1,
         description="Dual-clip constant c of the ppo loss: a token with a negative advantage contributes at most c * "
-        "|advantage|. A larger c bounds less. None: no bound.",
+        "|advantage|. A larger c bounds less. Unset: no bound.",
     )
     normalisation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",
@@ -58,7 +58,7 @@ class AlgorithmSection(Section):
         None,
         ge=1,
         description="Response length (tokens) that normalisation = 'constant' divides by. A larger one makes smaller "
-        "gradients. None: sampling.max_response_tokens.",
+        "gradients. Unset: sampling.max_response_tokens.",
     )
     kl_coef: float = Field(
         0.0,

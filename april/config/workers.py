@@ -92,7 +92,7 @@ class EngineSection(Section):
     )
     python: Path | None = Field(
         None,
-        description="Python interpreter that has the server's package installed. None: that of the environment "
+        description="Python interpreter that has the server's package installed. Unset: that of the environment "
         ".venv-ENGINE, such as .venv-sglang.",
     )
     port: int = Field(
@@ -147,7 +147,7 @@ class EngineSection(Section):
     snapshot_dir: Path | None = Field(
         None,
         description="Folder of the snapshots of engine.weights = 'disk', with room for the weights once per server. "
-        "None: shared memory, otherwise the system's temporary folder.",
+        "Unset: shared memory, otherwise the system's temporary folder.",
     )
     pace: Annotated[str, NAME_OR_FILE] = Field(
         "",
@@ -303,7 +303,7 @@ class EnvironmentSection(Section):
     max_turn_tokens: int | None = Field(
         None,
         ge=1,
-        description="Sampled tokens after which a turn ends. None: all that is left of the response's budget.",
+        description="Sampled tokens after which a turn ends. Unset: all that is left of the response's budget.",
     )
     max_observation_tokens: int = Field(
         512,
@@ -394,7 +394,7 @@ class AgentSection(Section):
     max_turn_tokens: int | None = Field(
         None,
         ge=1,
-        description="Longest answer to a request that names no limit (tokens). None: all that is left of the "
+        description="Longest answer to a request that names no limit (tokens). Unset: all that is left of the "
         "response's budget.",
     )
     history: Literal["stored", "template"] = Field(
