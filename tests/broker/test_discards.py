@@ -38,7 +38,7 @@ def to_first_batch(talk, worker):
         talk.tick(0.1)
         group = places[grant.group]
         rows = [(0.0, worker.new_tokens(grant, 0, 3)), (0.5, worker.new_tokens(grant, 3, 2, "stop"))]
-        timed = [(row._replace(time=1000.0 + group + at), payload) for at, (row, payload) in rows]
+        timed = [(row._replace(time=1_000_000.0 + group + at), payload) for at, (row, payload) in rows]
         if group == 3 and grant.index == 1:
             worker.report(timed[:1])
             worker.give_back(grant, 3, "generation_failed", "engine fell over")
@@ -79,7 +79,7 @@ def test_discards_and_chunk_times_come_with_the_next_batch_and_again_until_its_c
     for place, head in enumerate(of(batch)["zero_spread"]):
         assert [sample.reward for sample in head.samples] == [1.0, 1.0] and head.opened_at < head.delivered_at
         for sample in head.samples:
-            assert sample.chunks == [(3, 1000.0 + place), (5, 1000.5 + place)]
+            assert sample.chunks == [(3, 1_000_000.0 + place), (5, 1_000_000.5 + place)]
             assert [span.outcome for span in sample.spans] == ["stop", "scored"]
     (dead,) = of(batch)["dead_sample"]
     assert [(one.attempts, one.error) for one in dead.samples if one.attempts] == [(1, "engine fell over")]

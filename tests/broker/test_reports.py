@@ -65,6 +65,27 @@ def test_a_logprob_above_zero_is_refused_but_for_rounding(worker, leases):
     assert answers.rejects == [(leases[1].lease_id, "bad row: a logprob is above 0")]
 
 
+@pytest.mark.parametrize("logprob", [-1.1e4, -1e30, np.finfo("f4").min])
+def test_a_logprob_that_nothing_is_drawn_with_is_refused(worker, leases, logprob):
+    worker.report([chunk(leases[0].lease_id, 0, worker.version, [np.ones(2, "i4"), np.array([-0.5, logprob], "f4")])])
+    assert worker.answers("rejects") == [(leases[0].lease_id, "bad row: a logprob is below -10000")]
+
+
+def test_times_that_are_not_in_the_run_are_refused(talk, worker, leases):
+    """They would stretch each picture of the run to them."""
+    for away in (-1e300, -2e5, 1e5, 1e300):
+        row, payload = worker.new_tokens(leases[0], 0, 3)
+        worker.report([(row._replace(time=talk.now + away), payload)])
+        assert "its time is not in the run" in worker.answers("rejects")[-1][1]
+        worker.say(wire.ActivitySpan("generate", talk.now, talk.now + away))
+        assert "within a day" in worker.take(wire.Refused)[-1].message.reason
+    worker.say(wire.WorkerCapacity(worker.version, 1, 1e9))
+    assert "a day at most" in worker.take(wire.Refused)[-1].message.reason
+    row, payload = worker.new_tokens(leases[0], 0, 3)
+    worker.report([(row._replace(time=talk.now - 60.0), payload)])
+    assert worker.take(wire.Answers)[-1].message.acks == [(leases[0].lease_id, 3)]
+
+
 def test_a_row_with_a_wrong_checksum_is_refused(worker, leases):
     row, payload = worker.new_tokens(leases[0], 0, 3)
     worker.report([(row, payload[:-1] + bytes([payload[-1] ^ 1]))])

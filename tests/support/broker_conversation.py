@@ -301,7 +301,7 @@ def support_arrays(ids):
 def chunk(lease_id, start, version, arrays, finish_reason=""):
     """(row, payload) of a report with a chunk of tokens."""
     payload = b"".join(array.tobytes() for array in arrays)
-    return chunk_row(lease_id, start, len(arrays[0]), version, finish_reason, payload, 1.0), payload
+    return chunk_row(lease_id, start, len(arrays[0]), version, finish_reason, payload, 0.0), payload
 
 
 def one_row(lease_id, start, count):
@@ -312,7 +312,7 @@ def one_row(lease_id, start, count):
 
 def observation(lease_id, start, ids, state=b"", finish_reason="", failed=False):
     payload = ids.tobytes() + state
-    return observation_row(lease_id, start, len(ids), finish_reason, payload, failed, 1.0), payload
+    return observation_row(lease_id, start, len(ids), finish_reason, payload, failed, 0.0), payload
 
 
 def granted(received):

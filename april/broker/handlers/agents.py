@@ -67,7 +67,7 @@ class AgentHandler(LeaseHolderHandler):
         table, payload = read_report(packed)
         lease_ids = table["lease_id"].tolist()
         leases = [self.ledger.leases.find(lease_id) for lease_id in lease_ids]
-        faults = self.validator.faults(table, payload, leases, of_agents=True)
+        faults = self.validator.faults(table, payload, leases, now, of_agents=True)
         verdicts = self.ledger.add_chunks(packed[0].data, payload.data, peer.uid, faults, payload.checksum)
         tokens = 0
         for index, (lease, verdict) in enumerate(zip(leases, verdicts, strict=True)):

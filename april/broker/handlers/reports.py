@@ -21,7 +21,10 @@ NOT_FINITE = 0x7F800000
 LARGEST_LOGPROB = np.float32(1e-3)
 """Log-probabilities are at most 0, but for rounding."""
 LARGEST_LOGPROB_BITS = int(LARGEST_LOGPROB.view(np.int32))
-ABOVE_ZERO = "a logprob is above 0"
+SMALLEST_LOGPROB = np.float32(-1e4)
+"""Smallest log-probability; no engine draws a token that is as unlikely."""
+SMALLEST_LOGPROB_BITS = int(abs(SMALLEST_LOGPROB).view(np.int32))
+ABOVE_ZERO, BELOW_ALL = "a logprob is above 0", f"a logprob is below {SMALLEST_LOGPROB:g}"
 
 
 def read_report(packed: list[wire.PackedArray]) -> tuple[np.ndarray, wire.PackedArray]:
@@ -70,13 +73,20 @@ class RowValidator:
         self.largest_id = (config.vocabulary or 1 << 31) - 1
         self.has_environment = bool(config.environment.name)
         self.is_cut = config.sampling.is_cut
+        self.oldest_s = config.broker.max_run_s + limits.MAX_CLOCK_SKEW_S
+        """Largest age of a row, seconds: it was sampled under a lease."""
         self.ids_wrong = f"the policy's token ids are from 0 to {self.largest_id}"
 
     def faults(
-        self, table: np.ndarray, payload: wire.PackedArray, leases: Sequence[Lease | None], of_agents: bool = False
+        self,
+        table: np.ndarray,
+        payload: wire.PackedArray,
+        leases: Sequence[Lease | None],
+        now: float,
+        of_agents: bool = False,
     ) -> dict[int, str]:
-        """Find faults in the rows of a report; returns them by row index. `leases`: the lease of each row, None if it
-        is not current."""
+        """Find faults in the rows of a report that came at `now`; returns them by row index. `leases`: the lease of
+        each row, None if it is not current."""
         found: dict[int, str] = {}
         ends = np.cumsum(padded_sizes(table))
         offsets, sizes, tokens = ends - padded_sizes(table), table["size"], table["tokens"].astype(np.int64)
@@ -92,10 +102,14 @@ class RowValidator:
             words = np.append(words, np.uint32(0))
         largest = np.maximum.reduceat(words, bounds)[::2]
         self._note(found, largest > self.largest_id, self.ids_wrong)  # as uint32 a negative id is larger than any
+        age_s = np.where(table["time"] == 0, 0, now - table["time"])
+        late = (age_s > self.oldest_s) | (age_s < -limits.MAX_CLOCK_SKEW_S)
+        self._note(found, late, "its time is not in the run: the sender's clock is wrong")
         self._note(found, observed & ((table["incarnation"] | table["step"]) > 0), "an observation has no version")
         plain = ~observed & (sizes == 8 * tokens)
         largest_logprob_bits = np.maximum.reduceat(words & np.uint32(0x7FFFFFFF), bounds)[1::2]
         self._note(found, plain & (largest_logprob_bits >= NOT_FINITE), "a logprob is not finite")
+        self._note(found, plain & (largest_logprob_bits > SMALLEST_LOGPROB_BITS), BELOW_ALL)
         largest_logprob = np.maximum.reduceat(words.view("<i4"), bounds)[1::2]  # as int32, negative floats are negative
         self._note(found, plain & (largest_logprob > LARGEST_LOGPROB_BITS), ABOVE_ZERO)
         state_bytes = sizes - 4 * tokens
@@ -144,8 +158,8 @@ class RowValidator:
         support = Support(supports[:tokens].view("<i4"), supports[tokens:].view("<i4"))
         if not np.isfinite(logprobs).all():
             return "a logprob is not finite"
-        if logprobs.max() > LARGEST_LOGPROB:
-            return ABOVE_ZERO
+        if logprobs.max() > LARGEST_LOGPROB or logprobs.min() < SMALLEST_LOGPROB:
+            return ABOVE_ZERO if logprobs.max() > LARGEST_LOGPROB else BELOW_ALL
         if not support.holds(ids) or support.counts.max() > limits.MAX_SUPPORT_IDS:
             return f"a support has at most {limits.MAX_SUPPORT_IDS} ids, and the token that was drawn among them"
         return self.ids_wrong if supports[tokens:].max() > self.largest_id else ""

@@ -19,6 +19,7 @@ from april.broker.ledger.samples import TO_GENERATE, GroupState, Lease, Sample
 from april.broker.migration import CHOICE_INTERVAL_S, Migration, WorkerLoad
 from april.broker.peers import Peer
 from april.broker.schedules.schedule import choose_sample
+from april.wire import limits
 from april.wire.message import Version
 from april.wire.rows import CHUNK, Buffer
 
@@ -103,8 +104,8 @@ class WorkerHandler(LeaseHolderHandler):
         message = received.message
         if not self.ledger.was_published(message.version.step, message.version.incarnation):
             raise wire.WireError("nobody can hold a version that was never published")
-        if not 0 <= message.loaded_in_s < math.inf:
-            raise wire.WireError("loading takes a finite time")
+        if not 0 <= message.loaded_in_s <= limits.MAX_CLOCK_SKEW_S:
+            raise wire.WireError("loading takes a day at most")
         peer.version = message.version
         if self.fill_limit and message.version.step > self.newest_step:
             self.fill_limit.first_loaded(message.loaded_in_s, now)
@@ -117,8 +118,8 @@ class WorkerHandler(LeaseHolderHandler):
 
     def on_activity_span(self, peer: Peer, received: wire.Received, now: float) -> None:
         message = received.message
-        if not (math.isfinite(message.start) and math.isfinite(message.end)):
-            raise wire.WireError("a span has finite ends")
+        if not all(abs(time_s - now) <= limits.MAX_CLOCK_SKEW_S for time_s in (message.start, message.end)):
+            raise wire.WireError("a span lies within a day of the broker's time")
         self.recorder.add_span(peer.name, message.kind, message.start, message.end)
 
     def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
@@ -126,7 +127,7 @@ class WorkerHandler(LeaseHolderHandler):
         table, payload = read_report(packed)
         lease_ids = table["lease_id"].tolist()
         leases = [self.ledger.leases.get(lease_id) for lease_id in lease_ids]
-        faults = self.validator.faults(table, payload, leases)
+        faults = self.validator.faults(table, payload, leases, now)
         verdicts = self.ledger.add_chunks(packed[0].data, payload.data, peer.uid, faults, payload.checksum)
         if self.ledger.rules.agents:
             accepted = [
