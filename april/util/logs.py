@@ -17,6 +17,24 @@ IDS = ("run", "worker", "role", "group", "sample", "step")
 """Fields of a log record that name what it is about: log.info(..., extra={"worker": name})."""
 
 
+MAX_RECORD_CHARACTERS = 16_384
+"""Longest text of a log record; of a longer one the middle is left out, whatever it repeats of a request or a peer."""
+
+
+def shortened(text: str, most: int = MAX_RECORD_CHARACTERS) -> str:
+    """The text, or its beginning and end with the number of characters between them."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} … {len(text) - most} characters … {text[-(most // 2) :]}"
+
+
+class TextLines(logging.Formatter):
+    """Formats records as text of at most `MAX_RECORD_CHARACTERS`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shortened(super().format(record))
+
+
 class ToStderr(logging.StreamHandler[TextIO]):
     """Writes each line to the current `sys.stderr`."""
 
@@ -38,11 +56,11 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "process": self.process,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": shortened(record.getMessage()),
         }
         line |= self.ids | {name: getattr(record, name) for name in IDS if hasattr(record, name)}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = shortened(self.formatException(record.exc_info))
         return orjson.dumps(line, default=str).decode()
 
 
@@ -56,7 +74,7 @@ def log_to_stderr(process: str, log_format: str = "text", **ids: Any) -> None:
         handler.setFormatter(JsonLines(process, ids))
         sys.excepthook = log_exception
     else:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(TextLines(f"%(asctime)s {process} %(levelname)s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 

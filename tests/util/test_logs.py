@@ -40,6 +40,27 @@ def test_text_lines_name_the_process():
     assert lines("text")[2].endswith(" worker-0 INFO plain")
 
 
+FLOODED = """
+import logging
+from april.util.logs import log_to_stderr
+log_to_stderr("broker", "{log_format}")
+log = logging.getLogger("april.x")
+log.warning("a peer says %r, and more", "x" * 10_000_000)
+try:
+    raise RuntimeError("y" * 10_000_000)
+except RuntimeError:
+    log.exception("it failed")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_line_has_a_bound_whatever_it_repeats(log_format):
+    command = [sys.executable, "-c", FLOODED.format(log_format=log_format)]
+    written = subprocess.run(command, capture_output=True, timeout=60).stderr.decode()
+    assert max(map(len, written.splitlines())) < 20_000
+    assert "a peer says 'xxx" in written and "xxx', and more" in written
+
+
 GIVES_WAY = """
 import os, pathlib
 from april.util.lifetime import give_way
