@@ -24,6 +24,7 @@ from april.broker.views import status
 from april.cli import main
 from april.config import load
 from april.util import clock
+from tests.chaos import failing_calls
 from tests.chaos.peer import jumping_clock
 from tests.chaos.run_state import SYNC_OFF, RunState
 
@@ -133,4 +134,5 @@ if __name__ == "__main__":
     real_write, os.pwritev = os.pwritev, watched_write
     real_probe, server.probe_disk = server.probe_disk, watched_probe
     server.Server, server.Service, server.Journal = WatchedServer, WatchedService, KeepingJournal
+    failing_calls.install("broker")
     sys.exit(main(["broker", *sys.argv[1:]]))

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.chaos.run_state import SYNC_OFF, RunState
@@ -68,14 +69,17 @@ class Chaos:
 
     def __init__(
         self, folder: Path, policy: Path, data: Path, tokens_between: int = 0, sync: bool = True,
-        schedule: str = "april", agents: bool = False,
+        schedule: str = "april", agents: bool = False, variables: Mapping[str, str] | None = None,
+        overrides: Sequence[str] = (),
     ):  # fmt: skip
-        """`agents`: samples are sessions of programs with tools, and these and their hosts are killed, too."""
+        """`agents`: samples are sessions of programs with tools, and these and their hosts are killed, too.
+        `variables`: of the environment of all parts; `overrides`: of the configuration."""
         self.run_dir = folder / "runs" / "chaos"
         self.config = folder / "run.toml"
         self.config.write_text(CONFIG.format(folder=folder, policy=policy, data=data, schedule=schedule))
         self.tokens_between = tokens_between
-        self.environment = {} if sync else {SYNC_OFF: "1"}
+        self.environment = ({} if sync else {SYNC_OFF: "1"}) | dict(variables or {})
+        self.overrides = overrides
         self.victims = WITH_AGENTS if agents else VICTIMS
         self.read = folder / "read"
         if agents:
@@ -96,7 +100,7 @@ class Chaos:
     def _start(self, log: Path, *overrides: str) -> Job:
         os.environ.update(self.environment)
         try:
-            command = [sys.executable, "-m", "tests.chaos.supervise", str(self.config), *overrides]
+            command = [sys.executable, "-m", "tests.chaos.supervise", str(self.config), *self.overrides, *overrides]
             return Job(command, log)
         finally:
             for name in self.environment:

@@ -9,6 +9,8 @@ import random
 import sys
 import time
 
+from tests.chaos import failing_calls
+
 DAY_S = 86400.0
 TWICE, LATE = 0.1, 0.05
 LATE_S = 0.1
@@ -38,6 +40,7 @@ def unruly_messages() -> None:
 def main(role: str, arguments: list[str]) -> int:
     jumping_clock()
     unruly_messages()
+    failing_calls.install(role)
     if role in ("worker", "agents"):
         from april.cli import main
 

@@ -3,12 +3,14 @@
 import os
 import random
 import signal
+import time
 
 import pytest
 
 from tests.chaos.chaos_run import DELICATE, PATIENCE_S, Chaos
 from tests.chaos.journal_history import History
 from tests.chaos.session_history import SessionHistory
+from tests.chaos.single_failures import FailingRun
 from tests.support.run_processes import wait_until
 from tests.support.small_run import PROMPTS
 
@@ -101,6 +103,18 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged(chaos):
     run.go_on()
     run.finish()
     assert History(run.run_dir, PROMPTS).judge() == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_single_calls_that_fail_cost_nothing_and_stop_nothing(tmp_path, policy_folder, data_folder):
+    """A slice of the sweep of `benchmarks/faults.py`."""
+    run = FailingRun(tmp_path, policy_folder, data_folder)
+    try:
+        swept = run.sweep(calls=12, until=time.monotonic() + 240)
+    finally:
+        run.end()
+    assert len(swept.failed) == 12 and swept.stuck == [] and swept.lost == [] and not swept.discarded
 
 
 @pytest.mark.timeout(600)
