@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from urllib.parse import parse_qsl, urlsplit
 
 from april.config.addresses import check_addresses, check_checkpoint_store, check_listening
 from april.config.broker import BrokerSection
@@ -13,6 +14,7 @@ from april.config.training import AlgorithmSection, CriticSection, check_lora
 from april.config.workers import EnvironmentSection
 from april.util.errors import refuse, toml_like
 from april.util.registry import REGISTRIES, registry_of
+from april.util.text import is_secret
 from april.wire.limits import MAX_TOP_K
 
 BANDS = [
@@ -298,6 +300,10 @@ def check_reward(config: Config) -> None:
             registry_of("reward.name").check_name(name, f"reward.{key}")
     if reward.url and not re.match(r"https?://[^/\s]", reward.url):
         refuse("reward.url", reward.url, "is no address", "give it as http://HOST:PORT/PATH")
+    query = parse_qsl(urlsplit(reward.url).query)
+    if "@" in urlsplit(reward.url).netloc or any(is_secret(name) and "${" not in value for name, value in query):
+        fix = "name the variable in reward.url_key_variable, or as ${NAME} in the address"
+        refuse("reward.url", reward.url, "holds a secret, which belongs into an environment variable", fix)
     try:
         re.compile(reward.format_pattern)
     except re.error as error:

@@ -220,7 +220,13 @@ class RewardSection(Section):
     url: str = Field(
         "",
         description="Address of the reward model that the verifier remote asks, as http://HOST:PORT/PATH. A request "
-        "carries up to 32 responses.",
+        "carries up to 32 responses. ${NAME} stands for an environment variable of workers or scorers.",
+    )
+    url_key_variable: str = Field(
+        "",
+        pattern=r"^([A-Za-z_]\w*)?$",
+        description="Name of the environment variable of workers or scorers with the key of the server at reward.url, "
+        "which is sent as a bearer token. Empty: none.",
     )
     code_test_s: float = Field(
         4.0,

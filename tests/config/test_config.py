@@ -38,6 +38,8 @@ def file(tmp_path):
         (["--num-generations", "8"], ["num_generations", "did you mean 'schedule.n_samples_per_prompt'?"]),
         (["--nonsense", "1"], ["nonsense", "1"]),
         (["--learner.lr", "fast"], ["learner.lr", "fast", "number"]),
+        (["--seed", str(2**64)], ["seed", str(2**64), "less than"]),
+        (["--data.sources", "a.jsonl"], ["data.sources", "a.jsonl", "--data.sources '[VALUE, VALUE]'"]),
         (["--over-sampling-batch-size", "0"], ["schedule.over_sampling_batch_size", "0", "greater than or equal to 1"]),
         (["--learner.minibatches", "33"], ["learner.minibatches", "33", "32 groups", "schedule.rollout_batch_size"]),
         (["--n-samples-per-prompt", "1"], ["schedule.n_samples_per_prompt", "1", "2 or more"]),
@@ -93,6 +95,9 @@ def file(tmp_path):
         (["--reward.overlong_buffer_tokens", "600"], ["reward.overlong_buffer_tokens", "600", "512"]),
         (["--reward.code_memory_mb", "8192"], ["reward.code_memory_mb", "8192", "4096", "raise"]),
         (["--reward.url", "localhost:80"], ["reward.url", "localhost:80", "http://"]),
+        (["--reward.url", "http://me:pass@h/score"], ["reward.url", "http://…@h/score", "url_key_variable"]),
+        (["--reward.url", "http://h/score?api_key=abc"], ["reward.url", "http://h/score?…", "${NAME}"]),
+        (["--reward.url_key_variable", "A B"], ["reward.url_key_variable", "A B"]),
         (["--reward.format_pattern", "("], ["reward.format_pattern", "'('", "regular expression"]),
         (["--data.sources", '[{path = "x.jsonl", weight = 0}]'], ["data.sources.0.weight", "0", "greater than 0"]),
         (["--data.sources", '[{path = "x.jsonl"}]'], ["data.path", "data.sources", "leave one out"]),
@@ -154,6 +159,30 @@ def test_every_key_can_be_overridden_on_the_command_line(file):
         value = getattr(getattr(config, section) if section else config, name)
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             assert configuration.load(file, [f"--{key}", str(value)]) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        (["--run.name", "20260105"], "20260105"),
+        (["--run.name", "1e3"], "1e3"),
+        (["--run.name", "'7'"], "7"),
+        (["--samples.groups", "none"], None),
+        (["--engine.url", "none"], []),
+        (["--operations.http", "none"], "none"),
+        (["--data.label_key", "none"], None),
+        (["--agent.command", '["python", "agent.py"]'], ["python", "agent.py"]),
+    ],
+)
+def test_an_override_is_what_its_key_takes(file, override, value):
+    section, name = override[0].removeprefix("--").split(".")
+    assert getattr(getattr(configuration.load(file, override), section), name) == value
+
+
+def test_none_in_a_file_unsets_a_key(file):
+    file.write_text(file.read_text() + 'label_key = "none"\n[samples]\ngroups = "none"\n')
+    config = configuration.load(file)
+    assert config.data.label_key is config.samples.groups is None
 
 
 def test_stale_tokens_are_corrected_by_default(file):

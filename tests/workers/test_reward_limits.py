@@ -213,8 +213,8 @@ class RewardModel(ThreadingHTTPServer):
     """A reward model that scores by length; it fails as configured."""
 
     def __init__(self):
-        self.batches, self.faults = [], []
-        """Sizes of the requested batches, and statuses with which to answer first."""
+        self.batches, self.faults, self.asked = [], [], []
+        """Sizes of the requested batches, statuses with which to answer first, and (path, key) of each request."""
         super().__init__(("127.0.0.1", 0), Answer)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -227,6 +227,7 @@ class Answer(BaseHTTPRequestHandler):
     def do_POST(self):
         items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.batches.append(len(items))
+        self.server.asked.append((self.path, self.headers["Authorization"]))
         fault = self.server.faults.pop(0) if self.server.faults else None
         if isinstance(fault, int):
             return self.send_error(fault)
@@ -293,6 +294,20 @@ def test_a_reward_model_that_hangs_or_is_away_is_an_error(make_pool, reward_mode
     assert hung.reward is None and judged.reward == 1.0
     [away] = verified(make_pool(url="http://127.0.0.1:9/"), ("remote", "abc", ""))
     assert away.reward is None and "gave no answer in 4 tries" in away.error
+
+
+def test_a_reward_model_s_secrets_come_from_the_environment(make_pool, reward_model, monkeypatch):
+    monkeypatch.setenv("RM_KEY", "s3cr3t&+")
+    rules = {"url": f"{reward_model.url}?key=${{RM_KEY}}", "url_key_variable": "RM_KEY"}
+    [score] = verified(make_pool(**rules), ("remote", "abc", ""))
+    assert score.reward == 3 and reward_model.asked == [("/score?key=s3cr3t%26%2B", "Bearer s3cr3t&+")]
+    reward_model.faults = [404]
+    errors = verified(make_pool(**rules), ("remote", "abc", ""))
+    for wrong in ("s3cr3t\nX-Other: 1", "s3cr3t \u2026", ""):
+        monkeypatch.setenv("RM_KEY", wrong)
+        errors += verified(make_pool(**rules), ("remote", "abc", ""))
+    assert "status 404" in errors[0].error and all("RM_KEY" in error.error for error in errors)
+    assert "s3cr3t" not in "".join(error.error for error in errors)
 
 
 def test_an_item_that_the_reward_model_cannot_score_affects_no_other(make_pool, reward_model):

@@ -24,6 +24,8 @@ class RewardRules(msgspec.Struct, frozen=True):
     format_penalty: float = 0.0
     url: str = ""
     """Address of the remote reward model."""
+    url_key_variable: str = ""
+    """Name of the environment variable with the reward model's key; "" if it wants none."""
     code_test_s: float = 4.0
     code_memory_mb: int = 1024
     over_limit: str = "wrong"

@@ -2,12 +2,17 @@
 
 POST reward.url   [{"prompt": ..., "response": ..., "label": ..., "finish_reason": ..., "tokens": ...}, ...]
 answer            [0.7, {"score": 0.2, "toxicity": 0.1}, {"error": "too long"}, ...]     in the same order
+
+Secrets stand in environment variables of this process, whose names the configuration has. No error text has them.
 """
 
 import http.client
 import math
+import os
+import re
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from numbers import Real
 
@@ -21,6 +26,8 @@ FIRST_PAUSE_S = 0.2
 RETRIABLE_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which a server may answer later; any other refusal would only be repeated."""
 LONGEST_ANSWER_BYTES = 16 << 20
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+"""Regular expression for the name of an environment variable in `reward.url`, such as ${SCORER_KEY}."""
 TRIES_SHARE = 0.8
 """Share of the time limit in which tries are made, so that the limit does not end the process first."""
 
@@ -35,7 +42,7 @@ def remote(items: list[Item], rules: RewardRules) -> list[Score]:
         }
         for item in items
     ])  # fmt: skip
-    answer = post(rules.url, body, time.monotonic() + TRIES_SHARE * rules.timeout_s)
+    answer = post(rules.url, request_of(rules, body), time.monotonic() + TRIES_SHARE * rules.timeout_s)
     if not isinstance(answer, list) or len(answer) != len(items):
         raise RemoteError(f"{rules.url} did not answer with a list of {len(items)} scores")
     return [score_of(item, value) for item, value in zip(items, answer, strict=True)]
@@ -48,12 +55,30 @@ class RemoteError(RuntimeError):
     """The reward model gave no scores; the text says why."""
 
 
-def post(url: str, body: bytes, deadline_s: float):
-    """POST `body` and return the decoded answer; retries while that can help and there is time. Raises RemoteError."""
+def request_of(rules: RewardRules, body: bytes) -> urllib.request.Request:
+    """The request to the reward model, with its secrets. Raises RemoteError."""
+    url = VARIABLE.sub(lambda found: urllib.parse.quote(secret(found[1]), safe=""), rules.url)
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    if rules.url_key_variable:
+        request.add_unredirected_header("Authorization", f"Bearer {secret(rules.url_key_variable)}")
+    return request
+
+
+def secret(name: str) -> str:
+    """The value of an environment variable. Raises RemoteError."""
+    value = os.environ.get(name, "").strip()
+    if not re.fullmatch("[!-~]+", value):
+        raise RemoteError(f"the environment variable {name} of the reward model is not set, or is no ASCII word")
+    return value
+
+
+def post(url: str, request: urllib.request.Request, deadline_s: float):
+    """Send the request and return the decoded answer; retries while that can help and there is time. `url`: the address
+    without secrets, for errors. Raises RemoteError."""
     pause_s = FIRST_PAUSE_S
     for number in range(1, TRIES + 1):
         try:
-            return request(url, body, max(0.05, deadline_s - time.monotonic()))
+            return answer_to(url, request, max(0.05, deadline_s - time.monotonic()))
         except urllib.error.HTTPError as error:
             if error.code not in RETRIABLE_STATUSES:
                 raise RemoteError(f"{url} refuses with status {error.code}") from None
@@ -66,15 +91,14 @@ def post(url: str, body: bytes, deadline_s: float):
         pause_s *= 2
 
 
-def request(url: str, body: bytes, timeout_s: float):
-    message = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(message, timeout=timeout_s) as answer:
+def answer_to(url: str, request: urllib.request.Request, timeout_s: float):
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
         data = answer.read(LONGEST_ANSWER_BYTES + 1)
     if len(data) > LONGEST_ANSWER_BYTES:
         raise RemoteError(f"{url} answered with more than {LONGEST_ANSWER_BYTES} bytes")
     try:
         return msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RemoteError(f"{url} did not answer with JSON ({error})") from None
 
 
