@@ -22,16 +22,18 @@ def test_reward_details_are_recorded_with_the_step_and_survive_a_restart(talk, w
     assert talk.ledger.groups[grants[0].group].samples[grants[0].index].details == {"base": 1.0, "overlong": -0.25}
 
 
-def test_means_of_details_are_in_the_line_of_their_step(talk, worker, learner):
+def test_means_of_details_and_the_share_that_was_truncated_are_in_the_line_of_their_step(talk, worker, learner):
     grants, ledger = finish_evaluation(worker), talk.ledger
     while ledger.steps.next == 0:
         grant = grants.pop(0)
-        score(worker, grant, 1.0, base=float(grant.index))
+        worker.chunk(grant, 0, 4, "length" if grant.index else "stop")
+        worker.score(grant, 1.0, base=float(grant.index))
         grants += training(worker.grants())
     learner.fetch(0)
     learner.consume(0)
     line = read_records(talk.config.run_dir / "metrics.jsonl")[0]
     assert line["reward"] == 1.0 and line["reward_details"] == {"base": 0.5}
+    assert line["lengths"]["truncated_share"] == 0.5
 
 
 def test_accuracy_is_what_was_correct_and_not_what_penalties_leave(talk, worker):

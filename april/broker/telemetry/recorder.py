@@ -273,6 +273,7 @@ class Recorder:
             "disk_free_bytes": free_bytes(self.run_dir),
             "lengths": {
                 "trained": describe_lengths(lengths),
+                "truncated_share": round(sum(each.finish_reason == "length" for each in samples) / len(samples), 6),
                 "trained_histogram": length_histogram(lengths),
                 "created_histogram": length_histogram(created),
                 "drift": drift and drift.to_json(),

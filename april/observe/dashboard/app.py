@@ -122,6 +122,7 @@ def make_app(runs: Runs, token: str = "") -> Starlette:
         Route("/api/runs/{run}/timeline", json_endpoint(api.timeline)),
         Route("/api/runs/{run}/lanes", json_endpoint(api.lanes)),
         Route("/api/runs/{run}/examples", json_endpoint(api.examples)),
+        Route("/api/runs/{run}/logs", json_endpoint(api.logs)),
         Route("/api/runs/{run}/now", json_endpoint(api.now)),
         Route("/api/runs/{run}/samples", json_endpoint(api.samples)),
         Route("/api/runs/{run}/search", api.search),
@@ -219,6 +220,11 @@ class RunApi:
     def examples(self, request: Request) -> list[dict[str, Any]]:
         _, path = self._folder(request)
         return example_samples(path)
+
+    def logs(self, request: Request) -> dict[str, Any]:
+        """Names of the run's logs; with `?file=NAME` also the end of that one as `text`."""
+        _, path = self._folder(request)
+        return run_page.logs(path, request.query_params.get("file", ""))
 
     def now(self, request: Request) -> dict[str, Any]:
         return self._run(request).live.get()

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from april.config import ConfigError, check_address
+from april.config.stored import held_out_score
 from april.observe.dashboard.index import SampleIndex
+from april.observe.dashboard.run_page import last_evaluation
 from april.observe.dashboard.steps import Steps
 from april.observe.operate import RunAddress
-from april.observe.report.run_folder import dig, read_summary
+from april.observe.report.run_folder import RunFolder, dig, read_summary
 from april.observe.report.timeline import waiting_for
 from april.util import resources
 from april.util.versions import RUN_FOLDER
@@ -54,7 +56,7 @@ class LiveStatus:
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
-VIEWS = ["run", "now", "timeline", "samples", "compare"]
+VIEWS = ["run", "now", "timeline", "samples", "compare", "logs"]
 """Views of a run whose folder is at hand."""
 LIVE = "live"
 """Dashboard name of a run that is known only by its broker's address."""
@@ -202,6 +204,9 @@ class Runs:
         if path is None:
             return {"name": name, "state": "running", "steps": None, "reward": None, "live": True, "views": ["now"]}
         summary, config = summary_or_empty(path), read_config(path)
+        evaluated = RunFolder(path, "", config, [], summary)
+        comparable = evaluated.evaluation_sets[-1] if evaluated.evaluation else []
+        scores = [score for point in comparable if (score := held_out_score(point)[1]) is not None]
         return {
             "name": name,
             "views": VIEWS,
@@ -209,6 +214,8 @@ class Runs:
             "steps": summary.get("steps"),
             "max_steps": summary.get("max_steps") or dig(config, "schedule", "max_steps"),
             "reward": dig(summary, "reward", "last3"),
+            "held_out": last_evaluation(evaluated),
+            "best_held_out": max(scores, default=None),
             "wall_s": summary.get("wall_s"),
             "kind": dig(config, "schedule", "kind"),
             "model": dig(config, "model", "path"),

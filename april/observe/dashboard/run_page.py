@@ -4,6 +4,7 @@ Each function returns what becomes JSON with NaN as null.
 """
 
 import math
+import os
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -260,6 +261,30 @@ def sampled_shares(
     learner = {"shares": shares.pop(LEARNER, {})}
     workers = sorted(shares, key=natural_key)
     return learner, [{"worker": worker, "spans": {}, "instants": {}, "shares": shares[worker]} for worker in workers]
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+LOG_BYTES = 128 << 10
+"""Most bytes of a log that are shown, its last ones."""
+
+
+def logs(path: Path, name: str = "") -> dict[str, Any]:
+    """Names of the logs in a run folder, as `files`, and of the one `name` its last lines, as `text`, with the number
+    of bytes before them as `left_out`. Raises LookupError for another name."""
+    files = {file.name: file for file in sorted((path / "logs").glob("*.log")) if file.is_file()}
+    if not name:
+        return {"files": list(files)}
+    if name not in files:
+        raise LookupError(f"log {name!r} is not here; there are {', '.join(files) or 'none'}")
+    with files[name].open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
+        file.seek(begin)
+        data = file.read(LOG_BYTES)
+    if begin:
+        cut = data.find(b"\n") + 1
+        begin, data = begin + cut, data[cut:]
+    return {"files": list(files), "text": data.decode(errors="replace"), "left_out": begin}
 
 
 def read_config_text(path: Path) -> str:

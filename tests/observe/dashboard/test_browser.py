@@ -171,6 +171,7 @@ VIEWS = {
     "now": ".fact .note",
     "timeline": "canvas.lanes[aria-label*=over]",
     "compare": ".excerpt",
+    "logs": "pre.log",
 }
 """and what is there once they are drawn"""
 
@@ -303,6 +304,47 @@ def test_the_forks_of_a_session_are_shown_as_a_tree(serve, open_page, tmp_path):
     tree.locator("a[aria-current]", has_text="Fork 2").wait_for()
 
 
+def test_curves_are_smoothed_and_drawn_on_a_log_axis_as_the_address_says(serve, open_page, runs_folder):
+    address = serve(runs_folder)
+    page = open_page(f"{address}#/demo/run")
+    loss = page.locator("figure", has_text="Gradient norm").locator("canvas")
+    loss.wait_for()
+    drawn = {"plain": loss.screenshot()}
+    page.get_by_label("Log axis").check()
+    drawn["log"] = loss.screenshot()
+    page.get_by_label("Smoothing").select_option("5")
+    drawn["smooth"] = loss.screenshot()
+    assert len(set(drawn.values())) == 3 and "smooth=5&log=1" in page.url
+    page.reload()
+    loss.wait_for()
+    assert page.get_by_label("Log axis").is_checked() and page.get_by_label("Smoothing").input_value() == "5"
+
+
+def test_runs_are_sorted_by_what_they_have_and_a_log_is_read(serve, open_page, tmp_path):
+    for number, name in enumerate(("run-2", "run-10", "run-1")):
+        run = make_run(tmp_path, name, steps=1)
+        points = [{"step": 0, "accuracy": 0.1 + number, "prompts": 4}] if number else []
+        said = orjson.loads((run / "summary.json").read_bytes()) | {"evaluation": points}
+        (run / "summary.json").write_bytes(orjson.dumps(said))
+    (run / "logs").mkdir()
+    (run / "logs/broker.log").write_text("<b>the broker listens</b>\n")
+    page = open_page(serve(tmp_path / "runs"))
+    names = page.locator("tbody th")
+    names.first.wait_for()
+    assert names.all_inner_texts() == ["run-1", "run-2", "run-10"]
+    page.get_by_role("button", name="Held out").click()
+    page.locator("th[aria-sort=descending]", has_text="Held out").wait_for()
+    assert names.all_inner_texts() == ["run-1", "run-10", "run-2"], "without an evaluation comes last"
+    page.get_by_role("button", name="Held out").click()
+    page.locator("th[aria-sort=ascending]", has_text="Held out").wait_for()
+    assert names.all_inner_texts() == ["run-10", "run-1", "run-2"] and wrong_for_assistance(page) == []
+    page.get_by_role("link", name="run-1", exact=True).click()
+    go(page, "Logs")
+    page.locator("pre.log", has_text="<b>the broker listens</b>").wait_for()
+    go(page, "config.toml")
+    page.locator("pre.log", has_text="[schedule]").wait_for()
+
+
 @pytest.mark.full
 def test_it_is_used_by_the_keyboard_alone_and_read_out(serve, open_page, runs_folder):
     """What a screen reader is given: one first heading a view, places by name, a name for whatever acts or is drawn."""
@@ -345,6 +387,10 @@ def moment(**does):
     """What a broker says, of one worker."""
     worker = {"generating": 0, "weights": 0, "tool": 0, "idle": 0, "admission": 0, "why": ""} | does
     worker |= {"unread_bytes": 16 << 20, "credit_bytes": 64 << 20}
+    alike = [
+        {"index": index, "state": "leased", "tokens": 10 * index, "attempts": 0, "with": "w1", "for_s": float(index)}
+        for index in (3, 5, 7)
+    ]
     straggler = {"index": 2, "state": "tool", "tokens": 7912, "attempts": 1, "with": "w2", "for_s": 41.0}
     held = {"with": "w2", "groups": 3, "samples": 1, "scoring": 0, "tool": 1, "tokens": 7912, "for_s": 41.0}
     status = {
@@ -358,7 +404,7 @@ def moment(**does):
             "batch": {"step": 4, "needed": 32, "ready": 29, "missing": 3, "open": 5},
             "learner": {"does": "idle", "silent_s": 0.4}, "journal_sync_s": 0.0021,
             "queue": {"training": {"leased": 8, "acting": 2}, "evaluation": {}},
-            "groups": [{"group": 667, "left": 1, "samples": 8, "waits_for": [straggler]}], "holding_up": [held],
+            "groups": [{"group": 667, "left": 1, "samples": 8, "waits_for": [*alike, straggler]}], "holding_up": [held],
             "silent": [{"with": "w1", "group": 5, "index": 0, "silent_s": 44.0, "expires_in_s": 16.0}],
         },
     }  # fmt: skip
@@ -418,7 +464,8 @@ def test_now_says_what_everything_is_at_and_is_read_aloud_when_that_changes(serv
         "1 wait for admission; 16 of 64 MiB unread"
     ).wait_for()
     assert "3 of 8 generate" in row.inner_text() and wrong_for_assistance(page) == []
-    for text in (".2 tool at w2, 7,912 tokens, for 41 s, 1 attempt lost", "5.0 at w1: not renewed for 44 s",
+    for text in (".2 tool at w2, 7,912 tokens, for 41 s, 1 attempt lost",
+                 ".3 .5 .7 leased at w1, 30 to 70 tokens, for up to 7.0 s", "5.0 at w1: not renewed for 44 s",
                  "slow part: w2 is slow", "looping: they loop (docs/watching.md#alarms)",
                  "agents-0 runs agents: 2 of 8", "oldest 1 min 35 s"):  # fmt: skip
         page.get_by_text(text).first.wait_for()

@@ -26,6 +26,7 @@ PARAMETERS = {
     "runs/demo/steps": ["after", "columns"],
     "runs/demo/timeline": ["from", "to", "workers"],
     "runs/demo/excerpts": ["of"],
+    "runs/demo/logs": ["file"],
     "compare": ["a", "b", "offset"],
 }  # fmt: skip
 SEGMENTS = ["runs/{}", "runs/demo/groups/{}/0", "runs/demo/groups/0/{}", "runs/demo/samples/0/0/{}"]

@@ -291,5 +291,33 @@ def test_two_runs_are_compared_at_the_steps_nearest_to_each_other_the_newest_of_
         assert [len(at) for at in steps_of.nearest_steps(one, other)] == [0, 0]
 
 
+def test_the_end_of_a_log_is_read_and_nothing_beside_the_logs(looked_at, tmp_path, monkeypatch):
+    run = make_run(tmp_path, steps=1)
+    (run / "logs").mkdir()
+    (run / "logs/worker-0.log").write_bytes(b"first line\nsecond \xff\nthird\n")
+    (run / "logs/outside.log").symlink_to(run)
+    client = looked_at(run)
+    assert client.get("/api/runs/demo/logs").json() == {"files": ["worker-0.log"]}
+    monkeypatch.setattr("april.observe.dashboard.run_page.LOG_BYTES", 20)
+    log = client.get("/api/runs/demo/logs", params={"file": "worker-0.log"}).json()
+    assert (log["text"], log["left_out"]) == ("second \ufffd\nthird\n", 11)
+    for name in ("../config.toml", "outside.log", "/etc/passwd"):
+        answer = client.get("/api/runs/demo/logs", params={"file": name})
+        assert answer.status_code == 404 and "there are worker-0.log" in answer.json()["error"]
+
+
+def test_the_list_of_runs_has_the_last_and_the_best_comparable_evaluation(looked_at, tmp_path):
+    run = make_run(tmp_path, steps=3)
+    points = [{"step": step, "accuracy": score, "prompts": 8} for step, score in ((0, 0.25), (1, 0.75), (2, 0.5))]
+    found = orjson.loads((run / "summary.json").read_bytes()) | {"evaluation": points}
+    (run / "summary.json").write_bytes(orjson.dumps(found))
+    (said,) = looked_at(tmp_path / "runs").get("/api/runs").json()
+    assert (said["held_out"]["value"], said["held_out"]["step"], said["best_held_out"]) == (0.5, 2, 0.75)
+    (run / "resumes.jsonl").unlink(missing_ok=True)
+    (run / "summary.json").write_bytes(orjson.dumps(found | {"evaluation": []}))
+    (said,) = looked_at(tmp_path / "runs").get("/api/runs").json()
+    assert said["held_out"] is said["best_held_out"] is None
+
+
 def test_a_run_without_a_broker_says_so(ask):
     assert "no broker runs there" in ask("runs/demo/now")["away"]

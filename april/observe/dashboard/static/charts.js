@@ -21,7 +21,7 @@ export function chart(spec, choose) {
   let plot = null;
   let observer = null;
 
-  function draw(runs, axisOfAll) {
+  function draw(runs, axisOfAll, { smooth = "", log = false } = {}) {
     plot?.destroy();
     observer?.disconnect();
     const axis = spec.axis ?? axisOfAll;
@@ -30,7 +30,8 @@ export function chart(spec, choose) {
     element.hidden = Boolean(spec.optional) && lines.length === 0;
     box.replaceChildren();
     if (lines.length === 0) return box.append(h("p", { class: "note" }, spec.hint ?? "Nothing of this yet."));
-    const drawn = lines.flatMap(faintAndMean);
+    const isLog = log && !spec.stack && !spec.axis;
+    const drawn = lines.flatMap((line) => faintAndMean(isLog ? { ...line, y: line.y.map((value) => (value > 0 ? Math.log10(value) : null)) } : line, smooth));
     const data = uPlot.join(drawn.map(({ x, y }) => [x, y]));
     const own = uPlot.join(lines.map(({ x, y, own }) => [x, own ?? y]));
     describe(element, spec, lines, own);
@@ -39,11 +40,11 @@ export function chart(spec, choose) {
     const side = spec.stack ? (data[0].at(-1) - data[0][0]) / (data[0].length - 1) / 2 || 0.5 : 0;
     plot = new uPlot({
       width: Math.max(200, box.clientWidth), height: HEIGHT, legend: { show: false }, padding: [8, 16, 0, 0],
-      scales: { x: { time: false, range: (u, low, high) => [low - side, high + side] }, y: { range: (u, low, high) => spread(low, high, spec.from) } },
+      scales: { x: { time: false, range: (u, low, high) => [low - side, high + side] }, y: { range: (u, low, high) => spread(low, high, isLog ? undefined : spec.from) } },
       cursor: { sync: spec.axis ? undefined : { key: together.key, setSeries: false }, drag: { x: true, y: false }, points: { size: 6 } },
       axes: [
         { stroke: colour("--muted"), font, grid: { show: false }, ticks: { ...grid, size: 4 }, size: 26, incrs: axis.incrs ?? undefined, values: (u, ticks) => ticks.map((t) => axis.write(t)) },
-        { stroke: colour("--muted"), font, grid, ticks: { show: false }, size: 46, values: (u, ticks) => ticks.map(write) },
+        { stroke: colour("--muted"), font, grid, ticks: { show: false }, size: 46, values: (u, ticks) => ticks.map((tick) => write(isLog ? 10 ** tick : tick)) },
       ],
       series: [{}, ...drawn.map((line) => styled(spec, line))],
       hooks: { setCursor: [(u) => tell(u, lines, own)], ready: [(u) => !spec.axis && clicks(u, runs)], draw: [(u) => !spec.axis && resumes(u, runs[0].marks)] },
@@ -107,10 +108,11 @@ function stacked(parts) {
   }).reverse();
 }
 
-/** Of many steps the line, faint, and its moving mean; otherwise the line alone. */
-function faintAndMean(line) {
-  const { x, y, own, points, steps, stroke } = line, radius = Math.max(2, Math.floor(x.length / 60));
-  if (own || points || steps || x.length <= MANY_STEPS) return [line];
+/** The line, faint, and its moving mean over `smooth` steps; by default over some where there are many, otherwise the line alone. */
+function faintAndMean(line, smooth) {
+  const { x, y, own, points, steps, stroke } = line;
+  const radius = smooth === "" ? (x.length > MANY_STEPS ? Math.floor(x.length / 60) + 1 : 0) : Math.floor(Number(smooth) / 2);
+  if (own || points || steps || !radius) return [line];
   const mean = y.map((_, row) => {
     const known = y.slice(Math.max(0, row - radius), row + radius + 1).filter((value) => value !== null);
     return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;

@@ -2,6 +2,7 @@
 
 import { addressOf, ask, fill, h, isReport, note, problem, readAddress, unlessLeft } from "./lib.js";
 import { compareView } from "./compare.js";
+import { logsView } from "./logs.js";
 import { nowView } from "./now.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
@@ -10,7 +11,7 @@ import { groupView } from "./group.js";
 import { samplesView } from "./samples.js";
 import { timelineView } from "./timeline.js";
 
-const VIEWS = [["run", "Run"], ["now", "Now"], ["timeline", "Timeline"], ["samples", "Samples"], ["compare", "Compare"]];
+const VIEWS = [["run", "Run"], ["now", "Now"], ["timeline", "Timeline"], ["samples", "Samples"], ["compare", "Compare"], ["logs", "Logs"]];
 const THEMES = { "": ["dark", "Auto"], dark: ["light", "Dark"], light: ["", "Light"] };
 
 const view = document.getElementById("view");
@@ -21,7 +22,7 @@ let shown = null;
 
 function chooseView({ view: name, rest }) {
   if (name === "samples") return rest.length >= 3 ? sampleView : rest.length === 2 ? groupView : samplesView;
-  return { run: runView, now: nowView, timeline: timelineView, compare: compareView }[name];
+  return { run: runView, now: nowView, timeline: timelineView, compare: compareView, logs: logsView }[name];
 }
 
 async function show() {

@@ -98,7 +98,17 @@ export async function nowView(place, { run, follow }) {
     h("tbody", {}, held.slice(0, 8).map((one) => h("tr", {}, h("th", { scope: "row" }, one.with || "nobody yet"), [number(one.groups), number(one.samples), `${number(one.tokens)} tokens`, one.for_s ? duration(one.for_s) : "–"].map((text) => h("td", { class: "figure" }, text)))))));
 
   function group(one) {
-    return h("div", { class: "group" }, h("b", {}, `Group ${one.group}`), note(` ${one.left} of ${one.samples} left`), h("ul", {}, one.waits_for.map((sample) =>
-      h("li", {}, `.${sample.index} ${sample.state}${sample.with ? ` at ${sample.with}` : ""}, ${number(sample.tokens)} tokens${sample.for_s ? `, for ${duration(sample.for_s)}` : ""}${sample.attempts ? `, ${sample.attempts} ${sample.attempts === 1 ? "attempt" : "attempts"} lost` : ""}`))));
+    return h("div", { class: "group" }, h("b", {}, `Group ${one.group}`), note(` ${one.left} of ${one.samples} left`), h("ul", {}, alike(one.waits_for).map((samples) => {
+      const [{ state, with: holder }] = samples, longest = (name) => Math.max(...samples.map((sample) => sample[name]));
+      const indices = samples.map(({ index }) => `.${index}`).join(" "), least = Math.min(...samples.map(({ tokens }) => tokens)), attempts = longest("attempts");
+      return h("li", {}, `${indices} ${state}${holder ? ` at ${holder}` : ""}, ${least < longest("tokens") ? `${number(least)} to ` : ""}${number(longest("tokens"))} tokens${longest("for_s") ? `, for ${samples.length > 1 ? "up to " : ""}${duration(longest("for_s"))}` : ""}${attempts ? `, ${attempts} ${attempts === 1 ? "attempt" : "attempts"} lost` : ""}`);
+    })));
+  }
+
+  /** The samples of a group, those together that are in the same state at the same process. */
+  function alike(samples) {
+    const found = new Map();
+    for (const sample of samples) found.set(`${sample.state} ${sample.with}`, [...(found.get(`${sample.state} ${sample.with}`) ?? []), sample]);
+    return [...found.values()];
   }
 }

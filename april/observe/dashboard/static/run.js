@@ -16,6 +16,7 @@ const MEANINGS = {
   trained: "in batches that the learner has consumed", delivered: "handed to the learner, not yet consumed",
   ready: "in complete groups that wait for a batch", open: "in groups that are still being generated",
 };
+const SMOOTHING = [["", "Smoothing: auto"], ["0", "Smoothing: none"], ["5", "Mean of 5 steps"], ["20", "Mean of 20 steps"], ["100", "Mean of 100 steps"]];
 /** Steps up to which the lanes of the whole run are enough. */
 const FEW_STEPS = 12;
 
@@ -34,6 +35,7 @@ const since = (times) => (times ?? []).map((time) => (time - times[0]) / 60);
 export async function runView(place, { run, runs, address, signal, follow }) {
   const { query } = address;
   let axis = AXES[query.get("x")] ? query.get("x") : "step";
+  const drawing = { smooth: query.get("smooth") ?? "", log: query.get("log") === "1" };
   const extra = (query.get("more") ?? "").split(",").filter(Boolean);
   const names = [run.name, ...(query.get("with") ?? "").split(",").filter((name) => runs.some((other) => other.name === name) && name !== run.name)];
   let picked = (query.get("steps") ?? "").split(",").map(Number).filter(Boolean).slice(0, 2);
@@ -49,11 +51,14 @@ export async function runView(place, { run, runs, address, signal, follow }) {
   const examples = h("section", { class: "panel", "aria-label": "Some samples" });
   const rest = h("section", { class: "panel", "aria-label": "Summary" });
   const more = h("select", { "aria-label": "Another figure to draw" });
-  const go = (change) => { location.hash = addressOf(run.name, "run", [], { x: axis === "step" ? "" : axis, with: names.slice(1).join(","), more: extra.join(","), steps: picked.join(","), ...change }); };
+  const here = () => ({ x: axis === "step" ? "" : axis, smooth: drawing.smooth, log: drawing.log ? "1" : "", with: names.slice(1).join(","), more: extra.join(","), steps: picked.join(",") });
+  const go = (change) => { location.hash = addressOf(run.name, "run", [], { ...here(), ...change }); };
   const others = runs.filter(({ name, live, steps }) => name !== run.name && !(live && steps === null));
   fill(place, h("h1", { class: "hidden" }, `Run ${run.name}`), top, alarms, ledger,
     h("div", { class: "tools" },
       choices("Over", Object.entries(AXES).map(([key, { label }]) => [key, label]), axis, (value) => { axis = value; remember(); draw(); }),
+      h("select", { "aria-label": "Smoothing", onchange: (event) => { drawing.smooth = event.target.value; remember(); draw(); } }, SMOOTHING.map(([value, text]) => h("option", { value, selected: value === drawing.smooth }, text))),
+      h("label", {}, h("input", { type: "checkbox", checked: drawing.log, onchange: (event) => { drawing.log = event.target.checked; remember(); draw(); } }), " Log axis"),
       others.length > 0 && h("details", { class: "menu" }, h("summary", {}, names.length > 1 ? `${names.length} runs` : "Lay over …"),
         h("div", { class: "list" }, others.map(({ name }) => h("label", {}, h("input", { type: "checkbox", checked: names.includes(name), onchange: (event) => {
           const next = event.target.checked ? [...names.slice(1), name] : names.slice(1).filter((other) => other !== name);
@@ -61,10 +66,10 @@ export async function runView(place, { run, runs, address, signal, follow }) {
         } }), name)))),
       more,
       h("label", { class: "step-choice" }, "Step ", h("input", { type: "number", min: 1, onchange: (event) => { if (event.target.value) choose(Number(event.target.value)); event.target.value = ""; } })),
-      h("span", { class: "note grow" }, "Click a curve to choose a step; two are compared. Drag to zoom, double click to see all."),
+      h("span", { class: "note whole" }, "A chart's figures are of the newest step, or of the one that is pointed at. Click a curve to choose a step; two are compared. Drag to zoom, double click to see all."),
       names.length > 1 && h("span", { class: "legend" }, names.map((name, n) => h("span", { vars: { "--of": `var(--line-${n + 1})` } }, h("i", {}), name)))),
     chosen, charts, workers, examples, rest);
-  const remember = () => history.replaceState(null, "", addressOf(run.name, "run", [], { x: axis === "step" ? "" : axis, with: names.slice(1).join(","), more: extra.join(","), steps: picked.join(",") }));
+  const remember = () => history.replaceState(null, "", addressOf(run.name, "run", [], here()));
 
   const specs = [...CHARTS, ...extra.map((column) => ({ title: column, series: [{ column, label: column.split(".").at(-1) }] }))];
   const drawn = specs.map((spec) => chart(spec, choose));
@@ -93,7 +98,7 @@ export async function runView(place, { run, runs, address, signal, follow }) {
       const marks = about.resumes.map((step) => table.step.findLastIndex((other) => other <= step)).map((row) => (x[row] + (x[row + 1] ?? x[row])) / 2);
       return { name, colour: colour(`--line-${n + 1}`), table, x, heldOut, marks, lengths: about.lengths };
     });
-    drawn.forEach((one) => one.draw(tables, AXES[axis]));
+    drawn.forEach((one) => one.draw(tables, AXES[axis], drawing));
   }
 
   function facts() {
@@ -104,10 +109,10 @@ export async function runView(place, { run, runs, address, signal, follow }) {
     const max = summary.max_steps ?? run.max_steps;
     const shown = [
       ["Step", number(last("step")), max && `of ${number(max)}`],
-      ["Reward", number(summary.reward?.last3 ?? last("reward"), 3), summary.reward?.first != null && `first ${number(summary.reward.first, 3)}`],
+      ["Reward", number(summary.reward?.last3 ?? last("reward"), 3), summary.reward?.last3 != null ? `mean of the last 3 steps; first ${number(summary.reward.first, 3)}` : "newest step"],
       ...heldOut(held),
-      ["Rollout", short(summary.rollout_tokens_per_s ?? last("rollout_tokens_per_s")), "tokens/s"],
-      ["Staleness", number(summary.staleness?.mean ?? last("staleness.mean"), 2), summary.staleness && `at most ${summary.staleness.max}`],
+      ["Rollout", short(summary.rollout_tokens_per_s ?? last("rollout_tokens_per_s")), summary.rollout_tokens_per_s ? "tokens/s, whole run" : "tokens/s, newest step"],
+      ["Age", number(summary.staleness?.mean ?? last("staleness.mean"), 2), summary.staleness ? `policy steps, mean of the run; at most ${summary.staleness.max}` : "policy steps, newest step"],
       ["Time", duration(summary.wall_s), about.all_read ? "" : "still reading"],
     ];
     fill(top, shown.map(([name, value, beside]) => h("div", { class: "fact" }, h("span", { class: "name" }, name), h("span", { class: "value" }, value), h("span", { class: "beside" }, beside || " "))));
@@ -128,13 +133,13 @@ export async function runView(place, { run, runs, address, signal, follow }) {
     const line = (name, count, share, meaning, kind = "") => h("tr", { class: kind }, h("th", { scope: "row" }, name), h("td", { class: "figure" }, number(count)), h("td", { class: "figure" }, share), h("td", { class: "wide note" }, meaning));
     fill(ledger, h("div", { class: "bar", "aria-hidden": "true" }, states.map(([name, count]) => h("i", { class: classOf(name), vars: { "--share": `${(100 * count) / book.generated}%` } }))),
       h("p", {}, h("b", {}, short(book.generated)), " tokens generated ", states.map(([name, count]) => h("span", { class: `part ${classOf(name)}`, title: number(count) }, h("i", {}), `${name.replaceAll("_", " ")} ${short(count)}`)),
-        h("span", { class: book.closed ? "closes" : "open problem" }, book.closed ? "the ledger closes" : "the ledger does not close")),
+        h("span", { class: book.closed ? "closes" : "open problem" }, book.closed ? "all tokens accounted for" : "some tokens not accounted for")),
       h("details", {}, h("summary", {}, "Where every token is"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tokens by state" }, h("table", { class: "rows", "aria-label": "Tokens by state" },
         h("thead", {}, h("tr", {}, ["Tokens", "Count", "Share", "Where they are"].map((text, n) => h("th", { scope: "col", class: n === 1 || n === 2 ? "figure" : "" }, text)))),
         h("tbody", {}, line("generated", book.generated, percent(book.generated), "acknowledged policy tokens", "sum"),
           book.states.map(([name, count]) => [line(name.replaceAll("_", " "), count, percent(count), MEANINGS[name] ?? "in groups that were given up, with the reason"),
             name === "trained" && book.with_gradient !== null && line("– of them with a gradient", book.with_gradient, percent(book.with_gradient), "which have moved the weights")]),
-          line("sum of all states", sum(book), percent(sum(book)), "equals generated if the ledger closes", "sum"),
+          line("sum of all states", sum(book), percent(sum(book)), "equals generated if all tokens are accounted for", "sum"),
           book.outside.map(([name, count]) => line(name, count, "", "counted beside the ledger")))))));
   }
 

@@ -3,9 +3,9 @@
 import { addressOf, apiOf, ask, fill, groupAddress, h, note, number, problem, reference, sampleAddress, sampleName, samplesOf } from "./lib.js";
 
 const COLUMNS = [
-  ["step", "Step"], ["group", "Sample"], ["reward", "Reward"], ["", "Reference"], ["advantage", "Advantage"], ["tokens", "Tokens"], ["versions", "Versions"], ["staleness", "Stale"],
+  ["step", "Step"], ["group", "Sample"], ["reward", "Reward"], ["", "Reference"], ["advantage", "Advantage"], ["tokens", "Tokens"], ["versions", "Versions"], ["staleness", "Age"],
 ];
-const RANGES = [["step", "Step", 1], ["reward", "Reward", "any"], ["tokens", "Tokens", 1], ["versions", "Versions", 1], ["staleness", "Staleness", 1]];
+const RANGES = [["step", "Step", 1], ["reward", "Reward", "any"], ["tokens", "Tokens", 1], ["versions", "Versions", 1], ["staleness", "Age", 1]];
 const WORDS = { finish_reason: "Finish", discarded: "Discarded", held_out: "Held out", worker: "Worker" };
 const titled = (name) => (name === "life_s" ? "Life, s" : name.replaceAll("_", " "));
 const AGAIN_MS = 3000;
@@ -125,8 +125,8 @@ export async function samplesView(place, { run, address, signal, follow }) {
     const reading = answer.read < answer.kept ? ` ${number(answer.read)} of ${number(answer.kept)} steps are read so far.` : "";
     const text = answer.total ? `${samplesOf(answer.total)}, ${number(offset + 1)} to ${number(offset + shown)} shown.` : answer.kept ? "No sample is like that." : "No samples are kept of this run.";
     fill(count, text + reading, answer.unreadable.length > 0 && problem(`Cannot be read: ${answer.unreadable.join("; ")}`));
-    fill(pages, answer.total > answer.page && [h("button", { type: "button", disabled: offset === 0, onclick: () => set("offset", Math.max(0, offset - answer.page) || "") }, "Back"),
-      h("button", { type: "button", disabled: offset + shown >= answer.total, onclick: () => set("offset", offset + answer.page) }, "On")]);
+    fill(pages, answer.total > answer.page && [h("button", { type: "button", disabled: offset === 0, onclick: () => set("offset", Math.max(0, offset - answer.page) || "") }, "Previous"),
+      h("button", { type: "button", disabled: offset + shown >= answer.total, onclick: () => set("offset", offset + answer.page) }, "Next")]);
   }
 
   /** Search the text in the files, newest step first; hits are shown as they arrive. */
