@@ -115,6 +115,13 @@ class PromptBook:
         """Number of the dataset row at a position of an epoch, from 0, bad rows excluded."""
         return int(self._order(epoch)[position])
 
+    def remaining(self, cursor: tuple[int, int]) -> int | None:
+        """Number of prompts from the cursor on, with those that will be skipped; None if there is no end of them."""
+        if self._config.data.epochs is None:
+            return None
+        epoch, position = cursor
+        return max(0, (self._config.data.epochs - epoch) * len(self._order(epoch)) - position)
+
     def counts(self) -> dict[str, int]:
         """Number of training rows, of rows excluded as bad, and of rows skipped so far as too long or empty."""
         bad_rows = self.rows.bad_rows + len(self.untokenisable)
@@ -207,6 +214,9 @@ class SubmittedPrompts(PromptBook):
         event, _ = self._read(number)
         assert isinstance(event, PromptSubmitted)
         return event
+
+    def remaining(self, cursor: tuple[int, int]) -> int | None:
+        return None
 
     def counts(self) -> dict[str, int]:
         return super().counts() | {"rows": self._ledger.prompts.submitted_count if self._ledger else 0}

@@ -23,7 +23,8 @@ COLUMN_SEPARATOR = ","
 
 @dataclass(frozen=True)
 class Mapping:
-    """Locates the fields of a row in a record. A key may name a nested field, such as `reward_model.ground_truth`."""
+    """Locates the fields of a row in a record. A key may name a nested field, such as `reward_model.ground_truth`, or
+    one with dots or commas in its own name."""
 
     dataset: str
     """Name of the published dataset, for `--help` and the reference."""
@@ -49,8 +50,14 @@ class Mapping:
         """Top-level fields of a record that may be read; empty: all."""
         if self.all_columns:
             return set()
-        labels = [key.strip() for label in self.label for key in label.split(COLUMN_SEPARATOR)]
-        return {key.partition(".")[0] for key in (*self.prompt, *labels)} | {"reward"}
+        labels = [key.strip() for label in self.label for key in (label, *label.split(COLUMN_SEPARATOR))]
+        return {name for key in (*self.prompt, *labels) for name in dotted_prefixes(key)} | {"reward"}
+
+
+def dotted_prefixes(key: str) -> list[str]:
+    """Names of fields with which a key may begin, the longest first: of `a.b`, `a.b` and `a`."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 BOXED = "{prompt}\n\nReason step by step, and put the final answer into \\boxed{}."

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from april.config.data import COLUMN_SEPARATOR, MAPPING_PARTS, Mapping
+from april.config.data import COLUMN_SEPARATOR, MAPPING_PARTS, Mapping, dotted_prefixes
 from april.util.errors import ConfigError
 from april.util.registry import registry_of
 from april.util.text import GROUP_REWARD, takes_row_prompt
@@ -62,7 +62,7 @@ def make_row(
 def find_field(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
     """(key, value) of the first key in the record. `setting`: configuration key named in the error. Raises BadRow."""
     for key in keys:
-        columns_of_key = key.split(COLUMN_SEPARATOR)
+        columns_of_key = [key] if key in record else key.split(COLUMN_SEPARATOR)
         values = {column.rpartition(".")[2]: value_at(record, column) for column in map(str.strip, columns_of_key)}
         if MISSING not in values.values():
             return key, values if len(columns_of_key) > 1 else values.popitem()[1]
@@ -71,16 +71,20 @@ def find_field(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, 
     raise BadRow(f"key {wanted} is missing (keys there: {there}); add it or name another with --{setting}")
 
 
-def value_at(record: dict, key: str) -> Any:
-    """The value at a key like `conversations.0.value`, which goes through objects and lists; MISSING if there is
-    none."""
-    value: Any = record
-    for part in key.split("."):
-        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
-    return value
+def value_at(record: Any, key: str) -> Any:
+    """The value at a key like `conversations.0.value`, which goes through objects and lists; MISSING if there is none.
+    Of an object's fields with dots in their names the longest that fits is taken."""
+    if isinstance(record, list):
+        part, _, rest = key.partition(".")
+        found = record[int(part)] if part.isdecimal() and int(part) < len(record) else MISSING
+        return value_at(found, rest) if rest and found is not MISSING else found
+    if not isinstance(record, dict):
+        return MISSING
+    for name in dotted_prefixes(key):
+        if name in record:
+            rest = key[len(name) + 1 :]
+            return value_at(record[name], rest) if rest else record[name]
+    return MISSING
 
 
 def mapped(record: Any, name: str) -> Any:

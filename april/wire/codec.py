@@ -140,7 +140,21 @@ def encode(
     if size:
         frames.append(join(parts))
     header = HEADER.pack(MAGIC, protocol, len(heads), session, sequence)
-    return [header, _encoder.encode(Body(message, heads)), *frames]
+    body = Body(message, heads)
+    try:
+        return [header, _encoder.encode(body), *frames]
+    except UnicodeEncodeError:
+        return [header, _encoder.encode(encodable(msgspec.to_builtins(body, builtin_types=(bytes,)))), *frames]
+
+
+def encodable(value: Any) -> Any:
+    """A value of built-in types whose texts have a replacement character for each half of a surrogate pair, as in the
+    message of an error in somebody's code."""
+    if isinstance(value, dict):
+        return {encodable(key): encodable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [encodable(inner) for inner in value]
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else value
 
 
 def join(parts: list[Buffer]) -> Buffer:

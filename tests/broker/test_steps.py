@@ -41,6 +41,17 @@ def test_the_estimated_time_left_uses_steps_since_the_broker_started(talk, worke
     assert eta_s(talk) == 8.0 * (MAX_STEPS - 5)
 
 
+def test_no_time_is_foretold_for_steps_that_the_prompts_do_not_reach(converse):
+    talk = converse("--evaluation.prompts", "1", "--schedule.max_steps", "1000", "--data.epochs", "1")
+    learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk))
+    for step in range(2):
+        talk.tick(4.0)
+        train(talk, worker, learner, step)
+    undrawn = talk.service.context.prompts.remaining(talk.ledger.prompts.next)
+    reached = (len(talk.ledger.groups) + undrawn) // talk.config.schedule.rollout_batch_size
+    assert 0 < eta_s(talk) == 4.0 * reached < 4.0 * 100
+
+
 def test_a_step_unknown_to_the_journal_has_no_line_and_is_no_replay(talk, worker, learner):
     """The broker dies between the learner's `Consumed` and the journal's sync."""
     train(talk, worker, learner, 0)

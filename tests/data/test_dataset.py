@@ -244,6 +244,14 @@ def test_text_that_is_not_utf_8_makes_only_its_own_row_bad(tmp_path):
     assert [dataset[number].label for number in range(len(dataset))] == ["1", "3"]
 
 
+@pytest.mark.parametrize("write", [write_lines, write_parquet, write_arrow_file])
+def test_columns_with_dots_and_commas_in_their_names_are_read_from_every_format(tmp_path, write):
+    name = {write_lines: "rows.jsonl", write_parquet: "rows.parquet", write_arrow_file: "rows.arrow"}[write]
+    write(tmp_path / name, [{"q.text": "1+1=", "a,b": "2", "q": "no"}])
+    dataset = load(tmp_path / name, prompt_key="q.text", label_key="a,b")
+    assert dataset[0].label == "2"
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
 def test_a_damaged_columnar_file_is_refused_with_its_name_and_the_fix(tmp_path, damage, name):

@@ -42,6 +42,15 @@ def test_decode_inverts_encode(message, arrays):
     assert [(a.dtype, a.tolist()) for a in received.arrays] == [(a.dtype, a.tolist()) for a in arrays]
 
 
+def test_half_a_surrogate_pair_in_a_text_does_not_stop_the_message():
+    """As in the message of an error that somebody's verifier raised. Bytes stay as they are."""
+    closed = wire.Closed(7, state=b"\xff\x00")
+    report = wire.Report([wire.GiveBack(8, 3, "leave", "a\ud800b"), closed, wire.Scored(7, [1.0], [{"\udfff": 1.0}])])
+    lost = "\N{REPLACEMENT CHARACTER}"
+    expected = [wire.GiveBack(8, 3, "leave", f"a{lost}b"), closed, wire.Scored(7, [1.0], [{lost: 1.0}])]
+    assert wire.decode(frames_of(report, [])).message == wire.Report(expected)
+
+
 def test_every_message_has_a_tag_of_its_own():
     names = [kind.__name__ for kind in wire.MESSAGES]
     assert len(names) == len(set(names))

@@ -157,7 +157,7 @@ def read_status(context: BrokerContext, now: float, bottleneck: bool = True) -> 
         phase=phase(context),
         starts={"broker": ledger.serials.starts, "learner": ledger.learner.incarnation + 1},
         elapsed_s=round(now - context.started_at, 1),
-        eta_s=eta_s(recorder.step_times, schedule.max_steps - ledger.steps.consumed),
+        eta_s=eta_s(recorder.step_times, steps_left(context)),
         step=ledger.steps.consumed,
         max_steps=schedule.max_steps,
         delivered=ledger.steps.next,
@@ -293,6 +293,15 @@ def phase(context: BrokerContext) -> str:
     if not any(peer.version and peer.version.step >= floor for peer in context.peers.workers()):
         return "waiting for weights"
     return "handing out"
+
+
+def steps_left(context: BrokerContext) -> int:
+    """Most steps that can still be trained: up to `schedule.max_steps`, and with the prompts that there are."""
+    ledger, schedule = context.ledger, context.config.schedule
+    wanted, prompts = schedule.max_steps - ledger.steps.consumed, context.prompts.remaining(ledger.prompts.next)
+    if prompts is None:
+        return wanted
+    return min(wanted, (len(ledger.groups) + prompts) // schedule.rollout_batch_size)
 
 
 def eta_s(step_times: Sequence[float], steps_left: int) -> float | None:

@@ -21,6 +21,10 @@ from april.workers.environments.process import (
 )
 
 
+HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What a turn that was cut within a character ends with."""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenizedObservation:
     """An observation in tokens, or the error why there is none."""
@@ -80,6 +84,7 @@ class EnvironmentTurns:
         self._states[key] = state
         text = self.tokenizer.response_text(turn, self.section.keep_special_tokens, self.response_stops)
         complete = int(turn[-1]) in self.turn_end_token_ids
+        text = text if complete else text.rstrip(HALF_A_CHARACTER)
         self.pool.submit(EnvironmentCall(key, text, number, complete, state, self.tokenizer.decode(prompt), label))
 
     def poll(self) -> list[TokenizedObservation]:
