@@ -5,7 +5,10 @@ import inspect
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from april.broker.schedules import SCHEDULES
 from april.broker.telemetry.sinks import check_sinks
 from april.config import Config, ConfigError, ScheduleSection, SourceSection
 from april.config.checks import check_algorithm, check_critic, check_engine, check_model, check_schedule, needs_values
+from april.config.loading import validate
 from april.config.sharing import check_time_sharing
 from april.config.stored import store_of, store_refused
 from april.data.dataset import verifier_of
@@ -36,8 +40,9 @@ from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.util.errors import refuse
-from april.util.logs import user_traceback
+from april.util.logs import last_error, user_traceback
 from april.util.objects import StoreError
+from april.util.registry import add_import_folders
 from april.util.text import format_bytes
 from april.weights import TRANSPORTS
 from april.wire.message import Version
@@ -50,6 +55,13 @@ from april.workers.rewards.sandbox import check_isolation
 from april.workers.rewards.verifiers import check_verifier
 
 LABEL_WIDTH = 11
+PEFT_PREFIX = "base_model.model."
+"""Beginning of the names of tensors that peft has saved with its wrapper."""
+PLAIN_TYPES = ("llama", "qwen2", "qwen3")
+PLAIN_POSITIONS = ("default", "linear", "llama3", "yarn")
+"""Types of models, and of rotary positions, that engines and learner are tested with, and that are not tried."""
+TRIAL = "from april.launch.check import tell_objections; tell_objections()"
+TRIAL_S = 600.0
 STATE_BYTES = 12
 """Checkpoint bytes per trained parameter: float32 weight and two AdamW moments."""
 
@@ -90,7 +102,9 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     data, run_check = config.data, found.run_check
     run_check(check_model, config)
     if (config.model.path / "config.json").is_file():
-        run_check(check_weights, config.model.path)
+        weighed = run_check(check_weights, config.model.path)
+        if weighed and not is_plain(config.model.path):
+            try_model(config, found)
     if not data.train_sources and data.source == "files":
         found.errors.append("no training prompts: set data.path")
     for source in config.sources:
@@ -252,8 +266,8 @@ def installed_backend(config: Config) -> str:
     return backend.installed_version()
 
 
-def check_weights(folder: Path) -> None:
-    """Raises ConfigError unless the folder has all its weight files, complete."""
+def check_weights(folder: Path) -> bool:
+    """True, if the folder has all its weight files, complete. Raises ConfigError otherwise."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         refuse("model.path", folder, "has no weights (*.safetensors)", "give a whole Hugging Face folder")
@@ -263,6 +277,9 @@ def check_weights(folder: Path) -> None:
             refuse(
                 "model.path", folder, f"has a {file.name} that is cut off at {size} of {wanted} bytes", "fetch it again"
             )
+        if peft := next((tensor.name for tensor in tensors_of(file) if tensor.name.startswith(PEFT_PREFIX)), ""):
+            fix = "merge the adapter with peft's merge_and_unload, and save the model again"
+            refuse("model.path", folder, f"has weights by peft's names, such as {peft}", fix)
     index = folder / "model.safetensors.index.json"
     shards = set(orjson.loads(index.read_bytes()).get("weight_map", {}).values()) if index.is_file() else set()
     if missing := sorted(shards - {file.name for file in files}):
@@ -272,6 +289,67 @@ def check_weights(folder: Path) -> None:
             f"lacks {len(missing)} of {len(shards)} files of weights, the first {missing[0]}",
             "fetch the rest",
         )
+    return True
+
+
+def is_plain(folder: Path) -> bool:
+    """Whether a model's config.json asks for nothing that engines and learner are not tested with, and the weights are
+    named and shaped as it says."""
+    shape = orjson.loads((folder / "config.json").read_bytes())
+    ropes = [shape.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    layers = shape.get("layer_types") or ["full_attention"]
+    return (
+        shape.get("model_type") in PLAIN_TYPES
+        and shape.get("hidden_act", "silu") == "silu"
+        and set(layers) == {"full_attention"}
+        and not shape.get("use_sliding_window")
+        and not shape.get("quantization_config")
+        and all(isinstance(rope, dict) for rope in ropes)
+        and {rope.get("rope_type") or rope.get("type") or "default" for rope in ropes} <= set(PLAIN_POSITIONS)
+        and has_tensors(folder, shape)
+    )
+
+
+def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
+    """Whether the matrices of a Llama-shaped model are there, in the shapes that its config.json gives."""
+    found = {tensor.name: list(tensor.shape) for path in folder.glob("*.safetensors") for tensor in tensors_of(path)}
+    try:
+        hidden, inner, heads = (shape[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
+        queries = heads * (shape.get("head_dim") or hidden // heads)
+        keys = queries // heads * (shape.get("num_key_value_heads") or heads)
+        wanted = {"model.embed_tokens.weight": [shape["vocab_size"], hidden], "model.norm.weight": [hidden]}
+        for layer in range(shape["num_hidden_layers"]):
+            matrices = {
+                "self_attn.q_proj": [queries, hidden], "self_attn.k_proj": [keys, hidden],
+                "self_attn.v_proj": [keys, hidden], "self_attn.o_proj": [hidden, queries],
+                "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden], "mlp.down_proj": [hidden, inner],
+                "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
+            }  # fmt: skip
+            wanted |= {f"model.layers.{layer}.{name}.weight": size for name, size in matrices.items()}
+    except (KeyError, TypeError, ZeroDivisionError):
+        return False
+    return all(found.get(name) == size for name, size in wanted.items())
+
+
+def try_model(config: Config, found: Findings) -> None:
+    """Have the learner's back end and the engine check a model that is not plain, in a process of its own: both need
+    torch. What they object to is an error; that they could not be asked is a warning."""
+    words, env = [sys.executable, "-c", TRIAL], os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        ended = subprocess.run(words, input=config.to_toml().encode(), capture_output=True, timeout=TRIAL_S, env=env)
+        found.errors += [said for said in orjson.loads(ended.stdout.splitlines()[-1]) if said not in found.errors]
+    except (subprocess.TimeoutExpired, IndexError, orjson.JSONDecodeError) as error:
+        said = last_error(getattr(error, "stderr", None) or ended.stderr.decode(errors="replace"))
+        found.warnings.append(f"whether {config.model.path} can be trained and sampled could not be tried: {said}")
+
+
+def tell_objections() -> None:
+    """Print the objections of back end and engine to the model of the configuration on stdin, as a JSON list."""
+    add_import_folders()
+    config, found = validate(tomllib.loads(sys.stdin.read())), Findings()
+    for registry, name in ((BACKENDS, config.learner.backend), (ENGINES, config.worker.engine)):
+        found.run_check(registry.find(name).check_model, config)
+    print(orjson.dumps(found.errors).decode())
 
 
 def check_agent(config: Config) -> None:

@@ -42,7 +42,7 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
     """The causal LM of a folder's config.json in fp32, or its body without the head. Parameters are on the meta device,
     buffers on the CPU. Dropout and other noise are off. Raises ModelError for quantised weights, and for layers in
     which the sequences of a pack would see each other."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder}: its weights are quantised, which the learner does not train; give the original")
     if kind_of_positions := next(filter(LENGTH_DEPENDENT.__contains__, rotary_types(config.to_dict())), None):
@@ -53,7 +53,9 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
     turn_off_noise(config)
     with parameters_without_memory():
         kind = AutoModel if body_alone else AutoModelForCausalLM
-        lm: nn.Module = kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        lm: nn.Module = kind.from_config(
+            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
     if state := next((name for name, module in lm.named_modules() if isinstance(module, nn.Conv1d)), None):
         raise ModelError(f"{folder}: its {state} carries a state on, which packed sequences would get from each other")
     return lm
@@ -158,6 +160,20 @@ def load_weights(lm: nn.Module, folder: Path) -> None:
     lm.tie_weights()
     if unknown:
         log.warning("%s: %d of its tensors are left out, the first is %s", folder, len(unknown), sorted(unknown)[0])
+
+
+def check_files(lm: nn.Module, folder: Path) -> None:
+    """Check that a folder has the parameters of `lm`, in their shapes, reading no values. What transformers converts is
+    not looked at. Raises ModelError."""
+    files, tied = WeightFiles(folder), dict(lm.all_tied_weights_keys)
+    sources, parameters = tensor_sources(lm, files), dict(lm.named_parameters())
+    plain = {name: key for name, each in sources.items() if not each.converter for (key,) in each.keys.values()}
+    for name in sorted(plain.keys() & parameters.keys()):
+        check_shape(files, name, files.slices([plain[name]])[plain[name]].get_shape(), parameters[name])
+    there = {tied.get(name, name) for name in sources}
+    missing = sorted(name for name in parameters if tied.get(name, name) not in there)
+    if missing and len(plain) == len(sources):
+        raise ModelError(f"{folder}: its weights lack {missing[0]}; give a whole Hugging Face folder")
 
 
 def tensor_sources(lm: nn.Module, files: WeightFiles) -> dict[str, TensorSource]:

@@ -7,7 +7,7 @@ import pytest
 from april import config as configuration
 from april.launch.check import Findings, check_run
 
-MODULE = '''
+MODULE = """
 from april.broker.schedules.rounds import RoundSchedule
 from april.workers.engines.in_process import InProcessEngine
 
@@ -75,7 +75,7 @@ class Positive(Outside):
 class Raises(Outside):
     def sample(self, running):
         return running.tokens[-1], 0.0
-'''
+"""
 
 
 @pytest.fixture

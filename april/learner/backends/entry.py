@@ -39,6 +39,11 @@ class BackendEntry:
         raise NotImplementedError(f"{cls.__name__} has no build(config, device)")
 
     @classmethod
+    def check_model(cls, config: Config) -> None:
+        """Raises ConfigError for a model that the back end cannot train. It may import torch: before a run it is called
+        in a process of its own."""
+
+    @classmethod
     def check(cls, config: Config) -> None:
         """Raises ConfigError for a configuration that the back end does not support; called before anything is
         started."""

@@ -80,6 +80,11 @@ class EngineEntry:
                 )
 
     @classmethod
+    def check_model(cls, config: Config) -> None:
+        """Raises ConfigError for a model that the engine cannot run. It may import torch: before a run it is called in
+        a process of its own."""
+
+    @classmethod
     def installed(cls, config: Config) -> str:
         """Name and version of the software that the engine needs on this machine; empty if there is none.
 

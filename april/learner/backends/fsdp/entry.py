@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from april.config import Config
+from april.config import Config, ConfigError
 from april.learner.backends.entry import BackendEntry
 
 if TYPE_CHECKING:
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
 class FSDPEntry(BackendEntry):
     can_offload = True
+
+    @classmethod
+    def check_model(cls, config: Config) -> None:
+        from april.learner.policy import objection
+
+        if said := objection(config.model.path):
+            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be trained: {said}")
 
     @classmethod
     def build(cls, config: Config, device: "torch.device") -> "Backend":

@@ -95,7 +95,7 @@ def read_shape(folder: str | Path, dtype: torch.dtype | None = None) -> DecoderS
             f"model_type {model_type!r} in {path} is not one that the torch engine runs; "
             f"use one of {', '.join(MODEL_TYPES)}, or another engine"
         )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if config.hidden_act != "silu":
         raise EngineError(f"hidden_act {config.hidden_act!r} in {path} is not supported; the torch engine runs 'silu'")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):

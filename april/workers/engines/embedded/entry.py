@@ -31,6 +31,10 @@ class TorchEntry(EngineEntry):
     shares_time = True
 
     @classmethod
+    def check_model(cls, config: Config) -> None:
+        check_decoder(config)
+
+    @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "TorchEngine":
         from april.workers.engines.base import EngineError
         from april.workers.engines.embedded.engine import TorchEngine
@@ -76,10 +80,25 @@ class TorchEntry(EngineEntry):
         return MemoryShare({MEMORY_OPTION: fraction}, total_bytes * fraction - 2 * weight_bytes - ACTIVATION_BYTES)
 
 
+def check_decoder(config: Config) -> None:
+    """Raises ConfigError for a model that is not of the embedded engine's shape."""
+    from april.workers.engines.base import EngineError
+    from april.workers.engines.embedded.decoder import read_shape
+
+    try:
+        read_shape(config.model.path)
+    except EngineError as error:
+        raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+
+
 class PacedEntry(EngineEntry):
     scores = True
     yields_cpu = False
     reads = ("pace", "pace_factor", "pause")
+
+    @classmethod
+    def check_model(cls, config: Config) -> None:
+        check_decoder(config)
 
     @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "PacedEngine":

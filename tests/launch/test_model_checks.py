@@ -1,0 +1,67 @@
+"""The dry run and a start ask engine and back end about the model, where it is not of a tested shape."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from april import config as configuration
+from april.launch import check
+from april.launch.check import Findings, check_weights, is_plain, try_model
+
+
+@pytest.fixture
+def changed(config_file, tmp_path):
+    """changed(**keys): the small run's configuration with other keys in its model's config.json."""
+
+    def make(**keys):
+        folder = shutil.copytree(configuration.load(config_file).model.path, tmp_path / "changed")
+        shape = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(shape | keys))
+        return configuration.load(config_file, [f"--model.path={folder}"])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_sliding_window": True},
+        {"layer_types": ["sliding_attention"]},
+        {"rope_parameters": {"rope_type": "longrope"}},
+        {"rope_scaling": {"type": "dynamic"}},
+        {"quantization_config": {"bits": 4}},
+        {"model_type": "gemma2"},
+        {"hidden_act": "gelu"},
+        {"intermediate_size": 7},
+        {"num_hidden_layers": 2},
+    ],
+)
+def test_what_is_not_of_a_tested_shape_is_tried(changed, keys):
+    assert not is_plain(changed(**keys).model.path)
+
+
+def test_what_is_plain_starts_no_process(changed):
+    assert is_plain(changed().model.path)
+
+
+def test_back_end_and_engine_both_say_what_they_object_to(changed):
+    config, found = changed(model_type="mine", auto_map={"AutoConfig": "mine.Config"}), Findings()
+    try_model(config, found)
+    trained, used = found.errors
+    assert trained.startswith(f"key 'model.path' = '{config.model.path}' cannot be trained: ")
+    assert "custom code" in trained and "model_type 'mine'" in used and not found.warnings
+
+
+def test_a_trial_that_dies_is_a_remark(changed, monkeypatch):
+    monkeypatch.setattr(check, "TRIAL", "raise SystemError('no memory')")
+    try_model(changed(), found := Findings())
+    assert found.errors == [] and found.warnings[0].endswith("could not be tried: SystemError: no memory")
+
+
+def test_weights_by_peft_s_names_are_refused(changed):
+    file = (folder := changed().model.path) / "model.safetensors"
+    save_file({f"base_model.model.{name}": value for name, value in load_file(file).items()}, file)
+    with pytest.raises(configuration.ConfigError, match="has weights by peft's names, such as base_model"):
+        check_weights(folder)
