@@ -24,6 +24,7 @@ from april.config.workers import (
     ScorerSection,
     WorkerSection,
 )
+from april.util.files import read_whole, retried
 from april.util.registry import registry_of
 from april.util.text import masked
 
@@ -161,7 +162,7 @@ class Config(Section):
     @property
     def _model_shape(self) -> dict[str, Any]:
         path = self.model.path / "config.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads(read_whole(path)) if retried(path.exists) else {}
 
     @property
     def longest_prompt_tokens(self) -> int:

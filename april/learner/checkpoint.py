@@ -71,10 +71,14 @@ class CheckpointPart:
 
 def steps(directory: Path) -> list[int]:
     """Policy steps of the complete checkpoints in `directory`, the oldest first."""
-    if not directory.is_dir():
-        return []
-    names = (COMPLETE_NAME.fullmatch(path.name) for path in directory.iterdir() if (path / PROGRESS_FILE).is_file())
-    return sorted(int(name[1]) for name in names if name)
+
+    def found() -> list[int]:
+        if not directory.is_dir():
+            return []
+        names = (COMPLETE_NAME.fullmatch(path.name) for path in directory.iterdir() if (path / PROGRESS_FILE).is_file())
+        return sorted(int(name[1]) for name in names if name)
+
+    return retried(found)
 
 
 def latest(directory: Path) -> int | None:
@@ -259,11 +263,14 @@ def sharded_state(parts: Sequence[CheckpointPart]) -> dict[str, Tensor]:
 def prune(directory: Path, keep: int, besides: Collection[int] = ()) -> None:
     """Remove all checkpoints but the newest `keep` and those of the steps `besides`, and partial ones left by
     crashes."""
-    for step in steps(directory)[:-keep]:
-        if step not in besides:
-            retried(shutil.rmtree, folder(directory, step))
-    for leftover in directory.glob("*.partial"):
-        retried(shutil.rmtree, leftover)
+    try:
+        for step in steps(directory)[:-keep]:
+            if step not in besides:
+                retried(shutil.rmtree, folder(directory, step))
+        for leftover in list(directory.glob("*.partial")):
+            retried(shutil.rmtree, leftover)
+    except OSError as error:
+        log.warning("not all old checkpoints could be removed, which the next one tries again: %s", error)
 
 
 def export(lm: PreTrainedModel, state: dict[str, Tensor], source_folder: Path, out_dir: Path) -> None:
@@ -304,11 +311,11 @@ def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir:
 
 def replace_folder(complete: Path, final: Path) -> None:
     """Sync the folder `complete` to disk, then rename it to `final`, replacing an existing folder."""
-    for path in [*complete.rglob("*"), complete]:
+    for path in retried(lambda: [*complete.rglob("*"), complete]):
         retried(sync, path)
     replaced = final.with_name(f"{final.name}.replaced.partial")
     shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
+    if retried(final.exists):
         retried(final.rename, replaced)
     retried(complete.rename, final)
     retried(sync, final.parent)

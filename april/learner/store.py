@@ -141,7 +141,7 @@ def write_shards(target: Path, state: dict[str, Tensor], disks: Disks) -> None:
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[disks.rank])
     stored: list[StoredShard] | str
     try:
-        stored = retried(lambda: list(map(StoredShard.from_result, writer.write_data(plan, planner).wait())))
+        stored = retried(lambda: list(map(StoredShard.from_result, write_files(writer, plan, planner))))
     except Exception as error:
         log.exception("a checkpoint's files cannot be written")
         stored = f"rank {disks.rank} cannot write {target}: {error}"
@@ -152,6 +152,14 @@ def write_shards(target: Path, state: dict[str, Tensor], disks: Disks) -> None:
     if disks.rank == 0:
         results = [[shard.result() for shard in shards] for shards in by_rank]  # type: ignore[union-attr]
         retried(writer.finish, metadata, results)
+
+
+def write_files(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:
+    """Write the files of a rank's plan. Raises OSError; torch says RuntimeError of a write that the system refuses."""
+    try:
+        return writer.write_data(plan, planner).wait()
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 def copy_to_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -213,7 +221,8 @@ class CheckpointStore:
         Nothing is removed before every disk has its files."""
         write_shards(partial, state, self.disks)
         rank = self.disks.rank
-        own = [path.name for path in partial.glob(f"__{rank}_*")] + [METADATA_FILE] * (rank == 0)
+        own = [path.name for path in retried(lambda: list(partial.glob(f"__{rank}_*")))]
+        own += [METADATA_FILE] * (rank == 0)
         digests = {name: checkpoint.digest_of(partial / name) for name in own}
         report = digests, self.also_kept_steps, self.copies.retries
         reports = self.disks.all_gather(report, tuple[dict[str, str], set[int], int | None])
@@ -293,7 +302,7 @@ class CheckpointStore:
         """Inventories of a checkpoint: this rank's (its share of the files on its disk and files fetched from copies),
         and those of all ranks. Collective."""
         source = folder(self.directory, step)
-        own = self._own_inventory(source)
+        own = retried(self._own_inventory, source)
         own = self.copies.fetch_missing(step, source, own, self.disks.all_gather(own, RankInventory | None))
         return own, self.disks.all_gather(own, RankInventory | None)
 

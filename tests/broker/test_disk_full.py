@@ -339,6 +339,27 @@ def test_a_closed_file_of_the_journal_is_let_go_whatever_the_system_says(tmp_pat
     journal.close()
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.EMFILE])
+def test_a_file_of_the_journal_grows_on_while_no_other_can_be_opened(talk, worker, learner, monkeypatch, number):
+    """Nothing was written to the other one, so nothing is in doubt."""
+    real, refused = os.open, []
+
+    def refuse(path, flags, *arguments, **options):
+        if flags & os.O_EXCL:
+            refused.append(path)
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *arguments, **options)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "open", refuse)
+        broken.setattr(Journal, "file_full", True)
+        train(talk, worker, learner, 0)
+        talk.service.end_file()
+    assert refused and talk.journal.file_start == 0
+    train(talk, worker, learner, 1)
+    assert talk.journal.rotate() == talk.journal.end and talk.ledger.steps.frontier == 2
+
+
 def test_a_sync_does_not_depend_on_what_the_page_cache_gives_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", break_down)
     with (tmp_path / "file").open("wb") as file:

@@ -119,14 +119,18 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(trainer, pol
     assert sorted(os.listdir(trainer.directory)) == ["step_000001", "step_000002.damaged"]
 
 
-CALLS = [(os, "fsync"), *((Path, name) for name in ("open", "rename", "write_bytes", "write_text", "mkdir"))]
+CALLS = [
+    *((os, name) for name in ("fsync", "scandir", "listdir")),
+    *((Path, name) for name in ("open", "rename", "write_bytes", "write_text", "mkdir", "is_file", "exists")),
+]
 
 
 @pytest.mark.parametrize(("owner", "name"), CALLS, ids=[name for _, name in CALLS])
 def test_a_single_error_in_a_checkpoint_s_file_is_tried_again(trainer, policy_folder, monkeypatch, owner, name):
     """Each call of that name that writes or restores a checkpoint fails once."""
     monkeypatch.setattr(files, "AGAIN_S", (0.0, 0.0))
-    trainer.step(uneven_batch(0, policy_folder))
+    first, second = (uneven_batch(step, policy_folder) for step in range(2))
+    trainer.step(first)
     weights, real, calls = trainer.weights(), getattr(owner, name), [0]
 
     def fails_once(*arguments, **options):
@@ -141,7 +145,7 @@ def test_a_single_error_in_a_checkpoint_s_file_is_tried_again(trainer, policy_fo
         with monkeypatch.context() as failing:
             failing.setattr(owner, name, fails_once)
             trainer.save()
-            trainer.step(uneven_batch(1, policy_folder))
+            trainer.step(second)
             assert trainer.restore() == 1, number
         assert checkpoint.damaged_files(trainer.directory / "step_000001") == [] and equal(trainer.weights(), weights)
     assert number > 1 and os.listdir(trainer.directory) == ["step_000001"]

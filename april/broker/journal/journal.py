@@ -35,7 +35,6 @@ from april.broker.journal.records import RecentRecords
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import AnyEvent, Event, EventArray
 from april.util.files import BLOCK_BYTES, PRIVATE_FILE, Uncached, open_lock, open_uncached, write_and_sync
-from april.util.resources import NO_DESCRIPTORS
 from april.util.versions import JOURNAL
 
 log = logging.getLogger(__name__)
@@ -236,13 +235,13 @@ class Journal:
     def rotate(self) -> int:
         """Sync, and begin a new file; returns the position at which it begins.
 
-        Raises OSError if there is no file descriptor for it: the present file then grows on.
+        Raises OSError if it cannot be opened: the present file then grows on.
         """
         self.sync()
         try:
             self._begin_file(self.end)
         except OSError as error:
-            if error.errno in NO_DESCRIPTORS:
+            if self.end not in self._files:
                 raise
             raise self.fail(error) from error
         return self.end
