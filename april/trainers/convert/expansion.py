@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from april.util.errors import ConfigError
+
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\(")
@@ -32,9 +34,9 @@ class Token:
 
 def tokenize(text: str) -> Iterator[Token]:
     """The tokens of a script, in order, without comments, redirections and here-documents."""
-    position, delimiters = 0, []
+    position, delimiters, line, counted = 0, [], 1, 0
     while position < len(text):
-        line = text.count("\n", 0, position) + 1
+        line, counted = line + text.count("\n", counted, position), position
         if blank := BLANK.match(text, position) or COMMENT.match(text, position):
             position = blank.end()
         elif document := HERE_DOCUMENT.match(text, position):
@@ -123,6 +125,12 @@ ARITHMETIC: dict[type, Callable[[int, int], int]] = {
 }
 
 
+MAX_CHARACTERS = 1 << 16
+"""Most characters into which one written word may expand: variables can double each other's values."""
+MAX_EXPRESSION_CHARACTERS, MAX_INTEGER, MAX_POWER = 500, 2**63 - 1, 63
+"""Longest arithmetic that is read, largest absolute value in it, and largest exponent: a shell computes in 64 bits."""
+
+
 class Word(NamedTuple):
     """A word of the script after the shell's expansion."""
 
@@ -141,8 +149,12 @@ class Fields:
     def __init__(self) -> None:
         self.words: list[Word] = []
         self._grows = False
+        self._characters = 0
 
     def add(self, word: Word) -> None:
+        self._characters += len(word.text) + 1
+        if self._characters > MAX_CHARACTERS:
+            raise ConfigError(f"a word of the script expands to more than {MAX_CHARACTERS} characters; shorten it")
         if self._grows:
             last = self.words.pop()
             word = Word(last.text + word.text, last.unreadable or word.unreadable)
@@ -254,20 +266,27 @@ def arithmetic(part: str, variables: Mapping[str, Value]) -> Word:
     """The value of `$((...))` with integers."""
     text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: f"${name[1]}", part[3:-2])
     expanded = expand_to_word(text, variables)
-    if expanded.unreadable:
-        return Word(part, expanded.unreadable)
+    if expanded.unreadable or len(expanded.text) > MAX_EXPRESSION_CHARACTERS:
+        return Word(part, expanded.unreadable or "arithmetic that is not read")
     try:
         return Word(str(integer_value(ast.parse(expanded.text.strip(), mode="eval").body)))
-    except (SyntaxError, ValueError, ArithmeticError):
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return Word(part, "arithmetic that is not read")
 
 
 def integer_value(node: ast.expr) -> int:
-    """The value of an integer expression. Raises ValueError for anything else."""
+    """The value of an expression of 64-bit integers. Raises ValueError for anything else, and ArithmeticError."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -integer_value(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        return ARITHMETIC[type(node.op)](integer_value(node.left), integer_value(node.right))
-    raise ValueError(ast.dump(node))
+        value = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -integer_value(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = integer_value(node.left), integer_value(node.right)
+        if isinstance(node.op, ast.Pow) and not 0 <= right <= MAX_POWER:
+            raise ValueError(right)
+        value = ARITHMETIC[type(node.op)](left, right)
+    else:
+        raise ValueError(type(node))
+    if abs(value) > MAX_INTEGER:
+        raise OverflowError(value)
+    return value

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from april.trainers.convert.translation import Options, Rule, Translation
+from april.trainers.convert.translation import Options, Rule, Translation, without_extremes
 from april.util.errors import ConfigError
 
+MAX_SCRIPT_CHARACTERS = 1 << 18
+"""Longest script that is read."""
 ANY_PROMPT_TOKENS = 1 << 20
 """Value of `data.max_prompt_tokens` where a framework bounds a prompt only by the model's context."""
 ALL_PROMPTS = 10**6
@@ -55,10 +57,17 @@ class Framework:
     def translate(self, path: Path, environment: Mapping[str, str]) -> Translation:
         """Translate the script at `path`. Raises ConfigError."""
         try:
-            text = path.read_text()
+            with path.open() as file:
+                text = file.read(MAX_SCRIPT_CHARACTERS + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} cannot be read ({error}); give a script") from None
-        options = self.read(path, text, environment)
+        if len(text) > MAX_SCRIPT_CHARACTERS:
+            why = f"has more than {MAX_SCRIPT_CHARACTERS} characters; give a script without data in it"
+            raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} {why}")
+        try:
+            options = without_extremes(self.read(path, text, environment))
+        except (RecursionError, MemoryError):
+            raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} is nested too deeply; flatten it") from None
         translation = Translation(options, self.table, self.defaults_of(options))
         translation.apply_rules()
         self.translate_joint(translation)

@@ -11,7 +11,10 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from april.trainers.convert.expansion import Token, Value, Word, expand, expand_to_word, tokenize
+from april.util.errors import ConfigError
 
+MAX_WORDS = 100_000
+"""Most words of all commands of a script, expanded."""
 UNKNOWN_ELEMENTS = "[@]"
 """Suffix of a word's text that marks the word as standing for unknown elements of an array."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -158,6 +161,8 @@ class Script:
 
     variables: dict[str, Value]
     invocations: list[Invocation] = field(default_factory=list)
+    words: int = 0
+    """Number of words expanded so far."""
 
     @classmethod
     def read(cls, text: str, environment: Mapping[str, str]) -> "Script":
@@ -193,7 +198,13 @@ class Script:
             self.invocations.append(Invocation(words[0].line, expanded))
 
     def expand(self, token: Token) -> list[Word]:
-        return expand(token.text, self.variables)
+        words = expand(token.text, self.variables)
+        self.words += len(words)
+        if self.words > MAX_WORDS:
+            raise ConfigError(
+                f"line {token.line}: the script's commands expand to more than {MAX_WORDS} words; shorten it"
+            )
+        return words
 
     def assign(self, token: Token) -> None:
         match = ASSIGNMENT.fullmatch(token.text)
@@ -201,7 +212,7 @@ class Script:
         name, appends, text = match.groups()
         before = self.variables.get(name)
         if token.array is not None:
-            value = [word for element in token.array for word in expand(element, self.variables)]
+            value = [word for element in token.array for word in self.expand(Token(element, token.line))]
             self.variables[name] = [*before, *value] if appends and isinstance(before, list) else value
         elif appends and isinstance(before, Word):
             addition = expand_to_word(text, self.variables)

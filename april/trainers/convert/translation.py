@@ -11,6 +11,7 @@ import yaml
 from april.trainers.convert.expansion import Word
 from april.trainers.convert.shell import UNKNOWN_ELEMENTS, Invocation, Script
 from april.util.errors import ConfigError
+from april.util.logs import shortened
 
 UNLIMITED_STEPS = 10**9
 """Value of `schedule.max_steps` for a run that ends when its prompts are used up."""
@@ -18,7 +19,17 @@ UNLIMITED_STEPS = 10**9
 # --- options ----------------------------------------------------------------------------------------------------------
 
 HYDRA = re.compile(r"(\+{0,2})([\w./@-]+)=(.*)", re.DOTALL)
-NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+MAX_ALIASES, MAX_DEPTH = 16, 100
+"""Most aliases in a YAML file, each of which may double what it stands in, and deepest nesting."""
+COLLECTION_STARTS = (
+    yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken,
+)  # fmt: skip
+COLLECTION_ENDS = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+MAX_LIST_CHARACTERS = 4096
+"""Longest list in the text of an option."""
+MAX_VALUES = 100_000
+"""Most values of options, those in lists counted one by one."""
 
 
 @dataclass
@@ -106,10 +117,17 @@ def hydra_overrides(words: Sequence[Word]) -> Options:
 
 def file_options(text: str, path: Path) -> Options:
     """The options of a YAML file. Raises ConfigError."""
+    aliases = depth = 0
     try:
+        for token in yaml.scan(text):
+            aliases += isinstance(token, yaml.AliasToken)
+            depth += isinstance(token, COLLECTION_STARTS) - isinstance(token, COLLECTION_ENDS)
+            if aliases > MAX_ALIASES or depth > MAX_DEPTH:
+                raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases, or {MAX_DEPTH} levels")
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} is not YAML ({error}); mend it") from None
+    except (yaml.YAMLError, ValueError) as error:
+        reason = shortened(str(error), 200)
+        raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} is not YAML that is read ({reason}); mend it") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"argument 'SCRIPT' = {str(path)!r} holds no options; give a YAML file of names and values")
     values = {name: scalar(value) if isinstance(value, str) else value for name, value in flatten(tree).items()}
@@ -137,10 +155,27 @@ def scalar(text: str) -> Any:
         return None
     if text[:1] == "[":
         try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError:
+            return text if len(text) > MAX_LIST_CHARACTERS or "*" in text else yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError):
             return text
     return text
+
+
+def without_extremes(options: Options) -> Options:
+    """Mark numbers as unreadable that no option has: beyond 64 bits, or not finite. Raises ConfigError for more than
+    `MAX_VALUES` values."""
+    for name, value in list(options.values.items()):
+        values, count = [value], 0
+        while values and count <= MAX_VALUES:
+            inner, count = values.pop(), count + 1
+            if isinstance(inner, list | dict):
+                values += inner.values() if isinstance(inner, dict) else inner
+            elif isinstance(inner, int | float) and not abs(inner) < 2**63:
+                options.unreadable[name] = "a number beyond 64 bits"
+                options.values.pop(name, None)
+        if values:
+            raise ConfigError(f"option {name!r} of the script has more than {MAX_VALUES} values; shorten it")
+    return options
 
 
 # --- rules and translation --------------------------------------------------------------------------------------------

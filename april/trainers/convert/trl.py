@@ -23,6 +23,7 @@ from april.trainers.convert.framework import (
     Framework,
 )
 from april.trainers.convert.translation import (
+    MAX_VALUES,
     Ignored,
     Joint,
     MapTo,
@@ -71,7 +72,7 @@ class ScriptReader:
     """Evaluates expressions of a script as far as they are constant."""
 
     def __init__(self, tree: ast.Module, path: Path) -> None:
-        self.tree, self.path = tree, path
+        self.tree, self.path, self.read_nodes = tree, path, 0
         self.imported = {
             alias.asname or alias.name: f"{node.module}:{alias.name}"
             for node in ast.walk(tree)
@@ -94,6 +95,9 @@ class ScriptReader:
 
     def read(self, node: ast.expr) -> Any:
         """The value of an expression. Raises LookupError with the reason if it is not constant."""
+        self.read_nodes += 1
+        if self.read_nodes > MAX_VALUES:
+            raise LookupError(f"line {node.lineno}: the script's lists have more than {MAX_VALUES} values")
         if isinstance(node, ast.List | ast.Tuple):
             return [self.read(element) for element in node.elts]
         if isinstance(node, ast.Name):

@@ -179,3 +179,46 @@ def test_nothing_of_a_script_is_run(script, tmp_path, capsys):
     convert("slime", script(text=shell), "--set", "MODELS=/m")
     convert("trl", script(text=f"import os\nos.mknod('{tmp_path}/ran')\nGRPOConfig(beta=os.mknod('x'))", name="x.py"))
     assert "ran" not in os.listdir(tmp_path)
+
+
+def doubled(start, line):
+    """A text whose last line stands for 2^60 of its first."""
+    return start + "".join(line.format(n, n + 1) for n in range(60))
+
+
+HOSTILE = {
+    "a power": ("slime", "run.sh", f"N=$((9**9**9**9))\n{SCRIPT} --num-steps-per-rollout $N"),
+    "powers of powers": ("slime", "run.sh", "N=2\n" + "N=$((N**62))\n" * 60 + SCRIPT + " --num-steps-per-rollout $N"),
+    "a negative power": ("slime", "run.sh", f"{SCRIPT} --num-steps-per-rollout $((2**-1))"),
+    "digits": ("slime", "run.sh", f"{SCRIPT} --num-steps-per-rollout {'9' * 5000} --eps-clip {'1' * 400}"),
+    "arithmetic of many digits": ("slime", "run.sh", f"{SCRIPT} --eps-clip $(({'9' * 5000}))"),
+    "signs": ("slime", "run.sh", f"{SCRIPT} --eps-clip $(({'-' * 90_000}1))"),
+    "doublings of a text": ("slime", "run.sh", "A=xxxx\n" + "A=$A$A\n" * 60 + SCRIPT),
+    "doublings by appending": ("slime", "run.sh", "A=xxxx\n" + "A+=$A\n" * 60 + SCRIPT),
+    "doublings of an array": ("slime", "run.sh", "A=(a b)\n" + 'A+=("${A[@]}")\n' * 60 + SCRIPT),
+    "many wide commands": ("slime", "run.sh", f"A=({'a ' * 20_000})\n" + "run ${A[@]}\n" * 10_000 + SCRIPT),
+    "substitutions": ("slime", "run.sh", f"{SCRIPT} --eps-clip {'$(' * 50_000}"),
+    "defaults": ("slime", "run.sh", f"{SCRIPT} --eps-clip {'${A:-' * 20_000}1{'}' * 20_000}"),
+    "conditions": ("slime", "run.sh", "if true; then\n" * 10_000 + SCRIPT + "\nfi" * 10_000),
+    "groups": ("slime", "run.sh", "{ " * 50_000 + SCRIPT + "; }" * 50_000),
+    "lists on the command line": ("verl", "run.sh", f"python3 -m verl.trainer.main_ppo a={'[' * 50_000}"),
+    "size": ("slime", "run.sh", SCRIPT + "# x\n" * 1_000_000),
+    "YAML lists": ("trl", "run.yaml", f"a: {'[' * 50_000}"),
+    "YAML aliases": ("trl", "run.yaml", doubled("a0: &a0 [1]\n", "a{1}: &a{1} [*a{0}, *a{0}]\n")),
+    "YAML merges": ("trl", "run.yaml", doubled("a0: &a0 {x: 1}\n", "a{1}: &a{1} {{<<: [*a{0}, *a{0}]}}\n")),
+    "YAML blocks": ("trl", "run.yaml", f"a:\n  {'- ' * 50_000}1"),
+    "a YAML circle": ("trl", "run.yaml", "a: &a {b: *a}"),
+    "YAML digits": ("trl", "run.yaml", f"num_generations: {'9' * 5000}\nbeta: .inf"),
+    "Python lists": ("trl", "run.py", f"GRPOConfig(a={'[' * 50_000}"),
+    "Python doublings": ("trl", "run.py", doubled("a0 = [1]\n", "a{1} = [a{0}, a{0}]\n") + "GRPOConfig(beta=a60)"),
+    "a Python circle": ("trl", "run.py", "a = [b]\nb = [a]\nGRPOConfig(beta=a)"),
+    "Python signs": ("trl", "run.py", f"GRPOConfig(beta={'-' * 3000}1)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_a_script_that_grows_without_end_costs_a_sentence(attack, script, capsys):
+    framework, name, text = HOSTILE[attack]
+    assert convert(framework, script(text=text, name=name), "--set", "MODELS=/m") in (2, DIFFERS)
+    printed = capsys.readouterr()
+    assert len(printed.out + printed.err) < 20_000 and "Traceback" not in printed.err
