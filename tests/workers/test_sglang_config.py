@@ -81,6 +81,13 @@ def test_options_become_the_server_s_command_line_and_override_april_s(config_fi
     assert "float32" not in line and "--sleep-on-idle" not in line and "--skip-tokenizer-init" in line
 
 
+def test_a_key_of_the_environment_is_demanded_by_servers_that_are_started(tmp_path, monkeypatch):
+    settings = ServerSettings(tmp_path, tmp_path, tmp_path / "log")
+    assert "--api-key" not in settings.arguments(1)
+    monkeypatch.setenv("APRIL_SGLANG_API_KEY", "sesame")
+    assert "--api-key sesame" in " ".join(settings.arguments(1))
+
+
 def test_speculation_without_verification_by_sampling_is_refused(config_file):
     config = load(config_file, [*SGLANG, "--engine.server.speculative_algorithm", "NGRAM"])
     with pytest.raises(ConfigError, match=r"'NGRAM'.*'cpu'"):

@@ -23,9 +23,9 @@ import april
 from april.config import Config
 from april.util import clock
 from april.util.errors import refuse
-from april.util.lifetime import PR_SET_PDEATHSIG, pass_on_niceness
+from april.util.lifetime import PR_SET_PDEATHSIG, pass_on_niceness, reap
 from april.workers.engines.base import EngineError
-from april.workers.engines.sglang.client import ApiKeyRefused, ServerGone, ServerRefuses, SGLangClient
+from april.workers.engines.sglang.client import API_KEY, ApiKeyRefused, ServerGone, ServerRefuses, SGLangClient
 
 POLL_S = 0.1
 RETURN_POLL_S = 0.5
@@ -89,6 +89,8 @@ class ServerSettings:
             "incremental_streaming_output": True, "max_running_requests": self.slots, "sampling_defaults": "openai",
             "skip_server_warmup": True, "sleep_on_idle": True, "log_level_http": "warning",
         }  # fmt: skip
+        if key := os.environ.get(API_KEY):
+            given["api_key"] = key
         if self.device == "cpu":
             given |= {"device": "cpu", "attention_backend": "torch_native", "dtype": "float32"}
             if self.context_tokens:
@@ -185,7 +187,7 @@ class SGLangServer:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            reap(self._process)
 
     def log_tail(self) -> str:
         """The last lines that the server has logged since its last start."""
