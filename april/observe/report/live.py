@@ -20,6 +20,11 @@ REFRESH_HZ = 4
 Bar = partial(ProgressBar, complete_style="cyan", finished_style="green")
 
 
+def plain_console(width: int | None = None) -> Console:
+    """A console that prints texts as they are: names of runs, peers and options may look like its markup."""
+    return Console(width=width, markup=False, emoji=False)
+
+
 class LiveView:
     """A context manager; `update` shows a broker status, `step` a trained step, `note` one line of text.
 
@@ -27,7 +32,7 @@ class LiveView:
     printed as lines, and `update` only stores the partials and the ETA for the next step's line."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console()
+        self.console = console or plain_console()
         self.on_terminal = self.console.is_terminal and not self.console.is_dumb_terminal
         self.status: dict = {}
         self.last_step: dict = {}

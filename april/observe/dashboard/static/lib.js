@@ -68,7 +68,8 @@ export const samplesOf = (count) => `${number(count)} ${count === 1 ? "sample" :
 export const why = ({ discarded, attempts, error }) => `${discarded.replaceAll("_", " ")}${attempts ? `, ${attempts} failed ${attempts === 1 ? "attempt" : "attempts"}` : ""}${error ? `: ${error}` : ""}`;
 /** That a sample is held out, with the set if that has a name of its own, and the weights; empty for other samples. */
 export const heldOut = ({ held_out: set, step }) => set && `held out${set === "heldout" ? "" : `, ${set}`}: weights ${step}`;
-const LABEL = 60;
+/** Characters up to which a reference answer is shown whole beside a reward. */
+export const LABEL = 60;
 /** The reference answer, cut if it is long; its whole text is shown when pointed at. */
 export const reference = (label) => h("span", { class: "reference", title: label?.length > LABEL ? label.slice(0, 2000) : null }, label ? (label.length > LABEL ? `${label.slice(0, LABEL)}…` : label) : "–");
 export const groupAddress = (run, row) => addressOf(run, "samples", [row.step, row.group]);

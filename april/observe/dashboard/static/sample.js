@@ -1,6 +1,6 @@
 // Sample view: turns of one sample with tokens coloured by a chosen figure, its history, and all its columns.
 
-import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, heldOut, note, number, reference, sampleAddress, sampleName, sampleOf, why } from "./lib.js";
+import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, heldOut, LABEL, note, number, reference, sampleAddress, sampleName, sampleOf, why } from "./lib.js";
 
 const COLOURS = {
   version: ["Version", "The policy's version that has sampled the token"],
@@ -47,7 +47,7 @@ export async function sampleView(place, { run, address, signal }) {
       h("a", { class: "button", href: addressOf(run.name, "samples", [], { prompt: await promptOf() }) }, "This prompt in other steps")),
     said,
     h("section", { class: "speech prompt" }, h("h2", {}, "Prompt", h("span", { class: "note" }, ` ${number(sample.prompt_ids?.length ?? 0)} tokens`)), h("pre", { dir: "auto", tabindex: 0 }, sample.prompt)),
-    speech, sample.label && h("section", { class: "speech prompt" }, h("h2", {}, "Reference answer"), h("pre", { dir: "auto", tabindex: 0 }, sample.label)), life(run, address, sample), await session(run, sample, signal), further(sample));
+    speech, sample.label?.length > LABEL && h("section", { class: "speech prompt" }, h("h2", {}, "Reference answer"), h("pre", { dir: "auto", tabindex: 0 }, sample.label)), life(run, address, sample), await session(run, sample, signal), further(sample));
   drawKey();
   const tokens = new Tokens(sample, versions, said);
   fill(speech, sample.pieces ? sample.turns.map((turn) => tokens.turn(turn)) : [
