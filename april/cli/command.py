@@ -143,6 +143,6 @@ def load_config(paths: Sequence[Path], overrides: list[str], **settings: Any) ->
 
 def wide_console() -> "Console":
     """Console that cuts lines at the width of a terminal, but not in output to a pipe or file."""
-    from rich.console import Console
+    from april.observe.report.live import plain_console
 
-    return Console() if sys.stdout.isatty() else Console(width=PIPED_COLUMNS)
+    return plain_console() if sys.stdout.isatty() else plain_console(PIPED_COLUMNS)

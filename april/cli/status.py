@@ -20,14 +20,13 @@ ADDRESS = (
 @command(*ADDRESS)
 def status(run: Path | None, connect: str | None, keys: Path | None) -> int:
     """Print the state of a run: its broker's, if one answers, and its folder's."""
-    from rich.console import Console
-
     from april.observe.operate import RunAddress
+    from april.observe.report.live import plain_console
     from april.observe.report.operations import render_live
     from april.wire.sockets.broker import BrokerRefused, BrokerUnreachable
 
     try:
-        Console().print(render_live(RunAddress(run, connect, keys).status()))
+        plain_console().print(render_live(RunAddress(run, connect, keys).status()))
     except (BrokerRefused, BrokerUnreachable) as error:
         if run is None:
             print(f"april status: {error}", file=sys.stderr)
@@ -91,9 +90,8 @@ def dead_letters(run: Path | None, connect: str | None, keys: Path | None, reque
 
 def print_status(run_dir: Path) -> None:
     """Print what the files of a run folder say. Raises ConfigError."""
-    from rich.console import Console
-
+    from april.observe.report.live import plain_console
     from april.observe.report.operations import render_status
     from april.observe.report.run_folder import read_run
 
-    Console().print(render_status(read_run(run_dir)))
+    plain_console().print(render_status(read_run(run_dir)))

@@ -182,7 +182,7 @@ STYLE = {
     "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
     "xtick.color": GRID, "ytick.color": GRID, "xtick.labelcolor": MUTED, "ytick.labelcolor": MUTED,
     "ytick.major.size": 0, "legend.frameon": False, "legend.labelcolor": INK, "legend.fontsize": 8.5,
-    "path.simplify": True,
+    "path.simplify": True, "text.parse_math": False,
 }  # fmt: skip
 WIDTH_IN = 5.6
 MAX_STEPS = 200

@@ -8,12 +8,15 @@ import orjson
 import pytest
 from rich.console import Console
 
+from april.cli import main
+from april.cli.command import wide_console
 from april.config import ConfigError
 from april.launch.preflight import mark_ended
 from april.observe.dashboard.report import write_report
 from april.observe.report.facts import facts, token_totals
 from april.observe.report.operations import render_status
 from april.observe.report.run_folder import read_run, records_from
+from april.simulate.sweep import Sweep, sweep_picture, write_picture
 from tests.support.synthetic_run import write_run
 
 
@@ -34,6 +37,21 @@ def answers(run_dir):
         r'<script type="application/json" id="answers">(.*?)</script>', write_report(run_dir).read_text()
     )
     return orjson.loads(carried)
+
+
+HOSTILE_NAME = r"[/] [red]x $\frac$ \frac{ :smile: $"
+
+
+def test_names_are_printed_and_drawn_as_text(tmp_path, capsys):
+    """Names that look like markup of the terminal or like formulas, which are none."""
+    run_dir = write_run(tmp_path / "demo", steps=3)
+    rewrite_summary(run_dir, run=HOSTILE_NAME, failures={HOSTILE_NAME: 3})
+    assert main(["status", str(run_dir)]) == 0
+    assert HOSTILE_NAME in capsys.readouterr().out
+    wide_console().print(HOSTILE_NAME)
+    assert HOSTILE_NAME in capsys.readouterr().out
+    sweep = Sweep(HOSTILE_NAME, HOSTILE_NAME, [])
+    assert write_picture(tmp_path / "sweep.png", lambda: sweep_picture(sweep)) == str(tmp_path / "sweep.png")
 
 
 def test_missing_folder_is_one_sentence_that_names_it(tmp_path):
