@@ -22,7 +22,7 @@ from typing import Any
 
 from april import wire
 from april.config import Config, ConfigError
-from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once
+from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once, reap
 from april.util.pulse import MAIN
 from april.wire.security.keys import load_keys
 from april.wire.sockets.base import address_at, own_address
@@ -157,7 +157,7 @@ def end(ranks: subprocess.Popen) -> None:
         ranks.wait(END_S)
     except subprocess.TimeoutExpired:
         ranks.kill()
-        ranks.wait()
+        reap(ranks)
 
 
 def join_start(broker: BrokerTalk, options: argparse.Namespace, patience_s: float) -> tuple[str, Any]:

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -239,3 +240,19 @@ def restart_delay_s(restart: int, most: int) -> float:
         return 0.0
     growing = 2.0 ** min(restart - 1, RESTART_DELAY_DOUBLINGS) - 1
     return min(LONGEST_RESTART_DELAY_S, max(growing, LONGEST_RESTART_DELAY_S * 2.0 ** (restart - most)))
+
+
+# --- killed processes -------------------------------------------------------------------------------------------------
+
+KILLED_S = 10.0
+"""Longest time to wait for a killed process (seconds)."""
+
+
+def reap(process: subprocess.Popen[Any]) -> int | None:
+    """Wait for a process that was killed; returns its exit status. One that the kernel does not end, as while a device
+    or a network disk does not answer, is left behind: None."""
+    try:
+        return process.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        log.warning("process %d was killed and has not ended within %g s; it is left", process.pid, KILLED_S)
+        return None

@@ -24,6 +24,8 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
+from april.util.lifetime import reap
+
 # --- frames on the pipes ----------------------------------------------------------------------------------------------
 
 
@@ -335,7 +337,7 @@ class PoolProcess:
         """Kill the process and its process group."""
         if self.inner.returncode is None:
             os.killpg(self.inner.pid, signal.SIGKILL)
-            self.inner.wait()
+            reap(self.inner)
         self.stdin.close()
         self.stdout.close()
 

@@ -6,6 +6,7 @@ only make subgroups of the default group. Imports no torch at module level, sinc
 configuration, which imports the transports.
 """
 
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Iterable
@@ -67,6 +68,10 @@ class ChannelAlive(Message):
     puts_off: bool = False
     """Whether the worker puts off loading the weights that the manifest has announced: nobody waits for it, and its
     deadlines do not run."""
+
+
+CLOSED = -1
+"""In place of a descriptor that is closed."""
 
 
 class TensorHead(msgspec.Struct, array_like=True, frozen=True):
@@ -166,6 +171,14 @@ def serve_store_at(listener: socket.socket) -> "dist.TCPStore":
     return dist.TCPStore(
         host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )
+
+
+def forget_keys(store: "dist.TCPStore", prefix: str) -> None:
+    """Delete the keys that begin with `prefix`, such as those of a channel that has ended."""
+    with contextlib.suppress(RuntimeError):  # the store ends, and its keys with it
+        for key in store.list_keys():
+            if key.startswith(prefix):
+                store.delete_key(key)
 
 
 def connect_to_store(host: str, port: int, timeout_s: float) -> "dist.TCPStore":

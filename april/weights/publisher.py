@@ -30,6 +30,7 @@ from april.weights.base import AdapterWeights, BaseWeights
 from april.weights.canary import Canary
 from april.weights.channel import (
     CHANNEL_BODIES,
+    CLOSED,
     ChannelAlive,
     ChannelFailed,
     ChannelInvite,
@@ -38,6 +39,7 @@ from april.weights.channel import (
     ChannelManifest,
     ChannelPosted,
     ChannelReady,
+    forget_keys,
     serve_store,
 )
 from april.weights.snapshot import Snapshot, buckets, checksums_in_server, joined, pack, server_buckets, unpack
@@ -273,10 +275,16 @@ class WeightPublisher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        if self._wake_writer == CLOSED:
+            return
         os.write(self._wake_writer, b"x")
         deadline = clock.now() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - clock.now()))
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
+            self._wake_writer = CLOSED
 
     # --- control thread: the only one that touches the socket ---------------------------------------------------
 
@@ -388,7 +396,8 @@ class WeightPublisher:
 
     def _send(self, channel: WeightChannel, message: wire.Message) -> None:
         self._outbox.put((channel.route, message))
-        os.write(self._wake_writer, b"x")
+        if self._wake_writer != CLOSED:
+            os.write(self._wake_writer, b"x")
 
     # --- one thread a channel: whatever blocks, blocks here ----------------------------------------------------------
 
@@ -405,6 +414,8 @@ class WeightPublisher:
         except Exception as error:  # whatever a transport raises costs its channel alone
             with self._changed:
                 self._lose(channel, str(error), fault=not isinstance(error, ChannelLost | RuntimeError | OSError))
+        finally:
+            forget_keys(self._store, f"{channel.name}/")
 
     def _meet(self, channel: WeightChannel) -> Link:
         port = self._store.port

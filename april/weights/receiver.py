@@ -30,6 +30,7 @@ from april.weights.base import BaseWeights
 from april.weights.canary import Canary
 from april.weights.channel import (
     CHANNEL_BODIES,
+    CLOSED,
     Adapter,
     ChannelAlive,
     ChannelFailed,
@@ -192,13 +193,18 @@ class WeightReceiver:
         self._closed = True
         self._wake()
         self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
+            self._wake_writer = CLOSED
 
     def _report(self, tell: Callable[..., None], *arguments: Any) -> None:
         self.reports.put((tell, arguments))
         self._wake()
 
     def _wake(self) -> None:
-        os.write(self._wake_writer, b"x")
+        if self._wake_writer != CLOSED:
+            os.write(self._wake_writer, b"x")
 
     # --- the thread -----------------------------------------------------------------------------------------
 

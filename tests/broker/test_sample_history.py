@@ -2,7 +2,16 @@
 
 from april import wire
 from april.broker.journal.snapshot import freeze
-from tests.support.broker_conversation import FakeLearner, FakeWorker, finish_evaluation, joined, training
+from april.broker.telemetry import sample_history
+from tests.support.broker_conversation import (
+    FakeLearner,
+    FakeWorker,
+    finish_evaluation,
+    joined,
+    make_batch,
+    train,
+    training,
+)
 
 
 def history(batch):
@@ -58,3 +67,20 @@ def test_spans_survive_a_kill_and_a_snapshot(talk, worker, learner):
     again.durable(1)
     talk.restart_broker()
     assert not any(talk.service.history.of_group(group).delivered_at for group in talk.ledger.groups.values())
+
+
+def test_holders_that_no_sample_names_any_more_are_forgotten(talk, worker, learner, monkeypatch):
+    """Of processes that come and go; the next one takes the place of one that is forgotten."""
+    monkeypatch.setattr(sample_history, "MOST_HOLDERS", 8)
+    history = talk.service.history
+    for number in range(20):
+        history._holder_index(f"gone-{number}")
+    train(talk, worker, learner, 0)
+    learner.durable(1)
+    assert set(history._holders) == {"", "w0-uid"}
+    before = len(history._holders)
+    history._holder_index("new")
+    assert len(history._holders) == before
+    make_batch(worker)
+    batch = learner.fetch(1)
+    assert {span.holder for group in batch[0].groups for sample in group.samples for span in sample.spans} == {"w0-uid"}

@@ -475,3 +475,27 @@ def test_a_refused_worker_says_so_and_asks_again_only_after_a_while(publisher, m
 
 def refuse_all(*arguments):
     raise OtherMachine("elsewhere")
+
+
+@impatient
+def test_a_channel_that_has_ended_leaves_no_keys_in_the_store(publisher, worker):
+    first = worker("w0")
+    publisher.publish(Version(0, 0), weights(0))
+    assert first.await_version("0.0") is not None and publisher._store.list_keys()
+    first.end()
+    wait_until(lambda: not publisher._channels and not publisher._store.list_keys())
+
+
+def test_publishers_and_receivers_leave_no_descriptor_open():
+    def open_and_close():
+        publisher = WeightPublisher(WeightsSection(), "test", "cpu")
+        receiver = WeightReceiver(WeightsSection(), "uid", "name", "cpu")
+        receiver.connect(publisher.address)
+        receiver.close()
+        publisher.close()
+
+    open_and_close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        open_and_close()
+    assert len(os.listdir("/proc/self/fd")) <= before

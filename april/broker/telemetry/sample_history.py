@@ -35,6 +35,8 @@ with its group (void), or by a cause of `LeaseEnded`."""
 SPAN = struct.Struct("<BBIddII")
 """Layout of a packed span, 30 bytes: index in `KINDS`; index in `ENDS` (0: not ended); index of the holder; begin and
 end, Unix seconds; response length at begin and at end, tokens."""
+MOST_HOLDERS = 1024
+"""Number of holders above which those that no span names any more are forgotten."""
 UNREADABLE = "unreadable"
 """Discard reason of a group whose journal records cannot be read any more."""
 
@@ -123,7 +125,7 @@ class SampleHistory:
         groups, self._holders, *logged = msgspec.msgpack.decode(frozen)
         if logged:
             self.logged_groups.thaw(*logged)
-        self._holder_indices = {holder: index for index, holder in enumerate(self._holders)}
+        self._holder_indices = {holder: index for index, holder in enumerate(self._holders) if holder}
         for group, (opened_at, delivered_at, spans, packed_forks) in groups.items():
             fork_spans = {(index, fork): packed for index, fork, packed in packed_forks}
             self._groups[group] = GroupHistory(opened_at, spans, delivered_at, fork_spans)
@@ -155,8 +157,10 @@ class SampleHistory:
 
     def _holder_index(self, holder: str) -> int:
         if holder not in self._holder_indices:
-            self._holder_indices[holder] = len(self._holders)
-            self._holders.append(holder)
+            if len(self._holder_indices) == len(self._holders):
+                self._holders.append("")
+            index = self._holders.index("")
+            self._holders[index], self._holder_indices[holder] = holder, index
         return self._holder_indices[holder]
 
     # --- events ---------------------------------------------------------------------------------------------
@@ -208,6 +212,19 @@ class SampleHistory:
         for group in self._groups.keys() - self.ledger.groups.keys():
             del self._groups[group]
         self.logged_groups.forget(event.oldest)
+        if len(self._holder_indices) > MOST_HOLDERS:
+            self._forget_holders()
+
+    def _forget_holders(self) -> None:
+        """Free the indices of holders that no span names any more; later holders get them."""
+        packed = [
+            spans
+            for history in self._groups.values()
+            for spans in (*history.spans, *(spans for spans in history.fork_spans.values()))
+        ]
+        named = {holder for spans in packed for _, _, holder, *_ in SPAN.iter_unpack(spans)}
+        self._holders = [holder if index in named else "" for index, holder in enumerate(self._holders)]
+        self._holder_indices = {holder: index for index, holder in enumerate(self._holders) if holder}
 
     def _evaluated(self, event: events.EvaluationRecorded, now: float) -> None:
         """Keep some held-out groups of each evaluation set for the sample logs, if the run wants them."""

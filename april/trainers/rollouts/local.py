@@ -13,7 +13,7 @@ from pathlib import Path
 
 from april.config import Config, ConfigError
 from april.util.errors import refuse
-from april.util.lifetime import REFUSED, SUPERVISED
+from april.util.lifetime import REFUSED, SUPERVISED, reap
 from april.wire.sockets.base import ADDRESS_FILE
 
 POLL_S = 0.05
@@ -89,5 +89,5 @@ class LocalRun:
             self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            reap(self.process)
         self._output_file.unlink()

@@ -34,6 +34,7 @@ import msgspec
 
 from april.util.errors import refuse
 from april.util.files import OPEN_FOLDER, remove_folder
+from april.util.lifetime import reap
 from april.workers.rewards.sandbox_runner import FIRST_UID, UIDS
 
 log = logging.getLogger(__name__)
@@ -334,7 +335,8 @@ def run_in(folder: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[
         end_all(process, everything=not prefix)
         exceeded_memory = group.killed
         group.remove()
-    status = process.returncode if process.returncode >= 0 else SHELL_SIGNAL - process.returncode
+    ended = -signal.SIGKILL if process.returncode is None else process.returncode
+    status = ended if ended >= 0 else SHELL_SIGNAL - ended
     exceeded = "memory" if exceeded_memory else exceeded or limit_behind(status, errors)
     return SandboxResult(status, output, errors, exceeded)
 
@@ -432,7 +434,7 @@ def end_all(process: subprocess.Popen, everything: bool) -> None:
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        reap(process)
     for stream in pipes(process):
         with contextlib.suppress(OSError):
             stream.close()

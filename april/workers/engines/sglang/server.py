@@ -190,12 +190,12 @@ class SGLangServer:
             reap(self._process)
 
     def log_tail(self) -> str:
-        """The last lines that the server has logged since its last start."""
+        """The last lines that the server has logged since its last start, without its keys."""
         log = self.settings.log
         with log.open("rb") as file:
             file.seek(self._log_start)
             lines = file.read()[-16_384:].decode(errors="replace").splitlines()[-TAIL_LINES:]
-        return f"the end of {log}:\n" + "\n".join(f"  {line}" for line in lines)
+        return f"the end of {log}:\n" + "\n".join(f"  {masked(line)}" for line in lines)
 
 
 class AttachedServer:
