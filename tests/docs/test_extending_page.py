@@ -13,9 +13,12 @@ import torch
 
 from april import config as configuration
 from april.broker.filters.filters import CompleteGroup, GroupFilters
+from april.broker.schedules.schedule import LEDGER_ATTRIBUTES
 from april.cli import main
 from april.config import Config
 from april.config.broker import WeightsSection
+from april.config.data import OWN_MAPPING
+from april.data.rows import make_row, mapped
 from april.launch.supervisor import Supervisor
 from april.learner.batch import TrainingBatch, TrainSample
 from april.learner.diagnostics import StepTotals
@@ -121,6 +124,35 @@ def test_loss_correction_step_scale_and_advantage_make_an_objective():
     loss.backward()
     weights = prepared.weights[0]
     assert logprobs.grad.tolist() == pytest.approx([weights, weights, -weights / 2, -weights / 2])
+
+
+def test_a_loss_and_an_engine_have_keys_of_their_own(files, config_file, capsys):
+    parts = [
+        "--algorithm.loss",
+        "my_tempered_loss:loss",
+        "--algorithm.tau",
+        "0.5",
+        "--engine",
+        "my_sized_engine:Engine",
+    ]
+    config = configuration.load(config_file, [*parts, "--engine.stride", "3"])
+    assert Objective(config).section.tau == 0.5 and config.engine.stride == 3
+    assert main(["check", "engine", "my_sized_engine:Engine", "--engine.stride", "3"]) == 0, capsys.readouterr().out
+
+
+def test_the_mapping_makes_a_row_and_the_command_prints(files, capsys):
+    record = {"conversations": [{"value": "1+1="}], "answers": ["3", "2"]}
+    row = make_row(mapped(record, "my_mapping:mapping"), OWN_MAPPING)
+    assert (row.prompt, row.label) == ([{"role": "user", "content": "1+1="}], "2")
+    (files / "run").mkdir()
+    (files / "run/metrics.jsonl").write_text('{"step": 4, "learner": {"tokens": 30.0, "samples": 2.0}}\n')
+    assert main(["my_command:lengths", "run", "--last", "1"]) == 0 and capsys.readouterr().out == "4 15.0\n"
+
+
+def test_the_page_names_what_a_schedule_may_use_of_the_ledger():
+    used = PAGE.partition("| `ledger.…` |")[2].partition("`deliver` refuses")[0]
+    named = {name.split(".")[0] for name in re.findall(r"`(\w+)[.(`]", used)}
+    assert named >= LEDGER_ATTRIBUTES and "| `next_batch(ledger)` |" in PAGE
 
 
 def test_the_reward_scores_a_response():
