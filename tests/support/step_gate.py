@@ -49,8 +49,11 @@ def reward(response, label, finish_reason):
 
 
 def wait_at_the_gate():
-    """Wait until the gate is open; fails if the parent process has ended."""
+    """Wait until the gate is open; fails if the parent process has ended. What is tried before the run has a folder, to
+    check its parts, passes."""
     file, run_dir, steps = os.environ[GATE].split(os.pathsep)
+    if not Path(run_dir).is_dir():
+        return
     parent = os.getppid()
     while not Path(file).exists() and len(read_records(Path(run_dir, "metrics.jsonl"))) >= int(steps):
         assert os.getppid() == parent, "the run was ended at the gate"
