@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -96,37 +97,40 @@ class FailingRun(Chaos):
     def sweep(self, calls: int, until: float, seed: int = 0) -> Sweep:
         """Let calls fail until so many have, or until that time; then finish and judge the run."""
         self.wait_for_step(3)
-        chance, tried, starts = random.Random(seed), set(), set()
+        chance, tried = random.Random(seed), set()
         while self.goes_on(calls, until):
-            found = [(*place, number) for place in self.orders.places(again=True) for number in errors_of(place[1])]
-            waiting = [call for call in found if call not in tried]
-            first = [call for call in waiting if call[2] == errors_of(call[1])[0]]
-            if call := chance.choice(first or waiting) if waiting else None:
-                tried.add(call)
-                self.fail(*call, REACHED_S)
-                continue
-            others = [place for place in self.orders.places(again=False) if place not in starts]
-            if not others:
+            kinds = ([call for call in kind if call not in tried] for kind in self.calls())
+            waiting = next(filter(None, kinds), None)
+            if waiting is None:
                 break
-            starts.add(place := chance.choice(others))
-            if not self.fail(*place, errors_of(place[1])[0], STARTED_S, kill=True):
-                self.result.not_reached.append(place)
+            tried.add(call := chance.choice(waiting))
+            if not self.fail(*call) and call[3]:
+                self.result.not_reached.append(call[:2])
         self.finish()
         history = History(self.run_dir, PROMPTS)
         self.result.lost = history.judge()
         self.result.discarded = sum(summary(self.run_dir)["tokens"]["discarded"].values())
         return self.result
 
+    def calls(self) -> Iterator[list[tuple[str, str, int, bool]]]:
+        """(role, place, error number, whether the place is of a part's start alone) of the calls that can fail so far:
+        each place at work once, then those of starts, then each place at work with its other errors."""
+        at_work, at_start = (self.orders.places(again) for again in (True, False))
+        yield [(*place, errors_of(place[1])[0], False) for place in at_work]
+        yield [(*place, errors_of(place[1])[0], True) for place in at_start]
+        yield [(*place, number, False) for place in at_work for number in errors_of(place[1])[1:]]
+
     def goes_on(self, calls: int, until: float) -> bool:
         return len(self.result.failed) < calls and time.monotonic() < until
 
-    def fail(self, role: str, place: str, number: int, reach_s: float, kill: bool = False) -> bool:
-        """Let the next call from a place fail, and see the run go on; whether the call came."""
+    def fail(self, role: str, place: str, number: int, at_start: bool) -> bool:
+        """Let the next call from a place fail, and see the run go on; whether the call came. A place of a part's start
+        alone is reached by killing the part."""
         self.orders.give(role, place, number)
-        if kill:
+        if at_start:
             self.kill_part(role)
-        reached = wait_for(lambda: self.orders.was_followed or self.has_ended, reach_s)
-        if not reached or self.orders.withdraw():
+        reached = wait_for(lambda: self.orders.was_followed or self.has_ended, STARTED_S if at_start else REACHED_S)
+        if self.orders.withdraw() or not reached:
             return False
         self.result.failed.append((role, place, number))
         fault = f"{role}: {place}: {os.strerror(number)}"
