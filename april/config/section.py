@@ -16,7 +16,7 @@ AUTO = "auto"
 """Value of a key that April chooses when a run starts."""
 NONE = "none"
 """Value of a key that is left unset, as TOML has no null."""
-UNSET = (None, "", [])
+UNSET: tuple[Any, ...] = (None, "", [])
 """Defaults of keys that are unset."""
 CONTEXT_TOKENS = 1 << 20
 """Longest prompt, and longest response, that any key admits."""
