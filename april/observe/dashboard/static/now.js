@@ -90,7 +90,7 @@ export async function nowView(place, { run, follow }) {
   function states(label, counts, ages = {}) {
     const known = STATES.filter((state) => counts[state]);
     const most = Math.max(1, ...known.map((state) => counts[state]));
-    return known.length > 0 && h("dl", { class: "states" }, h("dt", { class: "head" }, label), h("dd"), known.map((state) => [h("dt", {}, state), h("dd", {}, h("i", { vars: { "--share": `${(90 * counts[state]) / most}%` } }), number(counts[state]), ages[state] !== undefined && h("span", { class: "note" }, ` oldest ${duration(ages[state])}`))]));
+    return known.length > 0 && h("dl", { class: "states" }, h("dt", { class: "head" }, label), h("dd"), known.map((state) => [h("dt", {}, state), h("dd", {}, h("i", { vars: { "--share": `${(65 * counts[state]) / most}%` } }), number(counts[state]), ages[state] !== undefined && h("span", { class: "note" }, ` oldest ${duration(ages[state])}`))]));
   }
 
   const holders = (held) => held.length > 0 && h("div", { class: "scroll inner" }, h("table", { class: "rows fold", "aria-label": "Who holds them" },
