@@ -24,6 +24,7 @@ from april.config import Config
 from april.util import clock
 from april.util.errors import refuse
 from april.util.lifetime import PR_SET_PDEATHSIG, pass_on_niceness, reap
+from april.util.text import masked
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang.client import API_KEY, ApiKeyRefused, ServerGone, ServerRefuses, SGLangClient
 
