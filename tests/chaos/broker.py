@@ -1,5 +1,5 @@
 """The broker as the chaos tests start it: the real one, with every promise it makes written down before it leaves, on a
-machine whose clock is set to another year before every start and at every look.
+machine whose clock is set to another time before every start and at every look.
 
     python -m tests.chaos.broker CONFIG
 

@@ -11,15 +11,16 @@ import time
 
 from tests.chaos import failing_calls
 
-DAY_S = 86400.0
 TWICE, LATE = 0.1, 0.05
 LATE_S = 0.1
 
 
 def jumping_clock() -> None:
-    """Wall-clock time leaps by up to a year at every look."""
+    """Wall-clock time leaps at every look, by so much that two clocks differ by what a broker takes at most."""
+    from april.wire.limits import MAX_CLOCK_SKEW_S
+
     real = time.time
-    time.time = lambda: real() + random.uniform(-365, 365) * DAY_S
+    time.time = lambda: real() + random.uniform(-0.49, 0.49) * MAX_CLOCK_SKEW_S
 
 
 def unruly_messages() -> None:
