@@ -232,13 +232,10 @@ class SampleHistory:
         for group in self.ledger.evaluations[event.step] if self.ledger.rules.keeps_discards else ():
             by_set.setdefault(group.epoch, []).append(group)
         for number, groups in by_set.items():
-            sampled = [[sample for sample in group.samples_with_forks if sample.own_sampled_tokens] for group in groups]
-            rewards = [
-                [sample.session_sample.reward for sample in samples if sample.session_sample.reward is not None]
-                for samples in sampled
-            ]
+            rewards = [[sample.reward for sample in group.samples if sample.reward is not None] for group in groups]
             for index in chosen_groups(rewards, MOST_HELD_OUT, f"{number} {event.step}"):
-                self._log_group(groups[index], sampled[index], now)
+                sampled = [sample for sample in groups[index].samples_with_forks if sample.own_sampled_tokens]
+                self._log_group(groups[index], sampled, now)
 
     def _log_group(self, group: Group, samples: Sequence[Sample], now: float, reason: str = "", kept: int = 0) -> None:
         heads = [self._untrained_head(sample, kept) for sample in samples]
