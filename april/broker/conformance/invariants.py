@@ -60,6 +60,8 @@ class Invariants(RuleBasedStateMachine):
     def the_load_counts_the_generating_leases(self):
         if hasattr(self, "ledger"):
             assert self.ledger.leases.generating == sum(trains(lease) for lease in self.ledger.leases.values())
+            of_agents = [lease for lease in self.ledger.leases.values() if lease.agent]
+            assert self.ledger.leases.evaluating_agents == sum(lease.sample.group.evaluation for lease in of_agents)
 
     @invariant()
     def the_counters_match_the_states_of_the_samples(self):

@@ -150,8 +150,7 @@ class AgentHandler(LeaseHolderHandler):
     def _choose(self) -> Sample | None:
         """The next sample: evaluation up to its share of all sessions, then training, then evaluation beyond its
         share."""
-        held = [lease for peer in self.peers.with_role("agents") for lease in self.leases_of(peer.uid)]
-        evaluated = sum(lease.sample.group.evaluation for lease in held)
+        evaluated = self.ledger.leases.evaluating_agents
         room = sum(peer.capacity for peer in self.peers.with_role("agents"))
         queue, schedule = self.ledger.queue, self.context.schedule
         if schedule.finished(self.ledger):

@@ -19,6 +19,8 @@ class LeaseBook(dict[int, Lease]):
         """Number of leases under which samples are generated, by (worker uid, whether for evaluation)."""
         self.generating = 0
         """Number of leases under which training samples are generated."""
+        self.evaluating_agents = 0
+        """Number of leases on sessions of evaluation samples."""
         self.revoked: list[tuple[str, int]] = []
         """(holder, lease id) of each lease that the ledger itself has ended; the service tells the holders and clears
         the list."""
@@ -28,6 +30,7 @@ class LeaseBook(dict[int, Lease]):
         lease.floor = max(lease.step, lease.sample.first_step)
         self[lease.id] = lease
         insort(self.held.setdefault(lease.worker, array("Q")), lease.id)
+        self.evaluating_agents += lease.agent and lease.sample.group.evaluation
         if lease.generating:
             self.load[lease.worker, lease.sample.group.evaluation] += 1
             self.generating += not lease.sample.group.evaluation
@@ -40,6 +43,7 @@ class LeaseBook(dict[int, Lease]):
         del held[bisect_left(held, lease_id)]
         if not held:
             del self.held[lease.worker]
+        self.evaluating_agents -= lease.agent and lease.sample.group.evaluation
         if lease.agent:
             as_agent_sample(lease.sample).agent_lease = 0
         else:
