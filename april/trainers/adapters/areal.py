@@ -9,6 +9,7 @@ after which the actor writes the weights to a folder, and the adapter publishes 
 """
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -202,11 +203,16 @@ class ArealEngine(TrainerRun, InferenceEngine):
         self.close()
 
 
+MAX_CALLBACK_BYTES = 1 << 20
+"""Most bytes that are read of a callback, whose content says nothing to April."""
+
+
 class CallbackHandler(CheckedRequestHandler):
     """Answers every callback with an empty object."""
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = self.headers.get("Content-Length") or ""
+        self.rfile.read(min(int(length), MAX_CALLBACK_BYTES) if re.fullmatch("[0-9]{1,9}", length) else 0)
         self.send_response(200)
         self.send_header("Content-Length", "2")
         self.end_headers()
