@@ -25,6 +25,12 @@ LENGTHS = (7, 3, 41, 12)
 """Lengths of the sequences that are packed, in tokens."""
 TOLERANCE = 2e-3
 """Largest difference of a log-probability (nats) that rounding in float32 explains."""
+TRIED_PARAMETERS = 400_000_000
+"""Parameters up to which a model that cannot be made small is tried."""
+
+
+class NotTried(RuntimeError):
+    """A model that is too large to be tried, and that `reduced` does not make a small one of."""
 
 
 def objection(folder: Path) -> str:
@@ -36,6 +42,8 @@ def objection(folder: Path) -> str:
         policy = empty_policy(folder, 1.0)
         check_files(policy.lm, folder)
         return compared(small_model(folder, policy))
+    except NotTried:
+        return ""
     except (ModelError, PackedAttentionError) as error:
         return str(error).removeprefix(f"{folder}: ")
     except Exception as error:
@@ -95,19 +103,28 @@ def logprobs_of(policy: Policy, sequences: list[Tensor]) -> Tensor:
 def small_model(folder: Path, policy: Policy) -> PreTrainedModel:
     """A model like that of a folder, small if that is large, with random weights that make its layers matter."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if sum(parameter.numel() for parameter in policy.parameters()) <= SMALL_PARAMETERS:
+    if parameters_of(policy) <= SMALL_PARAMETERS:
         return random_model(config)
-    with suppress(Exception):
-        model = random_model(reduced(config, dimensions=True))
-        logprobs_by_transformers(model, torch.arange(3, 8))
-        return model
-    return random_model(reduced(AutoConfig.from_pretrained(folder, trust_remote_code=False), dimensions=False))
+    for dimensions in (True, False):
+        with suppress(Exception):
+            model = random_model(reduced(AutoConfig.from_pretrained(folder, trust_remote_code=False), dimensions))
+            logprobs_by_transformers(model, torch.arange(3, 8))
+            return model
+    raise NotTried(f"no small model like {folder} can be made")
+
+
+def parameters_of(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @torch.no_grad()
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     """A causal LM of this configuration in fp32 with random weights: norms and biases as well, so that leaving one out
-    shows."""
+    shows. Raises NotTried."""
+    with torch.device("meta"):
+        size = parameters_of(AutoModelForCausalLM.from_config(config))
+    if size > TRIED_PARAMETERS:
+        raise NotTried(f"{size:,} parameters are more than a trial is worth")
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for parameter in model.parameters():
