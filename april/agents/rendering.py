@@ -71,7 +71,7 @@ class Renderer:
             found = self.tokenizer.inner.parse_response(text, self.response_template, prefix=prefix)
             message["content"] = text_of(found.get("content"))
             calls = [tool_call(call) for call in found.get("tool_calls") or []]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return {"role": "assistant", "content": text}
         return message | ({"tool_calls": calls} if calls else {})
 
