@@ -60,6 +60,8 @@ n_samples_per_prompt = 8
 max_steps = 1000
 [sampling]
 max_response_tokens = 1000000
+[security]
+keys = "off"
 [worker]
 device = "cpu"
 [learner]

@@ -1,6 +1,7 @@
 """Sockets of the gateway: plain HTTP for clients on this machine, TLS for all others."""
 
 import hmac
+import logging
 import socket
 import ssl
 from dataclasses import dataclass
@@ -8,14 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from april.config import AgentSection, is_loopback
+from april.config import AgentSection, Config, is_loopback
+from april.config.section import OFF
 from april.util.errors import refuse
+from april.wire.security.keygen import make_secret_once
 from april.wire.security.web_requests import names_of
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+log = logging.getLogger(__name__)
+
 LOOPBACK, ANY_ADDRESS = "127.0.0.1", "0.0.0.0"
+ATTACH_KEY = "attach.key"
+"""File of the run folder with the attach key that April makes."""
 MIN_KEY_CHARACTERS = 32
 """Shortest attach key: 16 random bytes as `openssl rand -hex` prints them."""
 
@@ -33,7 +40,7 @@ class Addresses:
 
 
 class AttachKey:
-    """The key that authorizes a harness to take sessions; without a key file any local client may take them."""
+    """The key that authorizes a harness to take sessions; without a key file anybody may."""
 
     def __init__(self, file: Path | None):
         """Read the key from `file`; None for no key. Raises ConfigError for a file that cannot be used."""
@@ -41,6 +48,22 @@ class AttachKey:
 
     def accepts(self, shown: str) -> bool:
         return not self._secret or hmac.compare_digest(self._secret.encode(), shown.encode(errors="replace"))
+
+
+def attach_keyfile(config: Config) -> Path | None:
+    """File of the attach key: agent.attach_keyfile, or one in the run's folder, which is made here; None where nobody
+    attaches, or keys are off. Raises ConfigError."""
+    file = config.agent.attach_keyfile
+    if file or not config.agent.attach:
+        return file
+    if config.security.keys == OFF:
+        log.warning("security.keys = 'off': every user of this machine can take the sessions of agents")
+        return None
+    file = config.run_dir / ATTACH_KEY
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    make_secret_once(file)
+    log.info("a harness that takes sessions shows the key in %s", file)
+    return file
 
 
 def read_secret(file: Path) -> str:

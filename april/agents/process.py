@@ -21,7 +21,7 @@ from april.agents.forwarding import SessionForwarder
 from april.agents.gateway import Gateway, json_response, read_body
 from april.agents.host import StartProgram
 from april.agents.link import BrokerLink
-from april.agents.listening import AttachKey, listen, server_tls
+from april.agents.listening import AttachKey, attach_keyfile, listen, server_tls
 from april.agents.programs import CommandRunner, ProgramObserver, ProgramRunner
 from april.agents.rendering import Renderer
 from april.config import Config
@@ -44,8 +44,8 @@ def run_agents(config: Config, address: str, name: str) -> NoReturn:
         PROGRAMS.find(config.agent.program)
     keep_private(config.run_dir)
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
-    keys = load_keys(config.security.keys, "agents")
-    tls, attach_key = server_tls(config.agent), AttachKey(config.agent.attach_keyfile)
+    keys = load_keys(config.keys, "agents")
+    tls, attach_key = server_tls(config.agent), AttachKey(attach_keyfile(config))
     exit_at_once(asyncio.run(serve(config, address, name, keys, tls, attach_key)))
 
 

@@ -25,6 +25,8 @@ from april.broker.service import Service
 from april.broker.views.metrics import Exporter, Histogram, MetricsSnapshot
 from april.broker.views.status import RunStatus, read_status
 from april.config import Config, is_loopback
+from april.config.broker import IPC
+from april.config.section import OFF
 from april.util import clock, resources
 from april.util.files import replace_file
 from april.util.lifetime import STEP_ASIDE
@@ -33,9 +35,10 @@ from april.util.versions import RUN_FOLDER
 from april.wire import limits
 from april.wire.security.access import AccessControl
 from april.wire.security.allow_list import AllowList
+from april.wire.security.keygen import make_folder_once
 from april.wire.security.keys import ALLOW_LIST, load_keys
 from april.wire.sockets import base
-from april.wire.sockets.base import ADDRESS_FILE
+from april.wire.sockets.base import ADDRESS_FILE, is_socket_file, remove_socket_folder, socket_address
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +85,11 @@ class Server:
     def __init__(self, config: Config):
         """Raises ConfigError, JournalError or BindError."""
         raise_descriptor_limit()
-        keys = load_keys(config.security.keys, "broker")
-        allow_list = AllowList(config.security.keys / ALLOW_LIST) if config.security.keys else None
         config.run_dir.mkdir(parents=True, exist_ok=True)
+        if config.made_keys:
+            make_folder_once(config.made_keys)
+        keys = load_keys(config.keys, "broker")
+        allow_list = AllowList(config.keys / ALLOW_LIST) if config.keys else None
         new = not (config.run_dir / "config.toml").exists()
         RUN_FOLDER.claim(config.run_dir, new)
         if new:
@@ -150,15 +155,21 @@ class Server:
         self.journal.sync()
 
     def _bind(self, endpoint: str) -> None:
-        """Bind the socket. If the configuration allows any port, take that of the run's last broker, as peers reconnect
-        to it.
+        """Bind the socket. If the configuration allows any port or socket file, take that of the run's last broker, as
+        peers reconnect to it.
 
         Raises BindError.
         """
         fix = "give a free one of this machine"
         deadline = clock.now()
-        if endpoint.endswith(":*") and self.address_file.exists():
-            endpoint = endpoint[:-1] + self.address_file.read_text().rpartition(":")[2]
+        last = self.address_file.read_text() if self.address_file.exists() else ""
+        if endpoint == IPC:
+            try:
+                endpoint = socket_address(last)
+            except OSError as error:
+                raise BindError(f"key 'broker.bind' = {IPC!r} cannot be used ({error}); mend that folder") from None
+        elif endpoint.endswith(":*") and last.startswith("tcp:"):
+            endpoint = endpoint[:-1] + last.rpartition(":")[2]
             fix = f"the run's peers look for it there: free it, or remove {self.address_file} if none is left"
             deadline += BIND_S
         while True:
@@ -178,6 +189,9 @@ class Server:
         signal.signal(STEP_ASIDE, self._on_signal)
         self.write_address()
         log.info("broker of run %s at %s", self.service.config.run.name, self.address)
+        if self.config.security.keys == OFF and not is_socket_file(self.address):
+            can = "can read prompts, hand in tokens, choose weights and stop the run"
+            log.warning("security.keys = 'off': whoever reaches %s %s", self.address, can)
         over_since = None
         apply_memory_settings()
         self.service.begin(clock.now())
@@ -195,6 +209,7 @@ class Server:
             self.address_file.unlink(missing_ok=True)
         finally:
             self.close()
+        remove_socket_folder(self.address)
 
     def write_address(self) -> None:
         """Write the addresses to the run folder once the broker serves and its signal handlers are installed."""

@@ -49,6 +49,7 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
     """Submit a run and return the cluster's answer; with `dry_run` return the text of the files that would be
     submitted. Raises ConfigError."""
     from april.config import load
+    from april.config.section import AUTO
     from april.launch import preflight
     from april.launch.clusters import LAUNCHERS
     from april.launch.clusters.launcher import check_launch
@@ -56,11 +57,14 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
     from april.launch.rehearsal import STARTING_S
     from april.simulate.tune import resolve
     from april.util.files import keep_private
+    from april.wire.security.keygen import make_folder_once
+    from april.wire.security.keys import RUN_KEYS
     from april.wire.sockets.base import ADDRESS_FILE
 
     config = load(files, overrides, inputs=())
     kind: type[Launcher] = LAUNCHERS.find(config.launch.on)
-    check_launch(config, kind.on_network)
+    makes_keys = config.security.keys == AUTO and kind.sees_files
+    check_launch(config, kind.on_network and not makes_keys)
     if dry_run:
         shown = launcher_of(config.without_secrets(), kind)
         return "\n".join(f"# --- {name}\n{text}" for name, text in shown.files().items())
@@ -73,6 +77,9 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
     keep_private(config.run_dir)
     if not resume:
         config = preflight.make_run_folder(config, ask_store=kind.sees_files)
+    if makes_keys and (kind.on_network or config.made_keys):
+        config = config.with_keys(config.run_dir / RUN_KEYS)
+        make_folder_once(config.run_dir / RUN_KEYS)
     launcher = launcher_of(config, kind)
     launcher.layout.config_file.write_text(config.to_toml())
     (config.run_dir / ADDRESS_FILE).unlink(missing_ok=True)

@@ -47,9 +47,9 @@ def agents(config: list[Path], connect: str, name: str, overrides: list[str]) ->
 def joining(files: list[Path], connect: str, overrides: list[str]) -> tuple["Config", str]:
     """The configuration and the broker's address for a process that joins a run; this process ends with its parent from
     then on. Raises ConfigError."""
-    from april.config import check_address
+    from april.config import check_address, with_run_keys
     from april.util.lifetime import die_with_parent
 
     die_with_parent()
     config = load_config(files, overrides, inputs=["model"], own_parts=["worker.engine", "weights.transport"])
-    return config, check_address(connect)
+    return with_run_keys(config, check_address(connect)), connect

@@ -3,7 +3,7 @@
 `load(path, overrides)` returns a validated `Config`, or raises a `ConfigError`, one sentence with key, value and fix.
 """
 
-from april.config.addresses import check_address, is_loopback
+from april.config.addresses import check_address, is_loopback, with_run_keys
 from april.config.broker import BrokerSection, WeightsSection
 from april.config.data import DataSection, SourceSection
 from april.config.learner import LearnerSection
@@ -32,4 +32,5 @@ __all__ = [
     "is_loopback",
     "known_keys",
     "load",
+    "with_run_keys",
 ]

@@ -4,41 +4,49 @@ import ipaddress
 import re
 from pathlib import Path
 
+from april.config.broker import IPC
 from april.config.section import AUTO
 from april.config.sections import Config
 from april.config.workers import AgentSection
 from april.util.errors import refuse
+from april.wire.security.keys import RUN_KEYS
 
 LARGEST_PORT = 65535
 
 
 def check_addresses(config: Config) -> None:
     """Refuse malformed addresses, and addresses beyond loopback without keys."""
-    port = re.fullmatch(r"tcp://[^:/\s]+:(\*|\d+)", config.broker.bind)
-    if not port or (port[1] != "*" and not 0 < int(port[1]) <= LARGEST_PORT):
-        refuse("broker.bind", config.broker.bind, "is no address", "use tcp://INTERFACE:PORT, * for a free port")
-    hosts = {"broker.bind": config.broker.bind[len("tcp://") : -len(port[1]) - 1], "weights.host": config.weights.host}
-    for key, host in hosts.items():
-        if config.security.keys is None and host != AUTO and not is_loopback(host):
-            value = config.broker.bind if key == "broker.bind" else host
+    bind, keys = config.broker.bind, config.security.keys
+    port = re.fullmatch(r"tcp://([^:/\s]+):(\*|\d+)", bind)
+    if bind != IPC and (not port or (port[2] != "*" and not 0 < int(port[2]) <= LARGEST_PORT)):
+        refuse("broker.bind", bind, "is no address", "use ipc, or tcp://INTERFACE:PORT, * for a free port")
+    for key, value, host in (
+        ("broker.bind", bind, port[1] if port else AUTO),
+        ("weights.host", config.weights.host, config.weights.host),
+    ):
+        if config.keys is None and host != AUTO and not is_loopback(host):
             refuse(
                 key,
                 value,
-                "would let anybody on the network in",
-                "make keys with `april keygen KEYS` and set security.keys = 'KEYS', or keep to 127.0.0.1",
+                "would let anybody on the network in without keys",
+                "leave security.keys out and give broker.bind a tcp:// address, so that the run makes keys, name a "
+                "folder of `april keygen` as security.keys, or keep to 127.0.0.1",
             )
-    if config.security.keys is not None and not config.security.keys.exists():
-        refuse(
-            "security.keys",
-            config.security.keys,
-            "does not exist",
-            f"make it with `april keygen {config.security.keys}`",
-        )
+    if isinstance(keys, Path) and not keys.exists():
+        refuse("security.keys", keys, "does not exist", f"make it with `april keygen {keys}`, or leave it out")
     port = re.fullmatch(r"[^:/\s]+:(\d+)", config.operations.http)
     if config.operations.http != "none" and not (port and int(port[1]) <= LARGEST_PORT):
         refuse(
             "operations.http", config.operations.http, "is no address", "use HOST:PORT, port 0 for a free one, or none"
         )
+
+
+def with_run_keys(config: Config, connect: str) -> Config:
+    """The configuration of a part that joins a run, with the keys that the run has made in its folder. `connect`: the
+    broker's address, or that folder."""
+    run_dir = config.run_dir if "://" in connect else Path(connect)
+    has_keys = connect.startswith("tcp://") or (run_dir / RUN_KEYS).exists()
+    return config.with_keys(run_dir / RUN_KEYS) if has_keys and config.security.keys == AUTO else config
 
 
 def check_listening(agent: AgentSection) -> None:
@@ -116,8 +124,8 @@ def check_checkpoint_store(url: str) -> None:
 
 
 def check_address(address: str) -> str:
-    """Return `address` if it is tcp://HOST:PORT or a run folder on this machine. Raises ConfigError."""
-    if (Path(address) / "config.toml").is_file():
+    """Return `address` if it is tcp://HOST:PORT, ipc://PATH or a run folder on this machine. Raises ConfigError."""
+    if (Path(address) / "config.toml").is_file() or address.startswith("ipc:///"):
         return address
     found = re.fullmatch(r"tcp://[^:/\s]+:(\d+)", address)
     if not found or not 0 < int(found[1]) <= LARGEST_PORT:

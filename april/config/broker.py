@@ -8,12 +8,15 @@ from pydantic import Field
 from april.config.section import AUTO, Section
 from april.util.registry import registry_of
 
+IPC = "ipc"
+"""Value of `broker.bind` for a Unix socket in a folder that only this user can enter."""
+
 
 class BrokerSection(Section):
     bind: str = Field(
-        "tcp://127.0.0.1:*",
-        description="ZeroMQ endpoint that the broker listens on, as tcp://INTERFACE:PORT; * picks a free port. "
-        "Beyond loopback security.keys are needed.",
+        IPC,
+        description="Endpoint that the broker listens on: ipc, a Unix socket that only this user's processes on this "
+        "machine reach; or tcp://INTERFACE:PORT, * for a free port, where peers need keys (security.keys).",
     )
     lease_s: float = Field(
         60.0,
@@ -149,10 +152,11 @@ class WeightsSection(Section):
 
 
 class SecuritySection(Section):
-    keys: Path | None = Field(
-        None,
+    keys: Path | Literal["auto", "off"] = Field(
+        AUTO,
         description="Folder written by `april keygen`, or one part's key file: peers are authenticated and messages "
-        "encrypted, which leaves two thirds of the broker's throughput. Unset: no encryption, loopback only.",
+        "encrypted, which leaves two thirds of the broker's throughput. auto: made in the run's folder if the broker "
+        "listens on TCP. off: whoever reaches its port, on loopback every user of the machine, takes part in the run.",
     )
     max_sessions: int = Field(
         4096,

@@ -12,7 +12,7 @@ class LaunchSection(Section):
     on: str = Field(
         "local",
         description="Cluster that `april launch` starts the parts of a run on: local, ssh, slurm, kubernetes, helm, "
-        "ray, or yours as package.module:Class. Several machines need security.keys.",
+        "ray, or yours as package.module:Class. kubernetes and helm need a folder of security.keys.",
     )
     hosts: list[str] = Field(
         [], description="For ssh: machines, the first of which gets the broker and the first learner ranks."

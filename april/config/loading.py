@@ -358,6 +358,8 @@ def make_paths_absolute(tree: Any, folder: Path, model: type[Section] = Config) 
                 make_paths_absolute(part, folder, inner)
         elif isinstance(value, list) and Path in kinds:
             tree[name] = [absolute_path(item, folder) if isinstance(item, str) else item for item in value]
+        elif any(value in get_args(kind) for kind in kinds if get_origin(kind) is Literal):
+            continue
         elif isinstance(value, str) and (Path in kinds or (NAME_OR_FILE in field.metadata and Path(value).suffix)):
             tree[name] = absolute_path(value, folder)
 

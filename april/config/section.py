@@ -5,19 +5,21 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Final, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
 from april.util.errors import ConfigError, refuse
 from april.util.registry import REGISTRIES, registry_of
 
-AUTO = "auto"
+AUTO: Final = "auto"
 """Value of a key that April chooses when a run starts."""
 NONE = "none"
 """Value of a key that is left unset, as TOML has no null."""
 UNSET: tuple[Any, ...] = (None, "", [])
 """Defaults of keys that are unset."""
+OFF: Final = "off"
+"""Value of a key that turns off what April would do without it."""
 CONTEXT_TOKENS = 1 << 20
 """Longest prompt, and longest response, that any key admits."""
 NAME_OR_FILE = "a name, or a file where it has an ending"

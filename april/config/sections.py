@@ -8,13 +8,13 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from april.config.broker import BrokerSection, OperationsSection, SecuritySection, WeightsSection
+from april.config.broker import IPC, BrokerSection, OperationsSection, SecuritySection, WeightsSection
 from april.config.clusters import DevicesSection, LaunchSection
 from april.config.data import DataSection, EvaluationSection, EvaluationSet, SourceSection, evaluation_sets
 from april.config.learner import LearnerSection, SamplesSection
 from april.config.presets import fill_preset
 from april.config.schedule import SamplingSection, ScheduleSection
-from april.config.section import Section
+from april.config.section import AUTO, Section
 from april.config.training import AlgorithmSection, CriticSection, LoraSection
 from april.config.workers import (
     AgentSection,
@@ -27,6 +27,7 @@ from april.config.workers import (
 from april.util.files import read_whole, retried
 from april.util.registry import registry_of
 from april.util.text import masked
+from april.wire.security.keys import RUN_KEYS
 
 NAME_BYTES = 200
 """Longest name of a run folder in bytes: a file system takes 255, and a taken name gets a number appended."""
@@ -127,6 +128,20 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         return self.run.dir / self.run.name
+
+    @property
+    def keys(self) -> Path | None:
+        """Folder of the run's keys, or a part's key file; None where peers need none."""
+        return self.security.keys if isinstance(self.security.keys, Path) else self.made_keys
+
+    @property
+    def made_keys(self) -> Path | None:
+        """Folder with the keys that April makes for the run; None where it makes none."""
+        folder = self.run_dir / RUN_KEYS
+        return folder if self.security.keys == AUTO and (self.broker.bind != IPC or folder.exists()) else None
+
+    def with_keys(self, folder: Path) -> "Config":
+        return self.model_copy(update={"security": self.security.model_copy(update={"keys": folder})})
 
     @property
     def exported_policy(self) -> Path:

@@ -110,7 +110,7 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     for source in config.sources:
         run_check(check_source, source)
     readable = not found.errors
-    run_check(check_keys, config.security.keys, unused_roles(config))
+    run_check(check_keys, None if config.made_keys else config.keys, unused_roles(config))
     run_check(check_engine, config)
     installed = run_check(lambda: ENGINES.find(config.worker.engine).installed(config))
     if not config.is_shipped("worker.engine") and installed is not None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from april.broker.filters.filters import zero_spread
 from april.broker.plan import advice, describe_plan
 from april.config import Config, ConfigError, SourceSection
+from april.config.broker import IPC
 from april.config.checks import needs_values
 from april.data.dataset import verifier_of
 from april.launch.check import LABEL_WIDTH
@@ -115,7 +116,7 @@ def describe_ports(config: Config) -> str:
     free."""
     servers = f"{config.engine.port} and up" if config.engine.port else ""
     opened = {
-        "broker": config.broker.bind.removeprefix("tcp://"),
+        "broker": "" if config.broker.bind == IPC else config.broker.bind.removeprefix("tcp://"),
         "metrics": config.operations.http,
         "agents": config.agent.listen if config.agents else "",
         "servers": servers,

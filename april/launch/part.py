@@ -87,7 +87,7 @@ def supervise_part(
     sections = {"broker": config.broker, "learner": config.learner, "scorer": config.scorer, "agents": config.agent}
     limits: Any = sections.get(role, config.worker)
     max_restarts = limits.max_restarts if restarts is None else restarts
-    run_dir = Path(connect) if connect and not connect.startswith("tcp://") else None
+    run_dir = Path(connect) if connect and "://" not in connect else None
     supervisor = PartSupervisor(
         name or role,
         command_of(role, config, arguments, connect, name, learner_node),

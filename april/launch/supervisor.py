@@ -38,8 +38,9 @@ from april.util.logs import last_error
 from april.util.text import counted
 from april.util.versions import RUN_FOLDER
 from april.wire.limits import clip
+from april.wire.security.keygen import make_folder_once
 from april.wire.security.keys import load_keys
-from april.wire.sockets.base import ADDRESS_FILE
+from april.wire.sockets.base import ADDRESS_FILE, remove_socket_folder
 from april.wire.sockets.broker import BrokerConnection, BrokerUnreachable
 
 POLL_MS = 200
@@ -196,6 +197,8 @@ class Supervisor:
         """Workers, scorers and agents processes."""
         self._started: list[Part] = []
         self.connection: BrokerConnection | None = None
+        self._address = ""
+        """The broker's address; "" until it listens."""
         self.stop_by: float | None = None
         self._stop_s = config.learner.load_s + STOP_S
         self._next_stop_request_s = 0.0
@@ -212,6 +215,8 @@ class Supervisor:
 
     def run(self) -> str:
         self.logs.mkdir(parents=True, exist_ok=True)
+        if self.config.made_keys:
+            make_folder_once(self.config.made_keys)
         config_path = self.run_dir / "config.toml"
         RUN_FOLDER.claim(self.run_dir, new=not config_path.exists())
         replace_file(config_path, self.config.to_toml().encode())
@@ -233,12 +238,14 @@ class Supervisor:
             address = self._wait_for_broker()
             if address is None:
                 return "stopped"
+            self._address = address
             self.start_up.note_once(f"the broker listens at {address}")
             self.connection = self._connection(address)
             return self._watch()
         finally:
             for part in reversed(self._started):
                 part.kill()
+            remove_socket_folder(self._address)
             if self.connection:
                 self.connection.close()
             for number, handler in previous.items():
@@ -304,7 +311,7 @@ class Supervisor:
         return address_file.read_text()
 
     def _connection(self, address: str) -> BrokerConnection:
-        keys = load_keys(self.config.security.keys, "monitor")
+        keys = load_keys(self.config.keys, "monitor")
         return BrokerConnection(address, "monitor", "april run", uuid.uuid4().hex, self.config.broker.patience_s, keys)
 
     # --- watching -------------------------------------------------------------------------------------------
@@ -339,7 +346,8 @@ class Supervisor:
         if part.status in (None, 0):
             return
         ended = f"{part.name} ended with status {part.status}"
-        if part.status in FATAL_STATUSES:
+        may_pass = part.status == REFUSED and part.had_predecessor and not part.was_heard
+        if part.status in FATAL_STATUSES and not may_pass:
             self._fail(part, f"{ended}: it {FATAL_STATUSES[part.status]}")
         if part.status == STEPPED_ASIDE:
             part.restart_at = clock.now()

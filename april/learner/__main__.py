@@ -75,8 +75,7 @@ def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
     add_import_folders()
     config = configuration.load(options.config, overrides, inputs=["model"], own_parts=LEARNER_PARTS)
     add_import_folders(*config.run.parts)
-    configuration.check_address(options.connect)
-    return config, options.connect
+    return configuration.with_run_keys(config, configuration.check_address(options.connect)), options.connect
 
 
 def main(arguments: list[str]) -> int:
@@ -142,9 +141,9 @@ def train(config: configuration.Config, address: str) -> None:
     if rank == 0:
         MAIN.at("loading the model", takes_long=True)
         LoopWatch(config.learner.hung_s, config.learner.load_s).start()
-        keys = config.security.keys
+        keys = config.keys
         address = address_at(address, config.broker.patience_s)
-        publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys)
+        publisher = WeightPublisher(weights_towards(config, address), config.run.name, device.type, keys, address)
         source = BrokerSource(
             address, publisher.address, config.broker.patience_s, load_keys(keys, "learner"),
             keeps_samples=partial(keeps_samples, config.samples),

@@ -23,9 +23,11 @@ from typing import Any
 from april import wire
 from april.config import Config, ConfigError
 from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once, reap
+from april.util.errors import refuse
+from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once
 from april.util.pulse import MAIN
 from april.wire.security.keys import load_keys
-from april.wire.sockets.base import address_at, own_address
+from april.wire.sockets.base import address_at, is_socket_file, own_address, route_to
 from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
 
 PORT_OFFSET = 1
@@ -76,7 +78,7 @@ class BrokerTalk(threading.Thread):
     def __init__(self, config: Config, connect: str, node: int):
         """Raises BrokerUnreachable, AccessDenied and ConfigError."""
         super().__init__(name="broker-talk", daemon=True)
-        patience_s, keys = config.broker.patience_s, load_keys(config.security.keys, "learner")
+        patience_s, keys = config.broker.patience_s, load_keys(config.keys, "learner")
         address = address_at(connect, patience_s)
         self.connection = BrokerConnection(address, "node", f"node-{node}", uuid.uuid4().hex, patience_s, keys)
         self.connection.hello(lease_ids=[])
@@ -105,8 +107,14 @@ class BrokerTalk(threading.Thread):
 
 def store_address(config: Config, broker: str) -> str:
     """HOST:PORT for a store on this machine, on its interface towards the broker."""
-    host, _, port = broker.removeprefix("tcp://").rpartition(":")
-    return f"{own_address(host, int(port))}:{config.launch.port + PORT_OFFSET}"
+    if is_socket_file(broker):
+        refuse(
+            "broker.bind",
+            config.broker.bind,
+            "is for one machine, and the learner has several",
+            "give the broker's as tcp://INTERFACE:PORT",
+        )
+    return f"{own_address(*route_to(broker))}:{config.launch.port + PORT_OFFSET}"
 
 
 def serve_store(address: str, broker: BrokerTalk, options: argparse.Namespace) -> Any:

@@ -13,7 +13,8 @@ from april.broker import recovery
 from april.broker.handlers.monitors import DEAD_LETTERS_FILE
 from april.broker.journal.files import journal_folder
 from april.config import ConfigError, check_address, load
-from april.wire.security.keys import load_keys
+from april.config.section import AUTO, OFF
+from april.wire.security.keys import RUN_KEYS, load_keys
 from april.wire.sockets.base import ADDRESS_FILE
 from april.wire.sockets.broker import BrokerConnection, BrokerRefused, BrokerUnreachable
 
@@ -92,8 +93,11 @@ class RunAddress:
             )
 
     def _keys(self) -> Path | None:
-        keys = self.keys or self._config().get("security", {}).get("keys")
-        return Path(keys) if keys else None
+        keys = self.keys or self._config().get("security", {}).get("keys", AUTO)
+        if keys != AUTO:
+            return Path(keys) if keys != OFF else None
+        made = self.run_dir / RUN_KEYS if self.run_dir else None
+        return made if made and made.exists() else None
 
     def _config(self) -> dict[str, Any]:
         """Content of the run folder's config.toml; empty if only an address is given."""

@@ -49,7 +49,7 @@ from april.wire.message import Version
 from april.wire.security.access import AccessControl, Audit
 from april.wire.security.allow_list import AllowList, KeyOwner
 from april.wire.security.keys import ALLOW_LIST, load_keys
-from april.wire.sockets.base import own_address
+from april.wire.sockets.base import is_socket_file, own_address, route_to, socket_beside
 
 log = logging.getLogger(__name__)
 
@@ -112,14 +112,13 @@ def weights_towards(config: Config, broker: str) -> WeightsSection:
         weights = weights.model_copy(update={"backend": "gloo"})
     if weights.host != AUTO:
         return weights
-    host, _, port = broker.removeprefix("tcp://").rpartition(":")
-    own = own_address(host, int(port))
-    if config.security.keys is None and not is_loopback(own):
+    own = own_address(*route_to(broker))
+    if config.keys is None and not is_loopback(own):
         refuse(
             "weights.host",
             "auto",
             f"leads to {own} on the network, where anybody could come in",
-            "make keys with `april keygen KEYS` and set security.keys = 'KEYS'",
+            "leave out security.keys, or make keys with `april keygen KEYS` and set security.keys = 'KEYS'",
         )
     return weights.model_copy(update={"host": own})
 
@@ -127,8 +126,9 @@ def weights_towards(config: Config, broker: str) -> WeightsSection:
 class WeightPublisher:
     """Publishes weights from learner rank 0; workers ask for channels at `address`."""
 
-    def __init__(self, config: WeightsSection, run: str, device: str, keys: Path | None = None):
-        """`device`: cpu | cuda. `keys`: folder with the learner's key and the allow-list. Raises ConfigError."""
+    def __init__(self, config: WeightsSection, run: str, device: str, keys: Path | None = None, broker: str = ""):
+        """`device`: cpu | cuda. `keys`: folder with the learner's key and the allow-list. `broker`: address of the
+        broker; where that is a Unix socket, this one is beside it. Raises ConfigError."""
         own = load_keys(keys, "learner")
         allow_list = AllowList(keys / ALLOW_LIST) if keys else None
         self.config = config if config.host != AUTO else config.model_copy(update={"host": LOOPBACK})
@@ -161,8 +161,8 @@ class WeightPublisher:
         self._access = AccessControl(self._context, own, allow_list) if own and allow_list else None
         if self._access:
             self._access.guard(self._socket)
-        port = self._socket.bind_to_random_port(f"tcp://{self.config.host}")
-        self.address = f"tcp://{self.config.host}:{port}"
+        self._socket.bind(socket_beside(broker, "weights") if is_socket_file(broker) else f"tcp://{self.config.host}:*")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._audit = Audit()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe()

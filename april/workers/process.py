@@ -50,7 +50,7 @@ def run_worker(config: Config, address: str, name: str) -> NoReturn:
     device = device_of(config)
     if config.reward.where == "worker":
         check_isolation(config.reward.code_isolation)
-    keys = load_keys(config.security.keys, "worker")
+    keys = load_keys(config.keys, "worker")
     turns = WorkerTimeSharing(config, device)
     try:
         turns.wait()
@@ -89,7 +89,7 @@ def run_scorer(config: Config, address: str, name: str) -> NoReturn:
     keep_private(config.run_dir)
     log_to_stderr(name, config.operations.log_format, run=config.run.name, worker=name)
     check_isolation(config.reward.code_isolation)
-    keys = load_keys(config.security.keys, "scorer")
+    keys = load_keys(config.keys, "scorer")
     log.info("connecting to %s", address)
     connection = BrokerConnection(address, "scorer", name, new_uid(name), config.broker.patience_s, keys)
     scorer, status = Scorer(config, connection), 0

@@ -90,7 +90,7 @@ model = {{ path = "{policy}" }}
 data = {{ path = "{folder}/prompts.jsonl", max_prompt_tokens = {prompt_tokens} }}
 sampling = {{ max_response_tokens = {response_tokens} }}
 learner = {{ ranks = 1 }}
-{f'security = {{ keys = "{keys}" }}' if keys else ""}
+security = {{ keys = "{keys or "off"}" }}
 {schedule}
 """)
     return path
@@ -103,7 +103,8 @@ class Broker:
         self.run_dir = config.parent / "runs" / "broker"
         self.log_path = config.parent / "broker.log"
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen([*APRIL, "broker", str(config)], stderr=log, stdout=log, env=ENVIRONMENT)
+            command = [*APRIL, "broker", str(config), "--broker.bind", "tcp://127.0.0.1:*"]
+            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=ENVIRONMENT)
         self.pid = self.process.pid
 
     def address(self, timeout_s: float = 60.0) -> str:

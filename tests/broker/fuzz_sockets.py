@@ -30,9 +30,8 @@ def renamed(config, name):
 def fuzz_sockets(config, messages, folder, seed=0):
     """Send `messages` attacks over a socket; returns the number of refusals by cause."""
     keygen.make_folder(folder / "keys")
-    secured = renamed(config, "live").model_copy(
-        update={"security": config.security.model_copy(update={"keys": folder / "keys"})}
-    )
+    on_tcp = {"broker": config.broker.model_copy(update={"bind": "tcp://127.0.0.1:*"})}
+    secured = renamed(config, "live").with_keys(folder / "keys").model_copy(update=on_tcp)
     chance = random.Random(seed)
     attacker = Attacker(Arena(renamed(config, "material"), chance), chance)
     with serving(secured) as server:

@@ -218,7 +218,8 @@ def open_files(job):
 @pytest.fixture
 def many_files(config_file):
     text = config_file.read_text().replace("max_response_tokens = 24", "max_response_tokens = 100")
-    config_file.write_text(text + "broker = { journal_file_records = 100 }\n")
+    broker = 'broker = { bind = "tcp://127.0.0.1:*", journal_file_records = 100 }'
+    config_file.write_text(f'{text}{broker}\nsecurity = {{ keys = "off" }}\n')
 
 
 def test_idle_connections_may_take_every_descriptor_without_loss(many_files, broker, join):

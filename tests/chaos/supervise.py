@@ -75,7 +75,7 @@ class ChaosSupervisor(supervisor.Supervisor):
 
 
 def main(path: str, overrides: list[str]) -> int:
-    config = load(path, overrides)
+    config = load(path, ["--broker.bind", "tcp://127.0.0.1:*", "--security.keys", "off", *overrides])
     try:
         state = ChaosSupervisor(config, Console()).run()
     except supervisor.RunFailed as error:

@@ -38,7 +38,7 @@ def test_configurations_that_cannot_share_are_refused_with_a_sentence(config_fil
 
 def test_sharing_is_refused_for_a_launched_run(config_file):
     with pytest.raises(ConfigError, match=r"'devices\.share' = true is for `april run`"):
-        check_launch(load(config_file, SHARED), on_network=False)
+        check_launch(load(config_file, SHARED), needs_keys=False)
 
 
 def test_the_server_gets_the_memory_that_the_learner_does_not_need(config_file):

@@ -114,7 +114,7 @@ def test_every_combination_resolves_and_says_what_it_needs(combination):
     assert "1 broker, 4 workers, 4 learner ranks, 16 verifiers" in text
     assert "8 accelerators: 4 for workers, 4 for the learner" in text
     assert "channels   4: learner rank 0 to each worker over nccl" in text
-    assert "ports      broker 127.0.0.1:*" in text
+    assert "ports      metrics 127.0.0.1:0" in text
     assert "rewarded by deepscaler" in text and f"staleness at most {config.schedule.max_staleness}" in text
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from april.agents.listening import ATTACH_KEY
 from april.observe.report.samples import read_step
 from tests.support.agent_programs import AGENT
 from tests.support.certificates import make_attach_key, make_certificate
@@ -155,6 +156,7 @@ def test_a_harness_speaks_with_any_of_two_processes(start_run, run_dir):
     )  # fmt: skip
 
     def call(method, place, path, key="", body=None):
+        key = key or (run_dir / ATTACH_KEY).read_text().strip()
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"{bases(run_dir, place)[-1]}{path}", data, {"Authorization": f"Bearer {key}"}, method=method

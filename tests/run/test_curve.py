@@ -10,10 +10,12 @@ import zmq
 from april import wire
 from april.config import ConfigError
 from april.wire.security import keygen
-from april.wire.security.keys import ALLOW_LIST, load_keys
+from april.wire.security.keys import ALLOW_LIST, RUN_KEYS, load_keys
 from april.wire.sockets import base
 from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
 from tests.support.run_processes import APRIL, steps_recorded, wait_until
+
+TCP = ("--broker.bind", "tcp://127.0.0.1:*")
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def keys(tmp_path):
 
 @pytest.fixture
 def broker(start_broker, keys):
-    return start_broker("--security.keys", str(keys))
+    return start_broker("--security.keys", str(keys), *TCP)
 
 
 @pytest.fixture
@@ -45,12 +47,14 @@ def ask_status(connection):
     return orjson.loads(connection.request(wire.StatusRequest(), 60.0).arrays[0].tobytes())
 
 
-def test_a_run_with_keys_on_all_its_sockets_comes_to_its_end(finish_run, run_dir, keys):
-    job, summary = finish_run("--security.keys", str(keys), "--learner.ranks", "1")
+def test_a_run_that_listens_on_tcp_makes_keys_for_all_its_sockets_and_comes_to_its_end(finish_run, run_dir):
+    job, summary = finish_run(*TCP, "--learner.ranks", "1")
     assert summary["steps"] == 3
     assert "handshake" not in (run_dir / "logs/broker.log").read_text()
+    keys = run_dir / RUN_KEYS
     secrets = [load_keys(keys, role).secret for role in ("broker", "worker", "learner", "monitor")]
-    written = b"".join(path.read_bytes() for path in run_dir.rglob("*") if path.is_file()) + job.output.encode()
+    files = [path for path in run_dir.rglob("*") if path.is_file() and path.parent != keys]
+    written = b"".join(path.read_bytes() for path in files) + job.output.encode()
     assert not [secret for secret in secrets if secret.encode() in written], "no secret in a log"
 
 

@@ -91,9 +91,9 @@ def shell_command(*parts: str | Path) -> str:
     return shlex.join(map(str, parts))
 
 
-def check_launch(config: Config, on_network: bool) -> None:
-    """Raises ConfigError for a configuration that cannot be launched. `on_network`: the parts run on several
-    machines."""
+def check_launch(config: Config, needs_keys: bool) -> None:
+    """Raises ConfigError for a configuration that cannot be launched. `needs_keys`: the parts run on several machines,
+    and the run's folder cannot be written here, so that its keys have to be made before."""
     launch, ranks = config.launch, config.learner.ranks
     if config.devices.share:
         refuse(
@@ -109,11 +109,11 @@ def check_launch(config: Config, on_network: bool) -> None:
             f"does not divide learner.ranks = {ranks}",
             "every machine gets as many ranks: change one of them",
         )
-    if on_network and config.security.keys is None:
+    if needs_keys and not isinstance(config.security.keys, Path):
         refuse(
             "security.keys",
-            None,
-            "is not set, and on several machines the broker listens on the network",
+            config.security.keys,
+            "names no keys, and on several machines the broker listens on the network",
             "make keys with `april keygen KEYS` and set security.keys = 'KEYS'",
         )
 

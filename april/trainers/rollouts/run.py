@@ -305,7 +305,8 @@ def connect(
 
     `checkpoint`: policy step of the trainer's weights, 0 for those of `model.path`; that of a saved checkpoint is
     `batch.checkpoint`. `run`: "local" starts broker and workers here and resumes an existing run folder;
-    tcp://HOST:PORT connects to a running broker. `overrides`: configuration keys, such as {"schedule.max_steps": 8}.
+    tcp://HOST:PORT, or a run folder, connects to a running broker. `overrides`: configuration keys, such as
+    {"schedule.max_steps": 8}.
 
     Under torchrun every rank calls it, after the default process group exists. Raises ConfigError, BrokerUnreachable,
     BrokerRefused (if batches after the checkpoint are no longer kept), and LocalRunFailed.
@@ -321,9 +322,10 @@ def connect(
     local = LocalRun(loaded, paths, flags) if run == LOCAL else None
     try:
         address = local.address() if local else address_at(configuration.check_address(run), loaded.broker.patience_s)
-        keys = loaded.security.keys
+        loaded = configuration.with_run_keys(loaded, address if local else run)
+        keys = loaded.keys
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        publisher = WeightPublisher(weights_towards(loaded, address), loaded.run.name, device, keys)
+        publisher = WeightPublisher(weights_towards(loaded, address), loaded.run.name, device, keys, address)
         stored = loaded.samples.every and loaded.run_dir.is_dir()
         keeps = partial(keeps_samples, loaded.samples) if stored else None
         source = MonitoredSource(

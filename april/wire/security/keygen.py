@@ -1,7 +1,10 @@
-"""Implements `april keygen`: makes a folder with the broker's keys, its peers' keys and the allow-list."""
+"""Makes keys: a folder with the broker's key, its peers' keys and the allow-list, as `april keygen` and each run whose
+broker listens on TCP do, and secrets of HTTP servers."""
 
 import os
 import re
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
@@ -25,6 +28,24 @@ def make_folder(folder: Path) -> list[Path]:
     write_new(folder / ALLOW_LIST, "# key, role, name of every peer that the broker and the learner let in\n")
     paths.append(folder / ALLOW_LIST)
     return paths + [add_peer(folder, role, role) for role in ROLES]
+
+
+def make_folder_once(folder: Path) -> None:
+    """Make a folder of keys, unless it is there; others find it complete or not at all. Raises ConfigError."""
+    if not folder.exists():
+        draft = folder.with_name(f".{folder.name}-{os.getpid()}")
+        make_folder(draft)
+        draft.rename(folder)
+
+
+def make_secret_once(path: Path) -> None:
+    """Make a file with a random text that nobody else can guess, unless it is there. Raises ConfigError."""
+    if not path.exists():
+        draft = path.with_name(f".{path.name}-{os.getpid()}")
+        write_new(draft, f"{secrets.token_hex(32)}\n")
+        with suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
 
 
 def add_peer(folder: Path, role: str, name: str) -> Path:

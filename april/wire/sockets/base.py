@@ -5,10 +5,16 @@ pyzmq's `send_multipart` and `recv_multipart` do enum arithmetic and read a sock
 longer than everything else for a small message.
 """
 
+import contextlib
 import fcntl
+import os
+import secrets
+import shutil
 import socket
+import stat
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,8 +61,8 @@ POLL_S = 0.05
 
 
 def address_at(connect: str, patience_s: float) -> str:
-    """Resolve the broker's address. `connect`: an address such as tcp://HOST:PORT, or a run folder. Raises TimeoutError
-    if no broker has written its address there within `patience_s`."""
+    """Resolve the broker's address. `connect`: an address (tcp://HOST:PORT, ipc://PATH), or a run folder. Raises
+    TimeoutError if no broker has written its address there within `patience_s`."""
     if "://" in connect:
         return connect
     file = Path(connect) / ADDRESS_FILE
@@ -66,6 +72,49 @@ def address_at(connect: str, patience_s: float) -> str:
             raise TimeoutError(f"no broker has written {file} within 'broker.patience_s' = {patience_s:g} s; start it")
         time.sleep(POLL_S)
     return file.read_text()
+
+
+UNIX = "ipc://"
+"""Beginning of the address of a Unix socket, before its path."""
+LONGEST_FOLDER = 60
+"""Longest folder for temporary files (bytes) that leaves room for the name of a socket; the kernel takes 107 in all."""
+
+
+def socket_address(last: str = "") -> str:
+    """Address of a Unix socket in a folder of mode 0700. `last`: address that peers still connect to, which is taken
+    again if nobody else has made its folder meanwhile. Raises OSError."""
+    folder = Path(last.removeprefix(UNIX)).parent
+    if last.startswith(UNIX):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+            return last
+    base = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="april-", dir=base if len(os.fsencode(base)) <= LONGEST_FOLDER else "/tmp"))
+    return f"{UNIX}{folder}/broker"
+
+
+def is_socket_file(address: str) -> bool:
+    """Whether an address is that of a Unix socket, which only processes of this machine reach."""
+    return address.startswith(UNIX)
+
+
+def socket_beside(address: str, name: str) -> str:
+    """Address of another Unix socket in the folder of the broker's, with a name that no earlier process has used."""
+    return f"{address.rpartition('/')[0]}/{name}-{secrets.token_hex(4)}"
+
+
+def remove_socket_folder(address: str) -> None:
+    """Remove the folder of a Unix socket, once no process uses it any more; does nothing for another address."""
+    if is_socket_file(address):
+        shutil.rmtree(Path(address.removeprefix(UNIX)).parent, ignore_errors=True)
+
+
+def route_to(address: str) -> tuple[str, int]:
+    """Host and port that lead to a broker's address; this machine's own for a Unix socket."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return ("127.0.0.1", 1) if is_socket_file(address) else (host, int(port))
 
 
 SIOCGIFADDR = 0x8915

@@ -17,6 +17,7 @@ from april.launch.clusters import LAUNCHERS, slurm
 from april.launch.clusters.launcher import FOLDER
 from april.util.registry import FOLDERS_VARIABLE
 from april.wire.security import keygen
+from april.wire.security.keys import load_keys
 from tests.support.run_processes import APRIL, assert_closed, wait_until
 
 
@@ -175,7 +176,8 @@ def test_a_module_beside_the_configuration_is_carried_into_pods(files, config_fi
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--on", "slurm"], "key 'security.keys' is not set"),
+        (["--on", "kubernetes"], "key 'security.keys' = 'auto' names no keys"),
+        (["--on", "slurm", "--security.keys", "off"], "key 'security.keys' = 'off' names no keys"),
         (["--on", "slurm", "--launch.learner_nodes", "2", "--learner.ranks", "3"], "does not divide learner.ranks = 3"),
         (["--on", "moon"], "key 'launch.on' = 'moon' is no place to launch on"),
         (["--on", "ssh", "KEYS"], "key 'launch.hosts' names 0 machines"),
@@ -225,8 +227,8 @@ def test_a_launched_run_is_scaled_queried_and_stopped(config_file, tmp_path, cap
     assert assert_closed(run_dir)["state"] == "stopped"
 
 
-def test_over_ssh_a_dead_machine_blocks_no_command(config_file, keys, tmp_path):
-    """Its workers are started on other machines, and the run can be queried and stopped."""
+def test_over_ssh_a_dead_machine_blocks_no_command(config_file, tmp_path):
+    """Its workers are started on other machines, and the run can be queried and stopped; its keys are made before."""
     ssh = tmp_path / "ssh"
     ssh.write_text(
         f'#!/bin/bash\nscript=$(cat); echo "$1 $script" >>{tmp_path}/log; [ ! -e {tmp_path}/lost-$1 ] || exit 255\n'
@@ -235,10 +237,10 @@ def test_over_ssh_a_dead_machine_blocks_no_command(config_file, keys, tmp_path):
     ssh.chmod(0o755)
     hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     options = ["--launch.hosts", str(hosts), "--launch.ssh", str([str(ssh)]), "--worker.count", "2"]
-    assert main(["launch", str(config_file), "--on", "ssh", "--security.keys", keys, *options]) == 0
-    launcher = launcher_of(
-        configuration.load(tmp_path / "runs/small/config.toml", [], inputs=()), LAUNCHERS.find("ssh")
-    )
+    assert main(["launch", str(config_file), "--on", "ssh", *options]) == 0
+    config = configuration.load(tmp_path / "runs/small/config.toml", [], inputs=())
+    assert load_keys(config.keys, "broker") and config.keys.parent == config.run_dir
+    launcher = launcher_of(config, LAUNCHERS.find("ssh"))
     (tmp_path / f"lost-{hosts[1]}").touch()
     status = dict(line.split(maxsplit=1) for line in launcher.status().splitlines())
     assert status["worker-0"].endswith("does not answer") and status["worker-1"].endswith("runs")

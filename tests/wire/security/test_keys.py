@@ -1,14 +1,18 @@
 """Keys are made with one command and kept private; an unusable key file is refused with a sentence."""
 
 import os
+from pathlib import Path
 
 import pytest
 
+from april import config as configuration
+from april.broker.server import Server
 from april.cli import main
 from april.config import ConfigError
 from april.wire.security import allow_list, keygen
 from april.wire.security.allow_list import AllowList
-from april.wire.security.keys import ALLOW_LIST, ROLES, is_open_to_others, load_keys
+from april.wire.security.keys import ALLOW_LIST, ROLES, RUN_KEYS, is_open_to_others, load_keys
+from april.wire.sockets.base import remove_socket_folder, socket_address
 from tests.support.refusals import refusal
 
 
@@ -143,18 +147,62 @@ def test_a_run_whose_keys_do_not_fit_is_refused_before_anything_starts(keys, con
 
 @pytest.mark.parametrize(("key", "value"), [("broker.bind", "tcp://0.0.0.0:5555"), ("weights.host", "10.0.0.1")])
 def test_a_configuration_that_opens_a_port_without_keys_is_refused(config_file, key, value):
-    from april import config as configuration
-
     with pytest.raises(ConfigError, match=rf"key '{key}' = .*april keygen"):
-        configuration.load(config_file, [f"--{key}", value])
+        configuration.load(config_file, [f"--{key}", value, "--security.keys", "off"])
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "eth0", "*", "trainer.example"])
 def test_a_port_open_to_the_network_needs_keys(keys, config_file, capsys, host):
-    from april import config as configuration
-
     bind = ["--broker.bind", f"tcp://{host}:5555"]
     for key, options in (("broker.bind", bind), ("weights.host", ["--weights.host", host])):
-        error = refusal(capsys, "run", str(config_file), *options)
+        error = refusal(capsys, "run", str(config_file), *options, "--security.keys", "off")
         assert key in error and host in error and "april keygen" in error and "127.0.0.1" in error
         configuration.load(config_file, [*options, "--security.keys", str(keys)])
+    made = configuration.load(config_file, [*bind, "--weights.host", host])
+    assert made.keys == made.run_dir / RUN_KEYS and not made.keys.exists()
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:*", "ipc"])
+def test_peers_of_a_tcp_broker_need_keys_that_are_made_and_a_unix_socket_is_in_a_private_folder(config_file, bind):
+    config = configuration.load(config_file, ["--broker.bind", bind])
+    server = Server(config)
+    server.write_address()
+    places = server.address, str(config.run_dir)
+    joined = [configuration.with_run_keys(configuration.load(config_file), place) for place in places]
+    folder = config.run_dir / RUN_KEYS
+    if bind == "ipc":
+        assert server.access_control is None and {one.keys for one in joined} == {None} and not folder.exists()
+        folder = Path(server.address.removeprefix("ipc://")).parent
+    else:
+        assert server.access_control and {one.keys for one in joined} == {folder}
+        assert load_keys(folder, "worker") and all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    server.close()
+    again = Server(config)
+    assert again.address == server.address, "peers reconnect to it"
+    again.close()
+    remove_socket_folder(server.address)
+
+
+def test_a_folder_of_sockets_that_others_have_made_is_not_used(tmp_path):
+    theirs = tmp_path / "april-theirs"
+    theirs.mkdir()
+    theirs.chmod(0o755)
+    address = socket_address(f"ipc://{theirs}/broker")
+    assert str(theirs) not in address
+    remove_socket_folder(address)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    (tmp_path / "own").mkdir(mode=0o700)
+    address = socket_address(f"ipc://{tmp_path}/link/broker")
+    assert str(tmp_path) not in address
+    remove_socket_folder(address)
+    assert socket_address(f"ipc://{tmp_path}/own/broker") == f"ipc://{tmp_path}/own/broker"
+
+
+def test_keys_off_says_what_it_opens(config_file, caplog):
+    server = Server(configuration.load(config_file, ["--broker.bind", "tcp://127.0.0.1:*", "--security.keys", "off"]))
+    server._signal = "SIGTERM"
+    server.service.stop("over", "stopped", 0.0)
+    server.serve()
+    assert server.access_control is None
+    assert f"whoever reaches {server.address} can read prompts, hand in tokens" in caplog.text
