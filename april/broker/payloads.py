@@ -53,12 +53,12 @@ class Payloads:
         _, [(checksum, data)] = self.journal.read(reference)
         return wire.PackedArray("i4", checksum, data)
 
-    def response(self, refs: Iterable[ChunkRef]) -> list[wire.PackedArray]:
-        """Token ids and behaviour log-probabilities of a training sample, and the supports if the run truncates the
-        sampling distribution.
+    def response(self, refs: Iterable[ChunkRef], evaluation: bool = False) -> list[wire.PackedArray]:
+        """Token ids and behaviour log-probabilities of a sample, and the supports if the run truncates the sampling
+        distribution.
 
         Arrays: ids int32 [T], log-probabilities float32 [T], support sizes int32 [T], concatenated support ids int32.
-        Log-probability and support size of an observed token are 0.
+        Log-probability and support size of an observed token are 0, and so are all support sizes of an evaluation.
         """
         columns: list[list[memoryview]] = [[], [], [], []] if self.is_cut else [[], []]
         for ref, payload in self.journal.read_payloads(refs):
@@ -70,8 +70,8 @@ class Payloads:
                 continue
             columns[1].append(payload[end : 2 * end])
             if self.is_cut:
-                columns[2].append(payload[2 * end : 3 * end])
-                columns[3].append(payload[3 * end :])
+                columns[2].append(memoryview(bytes(end)) if evaluation else payload[2 * end : 3 * end])
+                columns[3].append(payload[len(payload) if evaluation else 3 * end :])
         return [pack(dtype, pieces) for dtype, pieces in zip(wire.TOKEN_ARRAYS, columns, strict=False)]
 
     def response_ids(self, sample: Sample) -> wire.PackedArray:

@@ -6,6 +6,7 @@ import pytest
 
 from april import wire
 from april.broker.journal.files import JournalError
+from april.learner.source import decode_groups
 from april.wire.limits import MAX_SUPPORT_IDS
 from tests.support.broker_conversation import (
     FakeLearner,
@@ -34,6 +35,15 @@ def test_a_grant_says_what_to_draw_from(worker):
     grants = worker.grants()
     drawn = {grant.evaluation: (grant.top_k, grant.top_p, grant.min_p) for grant in grants}
     assert drawn == {True: (0, 0.7, 0.0), False: (8, 0.9, 0.01)}
+
+
+def test_held_out_samples_of_the_logs_have_no_supports_and_do_not_take_those_of_others(talk, worker, learner):
+    make_batch(worker)
+    batch, arrays = learner.fetch(0, samples=True)
+    groups = decode_groups(batch.groups, list(map(np.array, arrays)))
+    sizes = {bool(head.held_out): sample.support.counts.tolist() for head, group in groups for sample in group}
+    assert set(sizes[True]) == {0} and 0 not in sizes[False]
+    assert [head.is_trained for head, _ in groups] == [True] * 4 + [False]
 
 
 def test_supports_are_kept_over_partials_and_restarts_and_delivered_behind_the_tokens(talk, worker, learner):

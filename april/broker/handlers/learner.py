@@ -221,7 +221,7 @@ class LearnerHandler:
             arrays, heads = [payloads.prompt(logged.prompt)], []
             for sample_head, chunks in zip(head.samples, logged.chunks, strict=True):
                 refs = list(chunk_refs_in(chunks))
-                arrays += payloads.response(refs)
+                arrays += payloads.response(refs, is_held_out)
                 heads.append(replace(sample_head, chunks=payloads.chunk_times(refs)))
         except (Damaged, Unreadable):
             return replace(head, samples=[]), [pack("i4", [])]
