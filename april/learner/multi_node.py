@@ -22,9 +22,8 @@ from typing import Any
 
 from april import wire
 from april.config import Config, ConfigError
-from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once, reap
 from april.util.errors import refuse
-from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once
+from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once, reap
 from april.util.pulse import MAIN
 from april.wire.security.keys import load_keys
 from april.wire.sockets.base import address_at, is_socket_file, own_address, route_to
