@@ -19,7 +19,7 @@ from april.broker.ledger import events
 from april.broker.ledger.dead_letters import ERROR_CHARS
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Group, Lease, Sample, SampleState
-from april.broker.telemetry.logged_groups import MOST_HELD_OUT, LoggedGroup, LoggedGroups
+from april.broker.telemetry.logged_groups import MOST_HELD_OUT, MOST_HELD_OUT_TOKENS, LoggedGroup, LoggedGroups
 from april.data.groups import chosen_groups
 from april.wire.rows import FINISH_REASONS, TABLE, read_rows
 from april.wire.sockets.broker import name_of
@@ -233,9 +233,12 @@ class SampleHistory:
             by_set.setdefault(group.epoch, []).append(group)
         for number, groups in by_set.items():
             rewards = [[sample.reward for sample in group.samples if sample.reward is not None] for group in groups]
+            room = MOST_HELD_OUT_TOKENS
             for index in chosen_groups(rewards, MOST_HELD_OUT, f"{number} {event.step}"):
                 sampled = [sample for sample in groups[index].samples_with_forks if sample.own_sampled_tokens]
-                self._log_group(groups[index], sampled, now)
+                room -= sum(sample.length for sample in sampled)
+                if room >= 0:
+                    self._log_group(groups[index], sampled, now)
 
     def _log_group(self, group: Group, samples: Sequence[Sample], now: float, reason: str = "", kept: int = 0) -> None:
         heads = [self._untrained_head(sample, kept) for sample in samples]
