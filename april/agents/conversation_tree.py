@@ -10,7 +10,7 @@ crash and makes the same calls gets the journaled answers.
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -26,6 +26,8 @@ REPLACEMENT_CHARACTER = "\ufffd"
 """Character at the end of a decoded text while some tokens of the text's last character are missing."""
 MAX_PENDING_CALLS = 64
 """Most calls of one session that may wait for answers at once."""
+LONG_CHARACTERS = 16_384
+"""Length of a conversation above which it becomes tokens beside the event loop."""
 SendObservation = Callable[[int, int, np.ndarray, wire.TurnRequest, int], None]
 """Type of `BrokerLink.send_observation`: (lease id of the fork, start, tokens, request, parent fork)."""
 
@@ -99,6 +101,8 @@ class PolicyCall:
     """Whether the client marks the call as a retry."""
     idempotency_key: str = ""
     """The client's name for this call and its retries; "" without one."""
+    prompt: np.ndarray | None = field(default=None, compare=False)
+    """Token ids of the whole conversation, int32 [T]; None if they are not rendered yet."""
 
 
 class ConversationTree:
@@ -206,6 +210,23 @@ class ConversationTree:
             self._turns_by_name[call.idempotency_key] = turn
         return turn
 
+    async def with_prompt(self, call: PolicyCall) -> PolicyCall:
+        """The call with its prompt, which is rendered in a thread if it is long and will be needed whole: its history
+        is new, or was written anew. Raises BadMessages."""
+        size = sum(len(message.get("content") or "") for message in call.messages)
+        if size < LONG_CHARACTERS or not self._renders_whole(call):
+            return call
+        return replace(call, prompt=await asyncio.to_thread(self.renderer.render_prompt, call.messages, call.tools))
+
+    def _renders_whole(self, call: PolicyCall) -> bool:
+        by_tokens = self._find_continuation == self._continue_by_tokens
+        return by_tokens or self._last_repeated_turn(call.messages) is None
+
+    def _prompt_of(self, call: PolicyCall) -> np.ndarray:
+        if call.prompt is not None:
+            return call.prompt
+        return self.renderer.render_prompt(call.messages, call.tools)
+
     def _retried_turn(self, call: PolicyCall, key: bytes) -> Turn | None:
         """The turn that the call retries: by idempotency key, by an abandoned equal call, or by the retry mark."""
         named = self._turns_by_name.get(call.idempotency_key)
@@ -239,14 +260,14 @@ class ConversationTree:
         """The turn that the call continues, by its messages, and the new observation, int32 [T]."""
         last = self._last_repeated_turn(call.messages)
         if last is None:
-            return None, self.renderer.render_prompt(call.messages, call.tools)
+            return None, self._prompt_of(call)
         assert last.messages is not None
         new = call.messages[len(last.messages) + 1 :]
         return last, self.renderer.render_continuation(last.messages, new, call.tools, last.ids[-1])
 
     def _continue_by_tokens(self, call: PolicyCall) -> tuple[Turn | None, np.ndarray]:
         """The turn that the call continues, by its rendered tokens, and the new observation, int32 [T]."""
-        tokens = self.renderer.render_prompt(call.messages, call.tools)
+        tokens = self._prompt_of(call)
         complete = [turn for turn in self.turns if turn.complete and turn.end < len(tokens)]
         by_end = sorted(complete, key=lambda turn: (-turn.end, turn.end < self._fork_length(turn)))
         last = next((turn for turn in by_end if np.array_equal(self._tokens_up_to(turn), tokens[: turn.end])), None)

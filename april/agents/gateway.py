@@ -135,7 +135,8 @@ class Gateway:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         dialect = self.dialect_by_path[request.path]
         session, body = self.session_of(request), await read_body(request)
-        turn = session.request_turn(replace(parse_call(dialect, body, session), **call_identity(request)))
+        call = replace(parse_call(dialect, body, session), **call_identity(request))
+        turn = session.request_turn(await session.with_prompt(call))
         turn.pending_calls += 1
         try:
             if body.get("stream"):

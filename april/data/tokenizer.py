@@ -109,8 +109,8 @@ class Tokenizer:
         return text[:begins]
 
     def _encode(self, text: str) -> list[int]:
-        if self._fast is not None:
-            return self._fast.encode(text, add_special_tokens=False).ids
+        if self._fast is not None:  # of its functions, those of batches let other threads run
+            return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self.inner.encode(text, add_special_tokens=False)
 
     def decode(self, ids, keep_special: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,21 @@ def test_with_template_history_the_policy_reads_the_rendered_history(meet):
     ask(client, "12*3=", "5*3=", "1+", "#51", "2+")
     assert [(start, text) for start, text, _ in policy.requests] == [(0, "12*3="), (9, "1+"), (9, "1+#512+")]
     assert policy.forks == [(0, 0), (0, 0), (1, 0)]
+
+
+def test_a_long_history_that_is_new_or_rewritten_becomes_tokens_beside_the_loop(meet, monkeypatch):
+    """The loop serves all sessions; tokens of a long text take seconds."""
+    monkeypatch.setattr("april.agents.conversation_tree.LONG_CHARACTERS", 1)
+    client, policy, session, _ = meet("11$", "2$", "3")
+    render, threads = session.renderer.render_prompt, []
+    monkeypatch.setattr(
+        session.renderer, "render_prompt", lambda *call: (threads.append(threading.current_thread()), render(*call))[1]
+    )
+    ask(client, "12*3=")
+    ask(client, "12*3=", "11", "+")
+    ask(client, "12*3=", "12", "+")
+    assert len(threads) == 2 and all(thread.name.startswith("asyncio_") for thread in threads)
+    assert [(start, text) for start, text, _ in policy.requests] == [(0, "12*3="), (8, "+"), (0, "12*3=12+")]
 
 
 def test_a_stream_is_the_same_answer_in_pieces(meet):
