@@ -32,6 +32,7 @@ from april.util.lifetime import (
     SUPERVISED,
     leave_terminal,
     restart_delay_s,
+    stop_signals,
     was_interrupted,
 )
 from april.util.logs import last_error
@@ -60,7 +61,7 @@ CLOSE_S = 5.0
 LEARNER_CLOSE_S = 60.0
 """Longest wait for the learner to end after the run is over and the policy written."""
 FATAL_STATUSES = {REFUSED: "refuses to work", RUN_FAILED: "says that the run has failed"}
-"""Exit statuses after which a restart would not help, with their meaning."""
+"""Exit statuses after which a restart would not help, with their meaning. A refusal at a restart may pass."""
 TAIL_LINES = 25
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -270,9 +271,8 @@ class Supervisor:
         threads: int = 1,
     ) -> Part:
         command = [sys.executable, "-m", "april.cli", *arguments]
-        log, devices = self.logs / f"{name}.log", self.devices_by_part.get(name, ())
-        hung_s = limits.hung_s
-        return Part(self.target, name, command, log, threads, limits.max_restarts, hung_s, hung_s, devices)
+        log, own = self.logs / f"{name}.log", self.devices_by_part.get(name, ())
+        return Part(self.target, name, command, log, threads, limits.max_restarts, limits.hung_s, limits.hung_s, own)
 
     def _worker_part(self, index: int, config_path: Path, address: str) -> Part:
         name = f"worker-{index}"
@@ -297,8 +297,7 @@ class Supervisor:
     def _wait_for_broker(self) -> str | None:
         """Wait for the broker's address; returns None if the user stops the run before. Raises RunFailed."""
         address_file = self.run_dir / ADDRESS_FILE
-        longest_s = self.config.broker.hung_s
-        deadline = clock.now() + longest_s
+        deadline = clock.now() + (longest_s := self.config.broker.hung_s)
         while not address_file.exists():
             if self.broker.status is not None:
                 raise RunFailed(f"the broker ended at its start:\n{self.broker.last_lines()}")
@@ -346,8 +345,7 @@ class Supervisor:
         if part.status in (None, 0):
             return
         ended = f"{part.name} ended with status {part.status}"
-        may_pass = part.status == REFUSED and part.had_predecessor and not part.was_heard
-        if part.status in FATAL_STATUSES and not may_pass:
+        if part.status == RUN_FAILED or (part.status == REFUSED and (part.was_heard or not part.had_predecessor)):
             self._fail(part, f"{ended}: it {FATAL_STATUSES[part.status]}")
         if part.status == STEPPED_ASIDE:
             part.restart_at = clock.now()
@@ -500,9 +498,3 @@ class Supervisor:
 def is_working(holder: dict | None) -> bool:
     """Whether a part is connected to the broker and, if it is a worker, generates tokens."""
     return holder is not None and bool(holder.get("tokens_per_s", 1))
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Signals that stop the run in order; SIGHUP only if it is not ignored, as it is under nohup."""
-    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM] + ([] if outlives_terminal else [signal.SIGHUP])

@@ -78,6 +78,12 @@ def was_interrupted() -> bool:
     return bool(_interrupts)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Signals that stop a run in order; SIGHUP only if it is not ignored, as it is under nohup."""
+    outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + ([] if outlives_terminal else [signal.SIGHUP])
+
+
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
 

@@ -159,3 +159,17 @@ def test_no_part_is_killed_or_given_up_while_the_broker_cannot_write(watched):
     programs.kill = lambda: None
     tend(run, part, programs, watched.now, dies_until=watched.now[0] + 600.0, seconds=700.0)
     assert part.restarts > part.max_restarts and part.status is None
+
+
+def test_a_part_that_has_worked_and_refuses_at_a_restart_is_started_again(watched):
+    """A single call that fails may have made it refuse; at its first start a refusal ends the run at once."""
+    run, part, programs = watched("worker-0")
+    with pytest.raises(RunFailed, match="refuses to work"):
+        tend(run, part, programs, watched.now, dies_until=watched.now[0] + 1.0, with_status=lifetime.REFUSED)
+    part.start()
+    watched.now[0] += supervisor.STALE_STATUS_S + 1.0
+    part.note_heard(watched.now[0])
+    tend(run, part, programs, watched.now, dies_until=watched.now[0] + 10.0, with_status=lifetime.REFUSED)
+    assert part.status is None and 0 < part.restarts <= part.max_restarts
+    with pytest.raises(RunFailed, match="did not help"):
+        tend(run, part, programs, watched.now, dies_until=watched.now[0] + 600.0, with_status=lifetime.REFUSED)
