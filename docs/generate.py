@@ -1,6 +1,6 @@
-"""The reference pages of the site, made from the code at each build: keys, metrics, events, messages.
+"""Writes the pages of docs/reference from the code: keys, metrics, alarms, events, messages.
 
-mkdocs calls `on_files`, as `hooks` in mkdocs.yml asks it to.
+    python docs/generate.py     # after a change of what they list; a test says when that is due
 """
 
 import ast
@@ -15,8 +15,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal
 
 import msgspec
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 
 from april import wire
 from april.broker.alarms.alarm import ALARMS
@@ -29,6 +27,7 @@ from april.util.registry import PART_SYNTAX, REGISTRIES, registry_of
 from april.weights.channel import AnyChannelMessage
 
 PROTOCOL = Path(__file__).with_name("protocol.md")
+REFERENCE = Path(__file__).with_name("reference")
 UNITS = ("seconds", "tokens", "MiB", "GiB", "TFLOP/s", "policy steps")
 UNITS_BY_SUFFIX = {"_tokens": "tokens", "_s": "seconds", "_mb": "MiB"}
 """Units of keys whose description names none."""
@@ -38,17 +37,15 @@ SEVERAL = {"data.sources": SourceSection, "evaluation.sets": EvaluationSetSectio
 EMPTY = (None, "", [], {}, ())
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    pages = {
+def pages() -> dict[str, str]:
+    """The content of each page, by its name."""
+    return {
         "configuration": configuration_page(),
         "metrics": metrics_page(),
         "alarms": alarms_page(),
         "events": events_page(),
         "messages": messages_page(),
     }
-    for name, content in pages.items():
-        files.append(File.generated(config, f"reference/{name}.md", content=content))
-    return files
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
@@ -290,4 +287,6 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit("mkdocs calls this; `mkdocs serve` shows the pages")
+    REFERENCE.mkdir(exist_ok=True)
+    for name, content in pages().items():
+        (REFERENCE / f"{name}.md").write_text(content, "utf-8")

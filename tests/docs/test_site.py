@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -29,6 +30,11 @@ SECTIONS = [name for name in Config.model_fields if f"{name}.{name}" not in KEYS
 FREE_TABLES = ("engine.server", "data.template_options", "evaluation.sets")
 """Tables whose keys are not April's."""
 FILES = (".py", ".json", ".jsonl", ".key", ".md", ".msgpack", ".toml", ".sh")
+
+
+def generated():
+    """The pages that docs/generate.py would write, by name."""
+    return runpy.run_path(str(ROOT / "docs/generate.py"))["pages"]()
 
 
 def relative(path):
@@ -74,6 +80,11 @@ def test_the_site_builds_strictly_and_fetches_nothing_from_elsewhere(site):
             )
 
 
+@pytest.mark.parametrize("name, content", generated().items(), ids=lambda value: value.partition("\n")[0])
+def test_the_reference_pages_are_what_the_code_says(name, content):
+    assert (ROOT / f"docs/reference/{name}.md").read_text() == content, "call python docs/generate.py"
+
+
 def test_the_reference_has_every_key_with_its_help(site):
     page = (site / "reference/configuration.html").read_text()
     rows = re.findall(r"<tr>\s*<td><code>[a-z_0-9]+</code></td>.*?</tr>", page, re.S)
@@ -87,7 +98,7 @@ def test_the_reference_has_every_key_with_its_help(site):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path = target.partition("#")[0]
-        if "://" not in target and path and "reference/" not in path:
+        if "://" not in target and path:
             assert (page.parent / path).exists(), target
 
 
