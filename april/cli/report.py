@@ -23,7 +23,7 @@ def report(run: Path) -> int:
     option("--group", type=int, metavar="G", help="Show the samples of group G only [default: of all groups]."),
 )
 def samples(run: Path, step: int | None, worst: int | None, best: int | None, group: int | None) -> int:
-    """Print the samples of one policy step: prompts, responses and rewards."""
+    """Print the samples of one policy step: prompts, responses, rewards and reference answers."""
     from april.observe.report.run_folder import read_run
     from april.observe.report.samples import read_step, render_samples, select
 

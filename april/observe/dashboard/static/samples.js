@@ -78,7 +78,7 @@ export async function samplesView(place, { run, address, signal, follow }) {
       h("td", { class: "figure" }, number(row.versions)),
       h("td", { class: "figure" }, number(row.staleness)),
       answer.further.map((name) => h("td", { class: "figure" }, number(row[name]))),
-      h("td", {}, row.finish_reason, row.discarded && h("span", { class: "chip failed" }, row.discarded), row.held_out && h("span", { class: "chip" }, "held out")), text);
+      h("td", {}, row.finish_reason, row.discarded && [" ", h("span", { class: "chip failed" }, row.discarded)], row.held_out && [" ", h("span", { class: "chip" }, "held out")]), text);
     return { element, text, label, row };
   }
 
