@@ -170,8 +170,16 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 def keep_private(run_dir: Path) -> None:
     """Have all that this process and its children write be its user's alone, and `run_dir`, if it is there already."""
     os.umask(0o777 & ~PRIVATE_FOLDER)
+    if run_dir.is_dir():
+        make_private(run_dir)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder if it is not there, and close it to other users if it is this user's. Raises OSError if it cannot
+    be made."""
+    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
-        run_dir.chmod(PRIVATE_FOLDER)
+        folder.chmod(PRIVATE_FOLDER)
 
 
 def open_lock(path: Path) -> int:

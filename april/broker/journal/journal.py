@@ -34,7 +34,7 @@ from april.broker.journal.files import (
 from april.broker.journal.records import RecentRecords
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import AnyEvent, Event, EventArray
-from april.util.files import BLOCK_BYTES, PRIVATE_FILE, Uncached, open_lock, open_uncached, write_and_sync
+from april.util.files import BLOCK_BYTES, PRIVATE_FILE, Uncached, make_private, open_lock, open_uncached, write_and_sync
 from april.util.versions import JOURNAL
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Journal:
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES, file_records: int = FILE_RECORDS):
         """Raises JournalError if another broker uses the journal, OtherApril if another version of April wrote it."""
-        folder.mkdir(0o700, parents=True, exist_ok=True)
+        make_private(folder)
         JOURNAL.claim(folder, new=not file_starts(folder))
         self.folder = folder
         self.file_bytes, self.file_records = file_bytes, file_records
