@@ -245,16 +245,14 @@ class LedgerState:
 
     def batch_fault(self, groups: Sequence[Group]) -> str:
         """What keeps groups from being the next batch, as the rest of a sentence; empty if nothing does."""
-        most, step = self.rules.batch_groups, self.steps.next
+        most, step, bound = self.rules.batch_groups, self.steps.next, self.rules.max_staleness
         if not 0 < len({group.id for group in groups}) == len(groups) <= most:
             return f"has {len(groups)} groups, and a batch has 1 to {most} different ones"
         if any(group not in self.ready for group in groups):
             return "has groups that are not complete, or are in a batch before it"
-        if self.bound.survives_delivery(step, Counter(group.opened_at for group in groups)):
-            return ""
-        left_out = next((f"group {group.id}" for group in self.ready.oldest(most) if group not in groups), "")
-        what = f"leaves out {left_out}" if left_out else "leaves out groups that are not complete yet"
-        return f"{what}, and no batch after it could take that within a staleness of {self.rules.max_staleness} steps"
+        others = (f"group {group.id}" for group in self.ready.oldest(most) if group not in groups)
+        what = f"leaves out {next(others, 'open groups')}, and no batch after it could take that within {bound} steps"
+        return "" if self.bound.survives_delivery(step, Counter(group.opened_at for group in groups)) else what
 
     def open_groups(self) -> list[Group]:
         """The training groups that are not complete yet."""
