@@ -25,7 +25,7 @@ LENGTHS = (7, 3, 41, 12)
 """Lengths of the sequences that are packed, in tokens."""
 TOLERANCE = 2e-3
 """Largest difference of a log-probability (nats) that rounding in float32 explains."""
-TRIED_PARAMETERS = 400_000_000
+TRIED_PARAMETERS = 150_000_000
 """Parameters up to which a model that cannot be made small is tried."""
 
 
