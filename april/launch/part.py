@@ -17,7 +17,16 @@ from april.config import Config, ConfigError
 from april.launch.devices import devices_in_span, environment_of, visible_devices
 from april.util import clock
 from april.util.errors import refuse
-from april.util.lifetime import REFUSED, RUN_FAILED, STEADY_S, STEP_ASIDE, STEPPED_ASIDE, SUPERVISED, reap, restart_delay_s
+from april.util.lifetime import (
+    REFUSED,
+    RUN_FAILED,
+    STEADY_S,
+    STEP_ASIDE,
+    STEPPED_ASIDE,
+    SUPERVISED,
+    reap,
+    restart_delay_s,
+)
 from april.util.text import counted
 from april.wire.sockets.base import ADDRESS_FILE
 
