@@ -24,7 +24,10 @@ CORE = ("broker/ledger", "broker/schedules", "broker/journal", "wire")
 SMALL_LINES = 120
 """Longest module that `single_importer_modules` counts (lines)."""
 ENGINES = PACKAGE / "workers" / "engines"
-OTHER_NAMES = (PACKAGE / "config", PACKAGE / "trainers" / "convert", PACKAGE / "data" / "tokenizer.py")
+OTHER_NAMES = (
+    PACKAGE / "config", PACKAGE / "trainers" / "convert", PACKAGE / "data" / "tokenizer.py",
+    PACKAGE / "workers" / "rewards" / "python_tests.py",
+)  # fmt: skip
 """Files in which an engine's name is a default, a preset, another framework's word, or the package torch."""
 OWN_ENGINE = """
 from april.workers.engines.embedded.engine import TorchEngine

@@ -1,6 +1,6 @@
 """Writes the pages of docs/reference from the code: keys, metrics, alarms, events, messages.
 
-    python docs/generate.py     # after a change of what they list; a test says when that is due
+python docs/generate.py     # after a change of what they list; a test says when that is due
 """
 
 import ast

@@ -129,7 +129,8 @@ def train(config: configuration.Config, address: str) -> None:
     from april.learner.token_stats import keeps_samples
     from april.learner.trainer import Trainer
     from april.util.pulse import MAIN, LoopWatch
-    from april.weights.publisher import WeightPublisher, weights_towards
+    from april.weights.publisher import WeightPublisher
+    from april.weights.transports import weights_towards
     from april.wire.sockets.base import address_at
 
     keep_private(config.run_dir)

@@ -20,7 +20,7 @@ import zmq
 from torch import Tensor
 
 from april import wire
-from april.config import Config, WeightsSection, is_loopback
+from april.config import WeightsSection
 from april.config.section import AUTO
 from april.util import clock
 from april.util.errors import refuse
@@ -49,7 +49,7 @@ from april.wire.message import Version
 from april.wire.security.access import AccessControl, Audit
 from april.wire.security.allow_list import AllowList, KeyOwner
 from april.wire.security.keys import ALLOW_LIST, load_keys
-from april.wire.sockets.base import is_socket_file, own_address, route_to, socket_beside
+from april.wire.sockets.base import is_socket_file, socket_beside
 
 log = logging.getLogger(__name__)
 
@@ -99,28 +99,6 @@ class WeightChannel:
     """Checksum of the worker's base model."""
     inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
     """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
-
-
-def weights_towards(config: Config, broker: str) -> WeightsSection:
-    """The configuration section `[weights]` with host and backend resolved.
-
-    `weights.host` = 'auto' becomes this machine's address on the route to the broker. Raises ConfigError if no keys are
-    set and that address is not loopback. Shared devices (`devices.share`) need the backend gloo.
-    """
-    weights = config.weights
-    if config.devices.share:
-        weights = weights.model_copy(update={"backend": "gloo"})
-    if weights.host != AUTO:
-        return weights
-    own = own_address(*route_to(broker))
-    if config.keys is None and not is_loopback(own):
-        refuse(
-            "weights.host",
-            "auto",
-            f"leads to {own} on the network, where anybody could come in",
-            "leave out security.keys, or make keys with `april keygen KEYS` and set security.keys = 'KEYS'",
-        )
-    return weights.model_copy(update={"host": own})
 
 
 class WeightPublisher:

@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 import numpy as np
 
-from april.config import WeightsSection
+from april.config import Config, WeightsSection, is_loopback
+from april.config.section import AUTO
 from april.util import clock
+from april.util.errors import refuse
 from april.weights import channel
 from april.weights.channel import ChannelInvite
+from april.wire.sockets.base import own_address, route_to
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -68,6 +71,28 @@ class Transport:
         `server_ranks`: number of ranks of the inference server that joins in the worker's stead; 0: the worker joins
         itself. Raises RuntimeError or OSError.
         """
+
+
+def weights_towards(config: Config, broker: str) -> WeightsSection:
+    """The configuration section `[weights]` with host and backend resolved.
+
+    `weights.host` = 'auto' becomes this machine's address on the route to the broker. Raises ConfigError if no keys are
+    set and that address is not loopback. Shared devices (`devices.share`) need the backend gloo.
+    """
+    weights = config.weights
+    if config.devices.share:
+        weights = weights.model_copy(update={"backend": "gloo"})
+    if weights.host != AUTO:
+        return weights
+    own = own_address(*route_to(broker))
+    if config.keys is None and not is_loopback(own):
+        refuse(
+            "weights.host",
+            "auto",
+            f"leads to {own} on the network, where anybody could come in",
+            "leave out security.keys, or make keys with `april keygen KEYS` and set security.keys = 'KEYS'",
+        )
+    return weights.model_copy(update={"host": own})
 
 
 # --- process groups ---------------------------------------------------------------------------------------------------

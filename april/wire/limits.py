@@ -41,8 +41,8 @@ HANDSHAKE_S = 10.0
 """Seconds after which a connection without a completed handshake is closed."""
 
 MAX_CLOCK_SKEW_S = 86_400.0
-"""Largest difference between a peer's clock and the broker's, seconds. Times beyond it are refused, since pictures of a
-run span all of its times."""
+"""Largest difference between a peer's clock and the broker's, seconds. Times beyond it are unknown or refused, since
+pictures of a run span all of its times."""
 MAX_CHUNK_TOKENS = 1 << 18
 """Most tokens in one row of a report."""
 MAX_TOP_K = 1024

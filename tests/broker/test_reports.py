@@ -5,7 +5,7 @@ import pytest
 
 from april import wire
 from april.broker.ledger.events import RowsAccepted
-from april.wire.rows import ROW, pack_rows
+from april.wire.rows import ROW, pack_rows, read_rows
 from tests.support.broker_conversation import FakeWorker, chunk, chunk_arrays, joined, training
 
 
@@ -71,19 +71,23 @@ def test_a_logprob_that_nothing_is_drawn_with_is_refused(worker, leases, logprob
     assert worker.answers("rejects") == [(leases[0].lease_id, "bad row: a logprob is below -10000")]
 
 
-def test_times_that_are_not_in_the_run_are_refused(talk, worker, leases):
-    """They would stretch each picture of the run to them."""
-    for away in (-1e300, -2e5, 1e5, 1e300):
-        row, payload = worker.new_tokens(leases[0], 0, 3)
+def test_times_that_are_not_in_the_run_are_unknown(talk, worker, leases):
+    """They would stretch each picture of the run to them; the tokens are right all the same."""
+    for number, away in enumerate((-1e300, -2e5, 1e5, 1e300)):
+        row, payload = worker.new_tokens(leases[0], 3 * number, 3)
         worker.report([(row._replace(time=talk.now + away), payload)])
-        assert "its time is not in the run" in worker.answers("rejects")[-1][1]
+        assert worker.take(wire.Answers)[-1].message.acks == [(leases[0].lease_id, 3 * number + 3)]
         worker.say(wire.ActivitySpan("generate", talk.now, talk.now + away))
         assert "within a day" in worker.take(wire.Refused)[-1].message.reason
     worker.say(wire.WorkerCapacity(worker.version, 1, 1e9))
     assert "a day at most" in worker.take(wire.Refused)[-1].message.reason
-    row, payload = worker.new_tokens(leases[0], 0, 3)
+    row, payload = worker.new_tokens(leases[0], 12, 3)
     worker.report([(row._replace(time=talk.now - 60.0), payload)])
-    assert worker.take(wire.Answers)[-1].message.acks == [(leases[0].lease_id, 3)]
+    assert worker.take(wire.Answers)[-1].message.acks == [(leases[0].lease_id, 15)]
+    talk.journal.sync()
+    events = [event for event, _ in talk.journal.replay() if isinstance(event, RowsAccepted)]
+    times = [row.time for event in events for row in read_rows(event.table)]
+    assert times == [0.0] * 4 + [talk.now - 60.0]
 
 
 def test_a_row_with_a_wrong_checksum_is_refused(worker, leases):

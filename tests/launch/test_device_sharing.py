@@ -8,7 +8,7 @@ from april.config import ConfigError, load
 from april.launch import devices
 from april.launch.clusters.launcher import check_launch
 from april.launch.memory import activations_bytes, plan_memory, read_shape, states_bytes, with_memory_limits
-from april.weights.publisher import weights_towards
+from april.weights.transports import weights_towards
 from april.workers.engines.sglang.factory import server_settings
 from tests.support.small_run import SHARED
 

@@ -17,7 +17,7 @@ from zlib_ng.zlib_ng import crc32
 from april import wire
 from april.broker.context import BrokerContext
 from april.broker.handlers.lease_holders import NOT_CURRENT, LeaseHolderHandler
-from april.broker.handlers.reports import RowValidator, read_report
+from april.broker.handlers.reports import RowValidator
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.samples import UNFINISHED, GroupState, Lease, Sample, SampleState
@@ -64,11 +64,11 @@ class AgentHandler(LeaseHolderHandler):
 
     def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
         """Take observations, each of which opens a turn; rows are accepted or refused one by one."""
-        table, payload = read_report(packed)
+        table, payload = self.validator.read(packed, now)
         lease_ids = table["lease_id"].tolist()
         leases = [self.ledger.leases.find(lease_id) for lease_id in lease_ids]
-        faults = self.validator.faults(table, payload, leases, now, of_agents=True)
-        verdicts = self.ledger.add_chunks(packed[0].data, payload.data, peer.uid, faults, payload.checksum)
+        faults = self.validator.faults(table, payload, leases, of_agents=True)
+        verdicts = self.ledger.add_chunks(table.view("u1").data, payload.data, peer.uid, faults, payload.checksum)
         tokens = 0
         for index, (lease, verdict) in enumerate(zip(leases, verdicts, strict=True)):
             lease_id = lease_ids[index]

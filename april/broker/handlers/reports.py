@@ -77,16 +77,26 @@ class RowValidator:
         """Largest age of a row, seconds: it was sampled under a lease."""
         self.ids_wrong = f"the policy's token ids are from 0 to {self.largest_id}"
 
+    def read(self, packed: list[wire.PackedArray], now: float) -> tuple[np.ndarray, wire.PackedArray]:
+        """Read a report that came at `now` as `read_report` does. A time that is not in the run, as of a sender with a
+        wrong clock, becomes 0, unknown: pictures of the run would span it."""
+        table, payload = read_report(packed)
+        age_s = np.where(table["time"] == 0, 0, now - table["time"])
+        beyond = (age_s > self.oldest_s) | (age_s < -limits.MAX_CLOCK_SKEW_S)
+        if beyond.any():
+            table = table.copy()
+            table["time"][beyond] = 0
+        return table, payload
+
     def faults(
         self,
         table: np.ndarray,
         payload: wire.PackedArray,
         leases: Sequence[Lease | None],
-        now: float,
         of_agents: bool = False,
     ) -> dict[int, str]:
-        """Find faults in the rows of a report that came at `now`; returns them by row index. `leases`: the lease of
-        each row, None if it is not current."""
+        """Find faults in the rows of a report; returns them by row index. `leases`: the lease of each row, None if it
+        is not current."""
         found: dict[int, str] = {}
         ends = np.cumsum(padded_sizes(table))
         offsets, sizes, tokens = ends - padded_sizes(table), table["size"], table["tokens"].astype(np.int64)
@@ -102,9 +112,6 @@ class RowValidator:
             words = np.append(words, np.uint32(0))
         largest = np.maximum.reduceat(words, bounds)[::2]
         self._note(found, largest > self.largest_id, self.ids_wrong)  # as uint32 a negative id is larger than any
-        age_s = np.where(table["time"] == 0, 0, now - table["time"])
-        late = (age_s > self.oldest_s) | (age_s < -limits.MAX_CLOCK_SKEW_S)
-        self._note(found, late, "its time is not in the run: the sender's clock is wrong")
         self._note(found, observed & ((table["incarnation"] | table["step"]) > 0), "an observation has no version")
         plain = ~observed & (sizes == 8 * tokens)
         largest_logprob_bits = np.maximum.reduceat(words & np.uint32(0x7FFFFFFF), bounds)[1::2]

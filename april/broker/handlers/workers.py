@@ -12,7 +12,7 @@ from april import wire
 from april.broker.context import BrokerContext
 from april.broker.handlers.evaluations import Evaluations
 from april.broker.handlers.lease_holders import NOT_CURRENT, LeaseHolderHandler
-from april.broker.handlers.reports import RowValidator, read_report
+from april.broker.handlers.reports import RowValidator
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import TO_GENERATE, GroupState, Lease, Sample
@@ -124,11 +124,11 @@ class WorkerHandler(LeaseHolderHandler):
 
     def take_rows(self, peer: Peer, packed: list[wire.PackedArray], now: float) -> None:
         """Accept the chunks and observations of a report; each row is accepted or refused on its own."""
-        table, payload = read_report(packed)
+        table, payload = self.validator.read(packed, now)
         lease_ids = table["lease_id"].tolist()
         leases = [self.ledger.leases.get(lease_id) for lease_id in lease_ids]
-        faults = self.validator.faults(table, payload, leases, now)
-        verdicts = self.ledger.add_chunks(packed[0].data, payload.data, peer.uid, faults, payload.checksum)
+        faults = self.validator.faults(table, payload, leases)
+        verdicts = self.ledger.add_chunks(table.view("u1").data, payload.data, peer.uid, faults, payload.checksum)
         if self.ledger.rules.agents:
             accepted = [
                 lease if verdict is Verdict.OK else None for lease, verdict in zip(leases, verdicts, strict=True)

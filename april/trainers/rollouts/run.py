@@ -42,7 +42,8 @@ from april.trainers.rollouts.weights import Score, Weights, canary_from_model, c
 from april.util.errors import refuse
 from april.util.registry import add_import_folders
 from april.weights import TRANSPORTS
-from april.weights.publisher import WeightPublisher, weights_towards
+from april.weights.publisher import WeightPublisher
+from april.weights.transports import weights_towards
 from april.wire.security.keys import load_keys
 from april.wire.sockets.base import address_at
 from april.wire.training import Discard, Submission

@@ -16,6 +16,7 @@ from april.util import clock
 from april.weights import TRANSPORTS
 from april.weights.canary import AT_ONCE, EVIDENCE_LIMIT, SUSPECT, Canary, added_evidence
 from april.weights.receiver import StagedWeights, WeightReceiver
+from april.wire.limits import MAX_CLOCK_SKEW_S
 from april.wire.message import Version
 from april.workers.engines.base import AdapterEngine, ComparingEngine, Engine, EngineError
 
@@ -253,7 +254,7 @@ class WeightLoader:
                 raise
             return None
         receiver.loaded(staged.version)
-        return clock.now() - staged.started_at
+        return min(max(0.0, clock.now() - staged.started_at), MAX_CLOCK_SKEW_S)  # the clock may have jumped
 
     def start_load(self, staged: StagedWeights) -> Future | asyncio.Task:
         loading: Future[None] = Future()

@@ -20,7 +20,6 @@ from april.workers.environments.process import (
     EnvironmentRules,
 )
 
-
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 """What a turn that was cut within a character ends with."""
 
