@@ -16,8 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import tokenizers
 import torch
 from common import Row, execute, parser, quickstart_policy, report
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -25,6 +28,8 @@ from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
 from april.config import Config
 from april.data.arithmetic import make_data
+from april.data.rows import BadRow
+from april.data.tokenizer import Tokenizer
 from april.launch.check import Findings
 from april.learner.backends import BACKENDS
 from april.learner.model import load
@@ -281,6 +286,96 @@ def held_out_versions(run_dir: Path) -> dict[int, set[Version]]:
     return versions
 
 
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+EACH = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+ANSWER = "{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATES = {
+    "plain": EACH + ANSWER,
+    "only strings": EACH.replace("{{ m.content }}", "{% if m.content is string %}{{ m.content }}{% endif %}") + ANSWER,
+    "trimmed": EACH.replace("m.content", "m.content | trim") + ANSWER,
+    "as JSON": EACH.replace("m.content", "m.content | tojson") + ANSWER,
+    "three roles": EACH.replace("<{{", "{% if m.role in ('system', 'user', 'assistant') %}<{{").replace(
+        "{% endfor", "{% endif %}{% endfor"
+    ) + ANSWER,
+    "the first alone": "<{{ messages[0].role }}>{{ messages[0].content }}</>" + ANSWER,
+    "the last alone": "<{{ messages[-1].role }}>{{ messages[-1].content }}</>" + ANSWER,
+    "backwards": EACH.replace("in messages", "in messages | reverse") + ANSWER,
+    "roles alone": EACH.replace("{{ m.content }}", "") + ANSWER,
+    "upper case": EACH.replace("m.content", "m.content | upper") + ANSWER,
+}  # fmt: skip
+"""Chat templates: right ones, and ones that lose or change what a message says."""
+ASKED = {"role": "user", "content": "Add 2 and 3, please."}
+CALL = {"function": {"name": "add", "arguments": '{"a": 1234}'}}
+PROMPTS: list[list[dict]] = [
+    [ASKED],
+    [{"role": "system", "content": "Be brief."}, ASKED],
+    [{"role": "developer", "content": "Be brief."}, ASKED],
+    [{"role": "user", "content": [{"type": "text", "text": "Compute 3"}, {"type": "text", "text": " + 6."}]}],
+    [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, {"type": "image", "image": "a.png"}]}],
+    [ASKED, {"role": "assistant", "content": "The answer is"}],
+    [ASKED, {"role": "assistant", "content": "Five."}, {"role": "user", "content": "And doubled?"}],
+    [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "1236"}],
+    [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "observation", "content": "1237"}],
+    [{"role": "user", "content": "  spaces\n\tand lines "}],
+    [{"role": "user", "content": "四加五等于几? \N{GRINNING FACE}"}],
+]
+
+
+def rendered_prompts_proven(given) -> tuple[list[Row], list[str]]:
+    """The share of prompts, each under each template, that have what their messages say in their token ids, or are
+    refused. White space and the form of JSON do not count."""
+    outcomes: dict[str, bool] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make_byte_tokenizer(Path(folder))
+        tokenizer = Tokenizer(Path(folder))
+        for name, template in TEMPLATES.items():
+            tokenizer.inner.chat_template = template
+            for prompt in PROMPTS:
+                outcomes[f"{name}: {json.dumps(prompt)}"] = is_proven(tokenizer, prompt)
+    wrong = [case for case, right in outcomes.items() if not right]
+    return [Row("rendered_prompts_proven", [1 - len(wrong) / len(outcomes)], f"of {len(outcomes)}")], wrong
+
+
+def is_proven(tokenizer: Tokenizer, prompt: list[dict]) -> bool:
+    try:
+        printed = plain(tokenizer.decode(tokenizer.encode_row(prompt), keep_special=True))
+    except BadRow:
+        return True
+    at = 0
+    for message in prompt:
+        moves = message["role"] in ("system", "developer")  # a template may print it anywhere
+        for text in map(plain, parts_of(message)):
+            found = printed.find(text, 0 if moves else at)
+            if found < 0:
+                return False
+            at = at if moves else found + len(text)
+    return True
+
+
+def parts_of(message: dict) -> list[str]:
+    """The texts of a message; a part that is no text is one that nothing prints."""
+    content = message["content"]
+    if isinstance(content, list):
+        return [part["text"] if part["type"] == "text" else "<image>" for part in content]
+    return [content or ""]
+
+
+def plain(text: str) -> str:
+    for escaped, character in (("\\n", ""), ("\\t", "")):
+        text = text.replace(escaped, character)
+    return "".join(text.split())
+
+
+def make_byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose tokens are the 256 bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(alphabet)}))
+
+
 # --- architectures ----------------------------------------------------------------------------------------------------
 
 QUICK_FAMILIES = ("llama", "qwen3_moe", "mistral", "gpt_neox_japanese", "mamba")
@@ -335,7 +430,8 @@ def difference(folder: Path) -> str:
 
 ROWS: dict[str, Callable] = {
     "programs_right": programs_right, "math_pairs": math_pairs, "quick_verdicts_late": quick_verdicts_late,
-    "evaluations_mixed": evaluations_mixed, "architectures_wrong": architectures_wrong,
+    "evaluations_mixed": evaluations_mixed, "rendered_prompts_proven": rendered_prompts_proven,
+    "architectures_wrong": architectures_wrong,
 }  # fmt: skip
 """Rows by the function that measures them: arguments -> (rows, what was wrong in words)."""
 
