@@ -19,7 +19,9 @@ def check_addresses(config: Config) -> None:
     bind, keys = config.broker.bind, config.security.keys
     port = re.fullmatch(r"tcp://([^:/\s]+):(\*|\d+)", bind)
     if bind != IPC and (not port or (port[2] != "*" and not 0 < int(port[2]) <= LARGEST_PORT)):
-        refuse("broker.bind", bind, "is no address", "use ipc, or tcp://INTERFACE:PORT, * for a free port")
+        refuse("broker.bind", bind, wrong_address(bind), "use ipc, or tcp://INTERFACE:PORT, * for a free port")
+    if ":" in config.weights.host:
+        refuse("weights.host", config.weights.host, wrong_address(config.weights.host), "give an address without a port")
     for key, value, host in (
         ("broker.bind", bind, port[1] if port else AUTO),
         ("weights.host", config.weights.host, config.weights.host),
@@ -32,13 +34,33 @@ def check_addresses(config: Config) -> None:
                 "leave security.keys out and give broker.bind a tcp:// address, so that the run makes keys, name a "
                 "folder of `april keygen` as security.keys, or keep to 127.0.0.1",
             )
+    if ":" in config.weights.host:
+        refuse(
+            "weights.host", config.weights.host, wrong_address(config.weights.host), "give an address without a port"
+        )
     if isinstance(keys, Path) and not keys.exists():
         refuse("security.keys", keys, "does not exist", f"make it with `april keygen {keys}`, or leave it out")
     port = re.fullmatch(r"[^:/\s]+:(\d+)", config.operations.http)
     if config.operations.http != "none" and not (port and int(port[1]) <= LARGEST_PORT):
         refuse(
-            "operations.http", config.operations.http, "is no address", "use HOST:PORT, port 0 for a free one, or none"
+            "operations.http",
+            config.operations.http,
+            wrong_address(config.operations.http),
+            "use HOST:PORT, port 0 for a free one, or none",
         )
+
+
+def wrong_address(text: str) -> str:
+    """Why a text is refused as an address."""
+    host = re.sub(r"^\w+://", "", text)
+    host = host.rpartition("]")[0].removeprefix("[") if "]" in host else host
+    for candidate in (host, host.rpartition(":")[0]):
+        try:
+            ipaddress.IPv6Address(candidate)
+        except ValueError:
+            continue
+        return "is an address of IPv6, which April does not speak; a name or an address of IPv4 is taken"
+    return "is no address"
 
 
 def with_run_keys(config: Config, connect: str) -> Config:
@@ -54,7 +76,7 @@ def check_listening(agent: AgentSection) -> None:
     that attach to it."""
     address = re.fullmatch(r"([^:/\s]+):(\d+)", agent.listen)
     if not address or int(address[2]) > LARGEST_PORT:
-        refuse("agent.listen", agent.listen, "is no address", "use HOST:PORT, port 0 for a free one")
+        refuse("agent.listen", agent.listen, wrong_address(agent.listen), "use HOST:PORT, port 0 for a free one")
     if bool(agent.ssl_certfile) != bool(agent.ssl_keyfile):
         given, missing = ("certfile", "keyfile") if agent.ssl_certfile else ("keyfile", "certfile")
         refuse(
@@ -129,7 +151,7 @@ def check_address(address: str) -> str:
         return address
     found = re.fullmatch(r"tcp://[^:/\s]+:(\d+)", address)
     if not found or not 0 < int(found[1]) <= LARGEST_PORT:
-        refuse("--connect", address, "is no address", "give the broker's as tcp://HOST:PORT, or its run folder")
+        refuse("--connect", address, wrong_address(address), "give the broker's as tcp://HOST:PORT, or its run folder")
     return address
 
 
