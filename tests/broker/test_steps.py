@@ -41,6 +41,14 @@ def test_the_estimated_time_left_uses_steps_since_the_broker_started(talk, worke
     assert eta_s(talk) == 8.0 * (MAX_STEPS - 5)
 
 
+def test_the_phase_says_which_steps_are_trained_again_after_a_restart(talk, worker, learner):
+    for step in range(3):
+        train(talk, worker, learner, step)
+    talk.restart_broker()
+    joined(FakeLearner(talk), step=1)
+    assert talk.status()["phase"].endswith("training again, up to step 3")
+
+
 def test_no_time_is_foretold_for_steps_that_the_prompts_do_not_reach(converse):
     talk = converse("--evaluation.prompts", "1", "--schedule.max_steps", "1000", "--data.epochs", "1")
     learner, worker = joined(FakeLearner(talk)), joined(FakeWorker(talk))

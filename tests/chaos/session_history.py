@@ -80,7 +80,7 @@ class SessionHistory(History):
             fork.sampled.append((row.start, end))
         if said_by_policy and row.finish:
             fork.turn_ends.append(end)
-        if row.over:
+        if row.ends_lease:
             self.ended.add(row.lease_id)
 
     def on_SampleScored(self, lease_id, reward, details=None, superseded=()):

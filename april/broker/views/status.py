@@ -279,12 +279,15 @@ def phase(context: BrokerContext) -> str:
         return "read-only"
     if ledger.rounds.draining:
         return drain_state(ledger)
+    training = "training" if ledger.steps.consumed < ledger.steps.next else ""
+    if training and ledger.steps.consumed < ledger.steps.frontier:
+        training = f"training again, up to step {ledger.steps.frontier}"
     if ledger.leases.generating:
-        return "generating, training" if ledger.steps.consumed < ledger.steps.next else "generating"
+        return ", ".join(filter(None, ["generating", training]))
     if evaluating(ledger):
         return "evaluating"
-    if ledger.steps.consumed < ledger.steps.next:
-        return "training"
+    if training:
+        return training
     if ledger.queue.has_scoring or any(not lease.agent for lease in ledger.leases.values()):
         return "scoring"
     if ledger.leases:

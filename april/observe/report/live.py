@@ -48,6 +48,9 @@ class LiveView:
         self.live.stop()
 
     def update(self, status: dict) -> None:
+        again = str(status.get("phase") or "").partition("training again, ")[2]
+        if again and "training again" not in str(self.status.get("phase")):
+            self.note(f"the weights of a checkpoint are trained again {again}: these steps have their lines already")
         known = {alarm["name"] for alarm in self.status.get("alarms") or []}
         new = [alarm for alarm in status.get("alarms") or [] if alarm["name"] not in known]
         self.status = status

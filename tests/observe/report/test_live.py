@@ -46,6 +46,14 @@ def test_a_pipe_gets_one_line_a_step_and_the_notes():
     ]
 
 
+def test_steps_that_a_resumed_run_trains_again_are_announced_once():
+    out = io.StringIO()
+    with LiveView(Console(file=out)) as view:
+        for phase in ("generating", "generating, training again, up to step 8", "training again, up to step 8"):
+            view.update(STATUS | {"phase": phase})
+    assert "trained again up to step 8" in out.getvalue() and out.getvalue().count("\n") == 1
+
+
 def test_a_step_before_any_status_leaves_out_what_is_unknown():
     assert step_line({"step": 1}, {}) == "step 1"
     assert step_line({"step": 1, "reward": None, "staleness": None, "round": None}, {"eta_s": None}) == "step 1"
