@@ -301,7 +301,10 @@ def check_reward(config: Config) -> None:
     if reward.url and not re.match(r"https?://[^/\s]", reward.url):
         refuse("reward.url", reward.url, "is no address", "give it as http://HOST:PORT/PATH")
     query = parse_qsl(urlsplit(reward.url).query)
-    if "@" in urlsplit(reward.url).netloc or any(is_secret(name) and "${" not in value for name, value in query):
+    secret = [
+        name for name, value in query if is_secret(name) and name.lower() not in ("key", "keys") and "${" not in value
+    ]
+    if "@" in urlsplit(reward.url).netloc or secret:
         fix = "name the variable in reward.url_key_variable, or as ${NAME} in the address"
         refuse("reward.url", reward.url, "holds a secret, which belongs into an environment variable", fix)
     try:

@@ -23,7 +23,7 @@ from april.util.text import masked
 
 OVERRIDES = """every key of the configuration can be given as --section.key value. `--help SECTION` lists one section.
 Values are written as in TOML: --data.sources '[{path = "a.jsonl"}, {path = "b.jsonl"}]'. A text needs no quotation
-marks. none unsets a key.
+marks. none unsets a key that may be unset.
 """
 
 FLAGS = {
@@ -238,7 +238,7 @@ def likely_key(key: str, known: Collection[str]) -> str | None:
     return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.5)), None)
 
 
-EXAMPLES = {"list_type": "'[VALUE, VALUE]'", "dict_type": "'{name = VALUE}'"}
+EXAMPLES = {"list_type": "'[VALUE, VALUE]'", "tuple_type": "'[VALUE, VALUE]'", "dict_type": "'{name = VALUE}'"}
 """How a value is written in an override, by the pydantic error of one that is none."""
 
 

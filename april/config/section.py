@@ -4,6 +4,7 @@ the user's own parts."""
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, wraps
 from typing import Any, Final, TypeVar, cast, get_args
 
@@ -41,6 +42,21 @@ class Section(BaseModel):
             return keys
         unset = {name: cls.unset_value(name) for name, value in keys.items() if value == NONE}
         return keys | {name: value for name, value in unset.items() if value is not NONE}
+
+    def written(self) -> dict[str, Any]:
+        """The keys as they are written in TOML, all of them: NONE for one that is unset and has another default."""
+        keys = self.model_dump(mode="json")
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value is None and field.get_default(call_default_factory=True) is not None:
+                keys[name] = NONE
+            elif isinstance(value, Section):
+                keys[name] = value.written()
+            elif isinstance(value, Mapping) and any(isinstance(inner, Section) for inner in value.values()):
+                keys[name] = {key: inner.written() for key, inner in value.items()}
+            elif isinstance(value, list) and any(isinstance(inner, Section) for inner in value):
+                keys[name] = [inner.written() for inner in value]
+        return {name: value for name, value in keys.items() if value is not None}
 
     @classmethod
     def unset_value(cls, name: str) -> Any:
@@ -89,7 +105,8 @@ def with_own_keys(
         base, given = model.model_fields[name].annotation, tree.get(name)
         if not found or not (isinstance(base, type) and issubclass(base, Section)):
             continue
-        extended = section_with(base, tuple((key, part) for key, part in found if part is not None))
+        declaring = [(key, part) for key, part in found if isinstance(part, type) or inspect.isfunction(part)]
+        extended = section_with(base, tuple(declaring))
         if isinstance(given, Mapping) and any(part is None for _, part in found):
             raw: Any = {key: (Any, value) for key, value in given.items() if key not in extended.model_fields}
             extended = create_model(base.__name__, __base__=extended, **raw) if raw else extended
@@ -143,8 +160,11 @@ def own_parameters(part: Any) -> dict[str, Any]:
     """(type, default) of each keyword-only parameter of a function; none of a class."""
     if isinstance(part, type) or not callable(part):
         return {}
-    hints = typing.get_type_hints(part, include_extras=True) if inspect.isfunction(part) else {}
     keyword_only = [each for each in inspect.signature(part).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    hints: dict[str, Any] = {}
+    if keyword_only and inspect.isfunction(part):
+        with suppress(NameError):  # a name that only a type checker imports: the keys are then of any type
+            hints = typing.get_type_hints(part, include_extras=True)
     return {
         each.name: (hints.get(each.name, Any), ... if each.default is each.empty else each.default)
         for each in keyword_only

@@ -202,8 +202,8 @@ class Config(Section):
 
     def to_toml(self) -> str:
         """The whole configuration as TOML, defaults and secrets included; `load` reads it back unchanged."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        return tomli_w.dumps(self.written())
 
     def without_secrets(self) -> "Config":
         """The configuration to be shown: its secrets are masked."""
-        return Config.model_validate(masked(self.model_dump(mode="json")))
+        return type(self).model_validate(masked(self.model_dump(mode="json")))

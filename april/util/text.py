@@ -42,8 +42,9 @@ SECRET_NAME = re.compile(
 """Regular expression for the name of an option, a variable or a header that holds a secret."""
 HARMLESS_NAMES = {"keys", "label_key", "prompt_key"}
 """Keys of April's own configuration that are named like secrets and are none: a folder, and names of columns."""
-URL_SECRETS = re.compile(r"""(?<=://)[^/\s@'"]+(?=@)|(?<=\?)[^\s'"#]*=[^\s'"#]*""")
-"""Regular expression for the parts of a URL that hold secrets: user with password, and the query."""
+URL_QUERY = re.compile(r"""(://[^\s'"?#]*\?)[^\s'"#]*=[^\s'"#]*""")
+URL_USER = re.compile(r"""(://)[^/\s@'"]+(?=@)""")
+"""Regular expressions for the parts of a URL that hold secrets, and what is before them: query, user with password."""
 ASSIGNMENT = re.compile(r"""([\w.-]+)(?:=(?:"[^"]*"|'[^']*'|[^\s'"]*)|:\s*[^'"]+)""")
 """Regular expression for `NAME=VALUE` and `NAME: VALUE` in a text, such as a variable's in a shell, or a header."""
 FLAG = re.compile(r"""(--?[\w-]+)\s+(?:"[^"]*"|'[^']*'|\S+)""")
@@ -70,7 +71,9 @@ def masked(value: Any, name: str = "") -> Any:
         return MASK
     for pattern in (ASSIGNMENT, FLAG):
         value = pattern.sub(lambda found: f"{found[1]} {MASK}" if is_secret(found[1]) else found[0], value)
-    return URL_SECRETS.sub(MASK, value)
+    for pattern in (URL_QUERY, URL_USER):
+        value = pattern.sub(lambda found: found[1] + MASK, value)
+    return value
 
 
 def flag_name(word: str) -> str:

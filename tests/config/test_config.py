@@ -42,6 +42,7 @@ def file(tmp_path):
         (["--operations.http", "[::]:0"], ["operations.http", "IPv6"]),
         (["--agent.listen", "::1:8000", "--agent.command", '["true"]'], ["agent.listen", "IPv6"]),
         (["--weights.host", "fe80::1"], ["weights.host", "fe80::1", "IPv6"]),
+        (["--algorithm.corrections", "none"], ["algorithm.corrections", "--algorithm.corrections '[VALUE, VALUE]'"]),
         (["--seed", str(2**64)], ["seed", str(2**64), "less than"]),
         (["--data.sources", "a.jsonl"], ["data.sources", "a.jsonl", "--data.sources '[VALUE, VALUE]'"]),
         (["--over-sampling-batch-size", "0"], ["schedule.over_sampling_batch_size", "0", "greater than or equal to 1"]),
@@ -183,10 +184,12 @@ def test_an_override_is_what_its_key_takes(file, override, value):
     assert getattr(getattr(configuration.load(file, override), section), name) == value
 
 
-def test_none_in_a_file_unsets_a_key(file):
+def test_none_in_a_file_unsets_a_key_also_for_those_that_read_the_run_s_configuration(file, tmp_path):
     file.write_text(file.read_text() + 'label_key = "none"\n[samples]\ngroups = "none"\n')
     config = configuration.load(file)
     assert config.data.label_key is config.samples.groups is None
+    (tmp_path / "written.toml").write_text(config.to_toml())
+    assert configuration.load(tmp_path / "written.toml") == config
 
 
 def test_stale_tokens_are_corrected_by_default(file):

@@ -15,7 +15,8 @@ from april.learner.losses.ranks import SingleRank
 from april.learner.objective import Objective
 
 MODULE = '''
-from typing import Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -49,6 +50,31 @@ def loss(
 
 def keep(group, *, most_right: float = 0.5):
     return "too_easy" if sum(group.accuracies) > most_right * len(group.accuracies) else None
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def typed_loss(logprobs: "Tensor", proximal, advantages, spans, clip) -> "tuple[Tensor, Tensor]":
+    return -logprobs * advantages, advantages > 9
+
+
+def typed_with_keys(logprobs: "Tensor", proximal, advantages, spans, clip, *, beta: float = 0.1):
+    return -beta * logprobs * advantages, advantages > 9
+
+
+@dataclass
+class Loss:
+    """Without a hash."""
+
+    scale: float = 1.0
+
+    def __call__(self, logprobs, proximal, advantages, spans, clip):
+        return -self.scale * logprobs * advantages, advantages > 9
+
+
+dataclass_loss = Loss()
 
 
 @command(RUN)
@@ -95,6 +121,19 @@ def test_keys_of_own_parts_have_their_defaults_and_are_written_and_read_again(lo
     assert written["engine"]["order"] == 2 and written["algorithm"]["tau"] == 0.25
     (tmp_path / "config.toml").write_text(config.to_toml())
     assert configuration.load(tmp_path / "config.toml").to_toml() == config.to_toml()
+
+
+@pytest.mark.parametrize("name", ["typed_loss", "dataclass_loss"])
+def test_a_part_without_keys_may_have_any_annotations_and_no_hash(load, name):
+    assert load(**{"algorithm.loss": f"own_keys:{name}"}).algorithm.loss == f"own_keys:{name}"
+
+
+def test_keys_whose_types_only_a_checker_imports_are_of_any_type(load):
+    assert load(**{"algorithm.loss": "own_keys:typed_with_keys", "algorithm.beta": 0.3}).algorithm.beta == 0.3
+
+
+def test_a_configuration_with_own_keys_is_shown_without_its_secrets(load):
+    assert load(**LOSS | {"algorithm.tau": 0.25}).without_secrets().algorithm.tau == 0.25
 
 
 @pytest.mark.parametrize(

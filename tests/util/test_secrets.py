@@ -69,3 +69,12 @@ def test_a_dry_run_of_a_launch_prints_no_secret(config_file, tmp_path, capsys, o
     printed = capsys.readouterr()
     assert SECRET not in printed.out + printed.err
     assert status == 0, printed.err
+
+
+@pytest.mark.parametrize("text", [r"(?=.*\d)abc", r"(?<=x=)y", "/data/a?b=c.jsonl"])
+def test_a_question_mark_alone_hides_nothing(text):
+    assert masked(text) == text
+
+
+def test_a_url_with_user_and_query_hides_both():
+    assert masked("http://u:p@h/x?token=1#y") == "http://…@h/x?…#y"
