@@ -46,10 +46,13 @@ def agents(config: list[Path], connect: str, name: str, overrides: list[str]) ->
 
 def joining(files: list[Path], connect: str, overrides: list[str]) -> tuple["Config", str]:
     """The configuration and the broker's address for a process that joins a run; this process ends with its parent from
-    then on. Raises ConfigError."""
+    then on. Raises ConfigError, and SystemExit where a run's folder has no broker."""
     from april.config import check_address, with_run_keys
     from april.util.lifetime import die_with_parent
 
     die_with_parent()
     config = load_config(files, overrides, inputs=["model"], own_parts=["worker.engine", "weights.transport"])
-    return with_run_keys(config, check_address(connect)), connect
+    try:
+        return with_run_keys(config, check_address(connect)), connect
+    except TimeoutError as error:
+        raise SystemExit(f"april: {error}") from None

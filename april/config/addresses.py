@@ -21,7 +21,9 @@ def check_addresses(config: Config) -> None:
     if bind != IPC and (not port or (port[2] != "*" and not 0 < int(port[2]) <= LARGEST_PORT)):
         refuse("broker.bind", bind, wrong_address(bind), "use ipc, or tcp://INTERFACE:PORT, * for a free port")
     if ":" in config.weights.host:
-        refuse("weights.host", config.weights.host, wrong_address(config.weights.host), "give an address without a port")
+        refuse(
+            "weights.host", config.weights.host, wrong_address(config.weights.host), "give an address without a port"
+        )
     for key, value, host in (
         ("broker.bind", bind, port[1] if port else AUTO),
         ("weights.host", config.weights.host, config.weights.host),
@@ -65,10 +67,15 @@ def wrong_address(text: str) -> str:
 
 def with_run_keys(config: Config, connect: str) -> Config:
     """The configuration of a part that joins a run, with the keys that the run has made in its folder. `connect`: the
-    broker's address, or that folder."""
-    run_dir = config.run_dir if "://" in connect else Path(connect)
-    has_keys = connect.startswith("tcp://") or (run_dir / RUN_KEYS).exists()
-    return config.with_keys(run_dir / RUN_KEYS) if has_keys and config.security.keys == AUTO else config
+    broker's address, or that folder: the broker writes its address there once it has made keys, and is waited for.
+    Raises TimeoutError if it writes none within its patience."""
+    from april.wire.sockets.base import address_at
+
+    if config.security.keys != AUTO:
+        return config
+    folder = (config.run_dir if "://" in connect else Path(connect)) / RUN_KEYS
+    is_tcp = address_at(connect, config.broker.patience_s).startswith("tcp://")
+    return config.with_keys(folder) if is_tcp or folder.exists() else config
 
 
 def check_listening(agent: AgentSection) -> None:

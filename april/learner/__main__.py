@@ -60,7 +60,8 @@ from the newest one. Overrides are written as --section.key value."""
 
 
 def read_arguments(arguments: list[str]) -> tuple[configuration.Config, str]:
-    """Parse the command line; returns the configuration and the broker's address or run folder. Raises ConfigError."""
+    """Parse the command line; returns the configuration and the broker's address or run folder. Raises ConfigError, and
+    TimeoutError where the run folder has no broker."""
     parser = argparse.ArgumentParser(
         prog="torchrun -m april.learner",
         description=HELP,
@@ -87,6 +88,9 @@ def main(arguments: list[str]) -> int:
     except configuration.ConfigError as error:
         print(f"april.learner: {error}", file=sys.stderr)
         status = REFUSED
+    except TimeoutError as error:
+        print(f"april.learner: {error}", file=sys.stderr)
+        status = 1
     else:
         status = status_of_training(config, connect)
     if status == REFUSED:

@@ -1,7 +1,9 @@
 """Keys are made with one command and kept private; an unusable key file is refused with a sentence."""
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from april.config import ConfigError
 from april.wire.security import allow_list, keygen
 from april.wire.security.allow_list import AllowList
 from april.wire.security.keys import ALLOW_LIST, ROLES, RUN_KEYS, is_open_to_others, load_keys
+from april.wire.sockets import base
 from april.wire.sockets.base import remove_socket_folder, socket_address
 from tests.support.refusals import refusal
 
@@ -182,6 +185,20 @@ def test_peers_of_a_tcp_broker_need_keys_that_are_made_and_a_unix_socket_is_in_a
     assert again.address == server.address, "peers reconnect to it"
     again.close()
     remove_socket_folder(server.address)
+
+
+def test_a_part_that_joins_before_the_broker_has_made_its_keys_waits_for_them(config_file, monkeypatch):
+    config = configuration.load(config_file, ["--broker.bind", "tcp://127.0.0.1:*"])
+    servers = []
+
+    def start_broker(_):
+        servers.append(Server(config))
+        servers[0].write_address()
+
+    monkeypatch.setattr(base, "time", SimpleNamespace(monotonic=time.monotonic, sleep=start_broker))
+    joined = configuration.with_run_keys(configuration.load(config_file), str(config.run_dir))
+    assert joined.keys == config.run_dir / RUN_KEYS and load_keys(joined.keys, "worker")
+    servers[0].close()
 
 
 def test_a_folder_of_sockets_that_others_have_made_is_not_used(tmp_path):
