@@ -150,7 +150,10 @@ PATIENCE_S, PATIENCE_ATTEMPTS = 3.0, 3
 have other keys. A server that dies breaks off only once."""
 
 UNLISTED = "its key is not on the allow-list; add it with `april keygen FOLDER --role ROLE --name NAME`"
-OTHER_KEYS = "the other side has other keys than 'security.keys' says; give the key file made in its folder"
+OTHER_KEYS = (
+    "the other side has other keys than 'security.keys' says, or is another run; connect by the run's folder, or give "
+    "the key file made there"
+)
 WITHOUT_KEYS = "this side has no keys and the other side may want them; set 'security.keys'"
 WITH_KEYS = "only one side has keys; set 'security.keys' on both or on none"
 

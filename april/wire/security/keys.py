@@ -54,7 +54,8 @@ def load_keys(keys: Path | None, role: str) -> Keys | None:
             tree = tomllib.load(file)
         found = Keys(**tree)
     except OSError as error:
-        refuse("security.keys", path, f"cannot be read ({error.strerror})", "make it with `april keygen`")
+        fix = "connect by the run's folder, give a copy of the key file made there, or make one with `april keygen`"
+        refuse("security.keys", path, f"cannot be read ({error.strerror})", fix)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError):
         refuse("security.keys", path, "is no key file", "make it with `april keygen`")
     if any(len(key) != KEY_CHARACTERS for key in map(str, (found.public, found.secret, found.broker))):
