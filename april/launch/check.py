@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-import json
 import os
 import shutil
 import subprocess
@@ -177,9 +176,8 @@ def check_own_engine(config: Config) -> None:
         return
     from april.workers.engines.conformance.suite import try_engine
 
-    given = config.engine.model_dump(mode="json", exclude_defaults=True)
     try:
-        try_engine(name, [f"--engine.{key}={json.dumps(value)}" for key, value in given.items()])
+        try_engine(name, [("engine", config.engine.model_dump(exclude_defaults=True))])
     except ConfigError:
         raise
     except Exception as error:

@@ -67,6 +67,17 @@ class Outside(InProcessEngine):
         return self.vocabulary, 0.0
 
 
+class Tabled(Outside):
+    reads = ("server",)
+
+    def __init__(self, config, device, name):
+        super().__init__(config, device, name)
+        self.token = config.engine.server["deep"]["tokens"][0]
+
+    def sample(self, running):
+        return self.token, 0.0
+
+
 class Positive(Outside):
     def sample(self, running):
         return 1, 0.7
@@ -80,14 +91,14 @@ class Raises(Outside):
 
 @pytest.fixture
 def errors(tmp_path, monkeypatch, config_file):
-    """errors(key, part): what the checks of a start say of a run with that part."""
+    """errors(key, part, *words): what the checks of a start say of a run with that part and those overrides."""
     (tmp_path / "own_parts.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def found(key, part):
+    def found(key, part, *words):
         value = f'["own_parts:{part}"]' if key.endswith("s") and key != "algorithm.loss" else f"own_parts:{part}"
         findings = Findings()
-        check_run(configuration.load(config_file, [f"--{key}", value]), [], 0, findings)
+        check_run(configuration.load(config_file, [f"--{key}", value, *words]), [], 0, findings)
         return "\n".join(findings.errors)
 
     yield found
@@ -119,3 +130,8 @@ def test_a_part_that_cannot_work_is_a_sentence_before_the_run(errors, key, part,
 
 def test_a_good_part_passes(errors):
     assert errors("algorithm.loss", "good") == ""
+
+
+def test_an_engine_is_tried_with_the_tables_of_its_section(errors):
+    words = "--engine.server", '{mem = 0.5, deep = {tokens = [7], "a b" = "x"}}'
+    assert errors("worker.engine", "Tabled", *words) == ""

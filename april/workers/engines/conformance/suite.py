@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ FIRST_CHECKS = (
     streams.a_stream_has_no_gap_and_ends_once, streams.tokens_are_of_the_vocabulary_and_log_probabilities_at_most_zero,
 )  # fmt: skip
 ONLY_WHOLE_CHUNKS_S = 1e9
+Keys = Collection[tuple[str, Any]]
+"""Keys of the configuration, as "section.key", with their values."""
 
 
 def check_engine_named(name: str, overrides: list[str], say: Callable[[str], None]) -> int:
@@ -31,16 +33,16 @@ def check_engine_named(name: str, overrides: list[str], say: Callable[[str], Non
     `overrides`: further configuration keys, as command-line words. The engine runs on the CPU unless they say
     otherwise. Raises ConfigError for an engine that cannot be found or built.
     """
-    entry, failures = ENGINES.find(name), 0
+    entry, failures, keys = ENGINES.find(name), 0, parse_overrides(overrides)
     with tempfile.TemporaryDirectory() as folder:
         models = TinyModels(Path(folder))
-        check_engine(configured(name, models().folder, overrides))
+        check_engine(configured(name, models().folder, keys))
         for check in CHECKS:
             if not check.concerns(entry):
                 say(f"left out    {check}: it says that it has no true distribution")
                 continue
             try:
-                with Engines(name, models, overrides) as engines:
+                with Engines(name, models, keys) as engines:
                     check.run(Bench(entry, engines, models))
             except ConfigError:
                 raise
@@ -52,8 +54,9 @@ def check_engine_named(name: str, overrides: list[str], say: Callable[[str], Non
     return failures
 
 
-def try_engine(name: str, overrides: list[str]) -> None:
-    """Let an engine generate for a tiny model, as `check_engine_named` does, with the first checks only.
+def try_engine(name: str, keys: Keys) -> None:
+    """Let an engine generate for a tiny model, as `check_engine_named` does, with the first checks only. `keys`:
+    further configuration keys.
 
     Raises AssertionError or whatever the engine raises; ConfigError for one that cannot be found or built.
     """
@@ -62,14 +65,14 @@ def try_engine(name: str, overrides: list[str]) -> None:
         models = TinyModels(Path(folder))
         for check in CHECKS:
             if check.function in FIRST_CHECKS:
-                with Engines(name, models, overrides) as engines:
+                with Engines(name, models, keys) as engines:
                     check.run(Bench(entry, engines, models))
 
 
-def configured(name: str, model: Path, overrides: list[str], **worker: Any) -> Config:
+def configured(name: str, model: Path, keys: Keys, **worker: Any) -> Config:
     worker = {"engine": name, "device": "cpu", "slots": 8, "chunk_tokens": 7, "report_s": ONLY_WHOLE_CHUNKS_S} | worker
     tree = {"model": {"path": str(model)}, "data": {}, "worker": worker}
-    for key, value in parse_overrides(overrides):
+    for key, value in keys:
         set_key(tree, key, value)
     return validate(tree)
 
@@ -77,14 +80,14 @@ def configured(name: str, model: Path, overrides: list[str], **worker: Any) -> C
 class Engines:
     """Implements `MakeEngine` with the engine's entry, as a worker does; closes all engines at its end."""
 
-    def __init__(self, name: str, models: TinyModels, overrides: list[str]):
-        self._name, self._models, self._overrides = name, models, overrides
+    def __init__(self, name: str, models: TinyModels, keys: Keys):
+        self._name, self._models, self._keys = name, models, keys
         self._made = contextlib.ExitStack()
 
     def __call__(self, version: Version | None = V0, *, max_context: int = TINY_CONTEXT, **options: Any) -> Engine:
         model = self._models()
         folder = model.folder if max_context == TINY_CONTEXT else model.with_context(max_context)
-        config = configured(self._name, folder, self._overrides, **options)
+        config = configured(self._name, folder, self._keys, **options)
         engine = ENGINES.find(self._name).from_config(config, device_of(config), "check")
         self._made.callback(engine.close)
         if version is not None:
