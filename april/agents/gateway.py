@@ -27,7 +27,7 @@ from april.agents.forwarding import (
     unknown_key,
 )
 from april.agents.host import pack_state
-from april.agents.listening import served_names
+from april.agents.listening import AttachKey, served_names
 from april.config import Config
 from april.data.messages import BadMessages
 from april.data.tokenizer import Tokenizer
@@ -69,12 +69,14 @@ class Gateway:
         """Closed key -> HTTP status of requests that still use the key."""
         self.forwarder: SessionForwarder | None = None
         """Forwards requests for sessions of other processes; None where there are none."""
+        self.attach_key: AttachKey | None = None
+        """Key of the harnesses that take sessions; None where none does."""
         self.counts: Counter[str] = Counter()
         """Number of responses by HTTP status."""
         self.refusals: Counter[str] = Counter()
         """Number of refused requests by the code of their error."""
         self.app = web.Application(
-            client_max_size=MAX_BODY_BYTES, middlewares=[check_requests(names), self._render_errors]
+            client_max_size=MAX_BODY_BYTES, middlewares=[check_requests(names, self._has_secret), self._render_errors]
         )
         for dialect in dialects:
             self.app.router.add_post(dialect.path, self._complete)
@@ -186,6 +188,14 @@ class Gateway:
         if key not in self.sessions:
             raise unknown_key()
         return self.sessions[key]
+
+    def _has_secret(self, request: web.Request) -> bool:
+        """Whether a request carries a key of this run; that of a session which another process holds is checked
+        there."""
+        key = self.key_of(request)
+        is_attach_key = self.attach_key is not None and self.attach_key.is_shown(key)
+        is_session_key = request.path not in SESSIONLESS_PATHS and SESSION_KEY.fullmatch(key) is not None
+        return is_attach_key or is_session_key or key in self.sessions
 
     def _is_foreign_key(self, request: web.Request) -> bool:
         """Whether the request carries a well-formed session key that this process has never issued."""

@@ -47,7 +47,11 @@ class AttachKey:
         self._secret = read_secret(file) if file else ""
 
     def accepts(self, shown: str) -> bool:
-        return not self._secret or hmac.compare_digest(self._secret.encode(), shown.encode(errors="replace"))
+        return not self._secret or self.is_shown(shown)
+
+    def is_shown(self, shown: str) -> bool:
+        """Whether there is a key, and it is `shown`."""
+        return self._secret != "" and hmac.compare_digest(self._secret.encode(), shown.encode(errors="replace"))
 
 
 def attach_keyfile(config: Config) -> Path | None:

@@ -128,6 +128,7 @@ class AttachedRunner:
     offer_added: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self.gateway.attach_key = self.attach_key
         self.gateway.app.router.add_post("/v1/sessions", self._take)
         self.gateway.app.router.add_delete("/v1/session", self._end)
 

@@ -4,6 +4,7 @@ import ssl
 import subprocess
 import urllib.error
 import urllib.request
+from functools import partial
 
 import openai
 import pytest
@@ -73,23 +74,42 @@ def test_a_harness_needs_the_attach_key_and_gets_the_public_address(meet, sectio
     assert come(32 * "k") == 201 and gateway.refusals == {"invalid_api_key": 3}
 
 
+def status_of(meet, path, body=None, **headers):
+    """HTTP status of a request of the API."""
+    request = urllib.request.Request(meet.addresses.local + path, body, {"Content-Type": "text/plain", **headers})
+    try:
+        return urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_a_web_page_takes_no_sessions(meet, loop):
     client, _, session, gateway = meet(attached=True, section=AgentSection(attach=True))
     order = StartProgram(SESSION, meet.addresses.local, gateway.admit(session), {}, False, meet.addresses.public)
     loop.call_soon_threadsafe(meet.runner.start_program, order)
 
-    def status(path, body=None, **headers):
-        request = urllib.request.Request(meet.addresses.local + path, body, {"Content-Type": "text/plain", **headers})
-        try:
-            return urllib.request.urlopen(request, timeout=60).status
-        except urllib.error.HTTPError as error:
-            return error.code
+    status, wait = partial(status_of, meet), b'{"wait_s": 30}'
+    known, made_up = f"Bearer {client.api_key}", "Bearer 3.1.1.guessed"
+    others, rebound = {"Origin": "http://evil.example"}, {"Host": "evil.example"}
+    for page in (others, {"Origin": "null"}, rebound, others | rebound):
+        assert status("/sessions", wait, **page) == status("/models", **page) == status("/session", **page) == 403
+        page = page | {"Authorization": made_up}
+        assert status("/sessions", wait, **page) == status("/models", **page) == 403
+        assert status("/session", **page) == (401 if "Host" in page else 403)
+    assert status("/session", Authorization=known, **others) == 403
+    assert status("/sessions", wait) == 201
 
-    rebound = {"Host": "evil.example", "Origin": "http://evil.example"}
-    for page in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"}, rebound):
-        assert status("/sessions", b'{"wait_s": 30}', **page) == status("/models", **page) == 403
-        assert status("/session", Authorization=f"Bearer {client.api_key}", **page) == 403
-    assert status("/sessions", b'{"wait_s": 30}') == 201
+
+def test_a_proxy_that_sets_a_host_of_its_own_reaches_the_api_with_a_key(meet, attach_keyfile):
+    client, *_ = meet(attached=True, section=AgentSection(attach=True, attach_keyfile=attach_keyfile))
+    for key, path, body, answer in (
+        (client.api_key, "/session", None, 200),
+        (client.api_key, "/models", None, 200),
+        (client.api_key, "/sessions", b"{}", 401),
+        (attach_keyfile.read_text().strip(), "/sessions", b"{}", 204),
+        (31 * "k", "/sessions", b"{}", 403),
+    ):
+        assert status_of(meet, path, body, Host="agents", Authorization=f"Bearer {key}") == answer
 
 
 BEYOND = ["--agent.listen", "0.0.0.0:8443"]

@@ -33,12 +33,12 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def objection(hosts: Sequence[str], origins: Sequence[str], names: Collection[str]) -> str:
+def objection(hosts: Sequence[str], origins: Sequence[str], names: Collection[str] | None) -> str:
     """Why a request gets no answer; "" if it gets one. `hosts`, `origins`: values of its headers Host and Origin.
-    `names`: the server's host names."""
+    `names`: the server's host names; None: any, for a request with a secret that no page has."""
     for host in hosts:
         name = re.sub(r":\d*$", "", host).lower().rstrip(".")
-        if name != "localhost" and name not in names and not is_address(name):
+        if names is not None and name not in names and name != "localhost" and not is_address(name):
             return OTHER_NAME
     sites = {origin.lower().partition("://")[2] for origin in origins}
     return OTHER_SITE if len(set(hosts)) > 1 or sites - {host.lower() for host in hosts} else ""
@@ -68,8 +68,9 @@ class CheckedRequestHandler(BaseHTTPRequestHandler):
         return not why
 
 
-def check_requests(names: Collection[str]) -> Any:
-    """Middleware of aiohttp's server that makes the check."""
+def check_requests(names: Collection[str], has_secret: "Callable[[web.Request], bool]" = lambda request: False) -> Any:
+    """Middleware of aiohttp's server that makes the check. `has_secret`: whether a request carries a secret that no
+    page has; it may come under any name, as through a proxy that sets one of its own."""
     from aiohttp import web
 
     @web.middleware
@@ -77,7 +78,7 @@ def check_requests(names: Collection[str]) -> Any:
         request: "web.Request", handler: Callable[["web.Request"], Awaitable["web.StreamResponse"]]
     ) -> "web.StreamResponse":
         hosts, origins = (request.headers.getall(name, []) for name in ("Host", "Origin"))
-        if why := objection(hosts, origins, names):
+        if why := objection(hosts, origins, None if has_secret(request) else names):
             return web.Response(status=403, text=f"{why}\n")
         return await handler(request)
 
