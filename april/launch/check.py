@@ -39,6 +39,7 @@ from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.util.errors import refuse
+from april.util.files import weight_files
 from april.util.logs import last_error, user_traceback
 from april.util.objects import StoreError
 from april.util.registry import add_import_folders
@@ -266,9 +267,16 @@ def installed_backend(config: Config) -> str:
 
 def check_weights(folder: Path) -> bool:
     """True, if the folder has all its weight files, complete. Raises ConfigError otherwise."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         refuse("model.path", folder, "has no weights (*.safetensors)", "give a whole Hugging Face folder")
+    if missing := [file.name for file in files if not file.is_file()]:
+        refuse(
+            "model.path",
+            folder,
+            f"lacks {len(missing)} of {len(files)} files of weights, the first {missing[0]}",
+            "fetch the rest",
+        )
     for file in files:
         size, wanted = file.stat().st_size, max((tensor.start + tensor.size for tensor in tensors_of(file)), default=0)
         if size < wanted:
@@ -278,15 +286,6 @@ def check_weights(folder: Path) -> bool:
         if peft := next((tensor.name for tensor in tensors_of(file) if tensor.name.startswith(PEFT_PREFIX)), ""):
             fix = "merge the adapter with peft's merge_and_unload, and save the model again"
             refuse("model.path", folder, f"has weights by peft's names, such as {peft}", fix)
-    index = folder / "model.safetensors.index.json"
-    shards = set(orjson.loads(index.read_bytes()).get("weight_map", {}).values()) if index.is_file() else set()
-    if missing := sorted(shards - {file.name for file in files}):
-        refuse(
-            "model.path",
-            folder,
-            f"lacks {len(missing)} of {len(shards)} files of weights, the first {missing[0]}",
-            "fetch the rest",
-        )
     return True
 
 
@@ -311,7 +310,7 @@ def is_plain(folder: Path) -> bool:
 def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
     """Whether the matrices of a Llama-shaped model are there, in the shapes that its config.json gives. Of a stand-in
     without any tensor, as in tests of configurations, nothing is said."""
-    found = {tensor.name: list(tensor.shape) for path in folder.glob("*.safetensors") for tensor in tensors_of(path)}
+    found = {tensor.name: list(tensor.shape) for path in weight_files(folder) for tensor in tensors_of(path)}
     try:
         hidden, inner, heads = (shape[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
         queries = heads * (shape.get("head_dim") or hidden // heads)

@@ -14,6 +14,7 @@ from april.config.checks import needs_values
 from april.config.training import layers_to_adapt
 from april.launch.devices import memory_here
 from april.util.errors import refuse
+from april.util.files import weight_files
 from april.util.text import format_bytes
 from april.workers.engines import ENGINES
 
@@ -106,7 +107,7 @@ def whole_parameters(config: Config) -> int:
 
 
 def all_tensors(folder: Path) -> Iterator[StoredTensor]:
-    return (tensor for path in sorted(folder.glob("*.safetensors")) for tensor in tensors_of(path))
+    return (tensor for path in weight_files(folder) for tensor in tensors_of(path))
 
 
 # --- division ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -23,9 +22,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-log = logging.getLogger(__name__)
+from april.util.files import WEIGHTS, weight_files
 
-INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+log = logging.getLogger(__name__)
 
 
 class ModelError(ValueError):
@@ -107,17 +106,14 @@ def persistent_buffers(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class WeightFiles:
-    """Index of the tensors in a folder's safetensors files. Raises ModelError if a file is missing."""
+    """Index of the tensors in the files of a folder's weights. Raises ModelError if a file is missing."""
 
     def __init__(self, folder: Path):
-        self.folder, index = folder, folder / INDEX
-        names = [ONE_FILE]
-        if index.is_file():
-            names = sorted(set(orjson.loads(index.read_bytes())["weight_map"].values()))
-        if missing := [name for name in names if not (folder / name).is_file()]:
+        self.folder, paths = folder, weight_files(folder) or [folder / WEIGHTS]
+        if missing := [path.name for path in paths if not path.is_file()]:
             raise ModelError(f"{folder}: there is no {missing[0]}; give a whole Hugging Face folder")
         self.path_of: dict[str, Path] = {}
-        for path in (folder / name for name in names):
+        for path in paths:
             with safe_open(path, "pt") as opened:
                 self.path_of |= dict.fromkeys(opened.keys(), path)
 

@@ -18,6 +18,7 @@ from april.config.checks import check_engine
 from april.config.loading import parse_overrides, set_key, validate
 from april.simulate.calibrate import Timing
 from april.util.errors import refuse
+from april.util.files import weight_files
 from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
@@ -159,7 +160,7 @@ def probe_of(model: Path, slots: int, overrides: list[str]) -> Iterator[tuple[En
 
 def load_folder_weights(folder: str | Path) -> dict[str, Tensor]:
     """All tensors of the folder's safetensors files, by name. Raises EngineError if there is none."""
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = weight_files(Path(folder))
     if not files:
         raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

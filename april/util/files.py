@@ -1,5 +1,5 @@
 """Durable and private writes: appending and syncing, through the page cache or with direct I/O past it, atomic
-replacement, and the removal of folders that somebody else has filled."""
+replacement, the removal of folders that somebody else has filled, and the files of a model's weights."""
 
 import contextlib
 import errno
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
+
 log = logging.getLogger(__name__)
 
 BUFFERS_PER_WRITE = 1000
@@ -21,6 +23,9 @@ BLOCK_BYTES = 4096
 """Direct I/O writes whole blocks of this size, from memory with this alignment."""
 STAGE_BYTES = 4 << 20
 """Size of the aligned staging buffer."""
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The one file of a Hugging Face folder's weights, and the index of several."""
 
 Buffer = bytes | memoryview
 
@@ -242,3 +247,11 @@ def make_accessible(name: str, parent: int | None = None) -> None:
         os.chmod(f"/proc/self/fd/{descriptor}", stat.S_IRWXU)
     finally:
         os.close(descriptor)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Files of a Hugging Face folder's weights, there or missing: those that its index lists, or `model.safetensors`.
+    Without either, all its safetensors files. Others beside them, such as a merged adapter, are not the model's."""
+    if (index := folder / WEIGHTS_INDEX).is_file():
+        return sorted({folder / name for name in orjson.loads(index.read_bytes()).get("weight_map", {}).values()})
+    return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob("*.safetensors"))

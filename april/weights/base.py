@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from zlib_ng.zlib_ng import crc32
 
+from april.util.files import weight_files
 from april.weights.channel import Adapter
 from april.weights.snapshot import DTYPES
 
@@ -46,7 +47,7 @@ class BaseWeights:
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by name; empty if the folder has no safetensors files."""
         found: dict[str, Tensor] = {}
-        for file in sorted(self.folder.glob("*.safetensors")):
+        for file in weight_files(self.folder):
             with safe_open(file, "pt") as opened:
                 found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         return found

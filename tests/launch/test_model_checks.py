@@ -4,11 +4,13 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from april import config as configuration
 from april.launch import check
 from april.launch.check import Findings, check_weights, is_plain, try_model
+from april.workers.engines.entry import folder_tensors
 
 
 @pytest.fixture
@@ -65,3 +67,11 @@ def test_weights_by_peft_s_names_are_refused(changed):
     save_file({f"base_model.model.{name}": value for name, value in load_file(file).items()}, file)
     with pytest.raises(configuration.ConfigError, match="has weights by peft's names, such as base_model"):
         check_weights(folder)
+
+
+def test_an_adapter_left_beside_merged_weights_is_no_part_of_the_model(changed):
+    folder = changed().model.path
+    tensors = folder_tensors(folder)
+    save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
+    assert check_weights(folder) and is_plain(folder)
+    assert folder_tensors(folder) == tensors

@@ -15,6 +15,7 @@ import numpy as np
 
 from april.config import Config, EngineSection
 from april.util.errors import refuse
+from april.util.files import weight_files
 from april.workers.engines import ENGINES
 from april.workers.engines.base import EngineError, Request
 
@@ -229,7 +230,7 @@ def folder_tensors(folder: Path) -> tuple[dict[str, tuple[int, ...]], bool]:
     """Tensor shapes of a Hugging Face folder by name, and whether its output projection is tied to the embedding."""
     from safetensors import safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise EngineError(f"{folder} holds no .safetensors file; save the model with save_pretrained")
     shapes: dict[str, tuple[int, ...]] = {}
