@@ -432,7 +432,7 @@ def start_exporter(config: Config) -> Exporter | None:
     if wanted is None:
         return None
     try:
-        exporter = Exporter(*wanted, config.operations.stuck_after_s)
+        exporter = Exporter(*wanted, config.operations.stuck_after_s, config.operations.http_hosts)
     except OSError as error:
         raise BindError(
             f"key 'operations.http' = {config.operations.http!r} cannot be used ({error}); give a free address of "

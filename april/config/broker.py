@@ -1,7 +1,7 @@
 """The keys of `[broker]`, `[weights]`, `[security]` and `[operations]`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -179,11 +179,19 @@ class SecuritySection(Section):
     )
 
 
+HostName = Annotated[str, Field(pattern=r"^[^:/\s]+$")]
+
+
 class OperationsSection(Section):
     http: str = Field(
         "127.0.0.1:0",
         description="HOST:PORT at which the broker serves /metrics and /health; port 0 picks a free one; none: not "
         "served. Beyond loopback it is open to whoever reaches the port.",
+    )
+    http_hosts: list[HostName] = Field(
+        [],
+        description="Names under which the broker is asked for /metrics and /health, besides IP addresses, the "
+        "machine's name and that in operations.http: such as an alias in DNS, or a Service's name.",
     )
     stuck_after_s: float = Field(
         30.0,

@@ -3,7 +3,7 @@ newest `RunStatus`."""
 
 import bisect
 import socketserver
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -392,14 +392,15 @@ class Exporter:
     exporter.passed(now, take_snapshot)                         # once a pass of the loop
     """
 
-    def __init__(self, host: str, port: int, stuck_after_s: float):
+    def __init__(self, host: str, port: int, stuck_after_s: float, host_names: Iterable[str] = ()):
+        """`host_names`: further names under which the server is asked."""
         self.stuck_after_s = stuck_after_s
         self.snapshot: MetricsSnapshot | None = None
         self.passed_at = clock.now()
         self._next_snapshot = 0.0
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server = HttpServer((host, port), request_handler(self, registry, names_of(host)))
+        self._server = HttpServer((host, port), request_handler(self, registry, names_of(host, *host_names)))
         self.address = f"http://{host}:{self._server.server_address[1]}"
         PartThread("http", self._server.serve_forever).start()
 

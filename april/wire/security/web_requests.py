@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aiohttp import web
 
-OTHER_NAME = "ask for this server by its IP address or by its machine's name"
+OTHER_NAME = "ask for this server by its IP address, its machine's name, or a name that it is configured with"
 OTHER_SITE = "pages of other sites get no answers here"
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 import april
+from april import config as configuration
+from april.broker.server import start_exporter
 from april.broker.views.metrics import Exporter
+from april.config import ConfigError
 from april.launch.clusters.broker_pod import ProbeHandler
 from april.wire.security.web_requests import names_of, objection
 
@@ -90,6 +93,19 @@ def test_metrics_and_probes_are_not_for_pages():
     exporter.close()
     probes.shutdown()
     probes.server_close()
+
+
+def test_metrics_are_asked_under_further_names_that_the_configuration_gives(config_file):
+    names = ["--operations.http_hosts", '["metrics.example"]']
+    exporter = start_exporter(configuration.load(config_file, names))
+    port = int(exporter.address.rpartition(":")[2])
+    for host, status in (("Metrics.example:9464", 200), ("evil.example", 403)):
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+            connection.request("GET", "/metrics", headers={"Host": host})
+            assert connection.getresponse().status == status
+    exporter.close()
+    with pytest.raises(ConfigError, match=r"operations\.http_hosts"):
+        configuration.load(config_file, ["--operations.http_hosts", '["metrics.example:9464"]'])
 
 
 def test_every_http_server_makes_the_check():
