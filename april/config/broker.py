@@ -165,10 +165,11 @@ class SecuritySection(Section):
         "sixteenth is reserved for the learner's processes, another for monitors.",
     )
     max_key_sessions: int = Field(
-        2048,
+        3328,
         ge=1,
         description="Most peers connected with one key, or without keys in one role; more are refused. A low value "
-        "refuses workers that share a key, a high one lets one key take the sessions of others.",
+        "refuses workers that share a key, as those do that April launches; a high one lets one key take the sessions "
+        "of others. By default a sixteenth of max_sessions is left to other keys, besides the reserved ones.",
     )
     max_leases: int = Field(
         4096,

@@ -8,6 +8,8 @@ import pytest
 
 from april import wire
 from april.broker.handlers.learner import NodeHandler
+from april.broker.peers import RESERVED_SHARE
+from april.config.broker import SecuritySection
 from april.wire.security.allow_list import KeyOwner
 from tests.support.broker_conversation import FakeWorker
 
@@ -121,6 +123,12 @@ def test_a_start_after_one_of_the_broker_is_newer_than_all_before(talk):
         handler.on_rendezvous(peer, SimpleNamespace(message=wire.Rendezvous("", start), sequence=0), 0.0)
         said.append(handler._start)
     assert said[0] < said[1]
+
+
+def test_one_key_serves_a_large_cluster_by_default_and_leaves_sessions_to_others():
+    security = SecuritySection()
+    reserved = 2 * (security.max_sessions // RESERVED_SHARE)
+    assert 3000 < security.max_key_sessions < security.max_sessions - reserved
 
 
 def test_a_flood_of_one_key_leaves_sessions_to_others_the_learner_and_monitors(converse):
