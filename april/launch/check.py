@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -332,22 +333,28 @@ def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
 def try_model(config: Config, found: Findings) -> None:
     """Have the learner's back end and the engine check a model that is not plain, in a process of its own: both need
     torch. What they object to is an error; that they could not be asked is a warning."""
-    words, env = [sys.executable, "-c", TRIAL], os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    words, env = [sys.executable, "-P", "-c", TRIAL], os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     try:
         ended = subprocess.run(words, input=config.to_toml().encode(), capture_output=True, timeout=TRIAL_S, env=env)
-        found.errors += [said for said in orjson.loads(ended.stdout.splitlines()[-1]) if said not in found.errors]
-    except (subprocess.TimeoutExpired, IndexError, orjson.JSONDecodeError) as error:
-        said = last_error(getattr(error, "stderr", None) or ended.stderr.decode(errors="replace"))
-        found.warnings.append(f"whether {config.model.path} can be trained and sampled could not be tried: {said}")
+        told = msgspec.json.decode(ended.stdout.splitlines()[-1], type=Findings)
+    except subprocess.TimeoutExpired:
+        said = f"it took longer than {TRIAL_S:g} s"
+    except (IndexError, msgspec.DecodeError):
+        said = last_error(ended.stderr.decode(errors="replace")) or f"the trial ended with status {ended.returncode}"
+    else:
+        found.errors += [sentence for sentence in told.errors if sentence not in found.errors]
+        found.warnings += told.warnings
+        return
+    found.warnings.append(f"whether {config.model.path} can be trained and sampled could not be tried: {said}")
 
 
 def tell_objections() -> None:
-    """Print the objections of back end and engine to the model of the configuration on stdin, as a JSON list."""
+    """Print what back end and engine say of the model of the configuration on stdin, as JSON of `Findings`."""
     add_import_folders()
     config, found = validate(tomllib.loads(sys.stdin.read())), Findings()
     for registry, name in ((BACKENDS, config.learner.backend), (ENGINES, config.worker.engine)):
         found.run_check(registry.find(name).check_model, config)
-    print(orjson.dumps(found.errors).decode())
+    print(orjson.dumps(found).decode())
 
 
 def check_agent(config: Config) -> None:

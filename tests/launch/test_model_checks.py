@@ -62,6 +62,21 @@ def test_a_trial_that_dies_is_a_remark(changed, monkeypatch):
     assert found.errors == [] and found.warnings[0].endswith("could not be tried: SystemError: no memory")
 
 
+@pytest.mark.parametrize("before", ["", "import sys; print('importing', file=sys.stderr, flush=True); "])
+def test_a_trial_that_takes_too_long_is_a_remark(changed, monkeypatch, before):
+    monkeypatch.setattr(check, "TRIAL", f"{before}import time; time.sleep(60)")
+    monkeypatch.setattr(check, "TRIAL_S", 0.5)
+    try_model(changed(), found := Findings())
+    assert found.errors == [] and found.warnings[0].endswith("could not be tried: it took longer than 0.5 s")
+
+
+def test_a_trial_imports_no_file_of_the_working_folder_in_place_of_a_module(changed, monkeypatch, tmp_path):
+    (tmp_path / "random.py").write_text("raise SystemExit('not the standard library')")
+    monkeypatch.chdir(tmp_path)
+    try_model(changed(model_type="mine", auto_map={"AutoConfig": "mine.Config"}), found := Findings())
+    assert len(found.errors) == 2 and not found.warnings
+
+
 def test_weights_by_peft_s_names_are_refused(changed):
     file = (folder := changed().model.path) / "model.safetensors"
     save_file({f"base_model.model.{name}": value for name, value in load_file(file).items()}, file)
