@@ -101,7 +101,7 @@ def set_aside(directory: Path, step: int, damaged: Collection[str]) -> None:
 
 
 def damaged_files(source: Path) -> list[str]:
-    """Files of a checkpoint that are missing or do not match their checksum."""
+    """Files of a checkpoint that are missing or do not match their checksum. Raises OSError."""
     if not (source / CHECKSUMS_FILE).exists():
         log.warning("checkpoint %s has no %s: it is taken as it is", source, CHECKSUMS_FILE)
         return []
@@ -110,17 +110,9 @@ def damaged_files(source: Path) -> list[str]:
 
 
 def mismatched_files(named: Mapping[str, str], source: Path) -> list[str]:
-    """Files in the list `named` (name -> digest) that are missing in the folder `source`, have another digest, or still
-    cannot be read when that is tried again."""
-
-    def matches(name: str, digest: str) -> bool:
-        try:
-            return digest_of(source / name) == digest
-        except OSError as error:
-            log.error("%s cannot be read: %s", source / name, error)
-            return False
-
-    return [name for name, digest in named.items() if not matches(name, digest)]
+    """Files in the list `named` (name -> digest) that are missing in the folder `source` or have another digest. Raises
+    OSError for one that cannot be read: it may be whole."""
+    return [name for name, digest in named.items() if digest_of(source / name) != digest]
 
 
 def checksums(source: Path) -> dict[str, str]:

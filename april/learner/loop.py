@@ -56,8 +56,7 @@ def run(
 
     `consumed` gets the trainer's metrics and, in seconds: `wait_s` for the batch, `publish_wait_s` for the last weights
     to be sent, `canary_s` to score the canary, `gather_s` to gather the weights, `checkpoint_s` to copy the state,
-    `train_s`; `canary_rounding`, what rounding does to the canary's scores (nats), if weights are published in 16 bits;
-    and `publish_s` with the publisher's own metrics of the weights that batch k was trained on.
+    `train_s`; and `publish_s` with the publisher's own metrics of the weights that batch k was trained on.
     """
     prefetch_group, main_group = long_wait_group(), long_wait_group()
     saved_step = trainer.restore()
@@ -210,7 +209,8 @@ class WeightPublication:
 
     def publish(self) -> dict[str, float]:
         """Gather the current weights and start sending them, unless their step is below the frontier (a replayed
-        batch); returns the seconds of each part of the work. Collective."""
+        batch); returns the seconds of each part of the work and, if weights are published in 16 bits, `canary_rounding`:
+        what rounding does to log-probabilities at the sampling temperature, nats. Collective."""
         if not self.sender.is_due(self.trainer.step_count):
             return {}
         began = time.perf_counter()
@@ -219,7 +219,9 @@ class WeightPublication:
         scored = time.perf_counter()
         self.sender.start(self.trainer.step_count, self.trainer.weights_to_publish(), canary)
         figures = {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
-        return figures | ({"canary_rounding": canary.rounding} if canary and canary.dtype != "float32" else {})
+        if canary and canary.dtype != "float32":
+            figures["canary_rounding"] = canary.rounding / (self.trainer.config.sampling.temperature or 1.0)
+        return figures
 
     def finish(self) -> dict[str, float]:
         """Wait until the weights are sent; returns metrics of the publication."""

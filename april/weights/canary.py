@@ -107,8 +107,9 @@ def rounded_otherwise(model: "nn.Module") -> Iterator[None]:
     generators: dict[torch.device, torch.Generator] = {}
 
     def change(module: nn.Module, arguments: object, result: object) -> object:
-        if isinstance(result, tuple):
-            return (change(module, arguments, result[0]), *result[1:])
+        if isinstance(result, tuple) and result:
+            first = change(module, arguments, result[0])
+            return result._replace(**{result._fields[0]: first}) if hasattr(result, "_fields") else (first, *result[1:])
         return with_rounding(result) if isinstance(result, torch.Tensor) and result.is_floating_point() else result
 
     def with_rounding(values: "Tensor") -> "Tensor":

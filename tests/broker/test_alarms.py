@@ -78,6 +78,11 @@ def test_what_rounding_does_bounds_the_engine_gap_from_the_first_batch_on(talk, 
     assert "what my_w sampled" in lines(talk)[4]["alarms"][0]["sentence"]
 
 
+def test_an_engine_that_rounds_more_than_the_learner_has_measured_raises_the_alarm_once(talk, worker, learner):
+    steps = [{"canary_rounding": 0.02} | gap("w0", 0.1) for _ in range(6)]
+    assert train_with(talk, worker, learner, *steps) == [["engine_gap"], *[[]] * 5]
+
+
 def test_an_engine_gap_raises_an_alarm_that_names_the_worker(talk, worker, learner):
     steps = [
         gap("w0", 0.02) | gap("my_w", 0.01),

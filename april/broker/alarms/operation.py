@@ -86,6 +86,9 @@ class EngineGapAlarm(Alarm):
         self.limit: float | None = None
         self.evidence: dict[str, float] = {}
         """Evidence of wrong weights by worker, where the learner has measured what rounding does."""
+        self.raised_at: dict[str, float] = {}
+        """Largest gap by worker of which the alarm was raised, as a multiple of the rounding; only a larger one is
+        evidence again. An engine in 8 bits, which rounds more than the learner has measured, raises it once."""
 
     def look(self, record: dict[str, Any]) -> str:
         gaps = {
@@ -99,12 +102,15 @@ class EngineGapAlarm(Alarm):
         if rounding := figures(record, "learner").get("canary_rounding"):
             limit = SUSPECT * rounding
             self.evidence |= {
-                worker: added_evidence(self.evidence.get(worker, 0.0), gap["mean"] / rounding)
+                worker: added_evidence(
+                    self.evidence.get(worker, 0.0), gap["mean"] / rounding / self.raised_at.get(worker, 1.0)
+                )
                 for worker, gap in gaps.items()
             }
             beyond = [worker for worker in gaps if self.evidence[worker] > EVIDENCE_LIMIT]
             furthest = max(beyond, key=lambda worker: gaps[worker]["mean"], default=furthest)
             self.evidence |= dict.fromkeys(beyond, 0.0)
+            self.raised_at |= {worker: max(1.0, gaps[worker]["mean"] / rounding) for worker in beyond}
         else:
             self.limit = self.limit or min(self.most, max(self.least, self.threshold * gaps[furthest]["mean"]))
             limit = self.limit

@@ -40,8 +40,8 @@ class BackendEntry:
 
     @classmethod
     def check_model(cls, config: Config) -> None:
-        """Raises ConfigError for a model that the back end cannot train. It may import torch: before a run it is called
-        in a process of its own."""
+        """Raises ConfigError for a model that the back end cannot train, NotTried where that could not be found out. It
+        may import torch: before a run it is called in a process of its own."""
 
     @classmethod
     def check(cls, config: Config) -> None:

@@ -1,6 +1,7 @@
 """Whether the learner computes a model's architecture: the model is built small with random weights, and what the
 learner makes of packed sequences is compared with transformers' own forward pass of each sequence."""
 
+import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -17,6 +19,7 @@ from april.learner.batch import TrainSample
 from april.learner.loading import ModelError, check_files
 from april.learner.model import Policy, empty_policy, load
 from april.learner.packing import pack
+from april.util.errors import NotTried
 from april.wire.message import Version
 
 SMALL_PARAMETERS = 20_000_000
@@ -27,14 +30,13 @@ TOLERANCE = 2e-3
 """Largest difference of a log-probability (nats) that rounding in float32 explains."""
 TRIED_PARAMETERS = 150_000_000
 """Parameters up to which a model that cannot be made small is tried."""
-
-
-class NotTried(RuntimeError):
-    """A model that is too large to be tried, and that `reduced` does not make a small one of."""
+NO_MEMORY = re.compile(r"(out of|not enough|(n't|not) allocate) memory", re.IGNORECASE)
+"""Regular expression for what torch's allocators say when memory is short."""
 
 
 def objection(folder: Path) -> str:
-    """Why the learner cannot train the model in a folder, and what to do; empty if nothing is found."""
+    """Why the learner cannot train the model in a folder, and what to do; empty if nothing is found. Raises NotTried
+    for a model too large to be tried that no small one can be made of, and where memory or disk do not suffice."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -43,14 +45,24 @@ def objection(folder: Path) -> str:
         check_files(policy.lm, folder)
         return compared(small_model(folder, policy))
     except NotTried:
-        return ""
+        raise
     except (ModelError, PackedAttentionError) as error:
         return str(error).removeprefix(f"{folder}: ")
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (NAME,):
             return "its attention is of its own, which packed attention cannot take the place of; use another model"
-        kind = type(error).__name__
-        return f"the learner cannot build or compute such a model ({kind}: {first_line(error)}); use another"
+        said = f"{type(error).__name__}: {first_line(error)}"
+        if is_of_machine(error):
+            raise NotTried(f"whether {folder} can be trained could not be tried: {said}") from error
+        return f"the learner cannot build or compute such a model ({said}); use another"
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Whether the machine has failed, its memory or its disk, and not the model: with an `errno`, which transformers'
+    own OSErrors lack, or as safetensors or an allocator says it."""
+    if isinstance(error, OSError):
+        return error.errno is not None
+    return isinstance(error, MemoryError | SafetensorError) or bool(NO_MEMORY.search(str(error)))
 
 
 def compared(model: PreTrainedModel) -> str:
@@ -110,7 +122,7 @@ def small_model(folder: Path, policy: Policy) -> PreTrainedModel:
             model = random_model(reduced(AutoConfig.from_pretrained(folder, trust_remote_code=False), dimensions))
             logprobs_by_transformers(model, torch.arange(3, 8))
             return model
-    raise NotTried(f"no small model like {folder} can be made")
+    raise NotTried(f"whether {folder} can be trained could not be tried: no small model like it can be made")
 
 
 def parameters_of(model: torch.nn.Module) -> int:

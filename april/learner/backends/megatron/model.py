@@ -77,32 +77,45 @@ class CopyToRanks(torch.autograd.Function):
 
 
 def score_tokens(
-    hidden: Tensor, weight: Tensor, first: int, targets: Tensor, temperature: float, group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    first: int,
+    targets: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup,
+    logit_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy (nats) under softmax(hidden W^T / temperature), float32 [K] each.
 
     hidden [K, D] and targets int64 [K] are the same on all ranks of `group`; weight [V / ranks, D] has the rows of W
     from `first` on. At most `LOGITS_PER_CHUNK` logits exist at a time on a rank; with several chunks the backward pass
-    recomputes them. Collective in both passes.
+    recomputes them. `logit_dtype`: type to which logits are rounded. Collective in both passes.
     """
     rows = max(1, LOGITS_PER_CHUNK // len(weight))
     if len(hidden) <= rows:
-        return score_rows(hidden, weight, first, targets, temperature, group)
+        return score_rows(hidden, weight, first, targets, temperature, group, logit_dtype)
     chunks = [
         checkpoint(score_rows, *each, use_reentrant=False)
         for start in range(0, len(hidden), rows)
-        for each in [(hidden[start : start + rows], weight, first, targets[start : start + rows], temperature, group)]
+        for own in [slice(start, start + rows)]
+        for each in [(hidden[own], weight, first, targets[own], temperature, group, logit_dtype)]
     ]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 def score_rows(
-    hidden: Tensor, weight: Tensor, first: int, targets: Tensor, temperature: float, group: dist.ProcessGroup
+    hidden: Tensor,
+    weight: Tensor,
+    first: int,
+    targets: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup,
+    logit_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of each target, as `score_tokens`, for one chunk of rows whose logits exist all at
     once."""
-    logits = CopyToRanks.apply(hidden.float(), group) @ weight.float().T / temperature
+    logits = (CopyToRanks.apply(hidden.float(), group) @ weight.float().T).to(logit_dtype).float() / temperature
     largest = logits.detach().amax(1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     normaliser = largest + ReduceFromRanks.apply((logits - largest[:, None]).exp().sum(1), group).log()
@@ -186,6 +199,8 @@ class MegatronPolicy(nn.Module):
         check_model(lm, folder, layout)
         self.model, self.temperature = make_model(lm, layout), temperature
         self.computing = make_model(lm, layout, torch.bfloat16) if bf16 else self.model
+        self.logit_dtype = torch.float32
+        """Type to which logits are rounded, as in `Policy`."""
         self.divides_tokens = self.model.config.sequence_parallel
         """Whether tensor-parallel ranks divide the tokens, except in attention (sequence parallelism)."""
         self.mapped_tensors = list(mapped_tensors(self.model, lm, layout))
@@ -248,7 +263,8 @@ class MegatronPolicy(nn.Module):
         shared = self.computing.share_embeddings_and_output_weights
         head = (self.computing.embedding.word_embeddings if shared else self.computing.output_layer).weight
         own = head[: self.own_rows]
-        return score_tokens(rows, own, self.first_row, micro.targets, temperature or self.temperature, self.group)
+        temperature = temperature or self.temperature
+        return score_tokens(rows, own, self.first_row, micro.targets, temperature, self.group, self.logit_dtype)
 
 
 def accumulate_gradient(kept: nn.Parameter, rounded: nn.Parameter) -> None:

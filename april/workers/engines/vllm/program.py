@@ -16,6 +16,7 @@ import os
 import random
 import runpy
 import signal
+import sys
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -75,33 +76,44 @@ class WeightsInPlace:
         """Raises ValueError for parameters with other values than the folder's tensors have in the parameter's type.
 
         Parameters that vLLM keeps in another form than a concatenation are passed over: on several ranks, packed for a
-        processor, or experts.
+        processor, with rows in another order, or experts. One parameter's tensors are read at a time.
         """
         model = self.model_runner.get_model()
         fused = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
-        parts: dict[str, dict[str, torch.Tensor]] = {}
+        order = list(fused)
+        held = dict(model.named_parameters())
+        parts: dict[str, dict[int, tuple[Path, str]]] = {}
         for file in Path(folder).glob("*.safetensors"):
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
                     owner, _, kind = name.rpartition(".")
                     outer, _, module = owner.rpartition(".")
                     whole = ".".join(filter(None, [outer, fused.get(module, module), kind]))
-                    parts.setdefault(whole, {})[module] = tensors.get_tensor(name)
-        order = [*fused, *(module for own in parts.values() for module in own)]
-        sent = {name: [own[module] for module in sorted(own, key=order.index)] for name, own in parts.items()}
-        held = dict(model.named_parameters())
-        differing = [name for name in sent if name in held and differs(held[name], sent[name])]
+                    if whole in held:
+                        place = order.index(module) if module in fused else -1
+                        parts.setdefault(whole, {})[place] = file, name
+        differing = [
+            name for name, own in parts.items() if differs(held[name], [read(*own[place]) for place in sorted(own)])
+        ]
         if differing:
             raise ValueError(f"vLLM holds other values than it was sent for {', '.join(differing[:3])}")
 
 
+def read(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name)
+
+
 def differs(held: torch.Tensor, sent: list[torch.Tensor]) -> bool:
     """Whether a parameter has other values than the concatenation of these tensors, which it may exceed by rows of
-    padding; False where its shape is another."""
+    padding; False where it has another shape, or the same values in another order."""
+    if not held.dim() or any(not tensor.dim() for tensor in sent):
+        return False
     rows = sum(len(tensor) for tensor in sent)
     if len(held) < rows or held.shape[1:] != sent[0].shape[1:]:
         return False
-    return not torch.equal(held[:rows], torch.cat(sent).to(held))
+    whole, own = torch.cat(sent).to(held), held[:rows]
+    return not torch.equal(own, whole) and not torch.equal(own.flatten().sort()[0], whole.flatten().sort()[0])
 
 
 class SchedulerLoad(StatLoggerBase):
@@ -395,6 +407,7 @@ def die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(os.environ.pop("APRIL_SERVER_OPTIONS")))
+    given = os.environ.pop("APRIL_SERVER_OPTIONS", None)
+    main(json.loads(given) if given else sys.argv[1:])
 elif __name__ == "__mp_main__":
     die_with_parent()
