@@ -44,11 +44,15 @@ def parse_checksums(text: str) -> dict[str, str]:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal; "" if there is none. Raises OSError."""
+    """SHA-256 of a file in hexadecimal; "" if there is none. Raises OSError with its name."""
 
     def read() -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
 
     try:
         return retried(read)

@@ -161,6 +161,17 @@ def test_a_file_that_cannot_be_read_for_good_is_no_file_of_a_checkpoint(trainer,
     assert checkpoint.latest(trainer.directory) is None
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_set_aside(trainer, policy_folder, monkeypatch):
+    monkeypatch.setattr(files, "AGAIN_S", (0.0, 0.0))
+    trainer.step(uneven_batch(0, policy_folder))
+    trainer.save()
+    with monkeypatch.context() as failing:
+        failing.setattr("april.config.stored.hashlib.file_digest", unreadable)
+        with pytest.raises(OSError, match=r"Input/output error: '.*/step_000001/"):
+            trainer.restore()
+    assert trainer.restore() == 1
+
+
 def unreadable(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
