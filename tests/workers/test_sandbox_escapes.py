@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from april.util.files import remove_folder
 from april.workers.rewards import sandbox
 from april.workers.rewards.code import code
 from april.workers.rewards.messages import Item, RewardRules
+from april.workers.rewards.sandbox_runner import all_can_read
 
 pytestmark = pytest.mark.xdist_group("programs")
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1)) > 0
@@ -27,6 +29,19 @@ def reward(program, label, **rules):
     response = f"```python\n{program}\n```"
     [score] = code([Item(0, "code", response, label, "stop")], RewardRules(code_test_s=10.0, **rules))
     return score.reward
+
+
+def test_a_program_of_root_runs_under_the_private_umask_of_a_run(monkeypatch):
+    """Where the program may read the interpreter, it keeps no right of root's, so its own files must be its own."""
+    pythons = [path for path in map(os.path.realpath, (sys.executable, "/usr/bin/python3")) if all_can_read(path)]
+    if os.getuid() or not pythons or not os.path.exists(pythons[0]):
+        pytest.skip("needs root, and an interpreter that every user can read")
+    monkeypatch.setattr(sys, "executable", pythons[0])
+    before = os.umask(0o077)
+    try:
+        assert reward("def secret(n): return [0, 1, 1][n] if n < 3 else 6765", ASSERTIONS) == 1.0
+    finally:
+        os.umask(before)
 
 
 # --- the verdict --------------------------------------------------------------------------------------------

@@ -157,13 +157,15 @@ def mount_files(folder: str, limits: dict) -> None:
 
 
 def become_nobody(folder: str) -> None:
-    """Change from root to an unused user id, which keeps the right to read the interpreter."""
+    """Change from root to an unused user id, which owns the working folder and its files, and keeps the right to read
+    the interpreter."""
     if os.getuid():
         return
     uid, keep = FIRST_UID + int.from_bytes(os.urandom(4), "little") % UIDS, not all_can_read(os.__file__)
     libc = ctypes.CDLL(None)
     try:
-        os.chown(folder, uid, uid)
+        for path in (folder, *os.listdir(folder)):
+            os.chown(path, uid, uid)
         os.setgroups([])
         os.setgid(uid)
         if keep:
