@@ -60,12 +60,18 @@ def make_row(
 
 
 def find_field(record: dict, keys: tuple[str, ...], setting: str) -> tuple[str, Any]:
-    """(key, value) of the first key in the record. `setting`: configuration key named in the error. Raises BadRow."""
+    """(key, value) of the first key in the record; the value of several columns is a dictionary by the last parts of
+    their names, or by whole names where last parts are alike. `setting`: configuration key named in the error. Raises
+    BadRow."""
     for key in keys:
-        columns_of_key = [key] if key in record else key.split(COLUMN_SEPARATOR)
-        values = {column.rpartition(".")[2]: value_at(record, column) for column in map(str.strip, columns_of_key)}
+        columns = [key.strip()] if key in record else [column.strip() for column in key.split(COLUMN_SEPARATOR)]
+        names = [column.rpartition(".")[2] for column in columns]
+        values = {
+            name if names.count(name) == 1 else column: value_at(record, column)
+            for name, column in zip(names, columns, strict=True)
+        }
         if MISSING not in values.values():
-            return key, values if len(columns_of_key) > 1 else values.popitem()[1]
+            return key, values if len(columns) > 1 else values.popitem()[1]
     wanted = " or ".join(map(repr, keys))
     there = ", ".join(map(repr, record)) or "none"
     raise BadRow(f"key {wanted} is missing (keys there: {there}); add it or name another with --{setting}")

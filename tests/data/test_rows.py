@@ -59,6 +59,12 @@ def test_several_columns_become_one_json_label():
         make_row(record, Mapping("own", label=("source,more",)))
 
 
+def test_columns_whose_names_end_alike_keep_their_whole_names():
+    record = {"prompt": "p", "q": {"text": "1"}, "a": {"text": "2"}, "b": {"id": "3"}}
+    row = make_row(record, Mapping("own", label=("q.text, a.text,b.id",)))
+    assert orjson.loads(row.label) == {"q.text": "1", "a.text": "2", "id": "3"}
+
+
 @pytest.mark.parametrize(
     ("record", "names"),
     [
