@@ -155,7 +155,8 @@ def scalar(text: str) -> Any:
         return None
     if text[:1] == "[":
         try:
-            return text if len(text) > MAX_LIST_CHARACTERS or "*" in text else yaml.safe_load(text)
+            is_refused = len(text) > MAX_LIST_CHARACTERS or any(isinstance(t, yaml.AliasToken) for t in yaml.scan(text))
+            return text if is_refused else yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError):
             return text
     return text

@@ -10,7 +10,7 @@ from april.cli.convert import DIFFERS
 from april.config import load
 from april.trainers.convert import FRAMEWORKS
 from april.trainers.convert.framework import Framework
-from april.trainers.convert.translation import Ignored, MapTo, Options, Unsupported
+from april.trainers.convert.translation import Ignored, MapTo, Options, Unsupported, scalar
 
 SCRIPT = """
 ARGS=(--hf-checkpoint ${MODELS}/Policy --prompt-data prompts.jsonl --rm-type math
@@ -181,6 +181,20 @@ def test_nothing_of_a_script_is_run(script, tmp_path, capsys):
     assert "ran" not in os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("['/d/*.parquet']", ["/d/*.parquet"]),
+        ("[/d/*.parquet, /e/a*b]", ["/d/*.parquet", "/e/a*b"]),
+        ('["*.parquet"]', ["*.parquet"]),
+        ("[*.parquet]", "[*.parquet]"),
+        ("[&a [1], *a]", "[&a [1], *a]"),
+    ],
+)
+def test_a_list_may_have_patterns_of_files_and_has_no_aliases(text, value):
+    assert scalar(text) == value
+
+
 def doubled(start, line):
     """A text whose last line stands for 2^60 of its first."""
     return start + "".join(line.format(n, n + 1) for n in range(60))
@@ -202,6 +216,9 @@ HOSTILE = {
     "conditions": ("slime", "run.sh", "if true; then\n" * 10_000 + SCRIPT + "\nfi" * 10_000),
     "groups": ("slime", "run.sh", "{ " * 50_000 + SCRIPT + "; }" * 50_000),
     "lists on the command line": ("verl", "run.sh", f"python3 -m verl.trainer.main_ppo a={'[' * 50_000}"),
+    "aliases in a list on the command line": (
+        "verl", "run.sh", f"python3 -m verl.trainer.main_ppo 'a=[{doubled('&a0 [1]', ', &a{1} [*a{0}, *a{0}]')}]'",
+    ),
     "size": ("slime", "run.sh", SCRIPT + "# x\n" * 1_000_000),
     "YAML lists": ("trl", "run.yaml", f"a: {'[' * 50_000}"),
     "YAML aliases": ("trl", "run.yaml", doubled("a0: &a0 [1]\n", "a{1}: &a{1} [*a{0}, *a{0}]\n")),
