@@ -219,15 +219,12 @@ class Attacker:
         return learner.name.encode() + b"/data", encode(message, session=learner.session), None, "refused"
 
     def absurd_worker(self):
-        """A message of a worker about itself with impossible values, such as a negative duration."""
-        worker, version = self.chance.choice(self.arena.workers), Version(0, 0)
+        """A message of a worker about itself with impossible values, such as weights that nobody has published."""
+        worker = self.chance.choice(self.arena.workers)
         message = self.chance.choice(
             [
                 wire.WorkerCapacity(Version(0, 2**53), 4),
                 wire.WorkerCapacity(Version(2**53, 0), 4),
-                wire.WorkerCapacity(version, 4, float("nan")),
-                wire.WorkerCapacity(version, 4, -1.0),
-                wire.ActivitySpan("generate", float("nan"), 0.0),
                 wire.Heartbeat([7] * 9000),
             ]
         )

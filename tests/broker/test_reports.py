@@ -72,15 +72,19 @@ def test_a_logprob_that_nothing_is_drawn_with_is_refused(worker, leases, logprob
 
 
 def test_times_that_are_not_in_the_run_are_unknown(talk, worker, leases):
-    """They would stretch each picture of the run to them; the tokens are right all the same."""
+    """They would stretch each picture of the run to them; the tokens are right all the same, and a worker whose clock
+    is wrong goes on."""
     for number, away in enumerate((-1e300, -2e5, 1e5, 1e300)):
         row, payload = worker.new_tokens(leases[0], 3 * number, 3)
         worker.report([(row._replace(time=talk.now + away), payload)])
         assert worker.take(wire.Answers)[-1].message.acks == [(leases[0].lease_id, 3 * number + 3)]
-        worker.say(wire.ActivitySpan("generate", talk.now, talk.now + away))
-        assert "within a day" in worker.take(wire.Refused)[-1].message.reason
-    worker.say(wire.WorkerCapacity(worker.version, 1, 1e9))
-    assert "a day at most" in worker.take(wire.Refused)[-1].message.reason
+        worker.say(wire.ActivitySpan("generate", talk.now + away, talk.now + away))
+        worker.say(wire.WorkerCapacity(worker.version, 1, away))
+    worker.say(wire.ActivitySpan("generate", float("nan"), talk.now))
+    worker.say(wire.WorkerCapacity(worker.version, 2, float("nan")))
+    (peer,) = talk.service.peers.by_id.values()
+    spans = talk.service.recorder._step.spans
+    assert not worker.take(wire.Refused) and peer.capacity == 2 and {span["kind"] for span in spans} == {"joined"}
     row, payload = worker.new_tokens(leases[0], 12, 3)
     worker.report([(row._replace(time=talk.now - 60.0), payload)])
     assert worker.take(wire.Answers)[-1].message.acks == [(leases[0].lease_id, 15)]
