@@ -39,7 +39,7 @@ from april.launch.devices import check_nodes, numa_nodes, place_parts
 from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
-from april.util.errors import refuse
+from april.util.errors import NotTried, refuse
 from april.util.files import weight_files
 from april.util.logs import last_error, user_traceback
 from april.util.objects import StoreError
@@ -79,9 +79,11 @@ class Findings:
     """Sentences about problems that keep a run from starting, each perhaps followed by a traceback."""
 
     def run_check(self, check: Callable[..., Any], *arguments) -> Any:
-        """Call a check; returns its result, or None after recording its ConfigError."""
+        """Call a check; returns its result, or None after recording its ConfigError or NotTried."""
         try:
             return check(*arguments)
+        except NotTried as error:
+            self.warnings.append(str(error))
         except ConfigError as error:
             if str(error) not in self.errors:
                 self.errors.append(str(error))

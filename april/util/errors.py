@@ -1,4 +1,4 @@
-"""`ConfigError`, an error for the user to fix, and `refuse`, which raises it with a uniform sentence."""
+"""`ConfigError`, an error for the user to fix, `refuse`, which raises it with a uniform sentence, and `NotTried`."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -8,6 +8,10 @@ from april.util.text import masked
 
 class ConfigError(ValueError):
     """A configuration or a command line that cannot work. Its text is one sentence that names key, value and fix."""
+
+
+class NotTried(RuntimeError):
+    """A check before a run that could not be made here; its text is a sentence that says what, and why."""
 
 
 def refuse(key: str, value: Any, why: str, fix: str, cause: BaseException | None = None) -> NoReturn:

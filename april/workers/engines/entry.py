@@ -82,8 +82,8 @@ class EngineEntry:
 
     @classmethod
     def check_model(cls, config: Config) -> None:
-        """Raises ConfigError for a model that the engine cannot run. It may import torch: before a run it is called in
-        a process of its own."""
+        """Raises ConfigError for a model that the engine cannot run, NotTried where that could not be found out. It may
+        import torch: before a run it is called in a process of its own."""
 
     @classmethod
     def installed(cls, config: Config) -> str:

@@ -1,15 +1,20 @@
 """Models that the learner cannot train are found before a run, by a small model with random weights."""
 
+import errno
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from april.learner.policy import objection, random_model, reduced
 from april.learner.policy import small_model as small_model_of
+from april.util.errors import NotTried
 from tests.support.small_run import make_policy
 
 
@@ -71,6 +76,26 @@ def test_what_it_does_not_is_a_sentence(family, said, tmp_path):
 )
 def test_a_folder_that_cannot_be_loaded_is_a_sentence(changed, keys, said):
     assert said in objection(changed(**keys))
+
+
+FAULTS = {
+    "disk": OSError(errno.ENOSPC, "No space left on device"),
+    "file size": SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
+    "memory": MemoryError(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_trouble_with_the_machine_is_no_objection(policy, monkeypatch, fault):
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", Mock(side_effect=FAULTS[fault]))
+    with pytest.raises(NotTried, match=f"could not be tried: {type(FAULTS[fault]).__name__}: "):
+        objection(policy)
+
+
+def test_a_tensor_that_exceeds_memory_is_no_objection(policy, monkeypatch):
+    monkeypatch.setattr("april.learner.policy.empty_policy", lambda folder, temperature: torch.empty(2**58))
+    with pytest.raises(NotTried, match=r"could not be tried: RuntimeError: .*allocate memory"):
+        objection(policy)
 
 
 def test_weights_that_are_missing_are_named(changed):
