@@ -1,10 +1,16 @@
 """Configurations refused before a vLLM server is started, and the server's options."""
 
+import argparse
+import json
+import runpy
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 
 from april.config import ConfigError, load
 from april.workers.engines.sglang.factory import server_settings
-from april.workers.engines.sglang.server import server_python
+from april.workers.engines.sglang.server import OPTIONS_VARIABLE, server_python
 from april.workers.engines.vllm.engine import PROGRAM, VLLMSettings
 
 VLLM = ["--worker.engine", "vllm"]
@@ -40,6 +46,40 @@ def test_options_become_the_server_s_command_line_and_override_april_s(config_fi
     for part in (str(PROGRAM), "--dtype bfloat16", "--seed 3", "--port 1234", "--max-num-seqs 7"):
         assert part in line
     assert "float32" not in line and "--enable-lora" not in line
+
+
+VLLM_NAMES = {
+    "vllm": "SamplingParams", "vllm.inputs.engine": "tokens_input", "vllm.lora.request": "LoRARequest",
+    "vllm.model_executor.layers.vocab_parallel_embedding": "ParallelLMHead", "vllm.outputs": "CompletionOutput",
+    "vllm.sampling_params": "RequestOutputKind", "vllm.v1.engine.async_llm": "AsyncLLM",
+    "vllm.v1.engine.exceptions": "EngineDeadError", "vllm.v1.metrics.loggers": "StatLoggerBase",
+}  # fmt: skip
+"""Modules that the program imports, and the class that it takes from each."""
+
+
+@pytest.mark.parametrize("started", ["by hand", "by a worker"])
+def test_the_program_gets_its_options_on_the_command_line_or_from_the_worker_that_starts_it(monkeypatch, started):
+    class Read(Exception): ...
+
+    def from_cli_args(options):
+        raise Read(options)
+
+    engine_args = SimpleNamespace(add_cli_args=lambda parser: parser, from_cli_args=from_cli_args)
+    names = {(module, name): type(name, (), {}) for module, name in VLLM_NAMES.items()}
+    names["vllm.engine.arg_utils", "AsyncEngineArgs"] = engine_args
+    names["vllm.utils.argparse_utils", "FlexibleArgumentParser"] = argparse.ArgumentParser
+    for (module, name), value in names.items():
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        setattr(sys.modules[module], name, value)
+    words = ["--host", "127.0.0.1", "--port", "8000", "--allowed-hosts", "gpu-7"]
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *(words if started == "by hand" else [])])
+    monkeypatch.delenv(OPTIONS_VARIABLE, raising=False)
+    if started == "by a worker":
+        monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps(words))
+    with pytest.raises(Read) as read:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    options = read.value.args[0]
+    assert (options.host, options.port, options.allowed_hosts) == ("127.0.0.1", 8000, ["gpu-7"])
 
 
 @pytest.mark.parametrize(
