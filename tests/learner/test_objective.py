@@ -57,6 +57,28 @@ def test_a_response_without_tokens_counts_in_its_group_and_trains_nothing(tmp_pa
     assert (prepared.advantages.tolist(), prepared.weights.tolist()) == ([0.5], [pytest.approx(1 / 3)])
 
 
+class OverTheBatch:
+    """A part that is a callable object; its class says what it takes."""
+
+    needs_values = over_the_batch = True
+
+    def __call__(self, *_):
+        raise NotImplementedError
+
+    def clip_of_batch(self, *_):
+        raise NotImplementedError
+
+
+part = OverTheBatch()
+
+
+def test_what_a_callable_object_takes_is_said_by_its_class(tmp_path):
+    own = f"{__name__}:part"
+    assert objective(tmp_path, corrections=(own,)).fixes_loss_inputs
+    assert objective(tmp_path, loss=own).clip_of_batch == part.clip_of_batch
+    assert objective(tmp_path, advantage=own).needs_values
+
+
 def session(rng, index, reward, *branches):
     """Rows of one sample: (prompt tokens, response tokens) of each of its forks."""
     rows = [make_sample(rng, prompt, response, reward) for prompt, response in branches]

@@ -43,6 +43,9 @@ attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms`
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""
 
+ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_values", "over_the_batch")
+"""Attributes by which a part says what it takes; of a callable object they may be its class's."""
+
 
 # --- what parts return ------------------------------------------------------------------------------------------------
 
@@ -66,6 +69,7 @@ def find_checked(registry: Registry, name: str, section: AlgorithmSection) -> Ca
             refuse(registry.key, name, f"returned {fault}", "mend it; docs/extending.md says what each part returns")
         return result
 
+    call.__dict__.update({name: getattr(found, name) for name in ATTRIBUTES if hasattr(found, name)})
     return call
 
 
