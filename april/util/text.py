@@ -35,20 +35,26 @@ def format_bytes(count: float) -> str:
 
 MASK = "…"
 """Text in place of a secret."""
-SECRET_NAME = re.compile(
-    r"(?:^|[_.-])(?:\w*api_?keys?|keys?|token|\w*secrets?|pass(?:word|wd|phrase)?|credentials?|auth|authorization|bearer)$",
-    re.IGNORECASE,
+SECRET_WORD = (
+    r"(?:api_?keys?|secrets?"
+    r"|(?<![^\W_])(?:keys?|token|pass(?:word|wd|phrase)?|credentials?|auth|authorization|bearer))"
 )
+SECRET_NAME = re.compile(f"{SECRET_WORD}$", re.IGNORECASE)
 """Regular expression for the name of an option, a variable or a header that holds a secret."""
 HARMLESS_NAMES = {"keys", "label_key", "prompt_key"}
 """Keys of April's own configuration that are named like secrets and are none: a folder, and names of columns."""
 URL_QUERY = re.compile(r"""(://[^\s'"?#]*\?)[^\s'"#]*=[^\s'"#]*""")
 URL_USER = re.compile(r"""(://)[^/\s@'"]+(?=@)""")
 """Regular expressions for the parts of a URL that hold secrets, and what is before them: query, user with password."""
-ASSIGNMENT = re.compile(r"""([\w.-]+)(?:=(?:"[^"]*"|'[^']*'|[^\s'"]*)|:\s*[^'"]+)""")
-"""Regular expression for `NAME=VALUE` and `NAME: VALUE` in a text, such as a variable's in a shell, or a header."""
-FLAG = re.compile(r"""(--?[\w-]+)\s+(?:"[^"]*"|'[^']*'|\S+)""")
-"""Regular expression for `--NAME VALUE` in a text."""
+NAME = rf"(?<![\w.-])(?!(?-i:(?:[\w.-]*\.)?(?:{'|'.join(HARMLESS_NAMES)}))(?![\w.-]))([\w.-]*{SECRET_WORD})"
+QUOTED = r"""[\[({]*+(?:"[^"]*"?|'[^']*'?)"""
+ASSIGNMENT = re.compile(
+    rf"""{NAME}(?:(?:=|\s+=\s+)(?:{QUOTED}|[^\s'"]*)|["']?:\s*+(?:{QUOTED}|[^'"]+))""", re.IGNORECASE
+)
+"""Regular expression for `NAME=VALUE` and `NAME: VALUE` in a text, such as a variable's in a shell, or a header, with
+the name of a secret."""
+FLAG = re.compile(rf"(?=-){NAME}\s+(?:{QUOTED}|\S+)", re.IGNORECASE)
+"""Regular expression for `--NAME VALUE` in a text, with the name of a secret."""
 
 
 def is_secret(name: str) -> bool:
@@ -69,10 +75,8 @@ def masked(value: Any, name: str = "") -> Any:
         return value
     if hidden:
         return MASK
-    for pattern in (ASSIGNMENT, FLAG):
-        value = pattern.sub(lambda found: f"{found[1]} {MASK}" if is_secret(found[1]) else found[0], value)
-    for pattern in (URL_QUERY, URL_USER):
-        value = pattern.sub(lambda found: found[1] + MASK, value)
+    for pattern, shown in ((URL_QUERY, ""), (URL_USER, ""), (ASSIGNMENT, " "), (FLAG, " ")):
+        value = pattern.sub(rf"\1{shown}{MASK}", value)
     return value
 
 

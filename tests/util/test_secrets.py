@@ -71,7 +71,32 @@ def test_a_dry_run_of_a_launch_prints_no_secret(config_file, tmp_path, capsys, o
     assert status == 0, printed.err
 
 
-@pytest.mark.parametrize("text", [r"(?=.*\d)abc", r"(?<=x=)y", "/data/a?b=c.jsonl"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"python a.py --url http://h:1 --api-key={SECRET}",
+        f"note: run with token={SECRET}",
+        f"keys: those of the run, password: {SECRET}",
+        f"run --verbose --api-key {SECRET}",
+        f"run --verbose --api-key '{SECRET} {SECRET}",
+        f'token: "{SECRET}"',
+        f"non-default args: {{'api_key': ['{SECRET}'], 'port': 1}}",
+        f'{{"model": "m", "client_secret": "{SECRET}"}}',
+        f'hf_token = "{SECRET}"',
+        f"see http://h/x?v=1 with TOKEN={SECRET}",
+    ],
+)
+def test_what_stands_before_a_secret_in_a_text_does_not_show_it(text):
+    assert "…" in masked(text) and SECRET not in masked(text)
+
+
+def test_a_long_text_without_secrets_is_looked_through_once():
+    """Patterns that begin anew at each character of a word would take many minutes."""
+    for text in (200_000 * "a", 200_000 * "_", 100_000 * "api", 100_000 * "-a"):
+        assert masked(text) == text
+
+
+@pytest.mark.parametrize("text", [r"(?=.*\d)abc", r"(?<=x=)y", "/data/a?b=c.jsonl", "a: max_tokens=5 security.keys=/k"])
 def test_a_question_mark_alone_hides_nothing(text):
     assert masked(text) == text
 
