@@ -85,7 +85,7 @@ def test_shipped_schedules_come_to_the_end_of_these_runs(kind):
     try_schedule(ScheduleSection(kind=kind))
 
 
-def test_a_batch_that_leaves_a_due_group_out_is_not_delivered():
+def test_a_batch_that_leaves_a_due_group_out_is_not_delivered(monkeypatch):
     ledger = Ledger(Rules(batch_groups=1, group_size=1, max_staleness=1))
     ledger.start_learner(0)
     early, late = (ledger.open_group(0, row, floor=0) for row in range(2))
@@ -93,6 +93,9 @@ def test_a_batch_that_leaves_a_due_group_out_is_not_delivered():
         lease = ledger.lease(group.samples[0], "w", 0, 0.0)
         ledger.add_chunk(lease.id, 0, 1, Version(0, 0), "stop")
         ledger.score(lease.id, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.ready, "oldest", None)
+        assert not ledger.batch_fault([late]), "a good batch is not compared with all that wait"
     third = ledger.deliver([late])
     assert third == 0, "the early one still fits batch 1"
     newest = ledger.open_group(0, 2, floor=1)

@@ -245,14 +245,15 @@ class LedgerState:
 
     def batch_fault(self, groups: Sequence[Group]) -> str:
         """What keeps groups from being the next batch, as the rest of a sentence; empty if nothing does."""
-        most, step, bound = self.rules.batch_groups, self.steps.next, self.rules.max_staleness
-        if not 0 < len({group.id for group in groups}) == len(groups) <= most:
+        most, step, ids = self.rules.batch_groups, self.steps.next, {group.id for group in groups}
+        if not 0 < len(ids) == len(groups) <= most:
             return f"has {len(groups)} groups, and a batch has 1 to {most} different ones"
         if any(group not in self.ready for group in groups):
             return "has groups that are not complete, or are in a batch before it"
-        others = (f"group {group.id}" for group in self.ready.oldest(most) if group not in groups)
-        what = f"leaves out {next(others, 'open groups')}, and no batch after it could take that within {bound} steps"
-        return "" if self.bound.survives_delivery(step, Counter(group.opened_at for group in groups)) else what
+        if self.bound.survives_delivery(step, Counter(group.opened_at for group in groups)):
+            return ""
+        others = next((f"group {group.id}" for group in self.ready.oldest(most) if group.id not in ids), "open groups")
+        return f"leaves out {others}, and no batch after it could take that within {self.rules.max_staleness} steps"
 
     def open_groups(self) -> list[Group]:
         """The training groups that are not complete yet."""
@@ -264,8 +265,7 @@ class LedgerState:
         None when the prompts are exhausted. A re-queued prompt that the dataset's limits exclude stays queued.
         """
         for requeued in self.dead_letters.requeued.values():
-            drawn = prompts.draw(requeued)
-            if drawn and drawn[:2] == requeued:
+            if (drawn := prompts.draw(requeued)) and drawn[:2] == requeued:
                 return drawn
         return prompts.draw(self.prompts.next)
 
