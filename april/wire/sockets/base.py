@@ -82,14 +82,15 @@ LONGEST_FOLDER = 60
 
 def socket_address(last: str = "") -> str:
     """Address of a Unix socket in a folder of mode 0700. `last`: address that peers still connect to, which is taken
-    again if nobody else has made its folder meanwhile. Raises OSError."""
+    again if its folder can still be made and nobody else has made it meanwhile. Raises OSError."""
     folder = Path(last.removeprefix(UNIX)).parent
     if last.startswith(UNIX):
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(OSError):
             folder.mkdir(0o700)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-            return last
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                return last
     base = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix="april-", dir=base if len(os.fsencode(base)) <= LONGEST_FOLDER else "/tmp"))
     return f"{UNIX}{folder}/broker"

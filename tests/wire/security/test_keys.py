@@ -216,6 +216,12 @@ def test_a_folder_of_sockets_that_others_have_made_is_not_used(tmp_path):
     assert socket_address(f"ipc://{tmp_path}/own/broker") == f"ipc://{tmp_path}/own/broker"
 
 
+def test_a_broker_whose_last_folder_for_temporary_files_is_gone_takes_another(tmp_path):
+    address = socket_address(f"ipc://{tmp_path}/job-17/april-own/broker")
+    assert str(tmp_path) not in address
+    remove_socket_folder(address)
+
+
 def test_keys_off_says_what_it_opens(config_file, caplog):
     server = Server(configuration.load(config_file, ["--broker.bind", "tcp://127.0.0.1:*", "--security.keys", "off"]))
     server._signal = "SIGTERM"
