@@ -21,7 +21,7 @@ from april.broker.journal.files import JournalError, Unreadable, locate_journal,
 from april.broker.journal.journal import Journal
 from april.broker.peers import Outgoing
 from april.broker.prompts import PromptBook, open_prompts
-from april.broker.service import Service
+from april.broker.service import KEY_OF, Service
 from april.broker.views.metrics import Exporter, Histogram, MetricsSnapshot
 from april.broker.views.status import RunStatus, read_status
 from april.config import Config, is_loopback
@@ -342,7 +342,8 @@ class Server:
         """End the sessions of peers whose key has been removed from the allow-list, or is listed there with another
         role."""
         for peer in list(self.service.peers.by_id.values()):
-            if self.access_control and self.access_control.allow_list.find(peer.key).role != peer.role:
+            role = KEY_OF.get(peer.role, peer.role)
+            if self.access_control and self.access_control.allow_list.find(peer.key).role != role:
                 self.service.end_session(peer, "its key is off the allow-list", clock.now())
 
     def _send(self, outgoing: list[Outgoing]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from april import wire
 from april.broker.handlers.learner import NodeHandler
 from april.broker.peers import RESERVED_SHARE
+from april.broker.server import Server
 from april.config.broker import SecuritySection
 from april.wire.security.allow_list import KeyOwner
 from tests.support.broker_conversation import FakeWorker
@@ -92,6 +93,15 @@ def test_machines_with_the_learner_s_key_get_the_rendezvous_of_the_first_while_i
     assert address() == "10.0.0.2:5556"
     first.say(wire.Goodbye())
     assert address() == ""
+
+
+def test_a_change_of_the_allow_list_ends_the_sessions_of_keys_off_it_alone(talk):
+    """A machine's key is its learner's."""
+    machines(talk, "node-0")
+    KeyedWorker(talk, "w0", B).join()
+    listed = SimpleNamespace(find=lambda key: KeyOwner(key, "learner" if key == A else "", ""))
+    Server._end_revoked(SimpleNamespace(service=talk.service, access_control=SimpleNamespace(allow_list=listed)))
+    assert [peer.role for peer in talk.service.peers.by_id.values()] == ["node"]
 
 
 def test_all_machines_of_a_learner_begin_anew_when_the_process_of_one_is_new(talk):
