@@ -3,11 +3,13 @@
 import importlib.util
 import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,6 +65,11 @@ PLAIN_POSITIONS = ("default", "linear", "llama3", "yarn")
 """Types of models, and of rotary positions, that engines and learner are tested with, and that are not tried."""
 TRIAL = "from april.launch.check import tell_objections; tell_objections()"
 TRIAL_S = 600.0
+DEVICE = "cuda"
+NEEDS_DEVICE = re.compile(r"cuda|gpu|triton|nvidia|rocm|active driver|'CPU' backend", re.IGNORECASE)
+"""Regular expression for a traceback that may be for lack of an accelerator."""
+DEVICE_TAKEN = re.compile(r"out of memory|busy or unavailable", re.IGNORECASE)
+"""Regular expression for errors of an accelerator that others use."""
 STATE_BYTES = 12
 """Checkpoint bytes per trained parameter: float32 weight and two AdamW moments."""
 
@@ -107,7 +114,7 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     if (config.model.path / "config.json").is_file():
         weighed = run_check(check_weights, config.model.path)
         if weighed and not is_plain(config.model.path):
-            try_model(config, found)
+            try_apart(check_models, config, found, f"whether {config.model.path} can be trained and sampled")
     if not data.train_sources and data.source == "files":
         found.errors.append("no training prompts: set data.path")
     for source in config.sources:
@@ -117,11 +124,12 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     run_check(check_engine, config)
     installed = run_check(lambda: ENGINES.find(config.worker.engine).installed(config))
     if not config.is_shipped("worker.engine") and installed is not None:
-        run_check(check_own_engine, config)
+        try_part(check_own_engine, config, found, bool(devices) and config.worker.device != "cpu")
     run_check(check_schedule, config.schedule)
     if not config.is_shipped("schedule.kind"):
         run_check(check_own_schedule, config.schedule)
-    run_check(check_learner_parts, config)
+    if run_check(check_learner_parts, config):
+        try_part(try_objective, config, found, bool(devices) and config.learner.device != "cpu")
     backend = run_check(installed_backend, config)
     kind = run_check(SCHEDULES.find, config.schedule.kind)
     run_check(check_time_sharing, config, kind, run_check(BACKENDS.find, config.learner.backend))
@@ -173,18 +181,20 @@ def check_source(source: SourceSection) -> None:
         raise ConfigError(f"data {source.path} needs pyarrow; `pip install 'april-rl[data]'`")
 
 
-def check_own_engine(config: Config) -> None:
-    """Have a user's engine that computes in the worker generate for a tiny model on the CPU. Raises ConfigError."""
+def check_own_engine(config: Config, device: str) -> None:
+    """Have a user's engine that computes in the worker generate for a tiny model. Raises ConfigError, and NotTried for
+    one that may need an accelerator, or another model."""
     name = config.worker.engine
     if not ENGINES.find(name).in_process:
         return
     from april.workers.engines.conformance.suite import try_engine
 
     try:
-        try_engine(name, [("engine", config.engine.model_dump(exclude_defaults=True))])
-    except ConfigError:
+        try_engine(name, [("engine", config.engine.model_dump(exclude_defaults=True)), ("worker.device", device)])
+    except (ConfigError, NotTried):
         raise
     except Exception as error:
+        check_has_device(error, f"key 'worker.engine' = {name!r}", device, config.worker.device)
         fix = f"mend it, and try it with `april check engine {name}`"
         said = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"key 'worker.engine' = {name!r} fails on a tiny model: {said}; {fix}") from error
@@ -200,27 +210,29 @@ def check_own_schedule(schedule: ScheduleSection) -> None:
         refuse("schedule.kind", schedule.kind, f"fails in a run on small batches: {error}", fix, error)
 
 
-def check_learner_parts(config: Config) -> None:
-    """Check that user-defined losses, corrections, advantages and step scales can be imported. Shipped ones were
-    checked with the configuration, and are not imported here to save time. Raises ConfigError, also if torch is
-    missing."""
+def check_learner_parts(config: Config) -> bool:
+    """Whether there are user-defined losses, corrections, advantages or step scales; they can be imported then. Shipped
+    ones were checked with the configuration, and are not imported here to save time. Raises ConfigError, also if torch
+    is missing."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("torch is not installed; `pip install 'april-rl[learner,worker]'`")
     algorithm = config.algorithm
     named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage)}
     named |= {(CORRECTIONS, name) for name in algorithm.corrections}
     named |= {(STEP_SCALES, algorithm.step_scale)} if algorithm.step_scale else set()
-    if any(name not in registry.shipped for registry, name in named):
+    own = any(name not in registry.shipped for registry, name in named)
+    if own:
         check_algorithm(algorithm)
         for registry, name in named:
             registry.find(name)
         check_critic(config, imported=True)
-        try_objective(config)
+    return own
 
 
-def try_objective(config: Config) -> None:
+def try_objective(config: Config, device: str) -> None:
     """Compute the loss of two small groups, and its gradient, as a learner does. Raises ConfigError for an exception in
-    a user's part, for a result of the wrong kind, and for a loss that is not finite."""
+    a user's part, for a result of the wrong kind, and for a loss that is not finite; NotTried for a part that may need
+    an accelerator."""
     import torch
 
     from april.learner.batch import TrainingBatch, TrainSample
@@ -233,7 +245,7 @@ def try_objective(config: Config) -> None:
         versions = (0, 1, Version(0, 1)), (1, length, Version(0, 2))
         return TrainSample(np.arange(length + 2, dtype=np.int32), 2, logprobs, reward, versions)
 
-    lengths, device = range(3, 3 + max(2, config.schedule.n_samples_per_prompt)), torch.device("cpu")
+    lengths, place = range(3, 3 + max(2, config.schedule.n_samples_per_prompt)), torch.device(device)
     groups = [[sample(length, float((length + group) % 2)) for length in lengths] for group in range(2)]
     try:
         objective = Objective(config, SingleRank())
@@ -242,18 +254,19 @@ def try_objective(config: Config) -> None:
         if objective.needs_norms:
             ones = torch.ones(count, dtype=torch.float64)
             objective.set_norm_advantages(prepared, 0 * ones, ones)
-        tokens = objective.tokens(prepared, list(range(count)), device)
+        tokens = objective.tokens(prepared, list(range(count)), place)
         if objective.needs_values:
             objective.estimator(tokens.advantages, tokens.behaviour_logprobs, tokens.spans, config.critic)
         logprobs = (0.9 * tokens.behaviour_logprobs).requires_grad_()
         tokens = replace(tokens, scores={"reference_logprobs": tokens.behaviour_logprobs})
-        loss = objective.loss(logprobs, torch.ones_like(logprobs), tokens, StepTotals(device))
+        loss = objective.loss(logprobs, torch.ones_like(logprobs), tokens, StepTotals(place))
         loss.backward()
         objective.step_scale({"off_policy_share": 0.5, "sequence_ess": 0.5})
     except ConfigError:
         raise
     except Exception as error:
         where = next(iter(getattr(error, "__notes__", [])), "section [algorithm] raised it")
+        check_has_device(error, "section [algorithm]", device, config.learner.device)
         raise ConfigError(
             f"{where.removesuffix(' it')} {type(error).__name__}: {error}; mend it\n{user_traceback(error)}"
         ) from error
@@ -274,18 +287,13 @@ def check_weights(folder: Path) -> bool:
     if not files:
         refuse("model.path", folder, "has no weights (*.safetensors)", "give a whole Hugging Face folder")
     if missing := [file.name for file in files if not file.is_file()]:
-        refuse(
-            "model.path",
-            folder,
-            f"lacks {len(missing)} of {len(files)} files of weights, the first {missing[0]}",
-            "fetch the rest",
-        )
+        why = f"lacks {len(missing)} of {len(files)} files of weights, the first {missing[0]}"
+        refuse("model.path", folder, why, "fetch the rest")
     for file in files:
         size, wanted = file.stat().st_size, max((tensor.start + tensor.size for tensor in tensors_of(file)), default=0)
         if size < wanted:
-            refuse(
-                "model.path", folder, f"has a {file.name} that is cut off at {size} of {wanted} bytes", "fetch it again"
-            )
+            why = f"has a {file.name} that is cut off at {size} of {wanted} bytes"
+            refuse("model.path", folder, why, "fetch it again")
         if peft := next((tensor.name for tensor in tensors_of(file) if tensor.name.startswith(PEFT_PREFIX)), ""):
             fix = "merge the adapter with peft's merge_and_unload, and save the model again"
             refuse("model.path", folder, f"has weights by peft's names, such as {peft}", fix)
@@ -332,10 +340,28 @@ def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
     return not found or all(found.get(name) == size for name, size in wanted.items())
 
 
-def try_model(config: Config, found: Findings) -> None:
-    """Have the learner's back end and the engine check a model that is not plain, in a process of its own: both need
-    torch. What they object to is an error; that they could not be asked is a warning."""
-    words, env = [sys.executable, "-P", "-c", TRIAL], os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def try_part(trial: Callable[[Config, str], None], config: Config, found: Findings, on_device: bool) -> None:
+    """Try a user's part on the accelerator, in a process that gives its memory back, or here on the CPU."""
+    if on_device:
+        try_apart(trial, config, found, "a part of one's own")
+    else:
+        found.run_check(trial, config, "cpu")
+
+
+def check_has_device(error: Exception, part: str, device: str, configured: str) -> None:
+    """Raises NotTried for an error of a trial that may be for lack of an accelerator, or of its memory, and not the
+    part's fault. `configured`: the device in the configuration."""
+    on_cpu, told = device == "cpu", "".join(traceback.format_exception(error))
+    if configured != "cpu" and (NEEDS_DEVICE if on_cpu else DEVICE_TAKEN).search(told):
+        where, said = f"{'without an' if on_cpu else 'on the'} accelerator", str(error).partition("\n")[0]
+        raise NotTried(f"{part} could not be tried {where}: {type(error).__name__}: {said}") from error
+
+
+def try_apart(trial: Callable[..., None], config: Config, found: Findings, subject: str) -> None:
+    """Make a trial in a process of its own: it needs torch, or an accelerator. What it objects to is an error; that
+    `subject` could not be tried is a warning."""
+    words = [sys.executable, "-P", "-c", TRIAL, trial.__name__]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     try:
         ended = subprocess.run(words, input=config.to_toml().encode(), capture_output=True, timeout=TRIAL_S, env=env)
         told = msgspec.json.decode(ended.stdout.splitlines()[-1], type=Findings)
@@ -347,16 +373,25 @@ def try_model(config: Config, found: Findings) -> None:
         found.errors += [sentence for sentence in told.errors if sentence not in found.errors]
         found.warnings += told.warnings
         return
-    found.warnings.append(f"whether {config.model.path} can be trained and sampled could not be tried: {said}")
+    found.warnings.append(f"{subject} could not be tried: {said}")
 
 
 def tell_objections() -> None:
-    """Print what back end and engine say of the model of the configuration on stdin, as JSON of `Findings`."""
+    """Make the trial that the first argument names, with the configuration on stdin and the accelerator, and print the
+    `Findings` as JSON."""
     add_import_folders()
     config, found = validate(tomllib.loads(sys.stdin.read())), Findings()
+    if sys.argv[1] == check_models.__name__:
+        check_models(config, found)
+    else:
+        found.run_check(globals()[sys.argv[1]], config, DEVICE)
+    print(orjson.dumps(found).decode())
+
+
+def check_models(config: Config, found: Findings) -> None:
+    """Have the learner's back end and the engine check a model that is not plain."""
     for registry, name in ((BACKENDS, config.learner.backend), (ENGINES, config.worker.engine)):
         found.run_check(registry.find(name).check_model, config)
-    print(orjson.dumps(found).decode())
 
 
 def check_agent(config: Config) -> None:

@@ -9,8 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from april import config as configuration
 from april.launch import check
-from april.launch.check import Findings, check_weights, is_plain, try_model
+from april.launch.check import Findings, check_models, check_weights, is_plain, try_apart
 from april.workers.engines.entry import folder_tensors
+
+
+def try_models(config, found):
+    try_apart(check_models, config, found, "the model")
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def test_what_is_plain_starts_no_process(changed):
 
 def test_back_end_and_engine_both_say_what_they_object_to(changed):
     config, found = changed(model_type="mine", auto_map={"AutoConfig": "mine.Config"}), Findings()
-    try_model(config, found)
+    try_models(config, found)
     trained, used = found.errors
     assert trained.startswith(f"key 'model.path' = '{config.model.path}' cannot be trained: ")
     assert "custom code" in trained and "model_type 'mine'" in used and not found.warnings
@@ -58,7 +62,7 @@ def test_back_end_and_engine_both_say_what_they_object_to(changed):
 
 def test_a_trial_that_dies_is_a_remark(changed, monkeypatch):
     monkeypatch.setattr(check, "TRIAL", "raise SystemError('no memory')")
-    try_model(changed(), found := Findings())
+    try_models(changed(), found := Findings())
     assert found.errors == [] and found.warnings[0].endswith("could not be tried: SystemError: no memory")
 
 
@@ -66,14 +70,14 @@ def test_a_trial_that_dies_is_a_remark(changed, monkeypatch):
 def test_a_trial_that_takes_too_long_is_a_remark(changed, monkeypatch, before):
     monkeypatch.setattr(check, "TRIAL", f"{before}import time; time.sleep(60)")
     monkeypatch.setattr(check, "TRIAL_S", 0.5)
-    try_model(changed(), found := Findings())
+    try_models(changed(), found := Findings())
     assert found.errors == [] and found.warnings[0].endswith("could not be tried: it took longer than 0.5 s")
 
 
 def test_a_trial_imports_no_file_of_the_working_folder_in_place_of_a_module(changed, monkeypatch, tmp_path):
     (tmp_path / "random.py").write_text("raise SystemExit('not the standard library')")
     monkeypatch.chdir(tmp_path)
-    try_model(changed(model_type="mine", auto_map={"AutoConfig": "mine.Config"}), found := Findings())
+    try_models(changed(model_type="mine", auto_map={"AutoConfig": "mine.Config"}), found := Findings())
     assert len(found.errors) == 2 and not found.warnings
 
 

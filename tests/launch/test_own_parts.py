@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from april import config as configuration
+from april.launch import check
 from april.launch.check import Findings, check_run
 
 MODULE = """
@@ -35,6 +36,10 @@ def constant(logprobs, proximal_logprobs, advantages, spans, clip):
 
 def infinite(logprobs, proximal_logprobs, advantages, spans, clip):
     return logprobs / 0.0, advantages > 9
+
+
+def kernel(logprobs, proximal_logprobs, advantages, spans, clip):
+    raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
 
 def good(logprobs, proximal_logprobs, advantages, spans, clip):
@@ -78,6 +83,16 @@ class Tabled(Outside):
         return self.token, 0.0
 
 
+class Kernel(Outside):
+    def sample(self, running):
+        raise RuntimeError("CUDA error: no device")
+
+
+class OtherFiles(Outside):
+    def __init__(self, config, device, name):
+        raise FileNotFoundError("no model.gguf")
+
+
 class Positive(Outside):
     def sample(self, running):
         return 1, 0.7
@@ -99,6 +114,7 @@ def errors(tmp_path, monkeypatch, config_file):
         value = f'["own_parts:{part}"]' if key.endswith("s") and key != "algorithm.loss" else f"own_parts:{part}"
         findings = Findings()
         check_run(configuration.load(config_file, [f"--{key}", value, *words]), [], 0, findings)
+        found.remarks = "\n".join(findings.warnings)
         return "\n".join(findings.errors)
 
     yield found
@@ -135,3 +151,29 @@ def test_a_good_part_passes(errors):
 def test_an_engine_is_tried_with_the_tables_of_its_section(errors):
     words = "--engine.server", '{mem = 0.5, deep = {tokens = [7], "a b" = "x"}}'
     assert errors("worker.engine", "Tabled", *words) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "part", "said"),
+    [
+        ("algorithm.loss", "kernel", "section [algorithm] could not be tried without an accelerator: ValueError: Poi"),
+        ("worker.engine", "Kernel", "could not be tried without an accelerator: RuntimeError: CUDA error"),
+        ("worker.engine", "OtherFiles", "could not be tried on a tiny model: FileNotFoundError: no model.gguf"),
+    ],
+)
+def test_a_part_that_may_need_another_machine_or_model_is_a_remark(errors, key, part, said):
+    devices = "--learner.device=auto", "--worker.device=auto"
+    assert errors(key, part, *devices) == "" and said in errors.remarks
+
+
+@pytest.mark.parametrize(("key", "part"), [("algorithm.loss", "scalar"), ("worker.engine", "Positive")])
+def test_with_an_accelerator_a_part_is_tried_there_in_a_process_of_its_own(
+    errors, monkeypatch, config_file, tmp_path, key, part
+):
+    monkeypatch.chdir(tmp_path)
+    on_cpu = "from april.launch import check; check.DEVICE = 'cpu'; check.tell_objections()"
+    monkeypatch.setattr(check, "TRIAL", on_cpu)
+    config = configuration.load(config_file, [f"--{key}", f"own_parts:{part}"])
+    trial = check.try_objective if key == "algorithm.loss" else check.check_own_engine
+    check.try_part(trial, config, found := Findings(), True)
+    assert found.errors[0].startswith(f"key {key!r} = 'own_parts:{part}' ") and not found.warnings

@@ -10,6 +10,7 @@ from typing import Any
 from april.config import Config, ConfigError
 from april.config.checks import check_engine
 from april.config.loading import parse_overrides, set_key, validate
+from april.util.errors import NotTried
 from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.base import Engine
@@ -58,11 +59,20 @@ def try_engine(name: str, keys: Keys) -> None:
     """Let an engine generate for a tiny model, as `check_engine_named` does, with the first checks only. `keys`:
     further configuration keys.
 
-    Raises AssertionError or whatever the engine raises; ConfigError for one that cannot be found or built.
+    Raises AssertionError or whatever the engine raises; ConfigError for one that cannot be found, NotTried for one that
+    this model cannot be built in: it may want files of another kind.
     """
     entry = ENGINES.find(name)
     with tempfile.TemporaryDirectory() as folder:
         models = TinyModels(Path(folder))
+        try:
+            with Engines(name, models, keys) as engines:
+                engines(None)
+        except ConfigError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise NotTried(f"key 'worker.engine' = {name!r} could not be tried on a tiny model: {said}") from error
         for check in CHECKS:
             if check.function in FIRST_CHECKS:
                 with Engines(name, models, keys) as engines:
