@@ -10,7 +10,7 @@ configuration, which imports the transports.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -106,10 +106,11 @@ def rounded_otherwise(model: "nn.Module") -> Iterator[None]:
 
     generators: dict[torch.device, torch.Generator] = {}
 
-    def change(module: nn.Module, arguments: object, result: object) -> object:
+    def change(module: nn.Module, arguments: object, result: Any) -> Any:
         if isinstance(result, tuple) and result:
             first = change(module, arguments, result[0])
-            return result._replace(**{result._fields[0]: first}) if hasattr(result, "_fields") else (first, *result[1:])
+            named = getattr(result, "_fields", ())
+            return result._replace(**{named[0]: first}) if named else (first, *result[1:])
         return with_rounding(result) if isinstance(result, torch.Tensor) and result.is_floating_point() else result
 
     def with_rounding(values: "Tensor") -> "Tensor":
