@@ -209,8 +209,8 @@ class WeightPublication:
 
     def publish(self) -> dict[str, float]:
         """Gather the current weights and start sending them, unless their step is below the frontier (a replayed
-        batch); returns the seconds of each part of the work and, if weights are published in 16 bits, `canary_rounding`:
-        what rounding does to log-probabilities at the sampling temperature, nats. Collective."""
+        batch); returns the seconds of each part of the work and, if weights are published in 16 bits,
+        `canary_rounding`: what rounding does to log-probabilities at the sampling temperature, nats. Collective."""
         if not self.sender.is_due(self.trainer.step_count):
             return {}
         began = time.perf_counter()

@@ -109,8 +109,8 @@ def rounded_otherwise(model: "nn.Module") -> Iterator[None]:
     def change(module: nn.Module, arguments: object, result: Any) -> Any:
         if isinstance(result, tuple) and result:
             first = change(module, arguments, result[0])
-            named = getattr(result, "_fields", ())
-            return result._replace(**{named[0]: first}) if named else (first, *result[1:])
+            named: Any = result
+            return named._replace(**{named._fields[0]: first}) if hasattr(named, "_fields") else (first, *result[1:])
         return with_rounding(result) if isinstance(result, torch.Tensor) and result.is_floating_point() else result
 
     def with_rounding(values: "Tensor") -> "Tensor":

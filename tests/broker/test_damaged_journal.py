@@ -95,6 +95,15 @@ def test_an_empty_batch_is_sent_to_nobody(talk, worker, learner):
         assert not learner.take(wire.Batch)
 
 
+def test_a_batch_that_becomes_unreadable_while_it_is_trained_has_its_line_of_metrics(talk, worker, learner):
+    make_batch(worker)
+    learner.fetch(0)
+    for group in list(talk.ledger.deliveries[0]):
+        talk.ledger.discard(group, "unreadable")
+    learner.consume(0)
+    assert talk.service.recorder.newest["samples"] == talk.service.recorder.newest["reward"] == 0
+
+
 def test_files_that_a_start_skipped_are_verified_later_and_damage_is_found_before_it_is_needed(talk, worker, learner):
     make_batch(worker)
     bad = talk.ledger.deliveries[0][2]

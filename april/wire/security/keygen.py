@@ -4,8 +4,10 @@ broker listens on TCP do, and secrets of HTTP servers."""
 import os
 import re
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import zmq
 
@@ -32,20 +34,31 @@ def make_folder(folder: Path) -> list[Path]:
 
 def make_folder_once(folder: Path) -> None:
     """Make a folder of keys, unless it is there; others find it complete or not at all. Raises ConfigError."""
-    if not folder.exists():
-        draft = folder.with_name(f".{folder.name}-{os.getpid()}")
-        make_folder(draft)
-        draft.rename(folder)
+    make_once(folder, make_folder)
 
 
 def make_secret_once(path: Path) -> None:
     """Make a file with a random text that nobody else can guess, unless it is there. Raises ConfigError."""
-    if not path.exists():
-        draft = path.with_name(f".{path.name}-{os.getpid()}")
-        write_new(draft, f"{secrets.token_hex(32)}\n")
-        with suppress(FileExistsError):
-            os.link(draft, path)
-        draft.unlink()
+    make_once(path, lambda draft: write_new(draft, f"{secrets.token_hex(32)}\n"))
+
+
+def make_once(path: Path, make: Callable[[Path], object]) -> None:
+    """Have `make` make a file or folder, unless it is there: of processes that do so at once one wins, and all find what
+    it has made, complete. Raises ConfigError."""
+    if path.exists():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as own:
+            draft = Path(own, path.name)
+            make(draft)
+            with suppress(OSError):  # folders have no hard links, and some file systems have none
+                os.link(draft, path)
+            if not path.exists():
+                draft.rename(path)
+    except OSError as error:
+        if not path.exists():
+            raise ConfigError(f"{str(path)!r} cannot be made ({error.strerror}); give another folder") from None
 
 
 def add_peer(folder: Path, role: str, name: str) -> Path:

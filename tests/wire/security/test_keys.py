@@ -201,6 +201,41 @@ def test_a_part_that_joins_before_the_broker_has_made_its_keys_waits_for_them(co
     servers[0].close()
 
 
+@pytest.mark.parametrize("make", [keygen.make_folder_once, keygen.make_secret_once])
+@pytest.mark.parametrize("first", [False, True])
+def test_what_is_made_once_survives_killed_makers_two_at_once_and_no_hard_links(tmp_path, monkeypatch, make, first):
+    """A container's processes have the same ids again; another start may win while this one makes its draft."""
+    path = tmp_path / "run" / "made"
+    path.parent.mkdir()
+    (path.parent / f".made-{os.getpid()}").write_text("left by a killed process")
+    held = []
+
+    def no_link(draft, target):
+        if first:
+            monkeypatch.undo()
+            make(path)
+            held.append(path.stat().st_ino)
+        raise PermissionError(1, "no hard links here")
+
+    monkeypatch.setattr(os, "link", no_link)
+    make(path)
+    assert path.stat().st_ino in held or not first
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [f".made-{os.getpid()}", "made"]
+
+
+def test_of_two_folders_of_keys_that_are_renamed_at_once_the_first_stays(tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def late(draft, target):
+        monkeypatch.undo()
+        keygen.make_folder_once(target)
+        return rename(draft, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    keygen.make_folder_once(tmp_path / "keys")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys"] and load_keys(tmp_path / "keys", "worker")
+
+
 def test_a_folder_of_sockets_that_others_have_made_is_not_used(tmp_path):
     theirs = tmp_path / "april-theirs"
     theirs.mkdir()
