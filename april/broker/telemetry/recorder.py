@@ -249,6 +249,7 @@ class Recorder:
     def _describe(self, step: int, ledger: Ledger, learner: dict[str, float], now: float) -> dict[str, Any]:
         groups = ledger.deliveries[step]
         samples = [sample for group in groups for sample in group.samples if sample.state is SampleState.DONE]
+        divisor = max(1, len(samples))
         ages = tokens_by_age(groups, step)
         sizes = [sample.sampled_tokens for sample in samples]
         lengths = Counter(sizes)
@@ -260,7 +261,7 @@ class Recorder:
         return {
             "step": step + 1,
             "time": round(now, 3),
-            "reward": round(sum(sample.reward for sample in samples if sample.reward is not None) / len(samples), 6),
+            "reward": round(sum(sample.reward for sample in samples if sample.reward is not None) / divisor, 6),
             "reward_details": mean_details(samples),
             "groups": len(groups),
             "samples": len(samples),
@@ -273,7 +274,7 @@ class Recorder:
             "disk_free_bytes": free_bytes(self.run_dir),
             "lengths": {
                 "trained": describe_lengths(lengths),
-                "truncated_share": round(sum(each.finish_reason == "length" for each in samples) / len(samples), 6),
+                "truncated_share": round(sum(each.finish_reason == "length" for each in samples) / divisor, 6),
                 "trained_histogram": length_histogram(lengths),
                 "created_histogram": length_histogram(created),
                 "drift": drift and drift.to_json(),
