@@ -43,8 +43,8 @@ def make_secret_once(path: Path) -> None:
 
 
 def make_once(path: Path, make: Callable[[Path], object]) -> None:
-    """Have `make` make a file or folder, unless it is there: of processes that do so at once one wins, and all find what
-    it has made, complete. Raises ConfigError."""
+    """Have `make` make a file or folder, unless it is there: of processes that do so at once one wins, and all find
+    what it has made, complete. Raises ConfigError."""
     if path.exists():
         return
     try:
