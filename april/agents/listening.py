@@ -78,7 +78,8 @@ def read_secret(file: Path) -> str:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         refuse("agent.attach_keyfile", file, f"cannot be read ({why})", f"`openssl rand -hex 32 > {file}`")
     if readable_by_others:
-        refuse("agent.attach_keyfile", file, "can be read by others", f"run `chmod 600 {file}`")
+        fix = f"run `chmod 600 {file}`; if that does nothing, give a file elsewhere, where modes are kept"
+        refuse("agent.attach_keyfile", file, "can be read by others", fix)
     if len(text) < MIN_KEY_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
         problem = f"holds no key of {MIN_KEY_CHARACTERS} characters or more in one line"
         refuse("agent.attach_keyfile", file, problem, f"`openssl rand -hex 32 > {file}`")

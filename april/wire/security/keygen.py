@@ -13,7 +13,7 @@ import zmq
 
 from april.util.errors import ConfigError, refuse
 from april.wire.security.allow_list import read
-from april.wire.security.keys import ALLOW_LIST, ROLES, Keys, find_key_file, load_keys
+from april.wire.security.keys import ALLOW_LIST, ROLES, WITHOUT_MODES, Keys, find_key_file, is_open_to_others, load_keys
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
@@ -92,6 +92,7 @@ def write_key(folder: Path, keys: Keys) -> Path:
 
 
 def write_new(path: Path, text: str) -> None:
+    """Write a file that only this user may read. Raises ConfigError, also if it is there already."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "w") as file:
             file.write(text)
@@ -100,3 +101,6 @@ def write_new(path: Path, text: str) -> None:
             f"file {str(path)!r} cannot be made ({error.strerror}); add a peer with --role and --name, "
             "or give another folder"
         ) from None
+    if is_open_to_others(path.stat()):
+        path.unlink()
+        raise ConfigError(f"others could read file {str(path)!r}: its file system has no modes; {WITHOUT_MODES}")

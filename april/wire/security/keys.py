@@ -18,6 +18,8 @@ RUN_KEYS = "keys"
 """Folder of the run folder with the keys that April makes for the run."""
 ROLES = ("worker", "scorer", "agents", "learner", "monitor")
 KEY_CHARACTERS = 40
+WITHOUT_MODES = "give another 'run.dir', or a folder that `april keygen` has made elsewhere"
+"""What to do where a file system keeps no file modes, such as a drive of Windows under WSL, CIFS or FUSE."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def load_keys(keys: Path | None, role: str) -> Keys | None:
     try:
         with path.open("rb") as file:
             if is_open_to_others(os.fstat(file.fileno())):
-                refuse("security.keys", path, "can be read by others", f"run `chmod 600 {path}`")
+                fix = f"run `chmod 600 {path}`; if that does nothing, {WITHOUT_MODES}"
+                refuse("security.keys", path, "can be read by others", fix)
             tree = tomllib.load(file)
         found = Keys(**tree)
     except OSError as error:

@@ -64,7 +64,7 @@ def test_a_secret_is_never_printed(keys):
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda path: path.chmod(0o644), "chmod 600"),
+        (lambda path: path.chmod(0o644), "chmod 600.*another 'run.dir'"),
         (lambda path: path.unlink(), "cannot be read.*by the run's folder"),
         (lambda path: path.write_text("role = 3"), "no key file"),
         (lambda path: path.write_bytes(b"\xff"), "no key file"),
@@ -221,6 +221,14 @@ def test_what_is_made_once_survives_killed_makers_two_at_once_and_no_hard_links(
     make(path)
     assert path.stat().st_ino in held or not first
     assert sorted(entry.name for entry in path.parent.iterdir()) == [f".made-{os.getpid()}", "made"]
+
+
+def test_no_key_is_left_on_a_file_system_without_modes(tmp_path, monkeypatch):
+    monkeypatch.setattr(keygen, "is_open_to_others", lambda file: True)
+    for make in (keygen.make_folder_once, keygen.make_secret_once):
+        with pytest.raises(ConfigError, match=r"no modes; give another 'run.dir', or a folder .* elsewhere"):
+            make(tmp_path / "made")
+    assert not any(tmp_path.iterdir())
 
 
 def test_of_two_folders_of_keys_that_are_renamed_at_once_the_first_stays(tmp_path, monkeypatch):
