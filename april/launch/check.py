@@ -68,6 +68,8 @@ TRIAL_S = 600.0
 DEVICE = "cuda"
 NEEDS_DEVICE = re.compile(r"cuda|gpu|triton|nvidia|rocm|active driver|'CPU' backend", re.IGNORECASE)
 """Regular expression for a traceback that may be for lack of an accelerator."""
+NEEDS_RUN = re.compile(r'"(?:<frozen os>|\S+/os\.py)", line \d+, in __getitem__|process group has not been init', re.I)
+"""Regular expression for a traceback that may be for lack of what only a rank has: its environment, its collectives."""
 DEVICE_TAKEN = re.compile(r"out of memory|busy or unavailable", re.IGNORECASE)
 """Regular expression for errors of an accelerator that others use."""
 STATE_BYTES = 12
@@ -349,12 +351,13 @@ def try_part(trial: Callable[[Config, str], None], config: Config, found: Findin
 
 
 def check_has_device(error: Exception, part: str, device: str, configured: str) -> None:
-    """Raises NotTried for an error of a trial that may be for lack of an accelerator, or of its memory, and not the
-    part's fault. `configured`: the device in the configuration."""
+    """Raises NotTried for an error of a trial that may be for lack of an accelerator, of its memory, or of what only a
+    run's ranks have, and not the part's fault. `configured`: the device in the configuration."""
     on_cpu, told = device == "cpu", "".join(traceback.format_exception(error))
-    if configured != "cpu" and (NEEDS_DEVICE if on_cpu else DEVICE_TAKEN).search(told):
-        where, said = f"{'without an' if on_cpu else 'on the'} accelerator", str(error).partition("\n")[0]
-        raise NotTried(f"{part} could not be tried {where}: {type(error).__name__}: {said}") from error
+    outside = NEEDS_RUN.search(told)
+    where = "outside of a run" if outside else f"{'without an' if on_cpu else 'on the'} accelerator"
+    if outside or (configured != "cpu" and (NEEDS_DEVICE if on_cpu else DEVICE_TAKEN).search(told)):
+        raise NotTried(f"{part} could not be tried {where}: {str(error) or type(error).__name__}") from error
 
 
 def try_apart(trial: Callable[..., None], config: Config, found: Findings, subject: str) -> None:

@@ -9,6 +9,10 @@ from april.launch import check
 from april.launch.check import Findings, check_run
 
 MODULE = """
+import os
+
+import torch
+
 from april.broker.schedules.rounds import RoundSchedule
 from april.workers.engines.in_process import InProcessEngine
 
@@ -36,6 +40,14 @@ def constant(logprobs, proximal_logprobs, advantages, spans, clip):
 
 def infinite(logprobs, proximal_logprobs, advantages, spans, clip):
     return logprobs / 0.0, advantages > 9
+
+
+def of_a_rank(logprobs, proximal, advantages, spans, clip):
+    return (logprobs * int(os.environ["RANK"]), advantages > 9)
+
+
+def collective(logprobs, proximal, advantages, spans, clip):
+    return (logprobs * torch.distributed.get_rank(), advantages > 9)
 
 
 def kernel(logprobs, proximal_logprobs, advantages, spans, clip):
@@ -156,8 +168,10 @@ def test_an_engine_is_tried_with_the_tables_of_its_section(errors):
 @pytest.mark.parametrize(
     ("key", "part", "said"),
     [
-        ("algorithm.loss", "kernel", "section [algorithm] could not be tried without an accelerator: ValueError: Poi"),
-        ("worker.engine", "Kernel", "could not be tried without an accelerator: RuntimeError: CUDA error"),
+        ("algorithm.loss", "of_a_rank", "section [algorithm] could not be tried outside of a run: 'RANK'"),
+        ("algorithm.loss", "collective", "section [algorithm] could not be tried outside of a run: Default"),
+        ("algorithm.loss", "kernel", "section [algorithm] could not be tried without an accelerator: Poi"),
+        ("worker.engine", "Kernel", "could not be tried without an accelerator: CUDA error"),
         ("worker.engine", "OtherFiles", "could not be tried on a tiny model: FileNotFoundError: no model.gguf"),
     ],
 )

@@ -1,6 +1,7 @@
 """Weights reach every worker, over each transport; a dead, hung or new worker does not affect the others. Real
 processes, real gloo, real shared memory."""
 
+import gc
 import os
 import queue
 import signal
@@ -491,8 +492,10 @@ def test_publishers_and_receivers_leave_no_descriptor_open():
         publisher = WeightPublisher(WeightsSection(), "test", "cpu")
         receiver = WeightReceiver(WeightsSection(), "uid", "name", "cpu")
         receiver.connect(publisher.address)
-        receiver.close()
-        publisher.close()
+        receiver.close(PATIENCE_S)
+        publisher.close(PATIENCE_S)
+        del receiver, publisher
+        gc.collect()
 
     open_and_close()
     before = len(os.listdir("/proc/self/fd"))

@@ -250,7 +250,9 @@ class SGLangEngine(ServerRequests):
 
     async def request_score(self, tokens: np.ndarray) -> np.ndarray:
         """`Engine.score` as a coroutine, under the weights that the server holds now. Also raises ServerGone."""
-        return read_scores(await self.client.call("/generate", score_body(tokens), self.update_s), tokens)
+        return read_scores(
+            await self.client.call("/generate", score_body(tokens), self.update_s), tokens, self.vocabulary
+        )
 
     @property
     def dtype(self) -> str:

@@ -237,10 +237,14 @@ def score_body(tokens: np.ndarray) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read_scores(answer: Any, tokens: np.ndarray) -> np.ndarray:
-    """Log-probabilities, float32 [T - 1], of all tokens but the first. Raises ServerRefuses."""
+def read_scores(answer: Any, tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Log-probabilities, float32 [T - 1], of all tokens but the first. Raises ServerRefuses.
+
+    SGLang scores the largest token id, `vocabulary` - 1, as such, and calls it 0.
+    """
     entries = answer["meta_info"].get("input_token_logprobs") or []
-    if [entry[1] for entry in entries[1:]] != tokens[1:].tolist():
+    asked = np.where(tokens == vocabulary - 1, 0, tokens)[1:].tolist()
+    if [entry[1] if entry[1] != vocabulary - 1 else 0 for entry in entries[1:]] != asked:
         raise ServerRefuses(f"the server scores {len(entries)} tokens where {len(tokens)} were asked for, or others")
     return np.array([entry[0] for entry in entries[1:]], np.float32)
 
