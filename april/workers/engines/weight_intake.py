@@ -96,13 +96,11 @@ class WeightCheck:
         """Canary score from which movement is measured: that of the newest version that moved beyond the noise."""
 
     def judge(self, staged: StagedWeights, canary: Canary, scored: np.ndarray, dtype: str) -> None:
-        """Check `scored`, float32 [T - 1], the engine's log-probabilities of the canary, computed in `dtype`.
-
-        Raises WrongWeights.
-        """
-        rounding = expected_rounding(canary, dtype)
-        published = np.array(canary.logprobs)
-        score = CanaryScore(canary.tokens, published, np.asarray(scored, np.float64), staged.digest, rounding)
+        """Check `scored`, float32 [T - 1], the engine's log-probabilities of the canary's first T tokens, computed in
+        `dtype`. Raises WrongWeights."""
+        rounding, tokens = expected_rounding(canary, dtype), canary.tokens[: len(scored) + 1]
+        published = np.array(canary.logprobs[: len(scored)])
+        score = CanaryScore(tokens, published, np.asarray(scored, np.float64), staged.digest, rounding)
         if self._last and self._last.tokens != score.tokens:
             self._last = self._reference = None
         evidence = added_evidence(self.evidence, score.excess)
@@ -138,6 +136,11 @@ class WeightCheck:
         """Count a failed check and return its error; the reference score stays."""
         self.failures += 1
         return WrongWeights(f"the engine is not seen to hold version {staged.version}: {why}")
+
+
+def scored_text(canary: Canary, engine: Engine) -> np.ndarray:
+    """The canary's first tokens, int32 [T], as many as need at most half of the engine's cache."""
+    return canary.text if engine.kv_tokens is None else canary.text[: max(2, engine.kv_tokens // 2)]
 
 
 def type_rounding(*dtypes: str) -> float:
@@ -276,7 +279,7 @@ class WeightLoader:
             return
         try:
             check.compare(staged, self.engine)
-            check.judge(staged, canary, self.engine.score(canary.text), self.engine.dtype)
+            check.judge(staged, canary, self.engine.score(scored_text(canary, self.engine)), self.engine.dtype)
         except EngineError as error:
             self.engine.discard_weights()
             raise check.failure(staged, error) from None

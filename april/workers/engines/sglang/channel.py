@@ -13,7 +13,7 @@ from april.weights.receiver import StagedWeights
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, ServerSilent
 from april.workers.engines.sglang.engine import SGLangEngine, VerifyWeights
-from april.workers.engines.weight_intake import WeightLoader
+from april.workers.engines.weight_intake import WeightLoader, scored_text
 
 JOIN_TIMEOUT_FACTOR = 5
 """Longest time for a gloo group to form or fail, as a multiple of its timeout."""
@@ -93,7 +93,8 @@ class ServerWeightLoader(WeightLoader):
 
         async def verify() -> None:
             try:
-                check.judge(staged, canary, await self.engine.request_score(canary.text), self.engine.dtype)
+                scored = await self.engine.request_score(scored_text(canary, self.engine))
+                check.judge(staged, canary, scored, self.engine.dtype)
             except EngineError as error:
                 raise check.failure(staged, error) from None
 
