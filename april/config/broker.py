@@ -147,7 +147,7 @@ class WeightsSection(Section):
     canary: bool = Field(
         True,
         description="Weight check: before a worker gets leases of a version, its engine must score a text of up to "
-        "512 tokens as the learner does. It costs one forward pass per version, and the learner two.",
+        "512 tokens as the learner does. It costs both one forward pass per version, the learner one more per eight.",
     )
 
 

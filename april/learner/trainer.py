@@ -46,6 +46,8 @@ from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens, rounded_o
 from april.wire.message import Version
 
 log = logging.getLogger(__name__)
+ROUNDING_EVERY = 8
+"""Versions after which what rounding does to the canary is measured again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +136,8 @@ class Trainer:
         """Log-probabilities and entropies of the last step's tokens; None if the step's samples are not stored."""
         self._trained_text: np.ndarray | None = None
         """First token ids of the first batch that this process has trained, int32, for the canary; None before it."""
+        self._rounding: tuple[bytes, int, float] = b"", 0, 0.0
+        """What rounding does to the canary's log-probabilities: of which text, in how many versions used, in nats."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -386,20 +390,22 @@ class Trainer:
         return None if self.device.type == "cpu" else torch.bfloat16
 
     def canary(self) -> Canary:
-        """The canary text with its log-probabilities under the current weights, computed as in a training step, and
-        what rounding does to them. Collective."""
+        """The canary with its log-probabilities under the current weights, as in a training step, and what rounding
+        does to them, which every eighth version measures. Collective."""
         config, embedding = self.config, self.backend.lm.get_input_embeddings()
         longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
         tokens = canary_tokens(embedding.num_embeddings, longest - 1, self._trained_text)
         logprobs = self._score(tokens)
-        with rounded_otherwise(self.policy):
-            rounding = (self._score(tokens, torch.bfloat16) - logprobs).abs().mean().item()
+        text, used, rounding = self._rounding
+        if text != tokens.tobytes() or used % ROUNDING_EVERY == 0:
+            with rounded_otherwise(self.policy):
+                rounding = (self._score(tokens, torch.bfloat16) - logprobs).abs().mean().item()
+        self._rounding = tokens.tobytes(), used + 1, rounding
         dtype = self.backend.compute_dtype if self.device.type == "cpu" else "bfloat16"
         return Canary(tokens.tolist(), logprobs.tolist(), dtype, rounding)
 
     def _score(self, tokens: np.ndarray, logit_dtype: torch.dtype = torch.float32) -> Tensor:
-        """Log-probabilities, float32 [T - 1], of `tokens` int32 [T] but the first, at temperature 1, from logits that
-        are rounded to `logit_dtype`. Collective."""
+        """Log-probabilities, float32 [T - 1], of `tokens` int32 [T] but the first, at temperature 1. Collective."""
         scored = len(tokens) - 1
         text = TrainSample(tokens, 1, np.zeros(scored, np.float32), 0.0, ((0, scored, Version(0, 0)),))
         policy = self.policy.eval()

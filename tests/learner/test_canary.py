@@ -1,12 +1,14 @@
 """The published canary log-probabilities are those of the published weights."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from april.learner import loop
-from april.learner.trainer import Trainer
+from april.learner.trainer import ROUNDING_EVERY, Trainer
 from april.weights.canary import CANARY_TOKENS, Canary, canary_tokens
 from april.wire.message import Version
 from tests.support.learner.run_ranks import run_ranks
@@ -80,3 +82,25 @@ def test_the_measured_rounding_is_that_of_two_computations_in_bfloat16(one_rank,
         logprobs[dtype] = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])
     one_rounding = (logprobs[torch.float32] - logprobs[torch.bfloat16]).abs().mean().item()
     assert one_rounding / 2 < canary.rounding < 3 * one_rounding
+
+
+def test_rounding_is_measured_again_after_some_versions_and_for_another_text(
+    one_rank, policy_folder, tmp_path, monkeypatch
+):
+    measured = []
+
+    @contextmanager
+    def counted(model):
+        measured.append(model)
+        yield
+
+    monkeypatch.setattr("april.learner.trainer.rounded_otherwise", counted)
+    trainer = Trainer(make_config(policy_folder, tmp_path / "run"), torch.device("cpu"))
+    for _ in range(ROUNDING_EVERY):
+        trainer.canary()
+    assert len(measured) == 1
+    trainer.canary()
+    assert len(measured) == 2
+    trainer.step(uneven_batch(0, policy_folder))
+    trainer.canary()
+    assert len(measured) == 3
