@@ -326,8 +326,9 @@ def test_a_slow_start_ends_at_its_deadline_and_leaves_no_process(settings):
 
 
 LOCKED = """
-import http.server, sys
-given = dict(zip(sys.argv[1:], sys.argv[2:]))
+import http.server, json, os
+words = json.loads(os.environ["APRIL_SERVER_OPTIONS"])
+given = dict(zip(words, words[1:]))
 class Locked(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.headers["Authorization"] == "Bearer " + given["--api-key"] else 401)
