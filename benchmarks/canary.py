@@ -20,6 +20,7 @@ import canary_bf16
 import numpy as np
 import torch
 import torch.distributed as dist
+from canary_bf16 import passes
 from common import Row, parser, report, start_sglang
 
 from april.config import Config
@@ -34,7 +35,7 @@ from april.workers.engines.base import Engine
 from april.workers.engines.conformance.scores import FAULTS
 from april.workers.engines.embedded.engine import TorchEngine
 from april.workers.engines.sglang.engine import SGLangEngine
-from april.workers.engines.weight_intake import WeightCheck, WrongWeights
+from april.workers.engines.weight_intake import WeightCheck
 
 CPU = torch.device("cpu")
 QUICKSTART_LR = 5e-4
@@ -153,7 +154,7 @@ def measure(name: str, engine: Engine, runs: list[list[Published]]) -> Iterator[
     alarms, missed, noise, largest = [], [], [], []
     for published in runs:
         proof = WeightCheck()
-        alarms.append(float(sum(not holds(engine, proof, version, version.tensors) for version in published)))
+        alarms.append(float(sum(not passes(engine, proof, version, version.tensors) for version in published)))
         before, last = published[-2:]
         apart = np.abs(engine.score(last.canary.text) - last.canary.logprobs)
         noise.append(float(apart.mean()))
@@ -173,20 +174,10 @@ def sum_over_engines(rows: list[Row], name: str) -> Row:
     return Row(name, [value for row in own for value in row.measured], own[0].unit, of=sum)
 
 
-def holds(engine: Engine, proof: WeightCheck, published: Published, tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether an engine with these tensors passes for one that holds the version."""
-    engine.load_weights(published.version, tensors)
-    try:
-        proof.judge(published.staged(), published.canary, engine.score(published.canary.text), engine.dtype)
-    except WrongWeights:
-        return False
-    return True
-
-
 def follows(engine: Engine, before: Published, last: Published, tensors: dict[str, torch.Tensor]) -> bool:
     """Whether an engine with these tensors passes after it has passed with the version before."""
     proof = WeightCheck()
-    return holds(engine, proof, before, before.tensors) and holds(engine, proof, last, tensors)
+    return passes(engine, proof, before, before.tensors) and passes(engine, proof, last, tensors)
 
 
 def stale_tensors_seen(name: str, engine: Engine, published: list[Published]) -> Row:

@@ -88,7 +88,6 @@ class PlainEngine:
     def __init__(self, folder: Path):
         self.folder = Path(tempfile.mkdtemp())
         (self.folder / "config.json").write_bytes((folder / "config.json").read_bytes())
-        self.theta = 1.0
 
     def load_weights(self, version: Version, tensors: Weights) -> None:
         save_file(
