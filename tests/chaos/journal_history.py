@@ -16,7 +16,8 @@ ROW = struct.Struct("<QdIIIIIIBBBBI")
 
 
 class Row(NamedTuple):
-    """Of a table of new tokens; `finish` is not 0 where a response or a turn ends, `over` where its lease does."""
+    """A row of a table of new tokens: `finish` is not 0 where a response or a turn ends, `ends_lease` where its lease
+    does."""
 
     lease_id: int
     time: float
@@ -29,7 +30,7 @@ class Row(NamedTuple):
     kind: int
     finish: int
     failed: int
-    over: int
+    ends_lease: int
     parent: int
 
 
