@@ -23,6 +23,7 @@ from april.learner.checkpoint import CheckpointPart
 from april.learner.loading import empty_model
 from april.learner.losses.gae import value_losses, whitened
 from april.learner.losses.ranks import Ranks
+from april.learner.mixers import recompute_layers
 from april.learner.model import hidden_states, load_sharded
 from april.learner.objective import ResponseTokens, k1
 from april.learner.packing import MicroBatch
@@ -55,7 +56,7 @@ def empty_value_model(folder: Path, recompute: bool = False) -> ValueModel:
     has already checked the folder's model."""
     body = empty_model(folder, attention.register(), body_alone=True)
     if recompute:
-        body.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(body)
     return ValueModel(body).train()
 
 

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from april.learner.mixers import split_mixers
 from april.util.files import WEIGHTS, weight_files
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Module:
     """The causal LM of a folder's config.json in fp32, or its body without the head. Parameters are on the meta device,
-    buffers on the CPU. Dropout and other noise are off. Raises ModelError for quantised weights, and for layers in
-    which the sequences of a pack would see each other."""
+    buffers on the CPU. Dropout and other noise are off; mixers are called once a sequence. Raises ModelError for
+    quantised weights, and for positions that depend on what is computed together."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder}: its weights are quantised, which the learner does not train; give the original")
@@ -55,8 +56,7 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
         lm: nn.Module = kind.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
-    if state := next((name for name, module in lm.named_modules() if isinstance(module, nn.Conv1d)), None):
-        raise ModelError(f"{folder}: its {state} carries a state on, which packed sequences would get from each other")
+    split_mixers(lm.base_model)
     return lm
 
 

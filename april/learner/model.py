@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from april.config import LearnerSection
 from april.learner import attention
 from april.learner.loading import ModelError, empty_model, load_weights, persistent_buffers
+from april.learner.mixers import recompute_layers
 from april.learner.packing import MicroBatch, PackedSupport
 
 LOGITS_PER_CHUNK = 2**24
@@ -312,7 +313,7 @@ def empty_policy(folder: Path, temperature: float, recompute: bool = False) -> P
     if not hasattr(lm.base_model, "layers"):
         raise ModelError(f"{folder}: {type(lm.base_model).__name__} has no list `layers` to shard")
     if recompute:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(lm)
     return Policy(lm, temperature).train()
 
 

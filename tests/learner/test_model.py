@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
-    FalconH1Config,
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
@@ -116,11 +115,10 @@ def test_two_ranks_that_recompute_experts_agree_with_one_that_keeps_them(one_ran
     [
         (Gemma2Config(**SHAPE), "final_logit_softcapping"),
         (GraniteConfig(**SHAPE, logits_scaling=3.0), "logits_scaling"),
-        (FalconH1Config(**SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8), "carries a state"),
         (LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
         (GPT2Config(vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=1), "no list `layers`"),
     ],
-    ids=["softcapped", "scaled", "state", "positions", "no layers"],
+    ids=["softcapped", "scaled", "positions", "no layers"],
 )
 def test_models_that_would_be_scored_wrongly_are_refused(config, reason, tmp_path):
     with pytest.raises(ModelError, match=reason):

@@ -1,0 +1,136 @@
+"""Layers that carry a state from token to token (state spaces, gated delta nets, linear attention, short convolutions),
+exact for packed sequences: such a mixer is called once a sequence, on its slice of the row.
+
+A mixer is found by its structure, not by a model's name: within a layer, a module that convolves, or that takes a cache
+although nothing in it attends through transformers' interface. What mixes tokens in another way, the proof of a model
+finds (`april/learner/policy`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature, unwrap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from april.learner.attention import PackedAttentionError, Packing
+
+CACHES = frozenset(("cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state"))
+"""Names by which transformers' modules take what they carry from token to token."""
+ATTENTION = "ALL_ATTENTION_FUNCTIONS"
+"""Name of transformers' interface of attention functions in the code of a module that uses it."""
+
+
+class Row:
+    """The packed row that a model computes: its mixers look up here where the sequences lie."""
+
+    def __init__(self) -> None:
+        self.parts: list[Packing] = []
+        """Each sequence as a row of its own."""
+
+    def take(self, body: nn.Module, arguments: tuple, options: Mapping[str, Any]) -> None:
+        """Hook before the forward pass of a model's body, which is passed the `packing` of its row."""
+        packing = options["packing"]
+        starts = packing.cu_seq_lens
+        self.parts = [Packing([n], starts[i : i + 2] - starts[i]) for i, n in enumerate(packing.seq_lens)]
+
+    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
+        """Contexts of a checkpoint's forward pass and of its recomputation, which sees the row of its forward pass."""
+        return nullcontext(), self.again(self.parts)
+
+    @contextmanager
+    def again(self, parts: list[Packing]) -> Iterator[None]:
+        current, self.parts = self.parts, parts
+        try:
+            yield
+        finally:
+            self.parts = current
+
+    def each_sequence(self, mixer: nn.Module) -> Callable:
+        """The forward pass of a mixer, once a sequence: every tensor with a dimension of the row's length is sliced
+        along it, and results of a sequence's length are put together."""
+        forward, attends = mixer.forward, any(map(uses_attention, mixer.modules()))
+
+        @torch.compiler.disable
+        def by_sequence(*arguments: Any, **options: Any) -> Any:
+            if not attends:
+                options.pop("packing", None)
+            lengths = [part.longest for part in self.parts]
+            if len(lengths) == 1:
+                return forward(*arguments, **options)
+            leaves, form = pytree.tree_flatten((arguments, options))
+            dims = [row_dimension(leaf, sum(lengths)) for leaf in leaves]
+            if all(dim is None for dim in dims):
+                raise PackedAttentionError(f"{type(mixer).__name__} was passed nothing of the row's length")
+            sliced = [
+                [leaf] * len(lengths) if dim is None else leaf.split(lengths, dim)
+                for leaf, dim in zip(leaves, dims, strict=True)
+            ]
+            results = []
+            for part, values in zip(self.parts, zip(*sliced, strict=True), strict=True):
+                own, named = pytree.tree_unflatten(
+                    [part if isinstance(value, Packing) else value for value in values], form
+                )
+                results.append(pytree.tree_flatten(forward(*own, **named)))
+            together = [joined(values, lengths) for values in zip(*(result[0] for result in results), strict=True)]
+            return pytree.tree_unflatten(together, results[0][1])
+
+        return by_sequence
+
+
+def row_dimension(value: Any, length: int) -> int | None:
+    """Dimension of a tensor that has the row's length, [1, T, ...] before others; None if there is none."""
+    if not isinstance(value, Tensor):
+        return None
+    return next(
+        (dim for dim in sorted(range(value.ndim), key=lambda dim: dim != 1) if value.shape[dim] == length), None
+    )
+
+
+def joined(values: tuple, lengths: list[int]) -> Any:
+    """Results of all sequences in one, along the dimension that has their lengths; the last one if none has."""
+    if not all(isinstance(value, Tensor) for value in values):
+        return values[-1]
+    for dim in sorted(range(values[0].ndim), key=lambda dim: dim != 1):
+        if [value.shape[dim] for value in values] == lengths:
+            return torch.cat(values, dim)
+    return values[-1]
+
+
+def split_mixers(body: nn.Module) -> None:
+    """Have each mixer of a model's body called once a sequence, in place. The body is to be passed `packing`."""
+    if found := [mixer for layer in getattr(body, "layers", ()) for mixer in mixers_in(layer)]:
+        body.packed_row = Row()
+        body.register_forward_pre_hook(body.packed_row.take, with_kwargs=True)
+    for mixer in dict.fromkeys(found):  # layers may share one
+        mixer.forward = body.packed_row.each_sequence(mixer)
+
+
+def recompute_layers(lm: nn.Module) -> None:
+    """Have the backward pass recompute the activations of each layer instead of keeping them, in place."""
+    row = getattr(lm.base_model, "packed_row", None)
+    lm.gradient_checkpointing_enable({"use_reentrant": False} | ({"context_fn": row.contexts} if row else {}))
+
+
+def mixers_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost mixers inside a module."""
+    for child in module.children():
+        if carries_state(child):
+            yield child
+        else:
+            yield from mixers_in(child)
+
+
+def carries_state(module: nn.Module) -> bool:
+    if any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return True
+    takes_cache = not CACHES.isdisjoint(signature(unwrap(type(module).forward)).parameters)
+    return takes_cache and not any(map(uses_attention, module.modules()))
+
+
+def uses_attention(module: nn.Module) -> bool:
+    """Whether a module attends through transformers' interface, which packed attention is a function of."""
+    code = getattr(unwrap(type(module).forward), "__code__", None)
+    return code is not None and ATTENTION in code.co_names
