@@ -124,6 +124,7 @@ ANOTHER_MEANING = {
     ("april/launch/devices.py", "torch"): "the package",
     ("april/launch/check.py", "torch"): "the package",
     ("april/data/tokenizer.py", "torch"): "the package",
+    ("april/data/tokenizer.py", "transformers"): "the package",
     ("april/cli/run.py", "torch"): "the package",
     ("april/util/objects.py", "local"): "a protocol of fsspec's",
     ("april/util/objects.py", "ssh"): "the same",

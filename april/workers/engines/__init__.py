@@ -11,6 +11,7 @@ ENGINES = Registry(
     {
         "torch": "april.workers.engines.embedded.entry:TorchEntry",
         "paced": "april.workers.engines.embedded.entry:PacedEntry",
+        "transformers": "april.workers.engines.embedded.entry:TransformersEntry",
         "sglang": "april.workers.engines.sglang.entry:SGLangEntry",
         "vllm": "april.workers.engines.vllm.entry:VLLMEntry",
     },

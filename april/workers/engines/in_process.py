@@ -7,9 +7,10 @@
 Queued requests wait for one of the slots, first come first served. All tokens are computed in `step`.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -34,6 +35,14 @@ class RunningRequest:
     """Log-probabilities of the tokens not returned in a chunk yet."""
 
 
+class Next(NamedTuple):
+    """The next token of a running request."""
+
+    running: RunningRequest
+    token: int
+    logprob: float
+
+
 class InProcessEngine(EngineEntry):
     """Implements `Engine`; the class is its own registry entry."""
 
@@ -44,19 +53,18 @@ class InProcessEngine(EngineEntry):
 
     def __init__(self, config: Config, device: str, name: str):
         """`device`: "cpu" or "cuda". `name`: the worker's name. Raises EngineError."""
-        if config.vocabulary is None or config.context_tokens is None:
-            raise EngineError("its config.json has no vocab_size or no max_position_embeddings")
-        self.vocabulary, self.max_context = config.vocabulary, config.context_tokens
+        self.vocabulary, self.max_context = self.sizes(config)
         self.capacity = config.worker.slots
         self.version: Version | None = None
         self.generated_tokens = 0
         self._chunk_tokens, self._ticks = config.worker.chunk_tokens, Ticks(config.worker.report_s, clock.now())
-        self._expected, self._tied = folder_tensors(config.model.path)
+        self._folder = config.model.path
         self._requests: dict[int, RunningRequest] = {}
         self._due_chunks: list[Chunk] = []
+        self._failures: list[tuple[int, str]] = []
 
     @classmethod
-    def from_config(cls, config: Config, device: str, name: str) -> "InProcessEngine":
+    def from_config(cls, config: Config, device: str, name: str) -> Self:
         try:
             return cls(config, device, name)
         except EngineError as error:
@@ -75,6 +83,22 @@ class InProcessEngine(EngineEntry):
         """Use these weights from the next token on. They are valid; copy them, since they may change after the call."""
         raise NotImplementedError
 
+    # --- what a subclass may override ---------------------------------------------------------------------------
+
+    def sizes(self, config: Config) -> tuple[int, int]:
+        """(vocabulary, context) of the model, tokens. Raises EngineError."""
+        if config.vocabulary is None or config.context_tokens is None:
+            raise EngineError("its config.json has no vocab_size or no max_position_embeddings")
+        return config.vocabulary, config.context_tokens
+
+    def advance(self, running: Sequence[RunningRequest]) -> Iterable[Next]:
+        """The next tokens of running requests, one each; a request that is left out waits."""
+        return [Next(each, *self.sample(each)) for each in running]
+
+    def check_weights(self, tensors: "Mapping[str, torch.Tensor]") -> None:
+        """Raise EngineError unless the tensors are those of the model's folder, in their shapes, with finite values."""
+        check_tensors(*folder_tensors(self._folder), tensors)
+
     # --- the interface ------------------------------------------------------------------------------------------
 
     @property
@@ -91,13 +115,19 @@ class InProcessEngine(EngineEntry):
 
     def step(self) -> list[Chunk]:
         is_tick = self._ticks.passed(clock.now())
-        for running in list(self._requests.values())[: self.capacity] if self.version else ():
-            self._advance(running, is_tick)
+        running = list(self._requests.values())[: self.capacity] if self.version else []
+        sampled = list(self.advance(running)) if running else []
+        failed = [each for each in sampled if not math.isfinite(each.logprob)]
+        if len(failed) == len(sampled) > 1:
+            raise EngineError(f"weights {self.version} give logits that are not finite; load others")
+        for each in sampled:
+            self._append(each, is_tick)
         due, self._due_chunks = self._due_chunks, []
         return due
 
     def failures(self) -> list[tuple[int, str]]:
-        return []
+        failures, self._failures = self._failures, []
+        return failures
 
     def cancel(self, request_id: int) -> list[Chunk]:
         return self.cancel_all([request_id])
@@ -111,7 +141,7 @@ class InProcessEngine(EngineEntry):
         return [chunk for chunk in due if chunk.id in ended]
 
     def load_weights(self, version: Version, tensors: "Mapping[str, torch.Tensor]") -> None:
-        check_tensors(self._expected, self._tied, tensors)
+        self.check_weights(tensors)
         for running in self._requests.values():
             self._hand_over(running)
         self.set_weights(tensors)
@@ -127,9 +157,14 @@ class InProcessEngine(EngineEntry):
 
     # --- advancing a request -------------------------------------------------------------------------------------
 
-    def _advance(self, running: RunningRequest, is_tick: bool) -> None:
+    def _append(self, sampled: Next, is_tick: bool) -> None:
+        """Append a token to its request, or fail the request if the token has no finite log-probability."""
+        running, token, logprob = sampled
         request = running.request
-        token, logprob = self.sample(running)
+        if not math.isfinite(logprob):
+            del self._requests[request.id]
+            self._failures.append((request.id, f"weights {self.version} give logits that are not finite"))
+            return self._hand_over(running)
         running.context.append(token)
         running.logprobs.append(logprob)
         self.generated_tokens += 1

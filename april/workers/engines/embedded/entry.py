@@ -1,5 +1,5 @@
-"""Registry entries of the embedded engine and of the paced one, which is the same at the speed of other hardware; they
-import no torch."""
+"""Registry entries of the embedded engines: torch, the same at the pace of other hardware, and that of transformers'
+own models. They import no torch."""
 
 import math
 from importlib.metadata import version
@@ -15,6 +15,7 @@ from april.workers.engines.entry import EngineEntry, MemoryShare
 if TYPE_CHECKING:
     from april.workers.engines.embedded.engine import TorchEngine
     from april.workers.engines.embedded.paced import PacedEngine
+    from april.workers.engines.embedded.transformers import TransformersEngine
 
 
 MEMORY_OPTION = "memory_fraction"
@@ -39,10 +40,7 @@ class TorchEntry(EngineEntry):
         from april.workers.engines.base import EngineError
         from april.workers.engines.embedded.engine import TorchEngine
 
-        if device == "cuda" and (fraction := config.engine.server.get(MEMORY_OPTION)):
-            import torch
-
-            torch.cuda.set_per_process_memory_fraction(float(fraction))
+        limit_memory(config, device)
         try:
             return TorchEngine(
                 config.model.path,
@@ -80,6 +78,14 @@ class TorchEntry(EngineEntry):
         return MemoryShare({MEMORY_OPTION: fraction}, total_bytes * fraction - 2 * weight_bytes - ACTIVATION_BYTES)
 
 
+def limit_memory(config: Config, device: str) -> None:
+    """Limit the memory that torch allocates in this process, if the configuration says so."""
+    if device == "cuda" and (fraction := config.engine.server.get(MEMORY_OPTION)):
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(float(fraction))
+
+
 def check_decoder(config: Config) -> None:
     """Raises ConfigError for a model that is not of the embedded engine's shape."""
     from april.workers.engines.base import EngineError
@@ -89,6 +95,29 @@ def check_decoder(config: Config) -> None:
         read_shape(config.model.path)
     except EngineError as error:
         raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+
+
+class TransformersEntry(TorchEntry):
+    @classmethod
+    def check_model(cls, config: Config) -> None:
+        from april.workers.engines.base import EngineError
+        from april.workers.engines.embedded.transformers import read_config
+
+        try:
+            read_config(config.model.path)
+        except EngineError as error:
+            raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be used: {error}") from None
+
+    @classmethod
+    def from_config(cls, config: Config, device: str, name: str) -> "TransformersEngine":  # type: ignore[override]
+        from april.workers.engines.embedded.transformers import TransformersEngine
+
+        limit_memory(config, device)
+        return TransformersEngine.from_config(config, device, name)
+
+    @classmethod
+    def installed(cls, config: Config) -> str:
+        return f"transformers {version('transformers')}"
 
 
 class PacedEntry(EngineEntry):

@@ -1,0 +1,267 @@
+"""An engine for any causal LM that transformers has a class for: transformers' model and caches, April's sampling.
+
+Requests whose contexts are prefilled together form a batch, with one cache, and decode together until they end. It is
+slow beside the other engines: a context is computed anew where its batch cannot go on, and few batches run at once.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.utils import logging
+
+from april.config import Config
+from april.workers.engines.base import EngineError
+from april.workers.engines.embedded.sampling import SamplingPlan, sample, stream_of, uniforms
+from april.workers.engines.entry import is_finite
+from april.workers.engines.in_process import InProcessEngine, Next, RunningRequest
+
+MAX_BATCHES = 8
+"""Most batches that decode at a time; a request waits until it can be prefilled in another."""
+PREFILL_TOKENS = 16384
+"""Most tokens, padding included, that are prefilled in one batch, unless a single context is longer."""
+UNBOUNDED_CONTEXT = 1 << 20
+"""Context of a model whose config.json names no longest one, such as a state space model (tokens)."""
+
+
+def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """A folder's configuration, and transformers' class for it. Raises EngineError if there is none."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error).partition("\n")[0]
+        if "trust_remote_code" in str(error):
+            said = "its class is code in the folder, which April does not run"
+        raise EngineError(f"{said}; give a model that transformers has a class for") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise EngineError(
+            f"transformers has no causal LM of model_type {config.model_type!r}; give a model that generates text"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise EngineError("its weights are quantised, and those of the learner are not; give the original")
+    return config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+class TransformersEngine(InProcessEngine):
+    """Implements `Engine`; reads the folder's config.json, and takes weights by their Hugging Face names."""
+
+    def __init__(self, config: Config, device: str, name: str):
+        logging.disable_progress_bar()
+        self._config, self._kind = read_config(config.model.path)
+        super().__init__(config, device, name)
+        self._device = torch.device(device)
+        dtype = self._config.get_text_config().dtype or torch.float32
+        self._dtype = torch.float32 if self._device.type == "cpu" else dtype
+        self._takes = inspect.signature(self._kind.forward).parameters.keys()
+        self._pads = "position_ids" in self._takes and is_padded_exactly(self._config)
+        self._lm: Any = None
+        self._batches: list[Batch] = []
+
+    def sizes(self, config: Config) -> tuple[int, int]:
+        text = self._config.get_text_config()
+        return text.vocab_size, getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT
+
+    @property
+    def dtype(self) -> str:  # type: ignore[override]
+        return str(self._dtype).removeprefix("torch.")
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """The names and shapes are checked by transformers, in `set_weights`."""
+        for name, tensor in tensors.items():
+            if not is_finite(tensor):
+                raise EngineError(f"tensor {name!r} has values that are not finite; the learner must not publish it")
+
+    def set_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make a model of the tensors, as transformers loads them from files, and replace the former one by it."""
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        try:
+            lm, found = self._kind.from_pretrained(
+                None,
+                config=deepcopy(self._config),
+                state_dict=copies,
+                dtype=self._dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(f"transformers does not load the weights: {error}") from error
+        check_found(found)
+        if self._device.type == "cpu":  # grouped products of experts ask for aligned sizes
+            with suppress(ValueError):
+                lm.set_experts_implementation("eager")
+        self._batches, self._lm = [], lm.to(self._device).eval()
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Implements `ComparingEngine`."""
+        held = revert_weight_conversion(self._lm, dict(self._lm.state_dict()))
+        tied = self._lm.all_tied_weights_keys.keys()
+        return [
+            name
+            for name, given in tensors.items()
+            if name not in tied and not (name in held and torch.equal(held[name], given.to(held[name])))
+        ]
+
+    def discard_weights(self) -> None:
+        super().discard_weights()
+        self._batches, self._lm = [], None
+
+    def release(self) -> None:
+        """Implements `TimeSharingEngine`: drop weights and caches, and return their memory to the device."""
+        self.discard_weights()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def resume(self) -> None:
+        """Implements `TimeSharingEngine`; nothing is allocated before the next weights."""
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        if self._lm is None:
+            raise EngineError("there are no weights to score with; load some")
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self._device)
+        logits = self._lm(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        return torch.log_softmax(logits.float(), -1).gather(1, ids[1:, None])[:, 0].cpu().numpy()
+
+    @torch.inference_mode()
+    def advance(self, running: Sequence[RunningRequest]) -> list[Next]:
+        for batch in self._batches:
+            batch.keep(set(running))
+        self._batches = [batch for batch in self._batches if batch.running]
+        placed = {each for batch in self._batches for each in batch.running}
+        waiting = [each for each in running if each not in placed]
+        for group in self._groups(waiting)[: MAX_BATCHES - len(self._batches)]:
+            self._batches.append(Batch(group, {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}))
+        sampled = [each for batch in self._batches for each in batch.decode(self._lm)]
+        self._batches = [batch for batch in self._batches if batch.cache]
+        return sampled
+
+    def _groups(self, waiting: Sequence[RunningRequest]) -> list[list[RunningRequest]]:
+        """Divide requests into those that are prefilled together: of equal length, unless the model can be padded."""
+        groups: list[list[RunningRequest]] = []
+        for each in sorted(waiting, key=lambda each: len(each.context)):
+            length = len(each.context)
+            fits = groups and (len(groups[-1]) + 1) * length <= PREFILL_TOKENS
+            if fits and (self._pads or len(groups[-1][0].context) == length):
+                groups[-1].append(each)
+            else:
+                groups.append([each])
+        return groups
+
+    def close(self) -> None:
+        self.discard_weights()
+
+
+def is_padded_exactly(config: PreTrainedConfig) -> bool:
+    """Whether tokens that are masked change nothing: every layer attends to keys, and none carries a state on."""
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in kinds for layer in DynamicCache(config=config).layers)
+
+
+def check_found(found: Mapping[str, Any]) -> None:
+    """Raise EngineError unless transformers has found exactly the tensors of the model. `found`: its loading info."""
+    for kind, names in (("lack", found["missing_keys"]), ("have an unknown", found["unexpected_keys"])):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise EngineError(
+                f"the weights {kind} tensor {min(names)!r}{more}; send exactly the tensors that config.json describes"
+            )
+    for name, sent, described in found["mismatched_keys"]:
+        raise EngineError(
+            f"tensor {name!r} has shape {tuple(sent)} but config.json describes {tuple(described)}; "
+            "send the weights of the same model"
+        )
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Batch:
+    """Requests that decode together: their contexts, padded on the left to the same length, and one cache."""
+
+    running: list[RunningRequest]
+    inputs: dict[str, Any]
+    """Keyword arguments of transformers' model, cache included."""
+    ids: Tensor | None = None
+    """int64 [n, L]: the contexts; None before the prefill."""
+
+    @property
+    def cache(self) -> Cache | None:
+        """None before the prefill, and for a model whose state is none of transformers' caches."""
+        return next((value for value in self.inputs.values() if isinstance(value, Cache)), None)
+
+    def keep(self, live: set[RunningRequest]) -> None:
+        """Drop the requests that are not live any more."""
+        rows = [row for row, each in enumerate(self.running) if each in live]
+        if len(rows) < len(self.running):
+            self.running = [self.running[row] for row in rows]
+            self._select(rows)
+
+    def decode(self, lm: Any) -> list[Next]:
+        """Sample the next token of each request. The first call prefills the contexts, each distinct one once."""
+        if self.ids is None:
+            rows = self._begin(lm.device)
+            logits = self._logits(lm, None)[rows]
+            self._select(rows)
+        else:
+            logits = self._logits(lm, 1)
+        requests = [each.request for each in self.running]
+        streams = np.array([stream_of(request.seed) for request in requests], np.uint64)
+        positions = np.array([len(each.context) for each in self.running], np.int64)
+        plan = SamplingPlan.of(
+            np.array([float(request.temperature) for request in requests]),
+            np.array([request.top_k for request in requests]),
+            np.array([float(request.top_p) for request in requests]),
+            logits.shape[-1],
+            logits.device,
+        )
+        tokens, logprobs = sample(logits, torch.from_numpy(uniforms(streams, positions)).to(logits.device), plan)
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
+        return [Next(*each) for each in zip(self.running, tokens.tolist(), logprobs.tolist(), strict=True)]
+
+    def _begin(self, device: torch.device) -> list[int]:
+        """Set the inputs of the distinct contexts; returns the row of each request in them."""
+        row_of: dict[tuple[int, ...], int] = {}
+        rows = [row_of.setdefault(tuple(each.context), len(row_of)) for each in self.running]
+        longest = max(map(len, row_of))
+        padded = [[0] * (longest - len(context)) + list(context) for context in row_of]
+        self.ids = torch.tensor(padded, device=device)
+        self.inputs["use_cache"] = True
+        if any(len(context) < longest for context in row_of):
+            mask = torch.tensor([[0] * (longest - len(c)) + [1] * len(c) for c in row_of], device=device)
+            self.inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        return rows
+
+    def _logits(self, lm: Any, length: int | None) -> Tensor:
+        """Logits, float32 [n, vocabulary], after the last `length` tokens; None for all of them, in a prefill."""
+        inputs = lm.prepare_inputs_for_generation(
+            self.ids, next_sequence_length=length, is_first_iteration=length is None, **self.inputs
+        )
+        outputs = lm(**inputs, return_dict=True)
+        self.inputs = lm._update_model_kwargs_for_generation(outputs, self.inputs)
+        return outputs.logits[:, -1].float()
+
+    def _select(self, rows: list[int]) -> None:
+        """Make the batch's rows those given, of its present ones."""
+        if self.ids is None or rows == list(range(len(self.ids))):
+            return
+        index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)
+        self.ids = self.ids[index]
+        self.inputs |= {key: value[index] for key, value in self.inputs.items() if isinstance(value, Tensor)}
+        if self.cache:
+            self.cache.reorder_cache(index)
