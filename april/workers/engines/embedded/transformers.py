@@ -5,6 +5,8 @@ slow beside the other engines: a context is computed anew where its batch cannot
 """
 
 import inspect
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -19,18 +21,23 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 from april.config import Config
-from april.workers.engines.base import EngineError
+from april.workers.engines.base import EngineError, Request
 from april.workers.engines.embedded.sampling import SamplingPlan, sample, stream_of, uniforms
 from april.workers.engines.entry import is_finite
 from april.workers.engines.in_process import InProcessEngine, Next, RunningRequest
+from april.workers.engines.weight_intake import type_rounding
+
+log = logging.getLogger(__name__)
 
 MAX_BATCHES = 8
 """Most batches that decode at a time; a request waits until it can be prefilled in another."""
 PREFILL_TOKENS = 16384
 """Most tokens, padding included, that are prefilled in one batch, unless a single context is longer."""
+TRIAL_LENGTH, TRIAL_STEPS = 9, 8
+"""Longest context, and tokens after it, in which decoding with a cache is compared with a whole forward pass."""
 UNBOUNDED_CONTEXT = 1 << 20
 """Context of a model whose config.json names no longest one, such as a state space model (tokens)."""
 
@@ -57,15 +64,19 @@ class TransformersEngine(InProcessEngine):
     """Implements `Engine`; reads the folder's config.json, and takes weights by their Hugging Face names."""
 
     def __init__(self, config: Config, device: str, name: str):
-        logging.disable_progress_bar()
+        disable_progress_bar()
         self._config, self._kind = read_config(config.model.path)
         super().__init__(config, device, name)
         self._device = torch.device(device)
         dtype = self._config.get_text_config().dtype or torch.float32
         self._dtype = torch.float32 if self._device.type == "cpu" else dtype
-        self._takes = inspect.signature(self._kind.forward).parameters.keys()
-        self._pads = "position_ids" in self._takes and is_padded_exactly(self._config)
+        takes = inspect.signature(self._kind.forward).parameters.keys()
+        self._inputs = {"use_cache": True, "logits_to_keep": 1, "position_ids": None}
+        self._inputs = {key: value for key, value in self._inputs.items() if key in takes}
+        self._pads = "position_ids" in takes and is_padded_exactly(self._config)
         self._lm: Any = None
+        self._caches = True
+        """Whether batches keep a cache; if not, every context is computed anew for each of its tokens."""
         self._batches: list[Batch] = []
 
     def sizes(self, config: Config) -> tuple[int, int]:
@@ -103,6 +114,41 @@ class TransformersEngine(InProcessEngine):
             with suppress(ValueError):
                 lm.set_experts_implementation("eager")
         self._batches, self._lm = [], lm.to(self._device).eval()
+        caches, self._caches = self._caches, self._caches_exactly()
+        if caches and not self._caches:
+            log.warning(
+                "%s with a cache does not compute what it computes without: generation goes without, and is very slow",
+                self._kind.__name__,
+            )
+
+    def _caches_exactly(self) -> bool:
+        """Whether decoding with a cache computes what a whole forward pass does, up to rounding."""
+        try:
+            return self._cache_error() <= type_rounding(self.dtype)
+        except Exception as error:  # whatever a model's own cache raises where it lacks an operation
+            log.warning("%s: %s", self._kind.__name__, error)
+            return False
+
+    @torch.inference_mode()
+    def _cache_error(self) -> float:
+        """Largest mean difference between log-probabilities of decoding with a cache and those of a whole forward pass
+        (nats), over the tokens of short random texts in one batch, one of which leaves it on the way."""
+        texts = np.random.default_rng(0).integers(self.vocabulary, size=(2, TRIAL_LENGTH + TRIAL_STEPS))
+        ids = torch.from_numpy(texts).to(self._device)
+        whole = [self._lm(input_ids=text[None], use_cache=False).logits[0].float().log_softmax(-1) for text in ids]
+        contexts = [(0, TRIAL_LENGTH), (1, TRIAL_LENGTH // 2 if self._pads else TRIAL_LENGTH), (0, TRIAL_LENGTH)]
+        trials = [RunningRequest(Request(row, texts[row], 1), texts[row, :length].tolist()) for row, length in contexts]
+        batch, errors = Batch(trials, dict(self._inputs)), []
+        for step in range(TRIAL_STEPS):
+            if step == TRIAL_STEPS // 2:
+                batch.keep(set(trials[1:]))
+            places = [(each.request.id, len(each.context) + step) for each in batch.running]
+            expected = torch.stack([whole[row][place - 1] for row, place in places])
+            errors.append((batch.logits(self._lm).log_softmax(-1) - expected).abs().mean())
+            batch.append(torch.stack([ids[place] for place in places]))
+            if batch.cache is None:
+                return math.inf
+        return float(torch.stack(errors).max())
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Implements `ComparingEngine`."""
@@ -145,9 +191,10 @@ class TransformersEngine(InProcessEngine):
         placed = {each for batch in self._batches for each in batch.running}
         waiting = [each for each in running if each not in placed]
         for group in self._groups(waiting)[: MAX_BATCHES - len(self._batches)]:
-            self._batches.append(Batch(group, {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}))
-        sampled = [each for batch in self._batches for each in batch.decode(self._lm)]
-        self._batches = [batch for batch in self._batches if batch.cache]
+            self._batches.append(Batch(group, dict(self._inputs)))
+        sampled = [each for batch in self._batches for each in batch.sample(self._lm)]
+        if not self._caches:
+            self._batches = []
         return sampled
 
     def _groups(self, waiting: Sequence[RunningRequest]) -> list[list[RunningRequest]]:
@@ -212,15 +259,9 @@ class Batch:
             self.running = [self.running[row] for row in rows]
             self._select(rows)
 
-    def decode(self, lm: Any) -> list[Next]:
-        """Sample the next token of each request. The first call prefills the contexts, each distinct one once."""
-        if self.ids is None:
-            rows = self._begin(lm.device)
-            logits = self._logits(lm, None)[rows]
-            self._select(rows)
-        else:
-            logits = self._logits(lm, 1)
-        requests = [each.request for each in self.running]
+    def sample(self, lm: Any) -> list[Next]:
+        """Sample the next token of each request."""
+        logits, requests = self.logits(lm), [each.request for each in self.running]
         streams = np.array([stream_of(request.seed) for request in requests], np.uint64)
         positions = np.array([len(each.context) for each in self.running], np.int64)
         plan = SamplingPlan.of(
@@ -231,26 +272,36 @@ class Batch:
             logits.device,
         )
         tokens, logprobs = sample(logits, torch.from_numpy(uniforms(streams, positions)).to(logits.device), plan)
-        self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
+        self.append(tokens)
         return [Next(*each) for each in zip(self.running, tokens.tolist(), logprobs.tolist(), strict=True)]
 
-    def _begin(self, device: torch.device) -> list[int]:
-        """Set the inputs of the distinct contexts; returns the row of each request in them."""
+    def logits(self, lm: Any) -> Tensor:
+        """Logits, float32 [n, vocabulary], of each request's next token. The first call prefills the contexts, each
+        distinct one once."""
+        if self.ids is not None:
+            return self._forward(lm, self.ids, 1)
         row_of: dict[tuple[int, ...], int] = {}
         rows = [row_of.setdefault(tuple(each.context), len(row_of)) for each in self.running]
         longest = max(map(len, row_of))
-        padded = [[0] * (longest - len(context)) + list(context) for context in row_of]
-        self.ids = torch.tensor(padded, device=device)
-        self.inputs["use_cache"] = True
-        if any(len(context) < longest for context in row_of):
-            mask = torch.tensor([[0] * (longest - len(c)) + [1] * len(c) for c in row_of], device=device)
-            self.inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-        return rows
+        self.ids = torch.tensor([[0] * (longest - len(c)) + list(c) for c in row_of], device=lm.device)
+        mask = torch.tensor([[0] * (longest - len(c)) + [1] * len(c) for c in row_of], device=lm.device)
+        if not mask.all():
+            self.inputs["attention_mask"] = mask
+        if "position_ids" in self.inputs:
+            self.inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = self._forward(lm, self.ids, None)[rows]
+        self._select(rows)
+        return logits
 
-    def _logits(self, lm: Any, length: int | None) -> Tensor:
+    def append(self, tokens: Tensor) -> None:
+        """Go on from the next token of each request, int64 [n]."""
+        if self.ids is not None:
+            self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
+
+    def _forward(self, lm: Any, ids: Tensor, length: int | None) -> Tensor:
         """Logits, float32 [n, vocabulary], after the last `length` tokens; None for all of them, in a prefill."""
         inputs = lm.prepare_inputs_for_generation(
-            self.ids, next_sequence_length=length, is_first_iteration=length is None, **self.inputs
+            ids, next_sequence_length=length, is_first_iteration=length is None, **self.inputs
         )
         outputs = lm(**inputs, return_dict=True)
         self.inputs = lm._update_model_kwargs_for_generation(outputs, self.inputs)
@@ -263,5 +314,7 @@ class Batch:
         index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)
         self.ids = self.ids[index]
         self.inputs |= {key: value[index] for key, value in self.inputs.items() if isinstance(value, Tensor)}
-        if self.cache:
+        if isinstance(self.cache, DynamicCache) and type(self.cache) is not DynamicCache:
+            self.cache.batch_select_indices(index)
+        elif self.cache is not None:
             self.cache.reorder_cache(index)
