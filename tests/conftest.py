@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 pytest.register_assert_rewrite("april.workers.engines.conformance", "april.broker.conformance", "tests.support")
 
 from april.util.objects import ObjectStore  # noqa: E402
+from tests.support import hub as hubs  # noqa: E402
 from tests.support import object_stores, small_run  # noqa: E402
 from tests.support.marks import SERVERS  # noqa: E402
 from tests.support.run_processes import APRIL, Job, assert_closed, wait_until  # noqa: E402
@@ -160,6 +161,14 @@ def finish_run(start_run, run_dir):
         return job, assert_closed(run_dir)
 
     return finish
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub of models and datasets without any, which this process asks, with an empty cache."""
+    with hubs.serving(tmp_path / "hub") as hub:
+        hubs.use(monkeypatch, hub.address, tmp_path / "cache")
+        yield hub
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from april.broker.plan import ledger_rules
 from april.broker.prompts import PromptBook
 from april.config import Config
 from april.util.errors import refuse
+from april.util.files import has_weights
 
 HEADER_KEYS = {
     "run": "run.name",
@@ -99,8 +100,8 @@ SCORING_KEYS = ("name", "overlong_buffer_tokens", "overlong_penalty", "format_pa
 
 
 def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
-    """Fingerprints of the contents that configuration keys refer to, by key. That of the weights is missing if they are
-    not on this machine."""
+    """Fingerprints of the contents that configuration keys refer to, by key, and commits of those from a hub. That of
+    the weights is missing if they are not on this machine."""
     folder, tokenizer = config.model.path, prompts.tokenizer
     ends = sorted(tokenizer.eos_token_ids)
     tokenizer_bytes = [(folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()]
@@ -122,7 +123,7 @@ def fingerprints(config: Config, prompts: PromptBook) -> dict[str, str]:
     found |= {f"reward.{key}": str(getattr(config.reward, key)) for key in SCORING_KEYS}
     if weights := weights_fingerprint(folder):
         found["model.path (weights)"] = weights
-    return found
+    return found | config.commits
 
 
 def canonical_json(path: Path) -> bytes:
@@ -172,11 +173,13 @@ class StoredTensor(NamedTuple):
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Fingerprint of the tensors in a folder's safetensors files, independent of sharding; empty without files.
+    """Fingerprint of the tensors in a folder's safetensors files, independent of sharding; empty without all files.
 
     It covers all names, types and shapes, and the values: all of them or, of large weights, a sample. Raises
     ConfigError.
     """
+    if not has_weights(folder):
+        return ""
     tensors = sorted(tensor for path in folder.glob("*.safetensors") for tensor in tensors_of(path))
     total = sum(tensor.size for tensor in tensors)
     checksum = crc32(repr([tensor[:2] for tensor in tensors]).encode())

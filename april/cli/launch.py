@@ -49,6 +49,7 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
     """Submit a run and return the cluster's answer; with `dry_run` return the text of the files that would be
     submitted. Raises ConfigError."""
     from april.config import load
+    from april.config.hub import Fetcher
     from april.config.section import AUTO
     from april.launch import preflight
     from april.launch.clusters import LAUNCHERS
@@ -61,13 +62,16 @@ def submit(files: Sequence[Path], overrides: list[str], dry_run: bool, resume: b
     from april.wire.security.keys import RUN_KEYS
     from april.wire.sockets.base import ADDRESS_FILE
 
-    config = load(files, overrides, inputs=())
+    config = load(files, overrides, inputs=(), fetch=Fetcher("commit", "commit"), resumed=resume)
     kind: type[Launcher] = LAUNCHERS.find(config.launch.on)
     makes_keys = config.security.keys == AUTO and kind.sees_files
     check_launch(config, kind.on_network and not makes_keys)
     if dry_run:
         shown = launcher_of(config.without_secrets(), kind)
         return "\n".join(f"# --- {name}\n{text}" for name, text in shown.files().items())
+    if kind.sees_files or resume:
+        fetcher = Fetcher("weights" if kind.sees_files else "tokenizer", "rows")
+        config = load(files, [*overrides, *config.pins], inputs=(), fetch=fetcher, resumed=resume)
     if resume:
         preflight.check_resume(config)
     if kind.sees_files:

@@ -53,9 +53,12 @@ def part(
 ) -> int:
     """Start one part of a run on this machine, and restart it when it dies."""
     from april.config import load
+    from april.config.hub import Fetcher
     from april.launch.part import LearnerNode, supervise_part
 
     learner_node = LearnerNode(nodes, node, meeting) if nodes > 1 else None
-    words = [*map(str, config), *overrides]
-    loaded = load(config, overrides, inputs=())
+    computes = role in ("learner", "worker")
+    fetcher = Fetcher("weights" if computes else "tokenizer", "rows" if role == "broker" else None)
+    loaded = load(config, overrides, inputs=(), fetch=fetcher)
+    words = [*map(str, config), *overrides, *loaded.pins]
     return supervise_part(role, loaded, words, connect, name, restarts, learner_node, accelerators)

@@ -65,12 +65,14 @@ def run(
         return describe_run(config, hardware, resume, without_learner, overrides)
     if accept_loss and not resume:
         refuse("--accept-loss", None, "is for a run that goes on", "give --resume with it")
+    from april.config.hub import Fetcher
     from april.simulate.tune import resolve
     from april.util.lifetime import die_with_parent
 
     if without_learner:
         die_with_parent()
-    resolved, why_automatic = resolve(load_config(config, overrides), resumed=resume)
+    loaded = load_config(config, overrides, fetch=Fetcher("weights", "rows"), resumed=resume)
+    resolved, why_automatic = resolve(loaded, resumed=resume)
     check_trainer(resolved, without_learner)
     return start_run(resolved, why_automatic, resume, accept_loss, without_learner)
 
@@ -149,17 +151,22 @@ def describe_run(
 ) -> int:
     """Print what a run would start and need, and each error that would keep it from starting; returns the exit
     status."""
+    from april.config.hub import Fetcher
+    from april.launch.check import LABEL_WIDTH
     from april.launch.devices import visible_devices
-    from april.launch.dry_run import describe
+    from april.launch.dry_run import describe, indented
     from april.launch.preflight import examine
     from april.launch.rehearsal import DRY_S
     from april.simulate.tune import resolve
 
-    config = load_config(files, overrides, inputs=())
+    fetcher = Fetcher("tokenizer", "rows")
+    config = load_config(files, overrides, inputs=(), fetch=fetcher, resumed=resume)
     with tempfile.TemporaryDirectory() as folder:
         config, why_automatic = resolve(config, resume, Path(folder))
     devices = visible_devices() if hardware is None else list(map(str, range(hardware)))
     print(describe(config, devices))
+    if fetcher.facts:
+        print(f"{'hub':{LABEL_WIDTH}}{indented(fetcher.facts)}")
     found = examine(config, devices, DRY_S, everything=True)
     found.run_check(check_trainer, config, without_learner)
     for line in (*found.lines(), *([f"auto       {why_automatic}"] if why_automatic else [])):

@@ -22,7 +22,6 @@ BANDS = [
 ]
 """Stems NAME of the pairs of `[algorithm]` keys (NAME_low, NAME_high) that bound a range; the clip range is checked
 apart."""
-HUB_NAME = r"[\w.-]+/[\w.-]+"
 INPUTS = ("model", "data")
 """Inputs of a run whose existence `check` can check: the model folder and the data files. Only the broker reads the
 data, so other machines may lack the files."""
@@ -53,6 +52,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_reward(config)
     check_environment(config.environment)
     check_agent(config)
+    check_revisions(config)
     if "model" in inputs:
         check_model(config)
     if "data" in inputs:
@@ -358,17 +358,28 @@ def check_agent(config: Config) -> None:
     check_listening(agent)
 
 
+def check_revisions(config: Config) -> None:
+    """Refuse a revision of what is no repository of a hub."""
+    for key, section in config.hub_sections.items():
+        for prefix in section.prefixes:
+            path, asked = getattr(section, f"{prefix}path"), getattr(section, f"{prefix}revision")
+            if asked and path and path.is_absolute() and not getattr(section, f"{prefix}commit"):
+                why = f"is of a repository on a hub, and {key}.{prefix}path = {str(path)!r} is a path"
+                refuse(f"{key}.{prefix}revision", asked, why, "leave it out, or give the name of a repository")
+
+
 def check_model(config: Config) -> None:
-    if not (config.model.path / "config.json").is_file():
-        path, fix = config.model.path, "give one, or make the quickstart's with `april make-policy`"
-        name = "/".join(path.parts[-2:])
-        typed_alone = not path.parent.exists() and path.parent.parent.exists()
-        if re.fullmatch(HUB_NAME, name) and typed_alone:
-            fix += (
-                f"; a run downloads nothing: if {name} is a name of the hub, fetch it with `hf download {name} "
-                f"--local-dir models/{path.name}` and give that folder"
-            )
-        refuse("model.path", path, "is not a Hugging Face model folder (no config.json)", fix)
+    model = config.model
+    if not (model.path / "config.json").is_file():
+        if model.commit:
+            fix = f"fetch it with `hf download {model.named()} --revision {model.commit}`"
+            refuse("model.path", model.named(), "is not in the hub's cache on this machine (no config.json)", fix)
+        refuse(
+            "model.path",
+            model.path,
+            "is not a Hugging Face model folder (no config.json)",
+            "give one, or the name of a model on a hub, or make the quickstart's with `april make-policy`",
+        )
     try:
         room = config.longest_prompt_tokens
     except (OSError, ValueError, AttributeError):
@@ -406,7 +417,8 @@ def check_data(data: DataSection) -> None:
                 key,
                 path,
                 "does not exist",
-                "give a file or folder of prompts, or make the quickstart's with `april make-data`",
+                "give a file or folder of prompts, the name of a dataset on a hub, or make the quickstart's with "
+                "`april make-data`",
             )
 
 

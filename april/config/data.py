@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from april.config.section import CONTEXT_TOKENS, Section
+from april.config.section import CONTEXT_TOKENS, HUB_NAME, HubSection, Section
 from april.util.errors import refuse
 from april.util.registry import Registry
 from april.util.text import final_number
@@ -111,8 +111,21 @@ MappingName = Annotated[str, AfterValidator(known_mapping)]
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-class PromptsSection(Section):
-    path: Path = Field(description="JSONL, JSON, Parquet or Arrow file of prompts, or a folder of such files.")
+Commit = Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
+"""Hash of a commit in a hub's repository."""
+
+
+class PromptsSection(HubSection):
+    path: Annotated[Path, HUB_NAME] = Field(
+        description="JSONL, JSON, Parquet or Arrow file of prompts, a folder of such files, or the name of a dataset "
+        "on a hub, such as openai/gsm8k."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a dataset on a hub. Unset: main.")
+    commit: Commit | None = Field(None, description="Commit that the revision was resolved to, set at a run's start.")
+    configuration: str | None = Field(None, description="Configuration of the dataset. Unset: the only or default one.")
+    split: str | None = Field(
+        None, description="Split of the dataset. Unset: of a hub's, train, test for evaluation, or the only one."
+    )
     mapping: MappingName | None = Field(
         None, description="Published dataset whose field names these files use. Unset: data.mapping."
     )
@@ -145,16 +158,35 @@ RESERVED_TEMPLATE_OPTIONS = {
 """Arguments of transformers' `apply_chat_template` that are not for the template, or that April gives."""
 
 
-class DataSection(Section):
+class DataSection(HubSection):
+    prefixes: ClassVar[tuple[str, ...]] = ("", "eval_")
     source: Literal["files", "submitted"] = Field(
         "files",
         description="Where training prompts come from: files (data.path or data.sources), or submitted (a trainer of "
         "your own sends them; the journal keeps each until its batch is durable).",
     )
-    path: Path | None = Field(
+    path: Annotated[Path | None, HUB_NAME] = Field(
         None,
-        description="Training prompts: a JSONL, JSON, Parquet or Arrow file, or a folder of such files. It is read "
-        "once when the broker starts, and takes 8 bytes of memory a row.",
+        description="Training prompts: a JSONL, JSON, Parquet or Arrow file, a folder of such files, or the name of a "
+        "dataset on a hub, such as openai/gsm8k. It is read once when the broker starts, and takes 8 bytes of memory "
+        "a row.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit, where data.path is the name of a dataset on a hub. Unset: main."
+    )
+    commit: Commit | None = Field(
+        None,
+        description="Commit that data.revision was resolved to; a start of a run sets it in the run's config.toml.",
+    )
+    configuration: str | None = Field(
+        None,
+        description="Configuration of the dataset at data.path, as its README.md names them, or a folder in it. Unset: "
+        "the only or default one.",
+    )
+    split: str | None = Field(
+        None,
+        description="Split of the dataset at data.path. Unset: of a hub's, train or the only one; of a folder, all of "
+        "its files.",
     )
     sources: list[SourceSection] = Field(
         [],
@@ -201,10 +233,27 @@ class DataSection(Section):
         "stop",
         description="What an unusable row does: stop refuses the run, skip leaves the row out and logs the first 20.",
     )
-    eval_path: Path | None = Field(
+    eval_path: Annotated[Path | None, HUB_NAME] = Field(
         None,
-        description="Held-out prompts for evaluation: a file or folder as data.path. They are generated at least at "
-        "the start and the end. Unset: no evaluation.",
+        description="Held-out prompts for evaluation: a file, folder or name as data.path. They are generated at "
+        "least at the start and the end. Unset: no evaluation.",
+    )
+    eval_revision: str | None = Field(
+        None, description="Branch, tag or commit of data.eval_path. Unset: data.revision of the same name, or main."
+    )
+    eval_commit: Commit | None = Field(
+        None,
+        description="Commit that data.eval_revision was resolved to; a start of a run sets it in the run's "
+        "config.toml.",
+    )
+    eval_configuration: str | None = Field(
+        None,
+        description="Configuration of the dataset at data.eval_path. Unset: data.configuration of the same name, or "
+        "the only or default one.",
+    )
+    eval_split: str | None = Field(
+        None,
+        description="Split of the dataset at data.eval_path. Unset: of a hub's, test, validation or the only one.",
     )
     eval_mapping: MappingName | None = Field(
         None, description="Published dataset whose field names the held-out rows use. Unset: data.mapping."
@@ -244,21 +293,21 @@ class DataSection(Section):
         if self.source == "submitted":
             return []
         if self.path:
-            return [self._source(self.path, self.mapping)]
+            return [self._source("", self.mapping)]
         return [source.with_defaults(self) for source in self.sources]
 
     @property
     def eval_sources(self) -> list[SourceSection]:
-        return [self._source(self.eval_path, self.eval_mapping)] if self.eval_path else []
+        return [self._source("eval_", self.eval_mapping)] if self.eval_path else []
 
-    def _source(self, path: Path, mapping: str | None) -> SourceSection:
-        """The source at `path`. It inherits the row field names of `[data]` if `mapping` is None or equals
-        `data.mapping`."""
+    def _source(self, prefix: str, mapping: str | None) -> SourceSection:
+        """The source whose path has this prefix. It inherits the row field names of `[data]` if `mapping` is None or
+        equals `data.mapping`."""
         if mapping is None:
-            return self._source(path, self.mapping)
+            return self._source(prefix, self.mapping)
         same_mapping = mapping == self.mapping
         return SourceSection(
-            path=path,
+            **{key: getattr(self, prefix + key) for key in ("path", "commit", "configuration", "split")},
             mapping=mapping,
             prompt_key=self.prompt_key if same_mapping else None,
             label_key=self.label_key if same_mapping else None,

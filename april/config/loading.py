@@ -12,7 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from april.config.checks import INPUTS, check
-from april.config.section import NAME_OR_FILE, UNSET, Section, with_own_keys
+from april.config.hub import Fetch, from_cache, hub_inputs, is_hub_name, take_recorded_commits
+from april.config.section import HUB_NAME, NAME_OR_FILE, UNSET, Section, tables, with_own_keys
 from april.config.sections import Config, RunSection
 from april.util.errors import ConfigError, refuse
 from april.util.registry import REGISTRIES, add_import_folders
@@ -84,7 +85,14 @@ def set_key(tree: dict[str, Any], key: str, value: Any) -> None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             refuse(key, None, f"goes through {section!r}, which is not a section", "see `april run --help`")
-    tree[name] = value
+    assign(tree, name, value)
+
+
+def assign(table: dict[str, Any], name: str, value: Any) -> None:
+    """Set a key of a table; a changed path or revision has not the commit of the one before."""
+    if table.get(name) != value and (of_hub := re.fullmatch(r"(eval_)?(path|revision)", name)):
+        table.pop(f"{of_hub[1] or ''}commit", None)
+    table[name] = value
 
 
 def known_keys(model: type[Section] = Config) -> dict[str, Any]:
@@ -268,14 +276,23 @@ def load(
     overrides: Sequence[str] = (),
     inputs: Collection[str] = INPUTS,
     own_parts: Collection[str] = tuple(REGISTRIES),
+    fetch: Fetch | None = None,
+    resumed: bool = True,
 ) -> Config:
     """Read TOML files, later ones over earlier ones, apply `--section.key value` overrides, validate, and check that
     parts fit together. `inputs`: which of "model" and "data" must exist. Paths become absolute. Raises ConfigError.
 
-    `own_parts`: keys that name parts; the user's own are imported, and the keys that they declare are checked.
+    `own_parts`: keys that name parts; the user's own are imported, and the keys that they declare are checked. `fetch`:
+    resolves the names of a hub, as a launcher of parts does; without it only the hub's cache is asked. `resumed`: use
+    the commits of the run folder of this name, if there is one.
     """
     tree = read_tree(path, overrides)
     config = validate(tree, own_parts)
+    if named := hub_inputs(tree, Config):
+        if resumed:
+            take_recorded_commits(named, config.run_dir / "config.toml", Config)
+        (fetch or from_cache(inputs))(named)
+        config = validate(tree, own_parts)
     check(config, inputs)
     return config
 
@@ -333,7 +350,7 @@ def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
         if isinstance(value, dict) and isinstance(tree.get(key), dict):
             merge(tree[key], value)
         else:
-            tree[key] = value
+            assign(tree, key, value)
 
 
 def validate(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES)) -> Config:
@@ -347,21 +364,18 @@ def validate(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES
 # --- paths ------------------------------------------------------------------------------------------------------------
 
 
-def make_paths_absolute(tree: Any, folder: Path, model: type[Section] = Config) -> None:
-    """Make the paths in `tree`, the keys of a `model`, absolute in place; they are relative to `folder`."""
-    for name, field in model.model_fields.items() if isinstance(tree, dict) else ():
-        value, kinds = tree.get(name), (field.annotation, *get_args(field.annotation))
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-        if inner:
-            by_name = isinstance(value, dict) and get_origin(field.annotation) is dict
-            for part in value if isinstance(value, list) else value.values() if by_name else [value]:
-                make_paths_absolute(part, folder, inner)
-        elif isinstance(value, list) and Path in kinds:
-            tree[name] = [absolute_path(item, folder) if isinstance(item, str) else item for item in value]
-        elif any(value in get_args(kind) for kind in kinds if get_origin(kind) is Literal):
-            continue
-        elif isinstance(value, str) and (Path in kinds or (NAME_OR_FILE in field.metadata and Path(value).suffix)):
-            tree[name] = absolute_path(value, folder)
+def make_paths_absolute(tree: Any, folder: Path) -> None:
+    """Make the paths in a configuration's `tree` absolute in place; they are relative to `folder`."""
+    for _, table, model in tables(tree, Config):
+        for name, field in model.model_fields.items():
+            value, kinds = table.get(name), (field.annotation, *get_args(field.annotation))
+            if isinstance(value, list) and Path in kinds:
+                table[name] = [absolute_path(item, folder) if isinstance(item, str) else item for item in value]
+            elif isinstance(value, str) and not any(value in get_args(k) for k in kinds if get_origin(k) is Literal):
+                of_hub = HUB_NAME in field.metadata and is_hub_name(value) and not (folder / value).exists()
+                is_file = NAME_OR_FILE in field.metadata and Path(value).suffix
+                if is_file or (not of_hub and (Path in kinds or HUB_NAME in field.metadata)):
+                    table[name] = absolute_path(value, folder)
 
 
 def absolute_path(path: str, folder: Path) -> str:

@@ -3,10 +3,11 @@ the user's own parts."""
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, wraps
-from typing import Any, Final, TypeVar, cast, get_args
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
@@ -26,6 +27,8 @@ CONTEXT_TOKENS = 1 << 20
 NAME_OR_FILE = "a name, or a file where it has an ending"
 """Marker of a text field that holds a path if its value has a suffix, made absolute by `april.config.loading`, and
 otherwise a name."""
+HUB_NAME = "a path, or the name of a repository on a hub"
+"""Marker of a key of a `HubSection` that holds such a name where no file or folder has it."""
 
 
 class Section(BaseModel):
@@ -69,6 +72,78 @@ class Section(BaseModel):
             return None
         default = field.get_default(call_default_factory=True)
         return default if default in UNSET else NONE
+
+
+class HubSection(Section):
+    """A section whose paths may be names of a hub's repositories, OWNER/NAME.
+
+    Beside such a path is the commit that its revision was resolved to. With a commit the path is the folder of that
+    commit in the hub's cache on this machine, and it is written as the name, since other machines have other caches.
+    Without one it is a file or folder, or a relative path: a name that has not been resolved.
+    """
+
+    repository: ClassVar[Literal["model", "dataset"]] = "dataset"
+    """Kind of the repositories that are named."""
+    prefixes: ClassVar[tuple[str, ...]] = ("",)
+    """Prefixes of the keys `path`, `revision` and `commit`, one for each path."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def in_cache(cls, keys: Any) -> Any:
+        """The keys of the section, with the folder in the cache in place of each name that has a commit. A file or
+        folder elsewhere has none."""
+        if not isinstance(keys, dict):
+            return keys
+        found: dict[str, Any] = {}
+        for prefix in cls.prefixes:
+            path, commit = keys.get(f"{prefix}path"), keys.get(f"{prefix}commit")
+            if not isinstance(path, str | Path) or commit in (None, NONE):
+                continue
+            if not Path(path).is_absolute():
+                found[f"{prefix}path"] = cached_folder(cls.repository, str(path), str(commit))
+            elif Path(path).parts[-2:] != ("snapshots", commit):
+                found[f"{prefix}commit"] = None
+        return keys | found
+
+    def written(self) -> dict[str, Any]:
+        names = {f"{prefix}path": self.named(prefix) for prefix in self.prefixes if getattr(self, f"{prefix}commit")}
+        return super().written() | names
+
+    def named(self, prefix: str = "") -> str:
+        """What the path is, for people: the name of a repository of a hub, or a file or folder."""
+        path: Path | None = getattr(self, f"{prefix}path")
+        if path and getattr(self, f"{prefix}commit"):
+            return path.parent.parent.name.partition("--")[2].replace("--", "/")
+        return str(path)
+
+
+def cached_folder(repository: str, name: str, commit: str) -> Path:
+    """Folder of a hub's repository at a commit, in the hub's cache on this machine; it may be missing."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE).absolute() / f"{repository}s--{name.replace('/', '--')}" / "snapshots" / commit
+
+
+Table = tuple[str, dict[str, Any], type[Section]]
+"""A table of a configuration: its key, its content, and the section whose keys it has."""
+
+
+def tables(tree: Any, model: type[Section], key: str = "") -> Iterator[Table]:
+    """All tables of `tree`, a configuration whose keys are those of `model`."""
+    if not isinstance(tree, dict):
+        return
+    yield key, tree, model
+    for name, field in model.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        if inner:
+            value, here = tree.get(name), f"{key}.{name}".lstrip(".")
+            by_name = value if isinstance(value, dict) and get_origin(field.annotation) is dict else None
+            listed = dict(enumerate(value)) if isinstance(value, list) else by_name
+            for number, part in (listed or {}).items():
+                yield from tables(part, inner, f"{here}.{number}")
+            if listed is None:
+                yield from tables(value, inner, here)
 
 
 # --- keys of the user's own parts -------------------------------------------------------------------------------------

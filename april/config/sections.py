@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
@@ -10,11 +10,11 @@ from pydantic_core import PydanticCustomError
 
 from april.config.broker import IPC, BrokerSection, OperationsSection, SecuritySection, WeightsSection
 from april.config.clusters import DevicesSection, LaunchSection
-from april.config.data import DataSection, EvaluationSection, EvaluationSet, SourceSection, evaluation_sets
+from april.config.data import Commit, DataSection, EvaluationSection, EvaluationSet, SourceSection, evaluation_sets
 from april.config.learner import LearnerSection, SamplesSection
 from april.config.presets import fill_preset
 from april.config.schedule import SamplingSection, ScheduleSection
-from april.config.section import AUTO, Section
+from april.config.section import AUTO, HUB_NAME, HubSection, Section
 from april.config.training import AlgorithmSection, CriticSection, LoraSection
 from april.config.workers import (
     AgentSection,
@@ -67,10 +67,19 @@ class RunSection(Section):
         return name
 
 
-class ModelSection(Section):
-    path: Path = Field(
-        description="Hugging Face folder of the starting policy. It takes 16 bytes a parameter over all learner "
-        "ranks (AdamW in fp32), and 2 or 4 bytes in each engine."
+class ModelSection(HubSection):
+    repository: ClassVar[Literal["model", "dataset"]] = "model"
+    path: Annotated[Path, HUB_NAME] = Field(
+        description="Hugging Face folder of the starting policy, or the name of a model on a hub, such as "
+        "Qwen/Qwen3-0.6B. It takes 16 bytes a parameter over all learner ranks (AdamW in fp32), and 2 or 4 bytes in "
+        "each engine."
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit, where model.path is the name of a model on a hub. Unset: main."
+    )
+    commit: Commit | None = Field(
+        None,
+        description="Commit that model.revision was resolved to; a start of a run sets it in the run's config.toml.",
     )
 
 
@@ -124,6 +133,29 @@ class Config(Section):
     def sources(self) -> list[SourceSection]:
         """Sources of all prompts, for training and for evaluation."""
         return [*self.data.train_sources, *(evaluation_set.source for evaluation_set in self.evaluation_sets)]
+
+    @property
+    def hub_sections(self) -> dict[str, HubSection]:
+        """Sections whose paths may be names of a hub, by their keys."""
+        found: dict[str, HubSection] = {"model": self.model, "data": self.data}
+        found |= {f"data.sources.{number}": source for number, source in enumerate(self.data.sources)}
+        return found | {f"evaluation.sets.{name}": section for name, section in self.evaluation.sets.items()}
+
+    @property
+    def commits(self) -> dict[str, str]:
+        """Commits of the inputs that are taken from a hub, by the key of their revision."""
+        return {
+            f"{key}.{prefix}revision": commit
+            for key, section in self.hub_sections.items()
+            for prefix in section.prefixes
+            if (commit := getattr(section, f"{prefix}commit"))
+        }
+
+    @property
+    def pins(self) -> list[str]:
+        """Overrides with which another process takes the same commits of `[model]` and `[data]`."""
+        found = {key: commit for key, commit in self.commits.items() if key.count(".") == 1}
+        return [f"--{key.replace('revision', 'commit')}={commit}" for key, commit in found.items()]
 
     @property
     def run_dir(self) -> Path:

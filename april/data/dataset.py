@@ -19,7 +19,7 @@ import numpy as np
 
 from april.config import ConfigError, DataSection, SourceSection
 from april.config.data import MAPPINGS, OWN_MAPPING, Mapping, is_own_mapping
-from april.data.records import read_records
+from april.data.records import data_files, read_records
 from april.data.rows import BadRow, DatasetRow, make_row, mapped
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def read_source_rows(
     source: SourceSection, data: DataSection, dataset: Dataset, limit: int | None, allowed: Collection[str]
 ) -> Iterable[DatasetRow]:
     mapping, made = mapping_of(source), 0
-    for where, record in read_records(source.path, mapping.columns):
+    for where, record in read_records(data_files(source), mapping.columns):
         if made == limit:
             return
         try:

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from april.config import ConfigError
+from april.config import ConfigError, SourceSection
+from april.config.hub import choose_files, chosen, names_in, read_card
 from april.data.rows import BadRow, excerpt
+from april.util.errors import refuse
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
@@ -102,20 +104,36 @@ Record = tuple[str, Any]
 """A location such as "FILE, line 3", and the record there, or the BadRow that explains why the record is unreadable."""
 
 
-def read_records(path: Path, columns: set[str]) -> Iterator[Record]:
-    """All records of a file or a folder. `columns`: the needed fields; others may be left out.
+def read_records(files: Iterable[Path], columns: set[str]) -> Iterator[Record]:
+    """All records of files. `columns`: the needed fields; others may be left out.
 
     Raises ConfigError for a file that cannot be read.
     """
-    for file in data_files(path):
+    for file in files:
         try:
             yield from read_file(file, columns)
         except OSError as error:
             raise unreadable(file, error) from None
 
 
-def data_files(path: Path) -> list[Path]:
-    """The files of a dataset, in reading order. Raises ConfigError for a folder that is not one dataset."""
+def data_files(source: SourceSection) -> list[Path]:
+    """The files of a source, in reading order: of its split and configuration, if it names them. Raises ConfigError for
+    a folder that is not one dataset."""
+    path, split = source.path, source.split
+    if not (split or source.configuration):
+        return files_at(path)
+    if split and (path / "dataset_dict.json").is_file():
+        saved = [folder.name for folder in path.iterdir() if (folder / "state.json").is_file()]
+        return files_at(path / chosen("data.split", split, saved, ()))
+    if not path.is_dir():
+        refuse("data.split", split or source.configuration, f"is of a dataset, and {path} is no folder", "leave it out")
+    card, asked = read_card(path), (source.configuration, split)
+    _, _, names = choose_files(names_in(path), card, *asked, "data.{}".format)
+    return of_one_dataset(path, [path / name for name in names])
+
+
+def files_at(path: Path) -> list[Path]:
+    """The file at a path, or the files in a folder that is one dataset. Raises ConfigError for another folder."""
     if not path.is_dir():
         return [path]
     if (path / "state.json").is_file():
@@ -127,17 +145,23 @@ def data_files(path: Path) -> list[Path]:
             ) from None
     if (path / "dataset_dict.json").is_file():
         folders = ", ".join(sorted(str(folder) for folder in path.iterdir() if (folder / "state.json").is_file()))
-        raise ConfigError(f"dataset {path} has several splits; give one of them: {folders}")
+        raise ConfigError(f"dataset {path} has several splits; give one of them: {folders}; or data.split")
     files = sorted(file for file in path.iterdir() if kind_of(file) and file.name not in HUB_FILES)
     if not files:
         raise ConfigError(f"dataset {path} is a folder without JSONL, JSON, Parquet or Arrow files; give one with some")
-    if len({kind_of(file) for file in files}) > 1:
-        raise ConfigError(f"dataset {path} is a folder with files of several kinds; give one of them")
     splits = sorted({split_of(file) for file in files})
     if len(splits) > 1:
         raise ConfigError(
-            f"dataset {path} is a folder with files of {', '.join(splits)}; put those to read in their own"
+            f"dataset {path} is a folder with files of {', '.join(splits)}; say which with data.split, or put those to "
+            "read in their own"
         )
+    return of_one_dataset(path, files)
+
+
+def of_one_dataset(path: Path, files: list[Path]) -> list[Path]:
+    """The files of the folder, which must be of one kind, with all shards. Raises ConfigError."""
+    if len({kind_of(file) for file in files}) > 1:
+        raise ConfigError(f"dataset {path} is a folder with files of several kinds; give one of them")
     check_shards(path, files)
     return files
 

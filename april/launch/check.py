@@ -42,7 +42,7 @@ from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.util.errors import NotTried, refuse
-from april.util.files import weight_files
+from april.util.files import has_weights, weight_files
 from april.util.logs import last_error, user_traceback
 from april.util.objects import StoreError
 from april.util.registry import add_import_folders
@@ -113,10 +113,10 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     `devices`: names of the accelerators; `parameters`: number of model parameters, 0 if unknown."""
     data, run_check = config.data, found.run_check
     run_check(check_model, config)
-    if (config.model.path / "config.json").is_file():
-        weighed = run_check(check_weights, config.model.path)
-        if weighed and not is_plain(config.model.path):
-            try_apart(check_models, config, found, f"whether {config.model.path} can be trained and sampled")
+    if ((folder := config.model.path) / "config.json").is_file():
+        weighed = (config.model.commit and not has_weights(folder)) or run_check(check_weights, folder)
+        if weighed and not is_plain(folder):
+            try_apart(check_models, config, found, f"whether {folder} can be trained and sampled")
     if not data.train_sources and data.source == "files":
         found.errors.append("no training prompts: set data.path")
     for source in config.sources:
@@ -175,10 +175,9 @@ def check_source(source: SourceSection) -> None:
     """Raises ConfigError unless the source's files exist and their format can be read here."""
     if not source.path.exists():
         raise ConfigError(f"data {source.path} is not there; put the dataset's files into that place")
-    files = data_files(source.path)
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"data {file} is not there; copy the dataset again")
+    files = data_files(source)
+    if missing := [file for file in files if not file.is_file()]:
+        raise ConfigError(f"data {missing[0]} is not there; copy the dataset again")
     if any(kind_of(file) in (PARQUET, ARROW) for file in files) and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"data {source.path} needs pyarrow; `pip install 'april-rl[data]'`")
 
@@ -323,7 +322,8 @@ def is_plain(folder: Path) -> bool:
 def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
     """Whether the matrices of a Llama-shaped model are there, in the shapes that its config.json gives. Of a stand-in
     without any tensor, as in tests of configurations, nothing is said."""
-    found = {tensor.name: list(tensor.shape) for path in weight_files(folder) for tensor in tensors_of(path)}
+    tensors = (tensor for path in weight_files(folder) if path.is_file() for tensor in tensors_of(path))
+    found = {tensor.name: list(tensor.shape) for tensor in tensors}
     try:
         hidden, inner, heads = (shape[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
         queries = heads * (shape.get("head_dim") or hidden // heads)

@@ -74,8 +74,8 @@ def describe_processes(config: Config) -> str:
 
 def describe_model(config: Config, shape: ModelShape | None) -> str:
     if shape is None:
-        return f"{config.model.path}, of unknown size"
-    return f"{config.model.path}, {count_of(shape.parameters)} parameters, context {shape.context} tokens"
+        return f"{config.model.named()}, of unknown size"
+    return f"{config.model.named()}, {count_of(shape.parameters)} parameters, context {shape.context} tokens"
 
 
 def count_of(parameters: int) -> str:
@@ -87,7 +87,8 @@ def count_of(parameters: int) -> str:
 
 def describe_source(source: SourceSection) -> str:
     weight = "" if source.weight == 1 else f", {source.weight:g} times an epoch"
-    return f"{source.path} as {source.mapping}{weight}, rewarded by {verifier_of(source) or 'reward.name'}"
+    split = f" ({', '.join(filter(None, (source.configuration, source.split)))})" if source.split else ""
+    return f"{source.named()}{split} as {source.mapping}{weight}, rewarded by {verifier_of(source) or 'reward.name'}"
 
 
 def describe_evaluation(config: Config) -> str:
@@ -95,7 +96,7 @@ def describe_evaluation(config: Config) -> str:
         return "none"
     every = f"every {config.evaluation.every} steps" if config.evaluation.every else "at the start and at the end"
     sets = [
-        f"{f'{dataset.name}, ' if dataset.number else ''}{dataset.source.path}, {dataset.prompts} prompts at most"
+        f"{f'{dataset.name}, ' if dataset.number else ''}{dataset.source.named()}, {dataset.prompts} prompts at most"
         for dataset in config.evaluation_sets
     ]
     return f"{'; '.join(sets)}, {every}"

@@ -255,3 +255,9 @@ def weight_files(folder: Path) -> list[Path]:
     if (index := folder / WEIGHTS_INDEX).is_file():
         return sorted({folder / name for name in orjson.loads(index.read_bytes()).get("weight_map", {}).values()})
     return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a Hugging Face folder has all files of its weights."""
+    files = weight_files(folder)
+    return bool(files) and all(file.is_file() for file in files)

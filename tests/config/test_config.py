@@ -84,7 +84,7 @@ def file(tmp_path):
         (["--sampling.min_p", "0.1"], ["sampling.min_p", "0.1", "'torch'", "biased", "'sglang'"]),
         (["--broker.renew_s", "60"], ["broker.renew_s", "60", "lower"]),
         (["--model.path", "/nowhere"], ["model.path", "/nowhere", "make-policy"]),
-        (["--model.path", "Qwen/Qwen3-0.6B"], ["model.path", "hf download Qwen/Qwen3-0.6B --local-dir"]),
+        (["--model.path", "Qwen/Qwen3-0.6B"], ["model.path", "`hf download Qwen/Qwen3-0.6B`"]),
         (["--data.path", "/nowhere.jsonl"], ["data.path", "/nowhere.jsonl", "make-data"]),
         (["--data.eval_path", "/nowhere.jsonl"], ["data.eval_path", "/nowhere.jsonl"]),
         (["--model.path.deep", "1"], ["model.path.deep", "'path'", "not a section"]),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from april import config as configuration
 from april.config import Config
 from april.config.checks import needs_norms, needs_values
+from april.config.hub import Fetcher
 from april.learner.batch import TrainingBatch
 from april.learner.loop import broadcast_integers
 from april.learner.prefetch import BatchPrefetcher, BatchSource, Publisher, WeightSender
@@ -314,7 +315,8 @@ def connect(
     """
     paths = [Path(config)] if isinstance(config, str | Path) else [Path(path) for path in config]
     flags = [flag for key, value in (overrides or {}).items() for flag in (f"--{key}", toml_text(value))]
-    loaded = configuration.load(paths, flags, inputs=["model"])
+    loaded = configuration.load(paths, flags, inputs=["model"], fetch=Fetcher("tokenizer"))
+    flags += loaded.pins
     add_import_folders(*loaded.run.parts)
     check_needs_no_critic(loaded)
     group = long_wait_group() if dist.is_available() and dist.is_initialized() else None
