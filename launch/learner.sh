@@ -12,7 +12,7 @@ case ${1:-} in -h | --help) usage; exit ;; "" | -*) usage >&2; exit 2 ;; esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PATH="$root/.venv/bin:$PATH"
 command -v april >/dev/null || { echo "April is not installed here; run launch/install.sh first" >&2; exit 1; }
-ranks=$(python - "$@" <<'PY'
+ranks=$(python -P - "$@" <<'PY' | tail -n 1
 import sys
 from april.config import ConfigError, load
 
@@ -28,4 +28,4 @@ except ConfigError as error:
     sys.exit(str(error))
 PY
 )
-exec python -m april.learner.launch --nproc-per-node "$ranks" -m april.learner "$@"
+exec python -P -m april.learner.launch --nproc-per-node "$ranks" -m april.learner "$@"

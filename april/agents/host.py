@@ -1,8 +1,8 @@
 """The process that runs the user's agent program for many sessions at once: `python -m april.agents.host PROGRAM
 THREADS`.
 
-The program's options and then orders come over a pipe, and outcomes go back over another. A coroutine function runs in
-the event loop, a plain function in a thread."""
+The program's options and then orders come over the channel that is its stdin, and outcomes go back over it. A coroutine
+function runs in the event loop, a plain function in a thread."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ import msgspec
 from april.agents import PROGRAMS
 from april.util.lifetime import die_with_parent, exit_at_once
 from april.util.logs import user_traceback
-from april.util.pool import LENGTH_BYTES, READY, frame, private_pipes, read_rules, write_frame
+from april.util.pool import LENGTH_BYTES, READY, frame, private_channel, read_rules, write_frame
 from april.wire.limits import MAX_AGENT_STATE_BYTES, MAX_REWARD, is_reward, reward_details
 
 HEARTBEAT_S = 1.0
@@ -118,7 +118,7 @@ class Host:
             while True:
                 size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
                 self._handle(msgspec.msgpack.decode(await reader.readexactly(size), type=StartProgram | CancelProgram))
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             heartbeat.cancel()
 
     def _handle(self, order: StartProgram | CancelProgram) -> None:
@@ -176,7 +176,7 @@ def error_text(error: BaseException) -> str:
 def main() -> None:
     die_with_parent()
     name, threads = sys.argv[1], int(sys.argv[2])
-    incoming, outgoing = private_pipes()
+    incoming, outgoing = private_channel()
     options = read_rules(incoming, dict[str, Any])
     asyncio.run(Host(load_program(name, options), outgoing, threads).serve(incoming))
     exit_at_once(0)

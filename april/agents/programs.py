@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,8 @@ import orjson
 
 from april.agents.host import CancelProgram, ProgramEnded, StartProgram
 from april.util.lifetime import SUPERVISED, end_marked, end_with_parent, new_mark
-from april.util.pool import LENGTH_BYTES, frame
+from april.util.pool import LENGTH_BYTES, STDERR, frame
+from april.util.registry import python_command, python_environment
 
 GRACE_S = 5.0
 """Grace period of a cancelled program before its process is killed."""
@@ -25,6 +26,8 @@ HEARTBEAT_TIMEOUT_S = 30.0
 """Time without a heartbeat after which a host process counts as blocked."""
 START_TIMEOUT_S = 120.0
 """Longest start of a host process, which imports the program."""
+CHANNEL_CLOSED = (asyncio.IncompleteReadError, ConnectionError)
+"""What reading from a host process raises once it has ended."""
 
 
 class ProgramObserver(Protocol):
@@ -67,21 +70,24 @@ class ProgramRunner:
         self.cancelling: dict[int, asyncio.TimerHandle] = {}
         self.mark = new_mark()
         self.process: asyncio.subprocess.Process | None = None
+        self._orders: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
 
     async def start(self) -> None:
-        """Start the host process. Raises TimeoutError and asyncio.IncompleteReadError if it does not become ready."""
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "april.agents.host", self.program, str(self.threads),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
-            env=os.environ | self.mark
-            | {SUPERVISED: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(frame(self.options))
-        await asyncio.wait_for(self.process.stdout.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
-        self._reading = asyncio.create_task(self._read(self.process))
+        """Start the host process. Raises TimeoutError, asyncio.IncompleteReadError or ConnectionError if it does not
+        become ready."""
+        near, far = socket.socketpair()
+        with far:
+            self.process = await asyncio.create_subprocess_exec(
+                *python_command("-m", "april.agents.host", self.program, str(self.threads)),
+                stdin=far.fileno(), stdout=STDERR, start_new_session=True,
+                env=python_environment() | self.mark | {SUPERVISED: str(os.getpid())},
+            )  # fmt: skip
+        outcomes, self._orders = await asyncio.open_connection(sock=near)
+        self._orders.write(frame(self.options))
+        await asyncio.wait_for(outcomes.readexactly(LENGTH_BYTES), START_TIMEOUT_S)
+        self._reading = asyncio.create_task(self._read(self.process, outcomes))
 
     def start_program(self, order: StartProgram) -> None:
         self.running.add(order.key)
@@ -94,22 +100,21 @@ class ProgramRunner:
             self.cancelling[key] = asyncio.get_running_loop().call_later(GRACE_S, self._kill)
 
     def _send(self, order: StartProgram | CancelProgram) -> None:
-        if self.process and self.process.stdin and not self.process.stdin.is_closing():
-            self.process.stdin.write(frame(order))
+        if self._orders and not self._orders.is_closing():
+            self._orders.write(frame(order))
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout
+    async def _read(self, process: asyncio.subprocess.Process, outcomes: asyncio.StreamReader) -> None:
         why = "its process ended"
         try:
             while True:
                 async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                    size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "little")
-                    ended = msgspec.msgpack.decode(await process.stdout.readexactly(size), type=ProgramEnded)
+                    size = int.from_bytes(await outcomes.readexactly(LENGTH_BYTES), "little")
+                    ended = msgspec.msgpack.decode(await outcomes.readexactly(size), type=ProgramEnded)
                 if ended.key:
                     self._handle_ended(ended)
         except TimeoutError:
             why = f"it blocked its process for {HEARTBEAT_TIMEOUT_S:g} s"
-        except asyncio.IncompleteReadError:
+        except CHANNEL_CLOSED:
             pass
         if not self._closed:
             await self._replace(process, why)
@@ -131,7 +136,7 @@ class ProgramRunner:
         self.running, self.cancelling = set(), {}
         try:
             await self.start()
-        except (TimeoutError, asyncio.IncompleteReadError):
+        except (TimeoutError, *CHANNEL_CLOSED):
             return self.observer.runner_failed(f"{why} (status {status}), and did not start again")
         self.observer.process_died(lost, f"{why} (status {status})")
 
@@ -148,6 +153,8 @@ class ProgramRunner:
             await asyncio.to_thread(end_marked, self.mark)
         if self._reading:
             self._reading.cancel()
+        if self._orders:
+            self._orders.close()
 
 
 class CommandRunner:

@@ -9,7 +9,6 @@ lock and keep out the next broker.
 import contextlib
 import gc
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +34,7 @@ from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.rules import Rules
 from april.broker.telemetry.sample_history import SampleHistory
 from april.util.lifetime import end_with_parent, exit_at_once, give_way, restart_delay_s
+from april.util.pool import start_with_channel
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +88,13 @@ def make_snapshot(folder: Path, until: int, rules: Rules) -> Iterator[list[int]]
 
 
 def main(folder: str, position: str, rules: str) -> int:
-    """Entry point of the snapshot process: between the two phases, print the files to delete and wait for a line on
-    stdin."""
+    """Entry point of the snapshot process: between the two phases, say the files to delete over the channel that is its
+    stdin, and wait for a line from it."""
     gc.disable()
     try:
         for dead in make_snapshot(Path(folder), int(position), msgspec.json.decode(rules, type=Rules)):
-            sys.stdout.write(f"{msgspec.json.encode(dead).decode()}\n")
-            sys.stdout.flush()
+            with open(sys.stdin.fileno(), "wb", closefd=False) as channel:
+                channel.write(msgspec.json.encode(dead) + b"\n")
             if not sys.stdin.readline():
                 return NOT_WRITTEN
     except (OSError, Unreadable) as error:
@@ -240,21 +240,13 @@ class HelperProcess:
 
     def __init__(self, folder: Path, position: int, rules: Rules):
         """Raises OSError if the process cannot be started."""
-        self._inner = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(folder), str(position), msgspec.json.encode(rules).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
-        )
-        assert self._inner.stdin and self._inner.stdout
-        self._stdin, self._stdout = self._inner.stdin, self._inner.stdout
-        os.set_blocking(self._stdout.fileno(), False)
+        words = ["-m", MODULE, str(folder), str(position), msgspec.json.encode(rules).decode()]
+        self._inner, self._channel = start_with_channel(*words)
         self._output = b""
 
     def dead_files(self) -> list[int] | None:
-        self._output += self._stdout.read() or b""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            self._output += self._channel.recv(1 << 20)
         line, end, self._output = self._output.partition(b"\n")
         if not end:
             self._output = line
@@ -262,14 +254,13 @@ class HelperProcess:
         return msgspec.json.decode(line, type=list[int])
 
     def confirm_closed(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # its status says that it has died
-            self._stdin.write(b"\n")
+        with contextlib.suppress(ConnectionError):  # its status says that it has died
+            self._channel.send(b"\n")
 
     def status(self) -> int | None:
         status = self._inner.poll()
         if status is not None:
-            self._stdin.close()
-            self._stdout.close()
+            self._channel.close()
         return status
 
     def kill(self) -> None:

@@ -45,7 +45,7 @@ from april.util.errors import NotTried, refuse
 from april.util.files import has_weights, weight_files
 from april.util.logs import last_error, user_traceback
 from april.util.objects import StoreError
-from april.util.registry import add_import_folders
+from april.util.registry import add_import_folders, python_command
 from april.util.text import format_bytes
 from april.weights import TRANSPORTS
 from april.wire.message import Version
@@ -363,7 +363,7 @@ def check_has_device(error: Exception, part: str, device: str, configured: str) 
 def try_apart(trial: Callable[..., None], config: Config, found: Findings, subject: str) -> None:
     """Make a trial in a process of its own: it needs torch, or an accelerator. What it objects to is an error; that
     `subject` could not be tried is a warning."""
-    words = [sys.executable, "-P", "-c", TRIAL, trial.__name__]
+    words = python_command("-c", TRIAL, trial.__name__)
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     try:
         ended = subprocess.run(words, input=config.to_toml().encode(), capture_output=True, timeout=TRIAL_S, env=env)
@@ -388,7 +388,7 @@ def tell_objections() -> None:
         check_models(config, found)
     else:
         found.run_check(globals()[sys.argv[1]], config, DEVICE)
-    print(orjson.dumps(found).decode())
+    print(f"\n{orjson.dumps(found).decode()}")
 
 
 def check_models(config: Config, found: Findings) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from april.config import Config, ConfigError
 from april.util.errors import refuse
+from april.util.registry import python_command
 from april.workers.engines import ENGINES
 from april.workers.engines.entry import devices_wanted
 
@@ -23,8 +24,8 @@ DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Device files, one of which exists if Linux has an accelerator for torch; checked to avoid importing torch."""
 ASK_MEMORY = """
 import torch
-for index in range(torch.cuda.device_count()):
-    print(torch.cuda.get_device_properties(index).total_memory)
+print()
+print(*(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())))
 """
 LOOK_S = 120.0
 """Longest wait for the subprocess that asks torch for the memory of the accelerators (seconds)."""
@@ -90,13 +91,14 @@ def visible_devices() -> list[str]:
 def memory_here() -> list[float]:
     """Memory of each of the `visible_devices` (bytes). A subprocess asks, because asking allocates device memory.
     Raises ConfigError if torch does not answer."""
-    asked = [sys.executable, "-c", ASK_MEMORY]
+    asked = python_command("-c", ASK_MEMORY)
     try:
         answer = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LOOK_S)
     except subprocess.TimeoutExpired:
         why, found = f"does not say within {LOOK_S:g} s", []
     else:
-        why, found = f"does not say ({answer.stderr.strip()[-200:] or 'it sees none'})", answer.stdout.split()
+        why = f"does not say ({answer.stderr.strip()[-200:] or 'it sees none'})"
+        found = "".join(answer.stdout.splitlines()[-1:]).split()
     if not found:
         refuse(
             "devices.share",

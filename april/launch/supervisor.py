@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from april.util.lifetime import (
     was_interrupted,
 )
 from april.util.logs import last_error
+from april.util.registry import python_command
 from april.util.text import counted
 from april.util.versions import RUN_FOLDER
 from april.wire.limits import clip
@@ -270,7 +270,7 @@ class Supervisor:
         limits: BrokerSection | WorkerSection | ScorerSection | AgentSection,
         threads: int = 1,
     ) -> Part:
-        command = [sys.executable, "-m", "april.cli", *arguments]
+        command = python_command("-m", "april.cli", *arguments)
         log, own = self.logs / f"{name}.log", self.devices_by_part.get(name, ())
         return Part(self.target, name, command, log, threads, limits.max_restarts, limits.hung_s, limits.hung_s, own)
 
@@ -287,7 +287,7 @@ class Supervisor:
     def _learner_part(self, config_path: Path, address: str) -> Part:
         section = self.config.learner
         launch = ["-m", "april.learner.launch", "--nproc-per-node", str(section.ranks)]
-        command = [sys.executable, *launch, "-m", "april.learner", str(config_path), "--connect", address]
+        command = python_command(*launch, "-m", "april.learner", str(config_path), "--connect", address)
         log, devices = self.logs / "learner.log", self.devices_by_part.get("learner", ())
         return Part(
             self.target, "learner", command, log, section.threads, section.max_restarts, section.hung_s, section.load_s,

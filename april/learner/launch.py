@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, end_with_parent, exit_at_once
+from april.util.registry import add_import_folders, python_command
 
 STORE_FILE = "APRIL_RANKS_STORE"
 """Environment variable with the path of the file in which the ranks meet (`dist.FileStore`), in a folder of mode 0700;
@@ -38,6 +39,7 @@ IMPORTED = ("april.learner.loop", "april.learner.source", "april.learner.trainer
 
 def main(arguments: list[str]) -> int:
     die_with_parent()
+    add_import_folders()
     options = parse(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA must not initialise it
@@ -60,7 +62,7 @@ def main(arguments: list[str]) -> int:
     if status in (0, REFUSED) or started >= options.max_restarts:
         exit_at_once(status)
     os.environ[RESTARTS] = str(started + 1)
-    os.execv(sys.executable, [sys.executable, "-m", "april.learner.launch", *arguments])
+    os.execv(sys.executable, python_command("-m", "april.learner.launch", *arguments))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -129,7 +131,7 @@ def run(program: list[str]) -> int:
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = program
-        sys.path[0] = str(Path(program[0]).parent)
+        sys.path.insert(0, str(Path(program[0]).parent))
         runpy.run_path(program[0], run_name="__main__")
     return 0
 

@@ -25,6 +25,7 @@ from april.config import Config, ConfigError
 from april.util.errors import refuse
 from april.util.lifetime import REFUSED, SUPERVISED, die_with_parent, exit_at_once, reap
 from april.util.pulse import MAIN
+from april.util.registry import python_command
 from april.wire.security.keys import load_keys
 from april.wire.sockets.base import address_at, is_socket_file, own_address, route_to
 from april.wire.sockets.broker import AccessDenied, BrokerConnection, BrokerUnreachable
@@ -142,7 +143,7 @@ def run_ranks(broker: BrokerTalk, options: argparse.Namespace, patience_s: float
     launch = ["april.learner.launch", f"--nproc-per-node={options.ranks}", f"--nnodes={options.nodes}"]
     launch += [f"--node={options.node}", f"--store={address}", f"--start={start}"]
     launch += ["-m", options.module, *options.program]
-    ranks = subprocess.Popen([sys.executable, "-m", *launch])
+    ranks = subprocess.Popen(python_command("-m", *launch))
     try:
         while ranks.poll() is None:
             if broker.is_newer:

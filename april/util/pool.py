@@ -12,6 +12,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,10 +26,12 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import msgspec
 
 from april.util.lifetime import reap
+from april.util.registry import add_import_folders, python_command, python_environment
 
-# --- frames on the pipes ----------------------------------------------------------------------------------------------
+# --- channels to processes, and frames on them ------------------------------------------------------------------------
 
 
+STDERR = 2
 LENGTH_BYTES = 4
 """Size of the length prefix of a frame, which is one encoded message."""
 READY = bytes(LENGTH_BYTES)
@@ -42,27 +45,44 @@ def frame(message: Any) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def private_pipes() -> tuple[int, BinaryIO]:
-    """Move stdin and stdout out of reach of user code; returns (descriptor to read from, stream to write to).
+def start_with_channel(*words: str, prints: int | BinaryIO = STDERR) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a Python process with the arguments `words`, in a session of its own, that finds modules where this one
+    does. Returns it with this end of a channel, which does not block.
 
-    What user code prints then goes to stderr, and its stdin is empty.
+    The other end is its stdin, so that nothing that it prints, at its start or later, gets among the messages; that
+    goes to `prints`. Raises OSError.
     """
-    incoming, outgoing = os.dup(0), os.fdopen(os.dup(1), "wb")
+    near, far = socket.socketpair()
+    with far, contextlib.ExitStack() as opened:
+        opened.enter_context(near)
+        process = subprocess.Popen(
+            python_command(*words), stdin=far.fileno(), stdout=prints, stderr=prints, env=python_environment(),
+            start_new_session=True,
+        )  # fmt: skip
+        opened.pop_all()
+    near.setblocking(False)
+    return process, near
+
+
+def private_channel() -> tuple[int, BinaryIO]:
+    """Make ready for user code: have it found, and its stdin empty. Returns the channel to the parent process, which was
+    stdin and is now out of its reach: (descriptor to read from, stream to write to)."""
+    add_import_folders()
+    incoming, outgoing = os.dup(0), os.fdopen(os.dup(0), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return incoming, outgoing
 
 
 def read_rules(incoming: int, kind: type[RulesT]) -> RulesT:
-    """Read the first frame of a pipe, the settings of this process. A command line would show them, and the keys that
-    they may hold, to every user of the machine."""
+    """Read the first frame of a channel, the settings of this process. A command line would show them, and the keys
+    that they may hold, to every user of the machine."""
     size = int.from_bytes(read_exactly(incoming, LENGTH_BYTES), "little")
     return msgspec.msgpack.decode(read_exactly(incoming, size), type=kind)
 
 
 def read_exactly(incoming: int, size: int) -> bytes:
-    """Read `size` bytes of a pipe; ends the process if the pipe has ended."""
+    """Read `size` bytes of a channel; ends the process if the channel has ended."""
     data = b""
     while len(data) < size:
         data += os.read(incoming, size - len(data)) or sys.exit(0)
@@ -81,7 +101,7 @@ def write_frame(outgoing: BinaryIO, data: bytes) -> None:
 START_LIMIT_S = 60.0
 """Longest start of a process (s); one that is not ready by then is replaced."""
 POLL_S = 0.01
-"""Interval (s) at which the pool looks whether a process that has closed its pipe has ended."""
+"""Interval (s) at which the pool looks whether a process that has closed its channel has ended."""
 ORPHAN_MARGIN_S = 5.0
 """Time after an item's time limit at which a process ends itself, in case its pool has died and cannot kill it."""
 RETIRED = 75
@@ -176,9 +196,7 @@ class ProcessPool(Generic[ItemT, AnswerT]):
             waits.register(self._wake_reader, select.POLLIN)
             for process in self.processes:
                 if not process.ended:
-                    waits.register(process.stdout, select.POLLIN)
-                    if process.unsent:
-                        waits.register(process.stdin, select.POLLOUT)
+                    waits.register(process.channel, select.POLLIN | (select.POLLOUT if process.unsent else 0))
             deadlines = [process.deadline_s for process in self.processes if process.in_flight or not process.ready]
         wait_s = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         waits.poll(None if wait_s is None else 1000 * wait_s)
@@ -245,20 +263,8 @@ class PoolProcess:
         self.timeout_s = timeout_s
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(answer)
         limit = str(timeout_s + ORPHAN_MARGIN_S)
-        with prints.open("ab") if prints else contextlib.nullcontext() as errors:
-            self.inner = subprocess.Popen(
-                [sys.executable, "-m", module, limit],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,
-            )
-        assert self.inner.stdin and self.inner.stdout
-        self.stdin, self.stdout = self.inner.stdin, self.inner.stdout
-        os.set_blocking(self.stdin.fileno(), False)
-        os.set_blocking(self.stdout.fileno(), False)
+        with prints.open("ab") if prints else contextlib.nullcontext(STDERR) as file:
+            self.inner, self.channel = start_with_channel("-m", module, limit, prints=file)
         self.in_flight: deque[Any] = deque()
         self.unsent, self.unread = bytearray(frame(rules)), bytearray()
         self.flush()
@@ -275,23 +281,25 @@ class PoolProcess:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much as the pipe accepts."""
+        """Write as much as the channel accepts."""
         try:
             while self.unsent:
-                del self.unsent[: os.write(self.stdin.fileno(), self.unsent)]
+                del self.unsent[: os.write(self.channel.fileno(), self.unsent)]
         except BlockingIOError:
             pass
-        except BrokenPipeError:
+        except ConnectionError:
             self.unsent.clear()
 
     def receive(self) -> list[Any]:
-        """Answers that have arrived in the pipe."""
+        """Answers that have arrived."""
         try:
-            while data := os.read(self.stdout.fileno(), 65536):
+            while data := os.read(self.channel.fileno(), 65536):
                 self.unread += data
             self.ended = True
         except BlockingIOError:
             pass
+        except ConnectionResetError:  # it ended before it had read everything
+            self.ended = True
         return list(self.parse())
 
     def parse(self) -> Iterator[Any]:
@@ -324,7 +332,7 @@ class PoolProcess:
     @property
     def deadline_s(self) -> float:
         """Monotonic time by which the pool has to look at a process that starts or has items in flight: soon if it has
-        closed its pipe."""
+        closed its channel."""
         return time.monotonic() + POLL_S if self.ended else self.busy_since_s + self._limit_s + POLL_S
 
     def has_retired(self) -> bool:
@@ -338,8 +346,7 @@ class PoolProcess:
         if self.inner.returncode is None:
             os.killpg(self.inner.pid, signal.SIGKILL)
             reap(self.inner)
-        self.stdin.close()
-        self.stdout.close()
+        self.channel.close()
 
 
 def describe_exit(returncode: int) -> str:

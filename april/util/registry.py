@@ -58,6 +58,23 @@ def add_import_folders(*folders: Path) -> None:
     os.environ[FOLDERS_VARIABLE] = os.pathsep.join(wanted)
 
 
+def python_command(*words: str) -> list[str]:
+    """Command line of a Python process with the arguments `words`, which imports nothing of the working directory in
+    place of an installed module, such as a `random.py` there. Where April itself is found only in that directory, a
+    checkout that is not installed, it stays the first on the path."""
+    folders = [folder for folder in sys.path if Path(folder).resolve() != Path.cwd()]
+    found = next(filter(None, (finder.find_spec("april", folders) for finder in sys.meta_path)), None)
+    installed = found is not None and found.origin == sys.modules["april"].__file__
+    return [sys.executable, *(["-P"] if installed else []), *words]
+
+
+def python_environment() -> dict[str, str]:
+    """Environment of a Python process that finds modules where this one does, those of `add_import_folders` once it
+    calls that itself: on PYTHONPATH they would come before packages that are installed as editable."""
+    own = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder and folder not in own)}
+
+
 @dataclass(frozen=True, eq=False)
 class Registry:
     """Parts of one kind, such as engines, by name."""

@@ -201,7 +201,7 @@ def run_part(tmp_path: Path, part: str, *arguments: str) -> subprocess.Completed
     tools.mkdir()
     (tools / "april").write_text('#!/bin/sh\necho april "$@"\n')
     (tools / "april").chmod(0o755)
-    (tools / "python").write_text(f'#!/bin/sh\n[ "$1" = - ] && exec {sys.executable} "$@"\necho python "$@"\n')
+    (tools / "python").write_text(f'#!/bin/sh\n[ "$2" = - ] && exec {sys.executable} "$@"\necho python "$@"\n')
     (tools / "python").chmod(0o755)
     script = tmp_path / "checkout" / "launch" / f"{part}.sh"
     return run_script(script, *arguments, env=os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"})
@@ -210,7 +210,7 @@ def run_part(tmp_path: Path, part: str, *arguments: str) -> subprocess.Completed
 def test_the_learner_has_the_ranks_of_its_configuration(tmp_path, config):
     arguments = (str(config), "--connect", "tcp://10.0.0.5:5555", "--learner.ranks", "4")
     result = run_part(tmp_path, "learner", *arguments)
-    ranks = ["python", "-m", "april.learner.launch", "--nproc-per-node", "4", "-m", "april.learner"]
+    ranks = ["python", "-P", "-m", "april.learner.launch", "--nproc-per-node", "4", "-m", "april.learner"]
     assert result.stdout.split() == [*ranks, *arguments]
 
 

@@ -1,5 +1,10 @@
 """Verifiers that hang, fork, crash, flood and lie, in a real run: each is retried, then dead with its reason."""
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import orjson
 import pytest
 
@@ -50,6 +55,35 @@ REASONS = {
     "loop": "no answer within 3 s", "fork": "no answer within 3 s", "crash": "exit code 7",
     "flood": "no answer within 3 s", "memory": "needs more than", "lie": "not finite",
 }  # fmt: skip
+
+
+INSTALLED = [name for name in sys.stdlib_module_names if find_spec(name)]
+INSTALLED += ["april", "msgspec", "numpy", "orjson", "pydantic", "torch", "transformers", "zmq"]
+
+
+@pytest.mark.full
+def test_neither_files_named_like_modules_nor_prints_at_an_interpreter_s_start_harm_a_part(config_file, tmp_path):
+    """A verifier in the working folder is found all the same, and imports the real modules."""
+    noisy, here = tmp_path / "noisy", tmp_path / "here"
+    noisy.mkdir()
+    here.mkdir()
+    (noisy / "sitecustomize.py").write_text("import sys\nprint('good morning')\nsys.stderr.write('x')\n1 / 0\n")
+    for name in INSTALLED:
+        (here / f"{name}.py").write_text("raise RuntimeError('a module of the working folder')\n")
+    (here / "mine.py").write_text(
+        "import random, torch\nrandom.Random\ndef grade(response, label): return float(label in response)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(noisy), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", "april.cli", "run", str(config_file), "--reward.name", "mine:grade"]
+    done = subprocess.run(
+        [*command, "--learner.ranks", "1", "--schedule.max_steps", "2"],
+        cwd=here, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = orjson.loads((tmp_path / "runs/small/summary.json").read_bytes())
+    assert (summary["state"], summary["steps"], summary["discarded_groups"]) == ("finished", 2, {})
+    assert "good morning" in (tmp_path / "runs/small/logs/rewards.log").read_text()
+    assert "restart" not in done.stdout + done.stderr
 
 
 @pytest.mark.full

@@ -60,7 +60,7 @@ class Popen(subprocess.Popen):
 
 
 def is_program(command: list[str]) -> bool:
-    interpreter, first, second, *_ = [word for word in command if word != "-u"] + [""] * 2
+    interpreter, first, second, *_ = [word for word in command if word not in ("-u", "-P")] + [""] * 2
     known = second.startswith(PROGRAMS) if first == "-m" else TESTS in Path(first).parents
     return known and interpreter == sys.executable
 
@@ -165,10 +165,12 @@ def run(command: list[str], folder: str, environment: dict[str, str], nice: int,
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)
         words.pop(0)
+    if safe := words[0] == "-P":
+        words.pop(0)
     inner = environment.get("PYTHONPATH", "").split(os.pathsep)
     path = [entry for entry in inner if entry] + [entry for entry in sys.path[1:] if entry not in outer]
     if words[0] == "-m":
-        sys.path[:] = [folder, *path]
+        sys.path[:] = path if safe else [folder, *path]
         sys.argv[:] = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

@@ -191,6 +191,23 @@ def test_without_namespaces_sockets_are_refused_and_what_a_program_started_is_ki
     assert_none_is_left()
 
 
+JUDGED_WITHOUT_NAMESPACES = """
+from april.workers.rewards import code, sandbox
+from april.workers.rewards.messages import RewardRules
+sandbox.NAMESPACES = ["false"]
+[test] = code.read_label("assert add(1, 2) == 3")
+for body in ("return a + b", "import os; os._exit(0)", "return 0"):
+    print(code.passes(f"def add(a, b):\\n    {body}", test, RewardRules(code_test_s=30.0)))
+"""
+
+
+def test_without_namespaces_a_program_that_ends_first_does_not_end_its_judge():
+    """Its judge is a process beside it, and decides that it is wrong."""
+    command = [sys.executable, "-c", JUDGED_WITHOUT_NAMESPACES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "False", "False"], done.stderr
+
+
 def test_programs_of_a_killed_verifier_process_end_with_it(make_pool):
     pool = make_pool(timeout_s=1.5, code_test_s=1000.0, over_limit="failed")
     endless, after = verified(pool, ("code", program("while True: pass"), SUMS), ("exact", "a", "a"))

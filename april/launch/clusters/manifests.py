@@ -155,7 +155,7 @@ def broker(values: Values, with_volume: bool = False) -> Object:
     bind = f"tcp://0.0.0.0:{values('port')}"
     part = ["april", "part", "broker", CONFIG, f"--broker.bind={bind}", f"--operations.http=0.0.0.0:{HTTP_PORT}"]
     part += [f"--broker.journal_dir={JOURNAL}"] if with_volume else []
-    command = ["python", "-m", IN_POD, values.name, str(HTTP_PORT), *part]
+    command = ["python", "-P", "-m", IN_POD, values.name, str(HTTP_PORT), *part]
     health = {"httpGet": {"path": "/health", "port": HTTP_PORT}, "periodSeconds": 10}
     probes = {
         "ports": [{"name": "http", "containerPort": HTTP_PORT}],

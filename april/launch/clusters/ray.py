@@ -58,7 +58,8 @@ class Ray(Launcher):
     def _submit(self) -> str:
         """Shell script that submits the Ray job; `ray job submit` finds the cluster by Ray's own environment
         variable."""
-        program = ["ray", "job", "submit", "--no-wait", "--", sys.executable, "-m", PROGRAM, str(self.folder / PLAN)]
+        program = [sys.executable, "-P", "-m", PROGRAM, str(self.folder / PLAN)]
+        program = ["ray", "job", "submit", "--no-wait", "--", *program]
         lines = [f"# the Ray job of April's run {self.layout.name}", "set -eu", *self.layout.preparations()]
         return "\n".join([*lines, shlex.join(program)]) + "\n"
 

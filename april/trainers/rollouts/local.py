@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from april.config import Config, ConfigError
 from april.util.errors import refuse
 from april.util.lifetime import REFUSED, SUPERVISED, reap
+from april.util.registry import python_command
 from april.wire.sockets.base import ADDRESS_FILE
 
 POLL_S = 0.05
@@ -42,7 +42,7 @@ class LocalRun:
         self._previous_ns = self._modified_ns()
         descriptor, output_path = tempfile.mkstemp(prefix="april-", suffix=".log")
         self._output_file = Path(output_path)
-        command = [sys.executable, "-m", "april.cli", "run", "--without-learner", *map(str, paths), *overrides]
+        command = python_command("-m", "april.cli", "run", "--without-learner", *map(str, paths), *overrides)
         with os.fdopen(descriptor, "wb") as output:
             self.process = subprocess.Popen(
                 command + ["--resume"] * resume,

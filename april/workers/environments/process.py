@@ -1,6 +1,7 @@
 """An environment process, `python -m april.workers.environments.process LIMIT_S`, and a worker's pool of them.
 
-A process reads its rules and calls on stdin and answers on stdout, framed as the messages of verifier processes.
+A process gets its rules and calls over the channel that is its stdin and answers over it, framed as the messages of
+verifier processes.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from april.util.pool import (
     PoolProcess,
     ProcessPool,
     frame,
-    private_pipes,
+    private_channel,
     read_rules,
     write_frame,
 )
@@ -75,13 +76,13 @@ OBSERVATION_CHARACTERS = 1 << 18
 
 
 def main(limit_s: float) -> None:
-    """Serve calls until the pipe closes.
+    """Serve calls until the channel closes.
 
     The pool enforces the time limit of a call; `limit_s` is longer, and only matters if the pool has died.
     """
-    pipe, answers = private_pipes()
-    rules = read_rules(pipe, EnvironmentRules)
-    calls = os.fdopen(pipe, "rb")
+    channel, answers = private_channel()
+    rules = read_rules(channel, EnvironmentRules)
+    calls = os.fdopen(channel, "rb")
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, START_LIMIT_S + ORPHAN_MARGIN_S)

@@ -1,5 +1,5 @@
-"""A verifier process, `python -m april.workers.rewards.process LIMIT_S`: rules and items on stdin, scores on
-stdout."""
+"""A verifier process, `python -m april.workers.rewards.process LIMIT_S`: rules and items come over
+the channel that is its stdin, and scores go back over it."""
 
 import contextlib
 import importlib
@@ -24,7 +24,7 @@ from april.util.pool import (
     RETIRED,
     START_LIMIT_S,
     frame,
-    private_pipes,
+    private_channel,
     read_rules,
     write_frame,
 )
@@ -68,11 +68,11 @@ PRINTED_ERRORS: set[tuple[str, type[Exception]]] = set()
 
 
 def main(limit_s: float) -> None:
-    """Serve items until the pipe closes.
+    """Serve items until the channel closes.
 
     The pool enforces the time limit of an item; `limit_s` is longer, and only matters if the pool has died.
     """
-    items, scores = private_pipes()
+    items, scores = private_channel()
     rules = read_rules(items, RewardRules)
     limit_memory(rules.memory_mb)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -120,7 +120,7 @@ def preload(name: str, rules: RewardRules) -> None:
 
 
 class ItemReader:
-    """Reads items from the pool's pipe: one at a time, or in batches for verifiers that take batches."""
+    """Reads items from the pool's channel: one at a time, or in batches for verifiers that take batches."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -129,7 +129,7 @@ class ItemReader:
         self._decoder = msgspec.msgpack.Decoder(Item | GroupItem)
 
     def take(self) -> list[Item | GroupItem]:
-        """The next items to verify in one call; an empty list when the pool has closed the pipe."""
+        """The next items to verify in one call; an empty list when the pool has closed the channel."""
         while not self._items:
             if not self._read():
                 return []

@@ -22,6 +22,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ import msgspec
 from april.util.errors import refuse
 from april.util.files import OPEN_FOLDER, remove_folder
 from april.util.lifetime import reap
-from april.workers.rewards.sandbox_runner import FIRST_UID, UIDS
+from april.workers.rewards.sandbox_runner import FIRST_UID, STARTS, UIDS
 
 log = logging.getLogger(__name__)
 
@@ -133,17 +134,19 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class UsageWatch:
-    """Measures the memory of the process tree below `pid` and the size of `folder`, to which the program may write."""
+    """Measures a program's time, the memory of the process tree below `pid`, and the size of its `folder`."""
 
     def __init__(self, pid: int, folder: str, group: ControlGroup, limits: "SandboxLimits"):
         self.pid, self.folder, self.group = pid, folder, group
         self.memory_bytes, self.files_bytes = limits.memory_mb * MIB, limits.files_mb * MIB
         self.entries = limits.entries
-        self._due_s = 0.0
+        self.deadline_s, self._due_s = time.monotonic() + limits.wall_s, 0.0
 
     def exceeded(self) -> str:
-        """Name of the exceeded limit, "memory" or "output"; empty if there is none."""
+        """Name of the exceeded limit, "wall clock", "memory" or "output"; empty if there is none."""
         now_s = time.monotonic()
+        if now_s >= self.deadline_s:
+            return "wall clock"
         if now_s < self._due_s:
             return ""
         if self.group.killed:
@@ -236,6 +239,8 @@ SHELL_SIGNAL = 128
 FILE_MARKS = (b"OSError: [Errno 27]", b"OSError: [Errno 28]")
 MEMORY_MARKS = (b"MemoryError", b"Cannot allocate memory", b"std::bad_alloc")
 PROCESS_MARKS = (b"BlockingIOError: [Errno 11]", b"can't start new thread", b"OSError: [Errno 11]")
+RUNNING, RUNNING_LOCK = set[int](), threading.Lock()
+"""Ids of the first processes of programs under way in this process: a program and its judge run at the same time."""
 TAIL_BYTES = 4000
 PREFIX = "april-program-"
 REMOVAL_S = 1.0
@@ -321,11 +326,13 @@ def run_in(folder: str, stdin: bytes, limits: SandboxLimits, descriptors: tuple[
     rules = [msgspec.json.encode(limits).decode(), "" if prefix else "no sockets", group.path, mounts]
     runner = [sys.executable, "-I", "-B", str(RUNNER), *rules]
     env = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
-    process = subprocess.Popen(
-        [*DIE_WITH_PARENT, *prefix, *runner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        cwd=folder, env=env, start_new_session=True, preexec_fn=None if DIE_WITH_PARENT else die_with_parent,
-        pass_fds=descriptors,
-    )  # fmt: skip
+    with RUNNING_LOCK:
+        process = subprocess.Popen(
+            [*DIE_WITH_PARENT, *prefix, *runner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=folder, env=env, start_new_session=True, preexec_fn=None if DIE_WITH_PARENT else die_with_parent,
+            pass_fds=descriptors,
+        )  # fmt: skip
+        RUNNING.add(process.pid)
     for descriptor in descriptors:
         os.close(descriptor)
     try:
@@ -348,9 +355,9 @@ def communicate(
 
     Returns (stdout, the end of stderr, exceeded limit).
     """
-    deadline_s = time.monotonic() + limits.wall_s
     output, errors, exceeded = bytearray(), bytearray(), ""
-    to_program, from_program, complaints = pipes(process)
+    to_program, from_program, complaints = process.stdin, process.stdout, process.stderr
+    assert to_program and from_program and complaints
     reading, written, unsent = {from_program: output, complaints: errors}, 0, memoryview(stdin)
     with selectors.DefaultSelector() as selector:
         for pipe, events in (
@@ -361,7 +368,7 @@ def communicate(
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, events, pipe)
         while reading and not exceeded:
-            remaining_s = deadline_s - time.monotonic()
+            remaining_s = watch.deadline_s - time.monotonic()
             for stream in [key.data for key, _ in selector.select(max(0.0, min(remaining_s, WATCH_S)))]:
                 if stream is to_program:
                     unsent = feed(stream, unsent)
@@ -375,24 +382,13 @@ def communicate(
                     selector.unregister(stream)
                     stream.close()
                     reading.pop(stream, None)
-            exceeded = "output" if written > limits.output_bytes else watch.exceeded() or timed_out(deadline_s)
-    while not exceeded:
-        try:
+            exceeded = "output" if written > limits.output_bytes else watch.exceeded()
+    while not exceeded and process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(WATCH_S)
             break
-        except subprocess.TimeoutExpired:
-            exceeded = watch.exceeded() or timed_out(deadline_s)
-    return bytes(output), bytes(errors), exceeded
-
-
-def timed_out(deadline_s: float) -> str:
-    return "wall clock" if time.monotonic() >= deadline_s else ""
-
-
-def pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-    """stdin, stdout and stderr of a process started with pipes for all three."""
-    assert process.stdin and process.stdout and process.stderr
-    return process.stdin, process.stdout, process.stderr
+        exceeded = watch.exceeded()
+    return bytes(output).partition(STARTS.encode())[2], bytes(errors), exceeded
 
 
 def feed(stdin: IO[bytes], unsent: memoryview) -> memoryview:
@@ -423,7 +419,7 @@ def end_all(process: subprocess.Popen, everything: bool) -> None:
     """Kill all processes of a program, and wait for their end.
 
     The first process of a namespace ends only after all others in it, so killing that one is enough. `everything`:
-    there is no namespace; all children of this process are killed.
+    there is no namespace; all children of this process are killed, but for programs that run beside it.
     """
     first = [] if everything else children(process.pid)
     for pid in first:
@@ -435,10 +431,14 @@ def end_all(process: subprocess.Popen, everything: bool) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         reap(process)
-    for stream in pipes(process):
+    for stream in filter(None, (process.stdin, process.stdout, process.stderr)):
         with contextlib.suppress(OSError):
             stream.close()
-    while everything and (orphans := children(os.getpid())):
+    RUNNING.discard(process.pid)
+    while everything:
+        with RUNNING_LOCK:
+            orphans = set(children(os.getpid())) - RUNNING
+        everything = bool(orphans)
         for pid in orphans:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -481,7 +481,7 @@ def isolation_layers() -> dict[str, bool]:
     )
     prefix = isolation()
     namespaces = {"namespaces": bool(prefix), "a /proc of its own": "--mount-proc" in prefix}
-    return namespaces | {name: bool(there) for name, there in msgspec.json.decode(done.stdout).items()}
+    return namespaces | msgspec.json.decode(done.stdout.partition(STARTS)[2], type=dict[str, bool])
 
 
 def check_isolation(wanted: str) -> None:
