@@ -27,6 +27,7 @@ from april.util.lifetime import (
     reap,
     restart_delay_s,
 )
+from april.util.registry import python_command
 from april.util.text import counted
 from april.wire.sockets.base import ADDRESS_FILE
 
@@ -59,7 +60,7 @@ def command_of(
     connect_arguments = [] if role == "broker" else ["--connect", connect]
     if role != "learner":
         name_arguments = ["--name", name] if role != "broker" and name else []
-        return [sys.executable, "-m", "april.cli", role, *arguments, *connect_arguments, *name_arguments]
+        return python_command("-m", "april.cli", role, *arguments, *connect_arguments, *name_arguments)
     ranks = config.learner.ranks
     if learner_node is None:
         launch = ["april.learner.launch", "--nproc-per-node", str(ranks)]
@@ -76,7 +77,7 @@ def command_of(
             f"--nproc-per-node={ranks // learner_node.nodes}",
         ]
         launch += [f"--meeting={learner_node.rendezvous}"] if learner_node.rendezvous else []
-    return [sys.executable, "-m", *launch, "-m", "april.learner", *arguments, *connect_arguments]
+    return python_command("-m", *launch, "-m", "april.learner", *arguments, *connect_arguments)
 
 
 def supervise_part(
@@ -135,7 +136,9 @@ class PartSupervisor:
         own = {SUPERVISED: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
         self.environment = os.environ | own | environment_of(devices)
         self.leave_s = leave_s
-        self.restarts = 0
+        self.restarts = self._starts = 0
+        self._began = 0.0
+        """Time of the program's latest start (seconds)."""
         self._leave_by: float | None = None
         """Time at which the program is killed after a request to stop; None before the request."""
         self._child: subprocess.Popen | None = None
@@ -148,7 +151,7 @@ class PartSupervisor:
         try:
             while True:
                 status = self._run_once()
-                if self._leave_by is not None or status in OVER:
+                if self._leave_by is not None or (status in OVER and not self._passes(status)):
                     self.say(f"{self.name} {OVER.get(status, f'has left with status {status}')}")
                     return shell_status(status)
                 if not self._wait_for_restart(status):
@@ -158,9 +161,15 @@ class PartSupervisor:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
+    def _passes(self, status: int) -> bool:
+        """Whether a refusal may pass, as while the broker starts again or a disk does not answer: one soon after a
+        restart of a program that has worked. It costs one of the restarts."""
+        return status == REFUSED and self._starts > 1 and clock.now() - self._began < STEADY_S
+
     def _run_once(self) -> int:
         """Run the program once; returns its exit status, or STEPPED_ASIDE if it was ended to follow the broker."""
-        began, address = clock.now(), self._address()
+        self._began, address = clock.now(), self._address()
+        self._starts += 1
         self._child = subprocess.Popen(self.command, env=self.environment, start_new_session=True)
         moved_at = None
         if self._asked and self._asked[1] is not self._child:
@@ -179,7 +188,7 @@ class PartSupervisor:
                 self._child.wait(POLL_S)
             except subprocess.TimeoutExpired:
                 continue
-        if clock.now() - began >= STEADY_S:
+        if clock.now() - self._began >= STEADY_S:
             self.restarts = 0
         ended = self._child.returncode
         self._kill()

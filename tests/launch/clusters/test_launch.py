@@ -292,7 +292,8 @@ def test_a_part_sees_the_accelerators_of_its_span_and_is_refused_more_than_there
 
 
 def test_a_part_is_restarted_until_its_restarts_are_used_up(tmp_path):
-    """`PartSupervisor` returns the part's own status; a part that refuses to work is not restarted."""
+    """`PartSupervisor` returns the part's own status; a part that refuses to work at its first start is not
+    restarted."""
     counter, sleepy = tmp_path / "starts", "import sys, pathlib; p = pathlib.Path(sys.argv[1]); "
     program = sleepy + "p.write_text(p.read_text() + 'x' if p.exists() else 'x'); sys.exit(int(sys.argv[2]))"
     from april.launch.part import PartSupervisor
@@ -303,6 +304,21 @@ def test_a_part_is_restarted_until_its_restarts_are_used_up(tmp_path):
         command = ["python3", "-c", program, str(counter), str(status)]
         assert PartSupervisor("part", command, restarts, said.append).run() == status
         assert len(counter.read_text()) == starts, said
+
+
+@pytest.mark.parametrize(("statuses", "last"), [("420", 0), ("422", 2)])
+def test_a_refusal_at_a_restart_costs_a_restart_and_ends_the_part_when_none_is_left(tmp_path, statuses, last):
+    """It may pass, as while the broker starts again, or be final."""
+    from april.launch.part import PartSupervisor
+
+    left, said = tmp_path / "left", []
+    left.write_text(statuses)
+    program = (
+        "import sys, pathlib; p = pathlib.Path(sys.argv[1]); now, *rest = p.read_text(); p.write_text(''.join(rest))"
+    )
+    command = ["python3", "-c", f"{program}; sys.exit(int(now))", str(left)]
+    assert PartSupervisor("part", command, 1, said.append).run() == last
+    assert not left.read_text(), said
 
 
 def test_a_part_stopped_during_its_start_ends(monkeypatch):
