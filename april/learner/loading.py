@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from april.learner.attention_kernels import Packing
 from april.learner.mixers import split_mixers
 from april.util.files import WEIGHTS, weight_files
 
@@ -56,6 +57,8 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
         lm: nn.Module = kind.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
+    if lm.base_model is lm and not body_alone and hasattr(lm, "model"):
+        lm.base_model_prefix = "model"  # Llama 4's names the body of the model with images
     split_mixers(lm.base_model)
     return lm
 
@@ -97,6 +100,55 @@ def parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What a model makes of its head's product z with a hidden state: the logit scale z, or with a soft cap cap
+    tanh(scale z / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+
+class BodyOutput(tuple):
+    """Stands for what a model's body returns, of which only the first field, the hidden states, is something."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[0] if name == "last_hidden_state" else None
+
+
+PRODUCTS = (0.0, 2.0**-10, -1.0, 1.0, 3.0, -20.0, 50.0, 300.0, 2.0**24)
+"""Products of head and hidden state for which `logit_map` asks a model for its logits."""
+
+
+def logit_map(lm: nn.Module, folder: Path) -> LogitMap:
+    """What a causal LM does to its logits beside the product of its head, by its own forward pass with known values in
+    place of its body and its head. Raises ModelError if that is no scale and no soft cap."""
+    body, head = lm.base_model, lm.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ModelError(f"{folder}: its head is no linear layer, and the learner computes no other")
+    products, (size, width) = torch.tensor(PRODUCTS), head.weight.shape
+    hidden, starts = products[None, :, None].expand(1, -1, width), torch.tensor([0, len(products)], dtype=torch.int32)
+    body.forward = lambda *arguments, **options: BodyOutput((hidden,))
+    head.forward = lambda states: states[..., :1].expand(*states.shape[:-1], size)
+    try:
+        with torch.no_grad():
+            ids = torch.zeros(1, len(products), dtype=torch.int64)
+            logits = lm(input_ids=ids, use_cache=False, packing=Packing([len(products)], starts)).logits[0].double()
+    except Exception as error:
+        raise ModelError(f"{folder}: what the model makes of its head's products cannot be found: {error}") from error
+    finally:
+        del body.forward, head.forward
+    found = logits[:, 0]
+    cap = float(found[-1].abs()) if found[-1].abs() < found[3].abs() * products[-1] / 2 else None
+    scale = float(found[3]) if cap is None else float(found[1] / products[1])
+    scaled = scale * products.double()
+    expected = scaled if cap is None else cap * torch.tanh(scaled / cap)
+    same = logits.shape == (len(products), size) and torch.equal(logits, found[:, None].expand_as(logits))
+    if not same or scale <= 0 or not torch.allclose(found, expected, rtol=1e-4, atol=1e-6):
+        raise ModelError(f"{folder}: the model changes its logits in a way the learner does not compute")
+    return LogitMap(1.0 if abs(scale - 1) < 1e-6 else scale, cap)
 
 
 def persistent_buffers(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:

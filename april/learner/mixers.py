@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from april.learner.attention import PackedAttentionError, Packing
+from april.learner.attention import PackedAttentionError
+from april.learner.attention_kernels import Packing
 
 CACHES = frozenset(("cache", "past_key_values", "past_key_value", "layer_past", "cache_params", "state"))
 """Names by which transformers' modules take what they carry from token to token."""
@@ -32,9 +33,9 @@ class Row:
 
     def take(self, body: nn.Module, arguments: tuple, options: Mapping[str, Any]) -> None:
         """Hook before the forward pass of a model's body, which is passed the `packing` of its row."""
-        packing = options["packing"]
-        starts = packing.cu_seq_lens
-        self.parts = [Packing([n], starts[i : i + 2] - starts[i]) for i, n in enumerate(packing.seq_lens)]
+        if packing := options.get("packing"):
+            starts = packing.cu_seq_lens
+            self.parts = [Packing([n], starts[i : i + 2] - starts[i]) for i, n in enumerate(packing.seq_lens)]
 
     def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Contexts of a checkpoint's forward pass and of its recomputation, which sees the row of its forward pass."""
@@ -126,6 +127,8 @@ def mixers_in(module: nn.Module) -> Iterator[nn.Module]:
 def carries_state(module: nn.Module) -> bool:
     if any(isinstance(child, nn.Conv1d) for child in module.children()):
         return True
+    if uses_attention(module) and "arange" in unwrap(type(module).forward).__code__.co_names:
+        return True  # it counts the row's tokens itself, as Llama 4 for the temperature of its attention
     takes_cache = not CACHES.isdisjoint(signature(unwrap(type(module).forward)).parameters)
     return takes_cache and not any(map(uses_attention, module.modules()))
 

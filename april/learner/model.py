@@ -1,7 +1,6 @@
 """The trained policy: a Hugging Face causal LM that scores packed responses, sharded with FSDP2."""
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from april.config import LearnerSection
 from april.learner import attention
-from april.learner.loading import ModelError, empty_model, load_weights, persistent_buffers
+from april.learner.loading import LogitMap, ModelError, empty_model, load_weights, logit_map, persistent_buffers
 from april.learner.mixers import recompute_layers
 from april.learner.packing import MicroBatch, PackedSupport
 
@@ -30,11 +30,7 @@ ROWS_OF_CHUNK = 128
 BUCKET_BYTES = 16 * 2**20
 """Bytes gathered to rank 0 at a time; the fastest size measured on gloo."""
 GROUPED_BYTES = 16
-"""Alignment that torch's grouped matrix product requires of the rows of each factor, bytes."""
-CHANGES_LOGITS = re.compile(r"(?:final_)?(?:logits?|lm_head|output)_\w*(?:scal|multipl|softcap)\w*")
-"""Regular expression for names of keys by which a model changes its logits after the head, which `score_tokens` does
-not compute."""
-
+"""Alignment that matrix products on accelerators want of the rows of each factor, and grouped ones require, bytes."""
 
 Model = TypeVar("Model", bound=nn.Module)
 """A module with a language model, or the body of one, as attribute `lm`."""
@@ -49,9 +45,9 @@ class ScoreTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support, compiled, logit_dtype):
+    def forward(ctx, hidden, weight, targets, temperature, rows_per_chunk, support, compiled, logit_dtype, cap):
         target_logits, logprobs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk, logit_dtype)
+        chunks = LogitChunks(hidden, weight, temperature, rows_per_chunk, logit_dtype, cap)
         columns = support.positions if support else targets
         whole = None if support or compiled else torch.empty_like(chunks.buffer)
         kept = []
@@ -70,13 +66,14 @@ class ScoreTokens(torch.autograd.Function):
                 kept.append(log_p)
         ctx.save_for_backward(hidden, weight, columns, target_logits - logprobs, entropies, *kept)
         ctx.temperature, ctx.rows_per_chunk, ctx.support = temperature, rows_per_chunk, support
-        ctx.compiled = compiled
+        ctx.compiled, ctx.cap = compiled, cap
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx, logprob_gradients, entropy_gradients):
-        """With p = softmax(z), z = logits / temperature: d logprob / dz = onehot - p, dH / dz = -p (log p + H)."""
+        """With p = softmax(z), z = logits / temperature: d logprob / dz = onehot - p, dH / dz = -p (log p + H).
+        A soft cap c, z = c tanh(x / c) with x = logits / temperature, multiplies these by 1 - (z / c)^2."""
         hidden, weight, columns, normalisers, entropies, *kept = ctx.saved_tensors
         if logprob_gradients is None:
             logprob_gradients = torch.zeros_like(normalisers)
@@ -84,7 +81,7 @@ class ScoreTokens(torch.autograd.Function):
             starts = range(0, len(hidden), ctx.rows_per_chunk)
             log_ps = ((slice(start, start + len(log_p)), log_p) for start, log_p in zip(starts, kept, strict=True))
         else:
-            chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk)
+            chunks = LogitChunks(hidden, weight, ctx.temperature, ctx.rows_per_chunk, cap=ctx.cap)
             log_ps = (
                 (rows, logits if ctx.compiled else logits.sub_(normalisers[rows, None])) for rows, logits in chunks
             )
@@ -95,8 +92,10 @@ class ScoreTokens(torch.autograd.Function):
             entropy_gradient = None if entropy_gradients is None else entropy_gradients[rows, None]
             if ctx.compiled:
                 scales = [normalisers[rows, None], entropies[rows, None], logprob_gradient, entropy_gradient]
-                gradient = fused(gradient_of)(log_p, columns[rows, None], *scales, ctx.temperature, hidden.dtype)
+                options = (ctx.temperature, hidden.dtype, ctx.cap)
+                gradient = fused(gradient_of)(log_p, columns[rows, None], *scales, *options)
             else:
+                slope = None if ctx.cap is None else slope_of(log_p + normalisers[rows, None], ctx.cap)
                 if entropy_gradient is None:  # the rows are scaled where they are short: hidden states, not logits
                     gradient, factors = log_p.exp_(), -logprob_gradient / ctx.temperature
                     gradient.scatter_add_(1, columns[rows, None], torch.full_like(logprob_gradient, -1.0))
@@ -105,6 +104,8 @@ class ScoreTokens(torch.autograd.Function):
                     gradient = log_p.exp_().mul_(factor).scatter_add_(1, columns[rows, None], logprob_gradient)
                     if ctx.temperature != 1:
                         gradient.div_(ctx.temperature)
+                if slope is not None:
+                    gradient.mul_(slope)
                 if ctx.support:
                     gradient = ctx.support.spread(gradient, rows, len(weight))
                 gradient = gradient.to(hidden.dtype)
@@ -117,7 +118,12 @@ class ScoreTokens(torch.autograd.Function):
                 add_matmul(weight_gradient, gradient.T, inputs)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None, None, None, None
+
+
+def slope_of(logits: Tensor, cap: float) -> Tensor:
+    """Derivative of c tanh(x / c) by x for soft cap c, from its values; 0 for the padding of supports."""
+    return (logits / cap).clamp_(-1, 1).square_().neg_().add_(1)
 
 
 def row_products(left: Tensor, right: Tensor) -> Tensor:
@@ -142,15 +148,17 @@ def gradient_of(
     entropy_gradients: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
+    cap: float | None,
 ) -> Tensor:
-    """Gradient of logits [n, V] before the division by `temperature`, from those of log-probability and entropy, [n, 1]
-    each."""
+    """Gradient of logits [n, V] before the division by `temperature` and the soft cap, from those of log-probability
+    and entropy, [n, 1] each."""
     log_p = logits - normalisers
     factor = -logprob_gradients
     if entropy_gradients is not None:
         factor = factor - entropy_gradients * (log_p + entropies)
     at_target = torch.arange(logits.shape[1], device=logits.device) == columns
-    return ((log_p.exp() * factor + torch.where(at_target, logprob_gradients, 0.0)) / temperature).to(dtype)
+    gradient = (log_p.exp() * factor + torch.where(at_target, logprob_gradients, 0.0)) / temperature
+    return (gradient if cap is None else gradient * slope_of(logits, cap)).to(dtype)
 
 
 @cache
@@ -160,7 +168,8 @@ def fused(function: Callable) -> Callable:
 
 
 class LogitChunks:
-    """Iterates over (rows, fp32 logits / temperature) of a head, in one buffer that each chunk overwrites.
+    """Iterates over (rows, fp32 logits / temperature, softly capped) of a head, in one buffer that each chunk
+    overwrites.
 
     16-bit inputs are multiplied with fp32 accumulation and fp32 results: rounding a logit of 20 to bfloat16 would move
     it by 0.06.
@@ -173,9 +182,10 @@ class LogitChunks:
         temperature: float,
         rows_per_chunk: int,
         logit_dtype: torch.dtype = torch.float32,
+        cap: float | None = None,
     ):
         self.hidden, self.weight, self.temperature = hidden, weight, temperature
-        self.logit_dtype = logit_dtype
+        self.logit_dtype, self.cap = logit_dtype, cap
         self.rows_per_chunk = min(rows_per_chunk, max(1, len(hidden)))
         self.buffer = torch.empty(self.rows_per_chunk, len(weight), dtype=torch.float32, device=hidden.device)
         if weight.device.type == "cpu":
@@ -191,7 +201,11 @@ class LogitChunks:
                 torch.mm(part, self.weight.T, out_dtype=torch.float32, out=logits)
             if self.logit_dtype != torch.float32:
                 logits.copy_(logits.to(self.logit_dtype))
-            yield slice(start, start + len(part)), logits if self.temperature == 1 else logits.div_(self.temperature)
+            if self.temperature != 1:
+                logits.div_(self.temperature)
+            if self.cap is not None:
+                logits.div_(self.cap).tanh_().mul_(self.cap)
+            yield slice(start, start + len(part)), logits
 
 
 def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -212,9 +226,10 @@ def score_tokens(
     support: PackedSupport | None = None,
     compiled: bool = False,
     logit_dtype: torch.dtype = torch.float32,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy (nats) under softmax(hidden weight^T / temperature), renormalised over
-    the target's support if there are supports.
+    """Log-probability of each target and entropy (nats) under softmax(z), z = hidden weight^T / temperature, or with a
+    soft cap softmax(cap tanh(z / cap)), renormalised over the target's support if there are supports.
 
     hidden [K, D], weight [V, D], targets int64 [K] -> float32 [K], [K]; both are differentiable, with one backward pass
     per call. At most `LOGITS_PER_CHUNK` logits exist at a time (on an accelerator `LOGITS_PER_ACCELERATOR_CHUNK`), in
@@ -226,7 +241,7 @@ def score_tokens(
     else:
         rows_per_chunk = ROWS_OF_CHUNK * max(1, LOGITS_PER_ACCELERATOR_CHUNK // len(weight) // ROWS_OF_CHUNK)
     return ScoreTokens.apply(
-        hidden, weight, targets, temperature, rows_per_chunk, support, compiled and support is None, logit_dtype
+        hidden, weight, targets, temperature, rows_per_chunk, support, compiled and support is None, logit_dtype, cap
     )
 
 
@@ -237,10 +252,10 @@ class Policy(nn.Module):
     head. Using the head's weight outside would drop its gradient from the reduction.
     """
 
-    def __init__(self, lm: nn.Module, temperature: float):
+    def __init__(self, lm: nn.Module, temperature: float, logits: LogitMap | None = None):
         super().__init__()
         self.lm = lm
-        self.temperature = temperature
+        self.temperature, self.logits = temperature, logits or LogitMap()
         self.compiled = False
         """Whether `compile_layers` has compiled the layers."""
         self.logit_dtype = torch.float32
@@ -255,11 +270,12 @@ class Policy(nn.Module):
         """(log-probability, entropy) of each target of `micro`, float32 [K] each, over its support if there is one, at
         the policy's sampling temperature unless another is given."""
         head = self.lm.get_output_embeddings()
-        rows = hidden_states(self.lm, micro)
+        rows, weight = hidden_states(self.lm, micro), head.weight
+        if head.bias is not None:
+            rows, weight = with_bias(rows, weight, head.bias)
         temperature = temperature or self.temperature
-        return score_tokens(
-            rows, head.weight, micro.targets, temperature, micro.support, self.compiled, self.logit_dtype
-        )
+        divisor, cap = temperature / self.logits.scale, self.logits.cap and self.logits.cap / temperature
+        return score_tokens(rows, weight, micro.targets, divisor, micro.support, self.compiled, self.logit_dtype, cap)
 
     def compile_layers(self) -> None:
         """Compile the forward pass of each layer in place, except for its attention; sequences of any lengths share
@@ -268,6 +284,15 @@ class Policy(nn.Module):
         self.lm.set_attn_implementation(attention.register(compiled=True))
         for layer in self.lm.base_model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and a head without bias with the same products, [K, D'] and [V, D']: the bias is one more column,
+    of a feature that is 1, and zeros fill the rows to whole `GROUPED_BYTES`."""
+    columns = GROUPED_BYTES // weight.element_size()
+    ones = hidden.new_zeros(len(hidden), columns)
+    ones[:, 0] = 1
+    return torch.cat([hidden, ones], 1), torch.cat([weight, F.pad(bias[:, None], (0, columns - 1))], 1)
 
 
 def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
@@ -305,16 +330,11 @@ def empty_policy(folder: Path, temperature: float, recompute: bool = False) -> P
     With `recompute`, the backward pass recomputes a layer's activations instead of keeping them.
     """
     lm = empty_model(folder, attention.register())
-    for key, value in vars(lm.config).items():
-        if CHANGES_LOGITS.fullmatch(key) and value not in (None, 1):
-            raise ModelError(f"{folder}: the model's {key} changes its logits in a way the learner does not compute")
-    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-        raise ModelError(f"{folder}: the model's head has a bias, which the learner does not compute")
     if not hasattr(lm.base_model, "layers"):
         raise ModelError(f"{folder}: {type(lm.base_model).__name__} has no list `layers` to shard")
     if recompute:
         recompute_layers(lm)
-    return Policy(lm, temperature).train()
+    return Policy(lm, temperature, logit_map(lm, folder)).train()
 
 
 def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool = True) -> Model:

@@ -8,18 +8,14 @@ import torch
 from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     GPT2Config,
-    GraniteConfig,
     LlamaConfig,
-    MistralConfig,
     MixtralConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from april.learner import checkpoint
-from april.learner.attention import PackedAttentionError
 from april.learner.batch import TrainingBatch
 from april.learner.loading import ModelError
 from april.learner.lora import merged_weights
@@ -113,12 +109,10 @@ def test_two_ranks_that_recompute_experts_agree_with_one_that_keeps_them(one_ran
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Gemma2Config(**SHAPE), "final_logit_softcapping"),
-        (GraniteConfig(**SHAPE, logits_scaling=3.0), "logits_scaling"),
         (LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
         (GPT2Config(vocab_size=VOCAB, n_embd=32, n_head=4, n_layer=1), "no list `layers`"),
     ],
-    ids=["softcapped", "scaled", "positions", "no layers"],
+    ids=["positions", "no layers"],
 )
 def test_models_that_would_be_scored_wrongly_are_refused(config, reason, tmp_path):
     with pytest.raises(ModelError, match=reason):
@@ -138,13 +132,6 @@ def test_nothing_is_random_in_training_whatever_its_name(config, tmp_path):
     packed = pack([make_sample(np.random.default_rng(0), 3, 5, 1.0)], CPU)
     (first, _), (second, _) = policy(packed), policy(packed)
     assert torch.equal(first, second)
-
-
-def test_a_sliding_window_is_refused(tmp_path):
-    policy = load(random_model(MistralConfig(**SHAPE), tmp_path), temperature=1.0)
-    sample = make_sample(np.random.default_rng(0), 3, 5, 1.0)
-    with pytest.raises(PackedAttentionError, match="sliding_window"):
-        policy(pack([sample], CPU))
 
 
 def test_compiled_layers_train_as_plain_ones_and_are_not_compiled_for_each_batch(one_rank, tmp_path, monkeypatch):
