@@ -1,0 +1,117 @@
+"""Families of models: packed log-probabilities and gradients are those of transformers' own model, one sequence at a
+time."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from april.learner.batch import TrainSample
+from april.learner.loading import turn_off_noise
+from april.learner.model import load
+from april.learner.packing import pack
+from april.wire.message import Version
+
+SHAPE = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+WINDOW = {"sliding_window": 6}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+ROUTED = {
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LOW_RANKS = {
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": WINDOW | {"use_sliding_window": True, "max_window_layers": 2},
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": WINDOW
+    | EXPERTS
+    | {"use_sliding_window": True, "max_window_layers": 2, "shared_expert_intermediate_size": 16},
+    "llama": {},
+    "llama4_text": {
+        "attention_chunk_size": 6, "num_local_experts": 4, "intermediate_size_mlp": 24, "no_rope_layer_interval": 2,
+        "interleave_moe_layer_step": 2, "floor_scale": 4,
+    },
+    "mistral": WINDOW,
+    "mixtral": WINDOW | {"num_local_experts": 4},
+    "gemma2": WINDOW | {"query_pre_attn_scalar": 11},
+    "gemma3_text": WINDOW | {"num_hidden_layers": 6, "final_logit_softcapping": 9.0},
+    "gpt_oss": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": WINDOW,
+    "phi": {"num_key_value_heads": 4},
+    "phi3": WINDOW,
+    "phimoe": WINDOW | {"num_local_experts": 4},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "starcoder2": WINDOW,
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": WINDOW,
+    "exaone4": WINDOW,
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    "granitemoe": {"logits_scaling": 2.0, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": ROUTED | LOW_RANKS,
+    "glm4": {},
+    "glm4_moe": ROUTED,
+    "seed_oss": {},
+}  # fmt: skip
+"""Keys of each family's configuration beside `SHAPE`, by the family's `model_type`."""
+LENGTHS = (23, 5, 31, 1)
+"""Input tokens of the packed sequences: some longer than windows and chunks."""
+TOLERANCE = 1e-5
+
+
+@torch.no_grad()
+def family(name):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **SHAPE | FAMILIES[name])
+    turn_off_noise(config)
+    lm = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    )
+    for weight in lm.parameters():
+        if weight.dim() < 2:
+            weight += 0.3 * torch.randn_like(weight)  # norms, biases and sinks that matter
+        else:
+            weight.normal_(0, weight.shape[-1] ** -0.5)
+    return lm.train()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_family_has_the_log_probabilities_and_gradients_of_its_sequences(name, tmp_path):
+    lm = family(name)
+    lm.save_pretrained(tmp_path)
+    sequences = [torch.randint(0, SHAPE["vocab_size"], (length + 1,)) for length in LENGTHS]
+    weights = torch.randn(2, sum(LENGTHS))
+    expected = []
+    for sequence in sequences:
+        log_p = torch.log_softmax(lm(input_ids=sequence[None, :-1], use_cache=False).logits[0], -1)
+        expected.append(torch.stack([log_p.gather(1, sequence[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]))
+    theirs = torch.cat(expected, 1)
+    (weights * theirs).sum().backward()
+
+    policy = load(tmp_path, temperature=1.0)
+    ours = torch.stack(policy(pack([sample_of(sequence) for sequence in sequences], torch.device("cpu"))))
+    (weights * ours).sum().backward()
+
+    assert (ours - theirs).abs().max() <= TOLERANCE
+    found = dict(policy.lm.named_parameters())
+    assert found.keys() == dict(lm.named_parameters()).keys()
+    for each, weight in lm.named_parameters():
+        if weight.grad is None:
+            assert found[each].grad is None or not found[each].grad.any(), each
+        else:
+            difference = (found[each].grad - weight.grad).abs().max()
+            assert difference <= TOLERANCE * max(1.0, weight.grad.abs().max()), each
+
+
+def sample_of(sequence):
+    """A sample whose first token is its prompt."""
+    length = len(sequence) - 1
+    return TrainSample(
+        sequence.numpy().astype(np.int32), 1, np.zeros(length, np.float32), 0.0, ((0, length, Version(0, 0)),)
+    )
