@@ -47,6 +47,13 @@ class Reach:
     chunk: int | None = None
     """Size of the chunks, counted from the start of a sequence, across which no token sees; None for none."""
 
+    def squares(self, length: int) -> int:
+        """Twice the pairs of tokens that a sequence's tokens see, as if half of each token saw itself: the square of
+        `length` if they see all earlier ones."""
+        if self.chunk is not None:
+            return length // self.chunk * self.chunk**2 + (length % self.chunk) ** 2
+        return length**2 - max(0, length - (self.window or length)) ** 2
+
 
 class PackedAttentionError(ValueError):
     """An input that packed attention would compute wrongly; the message names it and the fix."""

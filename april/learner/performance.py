@@ -2,18 +2,24 @@
 
 Operations are counted as in PaLM, arXiv 2204.02311, appendix B: per parameter and token 2 forward, 4 backward, 2 for a
 reference policy; attention separately, and nothing for recomputed activations. Attention is causal: half of the full
-square. With an adapter the backward pass has 2 operations, since frozen weights need no gradient; a head trained with
-the adapter is not counted.
+square, of which windows and chunks leave out a part. With an adapter the backward pass has 2 operations, since frozen
+weights need no gradient; a head trained with the adapter is not counted.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
+from april.learner.attention import Reach
+from april.learner.mixers import uses_attention
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Keys by which models' configurations name the number of a layer's experts."""
 PASSES, ADAPTER_PASSES = 3, 2
 """Cost of forward plus backward pass in units of a forward pass: all weights trained, or an adapter."""
 
@@ -39,34 +45,56 @@ class Cost:
 
     per_token: float
     """Floating-point operations of the model's body per input token."""
-    per_square: float
-    """Floating-point operations of attention per square of a sequence's length in input tokens."""
+    per_square: dict[Reach, float]
+    """Floating-point operations of attention, by how far its layers see, per square of a sequence's length in input
+    tokens, as `Reach.squares` counts it."""
     per_target: float
     """Floating-point operations of the head per scored token."""
 
     def of(self, length: int, targets: int) -> float:
         """Forward operations of a sequence of `length` input tokens, `targets` of which are scored."""
-        return self.per_token * length + self.per_square * length**2 + self.per_target * targets
+        attention = sum(each * reach.squares(length) for reach, each in self.per_square.items())
+        return self.per_token * length + attention + self.per_target * targets
 
 
 def forward_cost(lm: nn.Module) -> Cost:
     """Cost of an unsharded Hugging Face causal LM; only the experts that a token is routed to count."""
-    config = lm.config
+    config = lm.config.get_text_config()
     layers = lm.base_model.layers
     weights = sum(active_weights(layer, config) for layer in layers)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 2 * len(layers) * config.num_attention_heads * head_dim
-    return Cost(2.0 * weights, float(attention), 2.0 * lm.get_output_embeddings().weight.numel())
+    per_square: dict[Reach, float] = {}
+    for reach in reaches(layers, config):
+        per_square[reach] = per_square.get(reach, 0.0) + operations_of_heads(config)
+    return Cost(2.0 * weights, per_square, 2.0 * lm.get_output_embeddings().weight.numel())
 
 
-def active_weights(layer: nn.Module, config) -> float:
+def reaches(layers: Iterable[nn.Module], config: PreTrainedConfig) -> Iterator[Reach]:
+    """How far each layer sees that has attention."""
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    local = Reach(window) if window is not None else Reach(chunk=chunk)
+    by_kind = {"sliding_attention": Reach(window), "chunked_attention": Reach(chunk=chunk)}
+    kinds = getattr(config, "layer_types", None)
+    for index, layer in enumerate(layers):
+        if any(map(uses_attention, layer.modules())):
+            yield by_kind.get(kinds[index], Reach()) if kinds else local
+
+
+def operations_of_heads(config: PreTrainedConfig) -> float:
+    """Floating-point operations of a layer's attention per square of a sequence's length."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = getattr(config, "qk_head_dim", None) or size
+    return float(heads * (keys + (getattr(config, "v_head_dim", None) or keys)))
+
+
+def active_weights(layer: nn.Module, config: PreTrainedConfig) -> float:
     """Number of a layer's weights that take part in the forward pass of one token."""
     total = 0.0
     for name, parameter in layer.named_parameters():
         share = 1.0
         if ".experts." in name:
-            experts = getattr(config, "num_experts", None) or config.n_routed_experts
-            share = config.num_experts_per_tok / experts
+            experts = next(filter(None, (getattr(config, key, None) for key in EXPERT_COUNTS)), 1)
+            share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
         total += share * parameter.numel()
     return total
 

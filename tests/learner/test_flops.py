@@ -5,12 +5,13 @@ import time
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
 from april.learner import performance
+from april.learner.attention import Reach
 from april.learner.packing import input_tokens
 from april.learner.trainer import Trainer
-from tests.support.learner.architectures import ARCHITECTURES
+from tests.support.learner.architectures import ARCHITECTURES, SHAPE
 from tests.support.learner.small_learner import make_config, uneven_batch
 
 
@@ -23,8 +24,31 @@ def test_a_forward_pass_costs_what_its_products_do(config):
     for length in (5, 60):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             lm(torch.zeros(1, length, dtype=torch.int64), use_cache=False)
-        full_square = cost.of(length, targets=length) + cost.per_square * length**2
+        full_square = cost.of(length, targets=length) + sum(cost.per_square.values()) * length**2
         assert counter.get_total_flops() == pytest.approx(full_square - vectors * length, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("reach", "sees"),
+    [
+        (Reach(), lambda q, k: True),
+        (Reach(window=100), lambda q, k: q - k < 100),
+        (Reach(window=1000), lambda q, k: True),
+        (Reach(chunk=70), lambda q, k: q // 70 == k // 70),
+    ],
+    ids=str,
+)
+def test_layers_cost_the_tokens_that_they_see(reach, sees):
+    pairs = sum(sees(q, k) for q in range(600) for k in range(q + 1))
+    assert reach.squares(600) == pytest.approx(2 * pairs - 600, rel=1e-2)
+
+
+def test_each_layer_costs_what_its_kind_sees():
+    config = Gemma2Config(**SHAPE, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    by_window = performance.forward_cost(AutoModelForCausalLM.from_config(config))
+    assert by_window.per_square == {Reach(window=4): 4 * 2 * 8, Reach(): 4 * 2 * 8}
+    mistral = performance.forward_cost(AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=4)))
+    assert mistral.per_square == {Reach(window=4): 2 * 4 * 2 * 8}
 
 
 @pytest.mark.parametrize(
