@@ -82,7 +82,7 @@ def quickstart(dry_run: bool, overrides: list[str], **options: Any) -> int:
     """Make a tiny policy and prompts in ./cache, and train it."""
     if not dry_run:
         make_inputs()
-    inputs = [word for key, path in INPUTS.items() for word in (f"--{key}", str(path))]
+    inputs = [word for key, path in INPUTS.items() for word in (f"--{key}", str(path.absolute()))]
     return run([QUICKSTART], dry_run, without_learner=False, overrides=[*inputs, *overrides], **options)
 
 

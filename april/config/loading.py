@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from april.config.checks import INPUTS, check
 from april.config.hub import Fetch, from_cache, hub_inputs, is_hub_name, take_recorded_commits
-from april.config.section import HUB_NAME, NAME_OR_FILE, UNSET, Section, tables, with_own_keys
+from april.config.section import HUB_NAME, NAME_OR_FILE, NONE, UNSET, Section, tables, with_own_keys
 from april.config.sections import Config, RunSection
 from april.util.errors import ConfigError, refuse
 from april.util.registry import REGISTRIES, add_import_folders
@@ -371,6 +371,8 @@ def make_paths_absolute(tree: Any, folder: Path) -> None:
             value, kinds = table.get(name), (field.annotation, *get_args(field.annotation))
             if isinstance(value, list) and Path in kinds:
                 table[name] = [absolute_path(item, folder) if isinstance(item, str) else item for item in value]
+            elif value == NONE and model.unset_value(name) is not NONE:
+                continue
             elif isinstance(value, str) and not any(value in get_args(k) for k in kinds if get_origin(k) is Literal):
                 of_hub = HUB_NAME in field.metadata and is_hub_name(value) and not (folder / value).exists()
                 is_file = NAME_OR_FILE in field.metadata and Path(value).suffix

@@ -8,7 +8,7 @@ does not match its extension is refused. JSON numbers keep their digits, and obj
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def data_files(source: SourceSection) -> list[Path]:
         refuse("data.split", split or source.configuration, f"is of a dataset, and {path} is no folder", "leave it out")
     card, asked = read_card(path), (source.configuration, split)
     _, _, names = choose_files(names_in(path), card, *asked, "data.{}".format)
-    return of_one_dataset(path, [path / name for name in names])
+    return checked(path, [path / name for name in names])
 
 
 def files_at(path: Path) -> list[Path]:
@@ -149,19 +149,19 @@ def files_at(path: Path) -> list[Path]:
     files = sorted(file for file in path.iterdir() if kind_of(file) and file.name not in HUB_FILES)
     if not files:
         raise ConfigError(f"dataset {path} is a folder without JSONL, JSON, Parquet or Arrow files; give one with some")
-    splits = sorted({split_of(file) for file in files})
+    return checked(path, files, sorted({split_of(file) for file in files}))
+
+
+def checked(path: Path, files: list[Path], splits: Sequence[str] = ()) -> list[Path]:
+    """The files of a folder's dataset, which must be of one kind and of one split, with all shards. Raises
+    ConfigError."""
+    if len({kind_of(file) for file in files}) > 1:
+        raise ConfigError(f"dataset {path} is a folder with files of several kinds; give one of them")
     if len(splits) > 1:
         raise ConfigError(
             f"dataset {path} is a folder with files of {', '.join(splits)}; say which with data.split, or put those to "
             "read in their own"
         )
-    return of_one_dataset(path, files)
-
-
-def of_one_dataset(path: Path, files: list[Path]) -> list[Path]:
-    """The files of the folder, which must be of one kind, with all shards. Raises ConfigError."""
-    if len({kind_of(file) for file in files}) > 1:
-        raise ConfigError(f"dataset {path} is a folder with files of several kinds; give one of them")
     check_shards(path, files)
     return files
 

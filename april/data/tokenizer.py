@@ -167,5 +167,14 @@ def generation_eos_ids(path: Path) -> set[int]:
     return set()
 
 
+def recommended_sampling(path: Path) -> dict[str, float]:
+    """Temperature, top_p and top_k with which a folder's `generation_config.json` has transformers sample, as far as it
+    names them."""
+    file = path / "generation_config.json"
+    config = orjson.loads(file.read_bytes()) if file.is_file() else {}
+    named = {key: config.get(key) for key in ("temperature", "top_p", "top_k")} if config.get("do_sample") else {}
+    return {key: value for key, value in named.items() if value is not None}
+
+
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]

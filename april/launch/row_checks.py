@@ -13,8 +13,9 @@ from april.broker.prompts import PromptBook
 from april.config import Config, SourceSection
 from april.data.dataset import Dataset
 from april.data.rows import BadRow, DatasetRow, text_of
-from april.data.tokenizer import Tokenizer
+from april.data.tokenizer import Tokenizer, recommended_sampling
 from april.launch.check import Findings
+from april.workers.engines import ENGINES
 
 FIRST_ROWS = 1000
 """Rows per dataset that are inspected; the last row is inspected as well."""
@@ -46,7 +47,7 @@ def located(
     starts = np.cumsum([0, *dataset.counts])
     for number in numbers:
         source = int(np.searchsorted(starts, number, side="right")) - 1
-        yield f"{sources[source].path}, row {number - starts[source] + 1}", dataset[number]
+        yield f"{sources[source].named()}, row {number - starts[source] + 1}", dataset[number]
 
 
 def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: bool = False) -> list[InspectedRow]:
@@ -82,12 +83,31 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
             "response goes on to sampling.max_response_tokens; name one in generation_config.json, or as "
             "sampling.stop_token_ids"
         )
+    warn_of_sampling(config, found)
     if refused:
         found.warnings.append(f"{len(refused)} of {looked_at} prompts are left out, the first {refused[0]}")
     if rows:
         record_lengths(config, book, rows, found)
         warn_of_characters(tokenizer, rows, found)
     return rows
+
+
+def warn_of_sampling(config: Config, found: Findings) -> None:
+    """Warn of held-out prompts that are sampled otherwise than the model's makers recommend. Training prompts always
+    are: what is trained is the policy's own distribution."""
+    truncates = ENGINES.find(config.worker.engine).truncates_sampling
+    for evaluated in config.evaluation_sets:
+        wanted = {
+            key: value
+            for key, value in recommended_sampling(config.model.path).items()
+            if value != getattr(evaluated, key) and (truncates or key == "temperature")
+        }
+        if wanted:
+            keys = ", ".join(f"{evaluated.key}.{key} = {value:g}" for key, value in wanted.items())
+            found.warnings.append(
+                "generation_config.json of the model is read for its end tokens and not for its sampling; for figures "
+                f"as its makers publish them set {keys}"
+            )
 
 
 def record_lengths(config: Config, book: PromptBook, rows: list[InspectedRow], found: Findings) -> None:

@@ -176,6 +176,7 @@ def test_every_key_can_be_overridden_on_the_command_line(file):
         (["--engine.url", "none"], []),
         (["--operations.http", "none"], "none"),
         (["--data.label_key", "none"], None),
+        (["--data.eval_path", "none"], None),
         (["--agent.command", '["python", "agent.py"]'], ["python", "agent.py"]),
     ],
 )

@@ -310,6 +310,12 @@ def test_folders_with_several_kinds_of_files_are_refused(tmp_path):
         write_lines(tmp_path / "plain" / f"{name}.jsonl", RECORDS[:4])
     with pytest.raises(ConfigError, match="files of test, train"):
         load(tmp_path / "plain")
+    for name in ("dict", "plain"):
+        assert len(load(tmp_path / name, split="train")) == 4
+        with pytest.raises(ConfigError, match=r"'data.split' = 'dev' .*: test, train"):
+            load(tmp_path / name, split="dev")
+    with pytest.raises(ConfigError, match=r"'data.split' = 'train' .* is no folder"):
+        load(tmp_path / "plain" / "train.jsonl", split="train")
 
 
 # --- order --------------------------------------------------------------------------------------------------

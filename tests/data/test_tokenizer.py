@@ -9,7 +9,7 @@ import pytest
 
 from april.config import ConfigError
 from april.data.rows import BadRow
-from april.data.tokenizer import Tokenizer
+from april.data.tokenizer import Tokenizer, recommended_sampling
 from april.learner.policy.warm_start import build_tokenizer
 
 
@@ -168,6 +168,39 @@ def test_a_template_may_drop_thoughts_move_the_system_s_text_and_escape(printed)
         "{% endif %}|{% endfor %}{{ messages[0].content }}"
     )
     assert "be brief" in printed(messages, template)
+
+
+def test_a_template_s_own_system_prompt_and_a_row_s_are_encoded_as_by_transformers(folder):
+    """As Qwen2.5's: it has a system prompt for messages that begin with none."""
+    template = (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}12+{% endif %}="
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}#{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(folder)
+    for system, text in (([], "12+=7#"), ([{"role": "system", "content": "3*"}], "3*=7#")):
+        messages = [*system, {"role": "user", "content": "7"}]
+        ids = tokenizer.encode_prompt(messages).tolist()
+        assert tokenizer.decode(ids) == text
+        assert ids == tokenizer.inner.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_tokeniser_may_lack_a_padding_token_and_a_model_have_more_embeddings_than_it_has_tokens(folder):
+    settings = orjson.loads((folder / "tokenizer_config.json").read_bytes())
+    (folder / "tokenizer_config.json").write_bytes(orjson.dumps(settings | {"pad_token": None}))
+    padded = len(build_tokenizer()) + 64
+    (folder / "config.json").write_bytes(orjson.dumps({"model_type": "qwen3", "vocab_size": padded}))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.inner.pad_token_id is None
+    ids = tokenizer.encode_row("1+2").tolist()
+    assert tokenizer.response_text([*ids, 1]) == tokenizer.decode([*ids, padded - 1]) == "1+2"
+
+
+def test_the_recommended_sampling_is_that_with_which_transformers_would_generate(folder):
+    written = {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": 1}
+    for config, expected in ((written, {"temperature": 0.6, "top_k": 20}), (written | {"do_sample": False}, {})):
+        (folder / "generation_config.json").write_bytes(orjson.dumps(config))
+        assert recommended_sampling(folder) == expected
 
 
 @pytest.mark.parametrize(("bos", "ids"), [(None, [0]), (True, [0]), (False, [])])

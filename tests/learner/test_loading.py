@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-from april.learner import loading
+from april.learner import checkpoint, loading
 from april.learner.loading import ModelError
 from april.learner.model import empty_policy, load, load_sharded
 from tests.support.learner.architectures import EXPERTS, GLM_EXPERTS, SHAPE, random_model
@@ -152,3 +152,23 @@ def test_a_tied_weight_may_stand_under_the_head_s_name(tmp_path):
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
     found = load(folder, 1.0).lm.state_dict()
     assert equal(found, expected)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+def test_weights_in_fp16_are_trained_in_fp32_and_exported_as_they_came(named, rank, tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPE, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path / "halves")
+    if not named:
+        file = tmp_path / "halves/config.json"
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "dtype"}))
+    files = load_file(tmp_path / "halves/model.safetensors")
+    assert {tensor.dtype for tensor in files.values()} == {torch.float16}
+    policy = load(tmp_path / "halves", 1.0)
+    found = policy.lm.state_dict()
+    assert all(torch.equal(found[name], tensor.float()) for name, tensor in files.items())
+    rank(0)
+    dtype = checkpoint.dtype_of_folder(tmp_path / "halves")
+    state = {name: tensor.to(dtype or tensor.dtype) for name, tensor in files.items()}
+    checkpoint.export(policy.lm, state, tmp_path / "halves", tmp_path / "policy")
+    assert equal(load_file(tmp_path / "policy/model.safetensors"), files)

@@ -46,9 +46,9 @@ def check(config: Config, theirs: Any, rows: Any = None) -> None:
         raise ConfigError(f"{SPMD} is set: every rank would ask for batches; start AReaL with scheduler.type=local")
     if config.data.source == "submitted" and rows is None:
         refuse("data.source", "submitted", "wants AReaL's rows", "give train_dataset")
-    schedule, sampling = config.schedule, config.sampling
+    schedule, sampling, named = config.schedule, config.sampling, config.model.commit is not None
     options = {
-        "actor.path": (os.path.abspath(theirs.actor.path), str(config.model.path)),
+        "actor.path": (theirs.actor.path if named else os.path.abspath(theirs.actor.path), config.model.named()),
         "actor.temperature": (theirs.actor.temperature, sampling.temperature),
         "actor.weight_update_mode": (theirs.actor.weight_update_mode, "disk"),
         "actor.use_lora": (theirs.actor.use_lora, False),

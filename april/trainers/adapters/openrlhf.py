@@ -81,7 +81,7 @@ def check(config: Config, theirs: dict[str, Any]) -> None:
     schedule, sampling = config.schedule, config.sampling
     groups = schedule.rollout_batch_size
     options: dict[str, tuple] = {
-        "actor.model_name_or_path": (config.model.path,),
+        "actor.model_name_or_path": (Path(config.model.named()),),
         "rollout.batch_size": (groups,),
         "rollout.vllm_generate_batch_size": (None, groups),
         "rollout.n_samples_per_prompt": (schedule.n_samples_per_prompt,),
