@@ -283,8 +283,7 @@ def state_bytes(trainer: Trainer) -> int:
     """Bytes of this rank's parameters, gradients and moments after a step."""
     parameters = list(trainer.policy.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    return sum(tensor.nbytes for tensor in (*parameters, *gradients, *moments))
+    return sum(tensor.nbytes for tensor in (*parameters, *gradients, *trainer.optimizer.tensors()))
 
 
 def samples_row(folder: Path, vocabulary: int, quick: bool) -> Row:

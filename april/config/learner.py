@@ -33,12 +33,40 @@ class LearnerSection(Section):
         "shards each expert's tensors instead. Above 1, tokens travel to their experts' ranks and back once a "
         "layer.",
     )
-    lr: float = Field(1e-6, gt=0, description="AdamW learning rate of the policy. Too high a rate ends in collapse.")
+    optimizer: str = Field(
+        "adamw",
+        description="Optimizer of the policy and the critic: adamw (8 bytes a trained parameter for its moments), "
+        "adamw_8bit (2 bytes, by bitsandbytes), muon (4 bytes; whole matrices are gathered in each step), or yours as "
+        "package.module:Class.",
+    )
+    optimizer_on_host: bool = Field(
+        False,
+        description="Keep the optimizer's state in the host's memory and step there: no bytes of it on the "
+        "accelerator, for copies of gradients and weights over the bus and a slower step.",
+    )
+    lr: float = Field(1e-6, gt=0, description="Learning rate of the policy. Too high a rate ends in collapse.")
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "constant",
+        description="Learning rate after the warm-up: constant; linear or cosine down to lr_floor at "
+        "schedule.max_steps; wsd (warm-up, stable, decay), constant until the last lr_decay_share of the steps.",
+    )
+    lr_floor: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of lr that a falling learning rate ends at. A higher one learns more in the last steps.",
+    )
+    lr_decay_share: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="Share of the steps over which lr_schedule = wsd falls. A larger one falls earlier.",
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="AdamW's two betas: decay of the mean of gradients, and of their squares."
     )
     weight_decay: float = Field(
-        0.0, ge=0, description="AdamW's decoupled weight decay. A larger one pulls the weights harder towards 0."
+        0.0, ge=0, description="Decoupled weight decay. A larger one pulls the weights harder towards 0."
     )
     warmup_steps: int = Field(
         0,

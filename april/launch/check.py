@@ -40,6 +40,7 @@ from april.launch import TARGETS
 from april.launch.devices import check_nodes, numa_nodes, place_parts
 from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
+from april.learner.optimizers import OPTIMIZERS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.util.errors import NotTried, refuse
 from april.util.files import has_weights, weight_files
@@ -279,6 +280,8 @@ def installed_backend(config: Config) -> str:
     """Description of the installed sharding backend, perhaps empty. Raises ConfigError if it cannot be used."""
     backend = BACKENDS.find(config.learner.backend)
     backend.check(config)
+    if not config.is_shipped("learner.optimizer"):
+        OPTIMIZERS.find(config.learner.optimizer)
     return backend.installed_version()
 
 

@@ -13,6 +13,7 @@ from april.config import Config
 from april.config.checks import needs_values
 from april.config.training import layers_to_adapt
 from april.launch.devices import memory_here
+from april.learner.optimizers import state_bytes
 from april.util.errors import refuse
 from april.util.files import weight_files
 from april.util.text import format_bytes
@@ -113,9 +114,8 @@ def all_tensors(folder: Path) -> Iterator[StoredTensor]:
 # --- division ---------------------------------------------------------------------------------------------------------
 
 GIB = 1 << 30
-KEPT_BYTES, TRAINED_BYTES = 4, 12
-"""Bytes per parameter in float32: of every weight (kept), and of the gradient and two AdamW moments of a trained
-weight."""
+KEPT_BYTES, GRADIENT_BYTES = 4, 4
+"""Bytes per parameter in float32: of every weight (kept), and of the gradient of a trained weight."""
 HEAD_BYTES = 12
 """Temporary bytes per parameter of the output head: bfloat16 weight and gradient, and two float32 copies of the
 gradient."""
@@ -149,7 +149,8 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
         resident += shape.parameters
     if needs_values(config.algorithm, imported=False):
         resident, trained = resident + shape.parameters, trained + shape.parameters
-    return (resident * KEPT_BYTES + trained * TRAINED_BYTES) // config.learner.ranks
+    trained_bytes = GRADIENT_BYTES + state_bytes(config.learner)
+    return (resident * KEPT_BYTES + trained * trained_bytes) // config.learner.ranks
 
 
 def activations_bytes(config: Config, shape: ModelShape) -> float:

@@ -15,20 +15,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata, TensorStorageMetadata
-from torch.optim import Optimizer
 from transformers import AutoConfig, PreTrainedModel
 
+from april.config import LearnerSection
 from april.config.stored import CHECKSUMS_FILE, digest_of, format_checksums, parse_checksums
 from april.learner.loading import ModelError
 from april.learner.lora import save_adapter
 from april.learner.model import Policy, gather_tensors
+from april.learner.optimizers import OPTIMIZERS
+from april.learner.optimizers.base import PartOptimizer
 from april.util.errors import refuse, toml_like
 from april.util.files import read_whole, retried, sync
 
@@ -40,7 +42,7 @@ METADATA_FILE = ".metadata"
 PROGRESS_FILE = "progress.json"
 STEPS = "optimizer_steps"
 WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER = "optimizer"
 
 
 @dataclass
@@ -51,22 +53,28 @@ class CheckpointPart:
     """Prefix of the part's tensor names in a checkpoint; empty for the policy."""
     model: Any
     """The sharded module; its property `trained` has the (name, parameter) pairs to store."""
-    optimizer: Optimizer
+    optimizer: PartOptimizer
     steps: int = 0
     """Number of optimizer steps so far that changed the weights."""
+
+    @classmethod
+    def of(cls, prefix: str, model: Any, lr: float, section: LearnerSection) -> Self:
+        """A part with a new optimizer, which `section` names."""
+        return cls(prefix, model, OPTIMIZERS.find(section.optimizer)(list(model.trained), lr, section))
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments by their names in a checkpoint. Moments exist once the optimizer has made a step."""
         state = {}
         for name, parameter in self.model.trained:
             state[f"{self.prefix}model.{name}"] = parameter.detach()
-            for moment in MOMENTS if parameter in self.optimizer.state else ():
-                state[f"{self.prefix}{moment}.{name}"] = self.optimizer.state[parameter][moment]
+            for moment, values in self.optimizer.moments(parameter).items():
+                state[f"{self.prefix}{moment}.{name}"] = values
         return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Update the model after values were loaded into the tensors of `state()`; a no-op here, where `state()` has
-        the model's own tensors."""
+        """Update the model and the optimizer after values were loaded into the tensors of `state()`; the model's own
+        are among those here."""
+        self.optimizer.loaded()
 
 
 def steps(directory: Path) -> list[int]:
@@ -164,17 +172,26 @@ def check_critic(directory: Path, step: int, parts: Sequence[CheckpointPart]) ->
         )
 
 
+def check_optimizer(directory: Path, step: int, parts: Sequence[CheckpointPart]) -> None:
+    """Raises ConfigError if the checkpoint of `step` has the moments of another optimizer than a part's."""
+    progress = orjson.loads(read_whole(folder(directory, step) / PROGRESS_FILE))
+    for part in parts:
+        if (before := progress.get(f"{part.prefix}{OPTIMIZER}", "adamw")) != part.optimizer.name:
+            refuse(
+                "learner.optimizer",
+                part.optimizer.name,
+                f"is not the {before!r} of checkpoint {folder(directory, step)}, whose moments it does not take",
+                f"go on with {before!r}, or begin another run",
+            )
+
+
 def allocate_state(source: Path, parts: Sequence[CheckpointPart]) -> dict[str, Tensor]:
     """Allocate the parts' tensors into which checkpoint `source` is to be loaded, by name in the checkpoint; also sets
     the parts' step counts."""
     progress = orjson.loads(read_whole(source / PROGRESS_FILE))
     for part in parts:
         part.steps = progress[f"{part.prefix}{STEPS}"]
-        part.optimizer.state.clear()
-        for _, parameter in part.model.trained if part.steps else ():
-            moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
-            count = torch.tensor(float(part.steps), device=parameter.device)
-            part.optimizer.state[parameter] = {"step": count, **moments}
+        part.optimizer.restore(part.steps)
     return sharded_state(parts)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.learner import attention
-from april.learner.backends.backend import adamw, clip_gradients
+from april.learner.backends.backend import clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.loading import empty_model
 from april.learner.losses.gae import value_losses, whitened
@@ -67,8 +67,7 @@ class Critic:
         self.section, self.device, self.estimator = config.critic, device, estimator
         model = empty_value_model(config.model.path, config.learner.activation_checkpointing)
         self.model = load_sharded(model, config.model.path, device, bf16)
-        optimizer = adamw([parameter for _, parameter in self.model.trained], config.critic.lr, config.learner)
-        self.part = CheckpointPart("critic.", self.model, optimizer)
+        self.part = CheckpointPart.of("critic.", self.model, config.critic.lr, config.learner)
         self._totals = self._blank()
 
     def _blank(self) -> Tensor:
@@ -135,7 +134,7 @@ class Critic:
         }
 
     def update(self) -> None:
-        self.part.optimizer.step()
+        self.part.optimizer.step(self.section.lr)
         self.part.steps += 1
 
 

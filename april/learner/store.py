@@ -35,7 +35,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from april.config.stored import StoredCheckpoints
 from april.learner import checkpoint
-from april.learner.checkpoint import CHECKSUMS_FILE, METADATA_FILE, PROGRESS_FILE, STEPS, CheckpointPart, folder
+from april.learner.checkpoint import (
+    CHECKSUMS_FILE,
+    METADATA_FILE,
+    OPTIMIZER,
+    PROGRESS_FILE,
+    STEPS,
+    CheckpointPart,
+    folder,
+)
 from april.learner.checkpoint_copies import (
     CheckpointCopies,
     Disks,
@@ -213,7 +221,8 @@ class CheckpointStore:
         dist.barrier()
         state = copy_to_memory(checkpoint.sharded_state(parts))
         progress = {"step": step, "ranks": dist.get_world_size(), "lora": adapter}
-        progress |= {f"{part.prefix}{STEPS}": part.steps for part in parts}
+        for part in parts:
+            progress |= {f"{part.prefix}{STEPS}": part.steps, f"{part.prefix}{OPTIMIZER}": part.optimizer.name}
         self._writing = step, in_background(self._write, state, partial, progress)
 
     def _write(self, state: dict[str, Tensor], partial: Path, progress: dict[str, Any]) -> None:

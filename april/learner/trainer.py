@@ -36,6 +36,8 @@ from april.learner.objective import (
     ScoringPass,
     TrainMicroBatch,
 )
+from april.learner.optimizers import lr_share
+from april.learner.optimizers.base import PartOptimizer
 from april.learner.packing import MicroBatch, input_tokens, pack, plan
 from april.learner.performance import PhaseSeconds, Seconds
 from april.learner.store import CheckpointStore
@@ -140,8 +142,7 @@ class Trainer:
         """What rounding does to the canary's log-probabilities: of which text, in how many versions used, in nats."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The policy's optimizer."""
+    def optimizer(self) -> PartOptimizer:
         return self.part.optimizer
 
     @property
@@ -235,7 +236,7 @@ class Trainer:
     def optimize(self, micros: list[TrainMicroBatch], observe: TokenObserver, seconds: Seconds) -> StepResult:
         """Do one optimizer step of policy and critic on `micros`. Collective."""
         for part in self.parts:
-            part.optimizer.zero_grad(set_to_none=True)
+            part.optimizer.zero_grad()
         totals, critic_alone = StepTotals(self.device), self.trains_critic_alone
 
         def loss(index: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
@@ -340,7 +341,7 @@ class Trainer:
         log_ratios, squares = torch.zeros(2, len(responses), dtype=torch.float64, device=self.device)
         MAIN.at("measuring gradient norms")
         for index, rows in enumerate(responses):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             passes = self.build_micros(prepared, rows, lengths)
             self.backend.backward([micro.packed for micro in passes], ResponseGradientLoss(passes, log_ratios[index]))
             squares[index] = self.backend.clip(math.inf) ** 2 if passes else 0.0
@@ -366,14 +367,13 @@ class Trainer:
         return [micro if micro.tokens is None else replace(micro, context=next(contexts)) for micro in micros]
 
     def next_lr(self) -> float:
-        """Learning rate of the next optimizer step: linear from 0 over `learner.warmup_steps` steps, then constant."""
+        """Learning rate of the next optimizer step, by `learner.lr_schedule`."""
         section = self.config.learner
-        return section.lr * min(1.0, (self.optimizer_steps + 1) / max(1, section.warmup_steps))
+        total = self.config.schedule.max_steps * section.epochs * section.minibatches
+        return section.lr * lr_share(section, self.optimizer_steps, total)
 
     def update(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        self.optimizer.step(lr)
         self.part.steps += 1
 
     def weights(self) -> dict[str, Tensor]:
@@ -421,6 +421,7 @@ class Trainer:
         if found := self.checkpoints.newest():
             checkpoint.check_adapter(self.directory, found.step, self.backend.adapter)
             checkpoint.check_critic(self.directory, found.step, self.parts)
+            checkpoint.check_optimizer(self.directory, found.step, self.parts)
             self.checkpoints.restore(found, self.parts)
             self.step_count = found.step
         return self.step_count
@@ -429,9 +430,8 @@ class Trainer:
         """Tensors that this rank keeps on its device between two batches: parameters, buffers, optimizer state.
         Gradients are freed."""
         for part in self.parts:
-            part.optimizer.zero_grad(set_to_none=True)
-            for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+            part.optimizer.zero_grad()
+            yield from (each for each in part.optimizer.tensors() if each.device.type == self.device.type)
         self.backend.free_gathered()
         for model in filter(None, (*(part.model for part in self.parts), self.reference)):
             yield from model.parameters()

@@ -28,6 +28,7 @@ REGISTRIES = {
     "worker.engine": "april.workers.engines:ENGINES",
     "schedule.kind": "april.broker.schedules:SCHEDULES",
     "learner.backend": "april.learner.backends:BACKENDS",
+    "learner.optimizer": "april.learner.optimizers:OPTIMIZERS",
     "algorithm.loss": "april.learner.losses:LOSSES",
     "algorithm.corrections": "april.learner.losses:CORRECTIONS",
     "algorithm.advantage": "april.learner.losses:ADVANTAGES",
@@ -62,7 +63,7 @@ def python_command(*words: str) -> list[str]:
     """Command line of a Python process with the arguments `words`, which imports nothing of the working directory in
     place of an installed module, such as a `random.py` there. Where April itself is found only in that directory, a
     checkout that is not installed, it stays the first on the path."""
-    folders = [folder for folder in sys.path if Path(folder).resolve() != Path.cwd()]
+    folders = [folder for folder in sys.path if os.path.abspath(folder) != os.getcwd()]
     found = next(filter(None, (finder.find_spec("april", folders) for finder in sys.meta_path)), None)
     installed = found is not None and found.origin == sys.modules["april"].__file__
     return [sys.executable, *(["-P"] if installed else []), *words]

@@ -261,6 +261,7 @@ PARTS = {
     "worker.engine": "my_engine:Engine",
     "schedule.kind": "my_schedule:Schedule",
     "learner.backend": "my_backend:Backend",
+    "learner.optimizer": "my_optimizer:Adamax",
     "algorithm.loss": "my_loss:loss",
     "algorithm.corrections": '["my_correction:correction"]',
     "algorithm.advantage": "my_advantage:advantage",

@@ -4,7 +4,7 @@ backend = BACKENDS.find(name).build(config, device)     # load: each rank reads 
 scores = backend.scores(backend.policy, micros)         # forward pass over packed micro-batches
 backend.backward(micros, loss)                          # forward, loss and backward
 norm = backend.clip(max_norm)                           # gradients are summed over all ranks from here on
-backend.part.optimizer.step()                           # step
+backend.part.optimizer.step(lr)                         # step
 state = backend.weights(dtype)                          # gather: bucket by bucket, by Hugging Face name, to rank 0
 store.restore(found, [backend.part])                    # save and restore: tensors by Hugging Face name, too
 
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from april.config import LearnerSection
 from april.learner.checkpoint import CheckpointPart
 from april.learner.losses.ranks import Ranks
 from april.learner.model import gather_state
@@ -107,11 +106,7 @@ class Backend(ABC):
         return self.weights(dtype)
 
 
-# --- optimizer and gradient clipping ----------------------------------------------------------------------------------
-
-
-def adamw(parameters: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=lr, betas=section.betas, weight_decay=section.weight_decay, fused=True)
+# --- gradient clipping ------------------------------------------------------------------------------------------------
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from april.config import Config
+from april.learner.optimizers import check_optimizer
 from april.util.errors import refuse
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class BackendEntry:
     def check(cls, config: Config) -> None:
         """Raises ConfigError for a configuration that the back end does not support; called before anything is
         started."""
+        check_optimizer(config.learner)
         ranks, whole = config.learner.ranks, f"learner.ranks = {config.learner.ranks}"
         for key in ("pipeline_parallel", "tensor_parallel", "expert_parallel"):
             each = getattr(config.learner, key)

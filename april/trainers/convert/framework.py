@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from april.trainers.convert.translation import Options, Rule, Translation, without_extremes
+from april.trainers.convert.translation import Options, Rule, Translation, by_name, without_extremes
 from april.util.errors import ConfigError
 
 MAX_SCRIPT_CHARACTERS = 1 << 18
@@ -22,7 +22,16 @@ MEMORY = "of memory; April packs into learner.microbatch_tokens, and shards all 
 OWN_FILES = "April's checkpoints and its exported policy are in the run's folder, run.dir and run.name"
 LOGS = "of its logs; April writes metrics.jsonl, and to operations.sinks"
 ADAM = "April's optimizer is AdamW"
-CONSTANT_LR = "April keeps the learning rate constant after its warm-up"
+LR_SCHEDULES = by_name(
+    constant="constant",
+    constant_with_warmup="constant",
+    linear="linear",
+    cosine="cosine",
+    cosine_with_min_lr="cosine",
+    WSD="wsd",
+    warmup_stable_decay="wsd",
+)
+"""Converts the name of a schedule of the learning rate."""
 IN_LOSS = "April's KL stands in the loss, and in the reward with a critic alone"
 WARMUP = "April's warm-up is a number of steps, learner.warmup_steps"
 DROPOUT = "April trains without dropout"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from april.trainers.convert.framework import (
     ADAM,
-    CONSTANT_LR,
     DROPOUT,
     IN_LOSS,
     LOGS,
+    LR_SCHEDULES,
     MEMORY,
     OWN_FILES,
     OWN_REWARD,
@@ -73,9 +73,9 @@ TABLE: dict[str, Rule] = {
     "actor.adam.betas": MapTo("learner.betas", default=[0.9, 0.95]),
     "actor.adam.weight_decay": MapTo("learner.weight_decay", default=0.0),
     "actor.adam.eps": Unsupported("AdamW's epsilon is fixed in April", off=(1e-8,)),
-    "actor.lr_scheduler": MapTo("learner.lr", only("constant", CONSTANT_LR), default="cosine_with_min_lr"),
+    "actor.lr_scheduler": MapTo("learner.lr_schedule", LR_SCHEDULES, default="cosine_with_min_lr"),
     "actor.lr_warmup_ratio": Unsupported(WARMUP, default=0.03),
-    "actor.min_lr_ratio": Ignored("of a schedule that actor.lr_scheduler chooses"),
+    "actor.min_lr_ratio": MapTo("learner.lr_floor", default=0.1),
     "actor.max_norm": MapTo("learner.grad_clip", default=1.0),
     "actor.num_*": Joint(),
     "actor.num_nodes": Joint(default=1),

@@ -10,10 +10,10 @@ from april.trainers.convert.framework import (
     ADAM,
     ALL_PROMPTS,
     ANY_PROMPT_TOKENS,
-    CONSTANT_LR,
     DROPOUT,
     IN_LOSS,
     LOGS,
+    LR_SCHEDULES,
     MEMORY,
     OWN_FILES,
     OWN_REWARD,
@@ -93,7 +93,8 @@ TABLE: dict[str, Rule] = {
     "use-unbiased-kl": Unsupported("April's estimators are k1, k2 and k3"),
     "optimizer": MapTo("learner.lr", only("adam", ADAM)),
     "lr": MapTo("learner.lr", default=1e-6),
-    "lr-decay-style": MapTo("learner.lr", only("constant", CONSTANT_LR), default="linear"),
+    "lr-decay-style": MapTo("learner.lr_schedule", LR_SCHEDULES, default="linear"),
+    "min-lr": Unsupported("it is learner.lr_floor in April, a share of learner.lr", off=(None, 0, 0.0)),
     "lr-warmup-iters": MapTo("learner.warmup_steps"),
     "lr-warmup-fraction": Unsupported(WARMUP),
     "weight-decay": MapTo("learner.weight_decay", default=0.01),
@@ -162,7 +163,7 @@ TABLE: dict[str, Rule] = {
         """accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 attention-backend bf16 fp8-* transformer-impl
         no-gradient-accumulation-fusion no-masked-softmax-fusion no-rope-fusion no-check-for-nan-in-loss-and-grad
         deterministic-mode moe-token-dispatcher-type moe-enable-deepep moe-permute-fusion moe-grouped-gemm
-        cross-entropy-* min-lr""",
+        cross-entropy-*""",
     ),
 }
 

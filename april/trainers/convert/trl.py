@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from april.trainers.convert.framework import (
     ADAM,
-    CONSTANT_LR,
     DROPOUT,
     LOGS,
+    LR_SCHEDULES,
     MEMORY,
     OWN_FILES,
     OWN_REWARD,
@@ -208,7 +208,7 @@ TABLE: dict[str, Rule] = {
     "use_bias_correction_kl": Unsupported("April's estimators are k1, k2 and k3"),
     "vllm_importance_sampling_*": Joint(),
     "learning_rate": MapTo("learner.lr", default=1e-6),
-    "lr_scheduler_type": Joint(default="linear"),
+    "lr_scheduler_type": MapTo("learner.lr_schedule", LR_SCHEDULES, default="linear"),
     "warmup_steps": MapTo("learner.warmup_steps"),
     "warmup_ratio": Unsupported(WARMUP),
     "weight_decay": MapTo("learner.weight_decay", default=0.0),
@@ -309,8 +309,6 @@ class TRL(Framework):
         loss(translation, leave_one_out=kind == "RLOOConfig")
         stale_tokens(translation)
         translation.set_betas("adam_beta1", "adam_beta2")
-        if translation.value("lr_scheduler_type") not in ("constant", "constant_with_warmup"):
-            translation.mark_unsupported("lr_scheduler_type", CONSTANT_LR)
         if translation.value("eval_strategy") == "steps":
             translation.copy("evaluation.every", "eval_steps")
         used = bool(translation.value("use_peft"))

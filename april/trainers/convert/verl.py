@@ -8,9 +8,9 @@ from pathlib import Path
 
 from april.trainers.convert.framework import (
     ALL_PROMPTS,
-    CONSTANT_LR,
     IN_LOSS,
     LOGS,
+    LR_SCHEDULES,
     MEMORY,
     OWN_FILES,
     OWN_REWARD,
@@ -132,8 +132,8 @@ TABLE: dict[str, Rule] = {
     f"{ACTOR}optim.clip_grad": MapTo("learner.grad_clip", default=1.0),
     f"{ACTOR}optim.lr_warmup_steps": MapTo("learner.warmup_steps", not_negative),
     f"{ACTOR}optim.lr_warmup_steps_ratio": Unsupported(WARMUP),
-    f"{ACTOR}optim.lr_scheduler_type": MapTo("learner.lr", only("constant", CONSTANT_LR), default="constant"),
-    f"{ACTOR}optim.lr_decay_style": MapTo("learner.lr", only("constant", CONSTANT_LR)),
+    f"{ACTOR}optim.lr_scheduler_type": MapTo("learner.lr_schedule", LR_SCHEDULES, default="constant"),
+    f"{ACTOR}optim.lr_decay_style": MapTo("learner.lr_schedule", LR_SCHEDULES),
     f"{ACTOR}optim.*": Ignored(MEMORY),
     "algorithm.adv_estimator": Joint(default="gae"),
     "algorithm.norm_adv_by_std_in_grpo": Joint(default=True),

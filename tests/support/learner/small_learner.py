@@ -232,10 +232,11 @@ def settings(config: Config) -> Settings:
 
 
 def full_moments(part) -> list[dict[str, torch.Tensor]]:
-    """Unsharded optimizer state of each trained parameter of `part` (a trainer, or its critic's part). Collective."""
+    """Unsharded moments of each trained parameter of `part` (a trainer, or its critic's part). Collective."""
     return [
-        {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
-        for state in part.optimizer.state.values()
+        {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in moments.items()}
+        for moments in map(part.optimizer.moments, part.optimizer.parameters)
+        if moments
     ]
 
 

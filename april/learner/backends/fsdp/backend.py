@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.learner import lora, performance
-from april.learner.backends.backend import Backend, adamw, clip_gradients
+from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.losses.ranks import Ranks
 from april.learner.model import empty_policy, gather_tensors, load_sharded, uses_bf16
@@ -41,9 +41,7 @@ class FSDPBackend(Backend):
         weights instead of an adapter."""
         if config.lora.is_set and self.files is None:
             log.warning("%s: its files have weights of adapted layers in another form; workers get all weights", path)
-        self.part = CheckpointPart(
-            "", self.policy, adamw([each for _, each in self.policy.trained], section.lr, section)
-        )
+        self.part = CheckpointPart.of("", self.policy, section.lr, section)
 
     def reference(self) -> nn.Module:
         """The policy with its adapter disabled if only the adapter is trained, otherwise a second copy of the model."""

@@ -3,6 +3,7 @@ the model trains a part of the batch."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,16 +12,17 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.learner import performance
-from april.learner.backends.backend import Backend, Loss, adamw
+from april.learner.backends.backend import Backend, Loss
 from april.learner.backends.megatron import pipeline
 from april.learner.backends.megatron.groups import initialise_megatron
 from april.learner.backends.megatron.layout import REPLICAS, SHARES, ParallelLayout
 from april.learner.backends.megatron.model import MegatronPolicy
 from april.learner.backends.megatron.names import stages_holding
 from april.learner.backends.megatron.piece import MappedTensor, StackedExperts
-from april.learner.checkpoint import MOMENTS, CheckpointPart
+from april.learner.checkpoint import CheckpointPart
 from april.learner.losses.ranks import Ranks
 from april.learner.model import empty_policy, gather_tensors, hugging_face_state, uses_bf16
+from april.learner.optimizers.adamw import AdamW
 from april.learner.packing import MicroBatch
 from april.learner.performance import Seconds, untimed
 
@@ -34,12 +36,10 @@ class MegatronPart(CheckpointPart):
     stores the tensors of its pipeline stage."""
 
     def tensors_of(self, mapped: MappedTensor) -> dict[str, Sequence[Tensor]]:
-        """The Megatron parameters of a mapped tensor ("model") and their AdamW moments, by kind of tensor in the
+        """The Megatron parameters of a mapped tensor ("model") and their moments, by kind of tensor in the
         checkpoint."""
-        states = [self.optimizer.state.get(parameter, {}) for parameter in mapped.parameters]
-        return {"model": mapped.parameters} | {
-            moment: [state[moment] for state in states] for moment in MOMENTS if all(states)
-        }
+        moments = [self.optimizer.moments(parameter) for parameter in mapped.parameters]
+        return {"model": mapped.parameters} | {name: [each[name] for each in moments] for name in moments[0]}
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -74,9 +74,8 @@ class MegatronBackend(Backend):
         self.lm = empty_policy(config.model.path, config.sampling.temperature).lm
         self.cost = performance.forward_cost(self.lm)
         self.policy = self.load().train()
-        optimizer = adamw([parameter for _, parameter in self.policy.trained], section.lr, section)
-        optimizer.register_step_post_hook(lambda *_: self.policy.round())
-        self.part = MegatronPart("", self.policy, optimizer)
+        self.part = MegatronPart.of("", self.policy, section.lr, section)
+        cast(AdamW, self.part.optimizer).inner.register_step_post_hook(lambda *_: self.policy.round())
         mapped_by_parameter = {
             id(parameter): mapped for mapped in self.policy.mapped_tensors for parameter in mapped.parameters
         }

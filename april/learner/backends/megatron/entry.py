@@ -43,6 +43,8 @@ class MegatronEntry(BackendEntry):
             f"min_p = {config.sampling.min_p}": config.sampling.is_cut,
             "learner.activation_checkpointing = true": learner.activation_checkpointing,
             "learner.compile = true": learner.compile,
+            f"learner.optimizer = {learner.optimizer!r}": learner.optimizer != "adamw",
+            "learner.optimizer_on_host = true": learner.optimizer_on_host,
         }
         for setting, is_set in refused.items():
             if is_set:

@@ -1,0 +1,59 @@
+"""The learner's optimizers by name, and the schedule of their learning rate. This module imports without torch, so that
+any machine can check a configuration."""
+
+import math
+from importlib.util import find_spec
+
+from april.config.learner import LearnerSection
+from april.util.errors import refuse
+from april.util.registry import Registry
+
+OPTIMIZERS = Registry(
+    "learner.optimizer",
+    "optimizer",
+    {
+        "adamw": "april.learner.optimizers.adamw:AdamW",
+        "adamw_8bit": "april.learner.optimizers.adamw:AdamW8bit",
+        "muon": "april.learner.optimizers.muon:Muon",
+    },
+    base="april.learner.optimizers.base:PartOptimizer",
+)
+STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
+"""Bytes that an optimizer keeps for each trained parameter; 8 for an optimizer of the user's own. Muon keeps 8 for
+those that are no matrix of a layer."""
+PACKAGES = {"adamw_8bit": ("bitsandbytes", "8bit")}
+"""Package that an optimizer needs, and the extra of April that installs it."""
+
+
+def check_optimizer(section: LearnerSection) -> None:
+    """Refuse an optimizer whose package is missing, and one that cannot step on the host. Raises ConfigError."""
+    package, extra = PACKAGES.get(section.optimizer, ("", ""))
+    if package and not find_spec(package):
+        refuse(
+            "learner.optimizer", section.optimizer, f"needs {package}, which is not installed",
+            f"pip install 'april-rl[{extra}]'",
+        )  # fmt: skip
+    if section.optimizer_on_host and section.optimizer == "muon":
+        refuse(
+            "learner.optimizer_on_host", True, "needs an optimizer that steps each value by itself, and muon takes "
+            "whole matrices", "use adamw or adamw_8bit",
+        )  # fmt: skip
+
+
+def state_bytes(section: LearnerSection) -> float:
+    """Bytes on the learner's device that its optimizer keeps for each trained parameter."""
+    return 0.0 if section.optimizer_on_host else STATE_BYTES.get(section.optimizer, 8.0)
+
+
+def lr_share(section: LearnerSection, done: int, total: int) -> float:
+    """Learning rate of an optimizer step as a share of `learner.lr`, after `done` of the run's `total` optimizer
+    steps."""
+    warm = min(1.0, (done + 1) / max(1, section.warmup_steps))
+    progress = min(1.0, max(0, done - section.warmup_steps) / max(1, total - section.warmup_steps))
+    decayed = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "wsd": min(1.0, (1 - progress) / section.lr_decay_share),
+    }[section.lr_schedule]
+    return warm * (section.lr_floor + (1 - section.lr_floor) * decayed)

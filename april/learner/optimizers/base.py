@@ -1,0 +1,147 @@
+"""Interface of an optimizer of sharded parameters, and one that steps each rank's shards as ordinary tensors.
+
+optimizer = OPTIMIZERS.find(section.optimizer)(trained, section.lr, section)
+optimizer.step(lr)
+optimizer.moments(parameter)     # what a checkpoint keeps of it, in fp32 and sharded like the parameter
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from april.config import LearnerSection
+
+STEP = "step"
+"""Name of the number of steps in an optimizer's state."""
+Trained = Sequence[tuple[str, nn.Parameter]]
+"""Names and parameters of a part that is trained."""
+
+
+class PartOptimizer(ABC):
+    """Optimizer of the policy or the critic. Methods are collective, except `zero_grad` and `tensors`."""
+
+    def __init__(self, trained: Trained, lr: float, section: LearnerSection):
+        self.parameters = [parameter for _, parameter in trained]
+        self.name = section.optimizer
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @abstractmethod
+    def step(self, lr: float) -> None:
+        """Change the parameters by their gradients, at the learning rate `lr`."""
+
+    @abstractmethod
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What a checkpoint keeps of the optimizer for a parameter: tensors of its shape, by name, sharded like it; {}
+        before the first step. After `restore` they are there to load values into."""
+
+    @abstractmethod
+    def restore(self, steps: int) -> None:
+        """Forget everything, and allocate the moments of an optimizer that has made so many steps."""
+
+    def loaded(self) -> None:  # noqa: B027
+        """Take over the values that were loaded into the moments after `restore`, unless those are the optimizer's
+        own tensors."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that the optimizer keeps, on the learner's device or on the host."""
+
+
+class ShardOptimizer(PartOptimizer):
+    """Steps this rank's shards by an optimizer of ordinary tensors; with `learner.optimizer_on_host` on the host, with
+    copies of weights and gradients that exist during the step."""
+
+    names: Sequence[str]
+    """Names of the tensors of a parameter's shape in the inner optimizer's state."""
+    counts = True
+    """Whether that state has the number of steps, as a tensor `step`."""
+
+    def __init__(self, trained: Trained, lr: float, section: LearnerSection):
+        super().__init__(trained, lr, section)
+        self.on_host = section.optimizer_on_host
+        self.shards = {
+            parameter: nn.Parameter(self._placed(parameter))
+            for parameter in self.parameters
+            if local(parameter).numel()
+        }
+        """What the inner optimizer steps, by parameter, without those of which this rank holds nothing."""
+        self.inner = self.build(list(self.shards.values()), lr, section)
+        self._release()
+
+    @abstractmethod
+    def build(self, shards: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.Optimizer:
+        """The inner optimizer."""
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for parameter, shard in self.shards.items():
+            shard.data = self._placed(parameter)
+            shard.grad = None if parameter.grad is None else self._placed(parameter.grad)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.step()
+        for parameter, shard in self.shards.items():
+            if shard.data_ptr() != (held := local(parameter)).data_ptr():
+                held.copy_(shard)
+        self._release()
+
+    def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        if not self.inner.state:
+            return {}
+        state = self.state_of(parameter) or self.zeros(self._placed(parameter))
+        return {name: sharded_like(parameter, state[name]) for name in self.names}
+
+    def restore(self, steps: int) -> None:
+        self.inner.state.clear()
+        for parameter, shard in self.shards.items() if steps else ():
+            placed = self._placed(parameter)
+            count = {STEP: torch.tensor(float(steps), device=placed.device)} if self.counts else {}
+            self.inner.state[shard] = count | self.zeros(placed)
+
+    def zeros(self, shard: Tensor) -> dict[str, Tensor]:
+        """Moments of a shard that has had no gradient yet."""
+        return {name: torch.zeros_like(shard) for name in self.names}
+
+    def tensors(self) -> Iterator[Tensor]:
+        for state in self.inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What the inner optimizer keeps for this rank's shard of a parameter; {} if it has none."""
+        shard = self.shards.get(parameter)
+        return self.inner.state[shard] if shard is not None and shard in self.inner.state else {}
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """This rank's shard of a tensor, where the step is made: itself, or a copy on the host."""
+        return local(tensor).cpu() if self.on_host else local(tensor)
+
+    def _release(self) -> None:
+        """Hold no weights and gradients between two steps."""
+        for shard in self.shards.values():
+            shard.data, shard.grad = shard.data.new_empty(0), None
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, with its memory and without its graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """A tensor that is sharded as a parameter is, on the device of `shard`, which this rank holds of it."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    mesh = parameter.device_mesh
+    if mesh.device_type != shard.device.type:
+        mesh = DeviceMesh(shard.device.type, mesh.mesh)
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(shard, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
