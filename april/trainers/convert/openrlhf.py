@@ -7,6 +7,7 @@ other names for the correction of stale tokens.
 from collections.abc import Mapping
 from pathlib import Path
 
+from april.config.hub import is_hub_name
 from april.trainers.convert.framework import (
     ADAM,
     DROPOUT,
@@ -150,7 +151,7 @@ TABLE: dict[str, Rule] = {
     "use_ms": Ignored("of where OpenRLHF downloads from"),
     **each(Ignored(SHARDING), "reward.* ds.* local_rank"),
     **each(Ignored(MEMORY), "actor.gradient_checkpointing_reentrant rollout.* train.*"),
-    **each(Ignored("April reads the files that it is given"), "data.prompt_split eval.split"),
+    **each(Joint(default="train"), "data.prompt_split eval.split"),
     **each(Unsupported(TEXT), "actor.freeze_visual_encoder data.max_images_per_prompt"),
 }
 
@@ -204,6 +205,13 @@ def schedule(translation: Translation) -> None:
 def data(translation: Translation) -> None:
     dataset = translation.value("data.prompt_dataset")
     translation.set_paths("data.prompt_dataset", str(dataset).split(",") if "," in str(dataset) else dataset)
+    splits = {
+        "data.prompt_dataset": ("data.split", "data.prompt_split"),
+        "eval.dataset": ("data.eval_split", "eval.split"),
+    }
+    for name, (key, split) in splits.items():
+        if is_hub_name(str(translation.value(name))):
+            translation.copy(key, split)
     longest, response = translation.number("data.max_len"), translation.number("rollout.max_new_tokens")
     if response and longest:
         translation.set_key("data.max_prompt_tokens", longest - response, "data.max_len", "rollout.max_new_tokens")

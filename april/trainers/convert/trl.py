@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from april.config.hub import is_hub_name
 from april.trainers.convert.framework import (
     ADAM,
     DROPOUT,
@@ -167,6 +168,7 @@ VESPO = {
 
 TABLE: dict[str, Rule] = {
     **each(MapTo("model.path"), "model model_name_or_path"),
+    "model_revision": MapTo("model.revision"),
     "reward_weights": Unsupported("April's reward is one number; add up what you weigh in a verifier of your own"),
     "reward_model_name_or_path": Unsupported(f"a model gives the rewards; {OWN_REWARD}"),
     "multi_objective_aggregation": Ignored("of several rewards"),
@@ -236,8 +238,9 @@ TABLE: dict[str, Rule] = {
     "cast_lm_head_to_fp32": Ignored("April's head computes in fp32"),
     **each(
         Joint(),
-        """dataset_name train_dataset eval_dataset reward_funcs steps_per_generation generation_batch_size epsilon_high
-        use_vllm vllm_tensor_parallel_size vllm_gpu_memory_utilization use_peft lora_target_modules WORLD_SIZE""",
+        """dataset_name dataset_config dataset_train_split dataset_test_split train_dataset eval_dataset reward_funcs
+        steps_per_generation generation_batch_size epsilon_high use_vllm vllm_tensor_parallel_size
+        vllm_gpu_memory_utilization use_peft lora_target_modules WORLD_SIZE""",
     ),
     **each(
         Unsupported("April's turns are those of environments, docs/environments.md"),
@@ -262,8 +265,7 @@ TABLE: dict[str, Rule] = {
     ),
     **each(
         Ignored("of how TRL's script loads model and data"),
-        """dataset_config dataset_train_split dataset_test_split dataset_streaming remove_unused_columns args
-        processing_class trust_remote_code callbacks model_revision""",
+        "dataset_streaming remove_unused_columns args processing_class trust_remote_code callbacks",
     ),
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -348,10 +350,15 @@ def batch(translation: Translation) -> None:
 def data(translation: Translation) -> None:
     """Translate the options of data and reward; the script's own code that maps dataset rows is not run."""
     translation.set_key("data.prompt_key", "prompt")
-    translation.undecided["data.path, data.label_key"] = (
-        "TRL's rows are what its script makes of a dataset; save them to a file, name it, and the column of its "
-        "reference answers"
-    )
+    if is_hub_name(str(translation.value("dataset_name"))):
+        for key, name in (("path", "name"), ("configuration", "config"), ("split", "train_split")):
+            translation.copy(f"data.{key}", f"dataset_{name}")
+        translation.undecided["data.label_key"] = "TRL's rewards read any column; name that of the reference answers"
+    else:
+        translation.undecided["data.path, data.label_key"] = (
+            "TRL's rows are what its script makes of a dataset; save them to a file, name it, and the column of its "
+            "reference answers"
+        )
     if translation.value("eval_dataset") is not None or "eval_dataset" in translation.options.unreadable:
         translation.undecided["data.eval_path"] = "the script evaluates on rows that it makes; save them to a file, too"
     functions = translation.value("reward_funcs")

@@ -302,6 +302,8 @@ ORLHF: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.27, "algorithm.corrections": ("truncated",),
             "algorithm.truncation": 5.0, "algorithm.normalisation": "token_mean", "schedule.kind": "sync",
             "data.prompt_key": "context_messages", "data.prompt_as": "text", "worker.engine": "vllm",
+            "model.path": "OpenRLHF/Llama-3-8b-sft-mixture", "data.path": "OpenRLHF/prompt-collection-v0.1",
+            "data.split": "train",
         },
     ),
 }  # fmt: skip

@@ -139,6 +139,16 @@ def test_yaml_of_trl_and_of_verl_is_read(script, capsys):
     assert "tp_size = 2" in (translation := capsys.readouterr().out) and 'engine = "sglang"' in translation
 
 
+def test_names_of_a_hub_pass_through(script, capsys):
+    trl = "model_name_or_path: Qwen/Qwen3-0.6B\nmodel_revision: v1\ndataset_name: openai/gsm8k\ndataset_config: main\n"
+    assert convert("trl", script(text=trl, name="trl.yaml")) == DIFFERS
+    said = [line.partition(" #")[0].strip() for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        'path = "Qwen/Qwen3-0.6B"', 'revision = "v1"', 'path = "openai/gsm8k"', 'configuration = "main"'
+    ):  # fmt: skip
+        assert line in said
+
+
 class Own(Framework):
     """A user's framework in one class."""
 
