@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from verl import DataProto
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+from verl.utils import tensordict_utils
+from verl.utils.metric import reduce_metrics
 from verl.utils.ray_utils import auto_await
 
 from april.config import Config
@@ -48,6 +50,8 @@ from april.util.errors import refuse
 BACKEND = "april"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 STEP_FOLDER = "global_step_"
+METRICS = {"pg_clipfrac": "clip_fraction", "entropy_loss": "entropy"}
+"""verl's names of metrics that April's learner has as well -> April's."""
 EMPTY_FIELDS = ("turn_scores", "tool_rewards", "extras")
 """Non-tensor fields that verl expects of every trajectory and that April leaves empty."""
 
@@ -114,6 +118,19 @@ class AgentLoopManager(TrainerRun):
             folders = step_folders(self.checkpoints, STEP_FOLDER)
             self.report_checkpoint(saved, folders[saved], oldest=min(folders))
 
+    def watch(self, actor: Any) -> None:
+        """Keep the metrics of each update of verl's actor, which verl logs only after the weights have gone out."""
+        update = actor.update_actor
+
+        def update_and_keep(batch: Any) -> Any:
+            output = update(batch)
+            reduced = reduce_metrics(dict(tensordict_utils.get(output, "metrics") or {}))
+            named = {name.removeprefix("actor/"): float(value) for name, value in reduced.items()}
+            self.metrics = {METRICS.get(name, name): value for name, value in named.items()}
+            return output
+
+        actor.update_actor = update_and_keep
+
     def publish(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Publish the trainer's current weights; after the last step the run ends."""
         self.report_consumed()
@@ -160,6 +177,11 @@ class SnapshotEngine(CheckpointEngine):
 
 class CheckpointManager(CheckpointEngineManager):
     """Publishes the actor's weights to April's workers instead of verl's servers, which stay asleep."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        assert AgentLoopManager.current, "verl makes the manager of rollouts first"
+        AgentLoopManager.current.watch(self.actor_wg)
 
     def update_weights(self, global_steps: int | None = None) -> dict:
         ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=BACKEND))

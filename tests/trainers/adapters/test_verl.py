@@ -5,6 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
+from april.observe.report.run_folder import read_records
 from tests.support.run_processes import assert_closed
 
 STEPS = Path(__file__).with_name("verl_steps.py")
@@ -40,6 +41,10 @@ def test_verl_s_advantages_corrections_and_loss_run_on_groups_that_april_has_dra
     assert any(step["advantages"] > 0 for step in steps)
     figures = {"rollout_corr/rollout_is_mean", "training/rollout_probs_diff_max", "actor/pg_clipfrac"}
     assert figures <= {*first["metrics"]}
+    lines = read_records(tmp_path / "runs/small/metrics.jsonl")
+    assert [line["learner"]["loss"] for line in lines] == pytest.approx([step["loss"] for step in steps])
+    told = [(line["learner"]["grad_norm"] > 0, line["learner"]["clip_fraction"]) for line in lines]
+    assert told == [(True, 0.25)] * 3, "verl's figures, April's names"
 
 
 def test_verl_s_own_prompts_come_back_in_its_order_and_a_killed_trainer_gets_the_same_batch(

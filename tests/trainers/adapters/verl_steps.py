@@ -24,6 +24,7 @@ from verl.trainer.ppo.core_algos import AdvantageEstimator, compute_policy_loss_
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from verl.trainer.ppo.reward import extract_reward
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.utils import tensordict_utils
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.config import ActorConfig, CheckpointEngineConfig
@@ -39,6 +40,15 @@ class Actor:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.engine = CheckpointEngineRegistry.new("april", is_master=True, bucket_size=1 << 20, folder=FOLDER)
+
+    def update_actor(self, loss):
+        """Train on the loss; returns metrics as verl's engine does."""
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        metrics = {"loss": loss.item(), "grad_norm": norm, "actor/pg_clipfrac": [0.0, 0.5]}
+        return tensordict_utils.get_tensordict({}, {"metrics": metrics})
 
     def update_weights(self, global_steps, mode):
         asyncio.run(self.engine.send_weights(iter(self.model.state_dict().items()), global_steps=global_steps))
@@ -99,9 +109,7 @@ def step_of(trainer, manager, actor, step, config):
         batch.batch["old_log_probs"], actor.logprobs(batch), batch.batch["advantages"], batch.batch["response_mask"],
         config=config, rollout_is_weights=batch.batch["rollout_is_weights"],
     )  # fmt: skip
-    loss.backward()
-    actor.optimizer.step()
-    actor.optimizer.zero_grad()
+    actor.update_actor(loss)
     labels = [row["ground_truth"] for row in batch.non_tensor_batch["reward_model"]]
     apart = (batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).abs() * batch.batch["response_mask"]
     return {
