@@ -17,8 +17,9 @@ class WorkerSection(Section):
     )
     engine: str = Field(
         "torch",
-        description="Generation engine: torch (in the worker's process; slow on large models), sglang, vllm, or "
-        "yours as package.module:Class. Servers are configured under [engine].",
+        description="Generation engine: torch (in the worker's process; slow on large models), transformers (any model "
+        "that transformers has a class for; slower), sglang, vllm, or yours as package.module:Class. Servers are "
+        "configured under [engine].",
     )
     slots: int = Field(
         64,
