@@ -100,7 +100,7 @@ def set_aside(directory: Path, step: int, damaged: Collection[str]) -> None:
     source = folder(directory, step)
     aside = source.with_suffix(".damaged")
     shutil.rmtree(aside, ignore_errors=True)
-    source.rename(aside)
+    retried(source.rename, aside)
     log.error(
         "checkpoint %s is damaged (%s), and set aside as %s: the one before it is taken, and the batches since "
         "then are trained again",
@@ -138,7 +138,7 @@ def write_checksums(source: Path, named: Mapping[str, str]) -> None:
 def begin_folder(source: Path, named: Mapping[str, str]) -> None:
     """Replace the folder `source` by one that has only the checksum list `named`."""
     shutil.rmtree(source, ignore_errors=True)
-    source.mkdir(parents=True)
+    retried(lambda: source.mkdir(parents=True, exist_ok=True))
     write_checksums(source, named)
 
 
@@ -311,11 +311,17 @@ def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir:
     """Write the trained tensors as a peft adapter folder, replacing `out_dir`. Collective; only rank 0 writes."""
     weights = gather_tensors(policy.trained)
     if dist.get_rank() == 0:
-        partial = out_dir.with_name(f"{out_dir.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
         tied = {name: first for name, first in policy.lm.all_tied_weights_keys.items() if first in weights}
-        save_adapter(partial, weights, tied, adapter, base)
-        replace_folder(partial, out_dir)
+        retried(write_adapter, weights, tied, adapter, base, out_dir)
+
+
+def write_adapter(
+    weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: Path, out_dir: Path
+) -> None:
+    partial = out_dir.with_name(f"{out_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    save_adapter(partial, weights, tied, adapter, base)
+    replace_folder(partial, out_dir)
 
 
 def replace_folder(complete: Path, final: Path) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from april.config.stored import StoredCheckpoints, Sums, store_refused
 from april.learner.checkpoint import begin_folder
-from april.util.files import sync
+from april.util.files import retried, sync
 from april.util.objects import StoreRefused
 
 log = logging.getLogger(__name__)
@@ -140,11 +140,11 @@ class Disks:
         """For each rank the lowest rank that sees the same folder, found by marker folders in it. Collective."""
         name = f"{self.all_gather(uuid.uuid4().hex, str)[0]}_{{}}.partial"
         own = self.directory / name.format(self.rank)
-        own.mkdir(parents=True)
+        retried(lambda: own.mkdir(parents=True, exist_ok=True))
         dist.barrier(self.group)
-        seen = (rank for rank in range(self.rank) if (self.directory / name.format(rank)).is_dir())
+        seen = (rank for rank in range(self.rank) if retried((self.directory / name.format(rank)).is_dir))
         lowest = self.all_gather(next(seen, self.rank), int)
-        own.rmdir()
+        retried(own.rmdir)
         return lowest
 
     @property
@@ -219,10 +219,10 @@ class Disks:
         self.barrier()
 
     def _send(self, path: Path, rank: int) -> None:
-        size = path.stat().st_size
+        size = retried(path.stat).st_size
         dist.send(torch.tensor(size), rank, self.group)
         chunk = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
-        with path.open("rb") as file:
+        with retried(lambda: path.open("rb")) as file:
             for begin in range(0, size, CHUNK_BYTES):
                 part = chunk[: size - begin]
                 file.readinto(part.numpy())
@@ -234,7 +234,7 @@ class Disks:
         size, found = int(announced), hashlib.sha256()
         chunk = torch.empty(min(size, CHUNK_BYTES), dtype=torch.uint8)
         partial = path.with_name(f"{path.name}.partial")
-        with partial.open("wb") as file:
+        with retried(lambda: partial.open("wb")) as file:
             for begin in range(0, size, CHUNK_BYTES):
                 part = chunk[: size - begin]
                 dist.recv(part, rank, self.group)
@@ -244,8 +244,8 @@ class Disks:
             os.fsync(file.fileno())
         if found.hexdigest() != digest:
             raise OSError(f"{path} of rank {rank} has not arrived as it was written; a disk or a link damages files")
-        partial.rename(path)
-        sync(path.parent)
+        retried(partial.rename, path)
+        retried(sync, path.parent)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

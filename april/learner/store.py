@@ -297,7 +297,7 @@ class CheckpointStore:
         if own and own.sums == found.sums:
             for name in own.damaged:
                 log.error("%s is damaged; its copy is taken", source / name, extra={"step": found.step})
-                (source / name).unlink()
+                retried((source / name).unlink)
         if self.disks.is_leader and self.disks.own not in found.listed:
             if own:
                 log.warning("%s is not of the checkpoint that is gone on from; it is replaced", source)

@@ -121,7 +121,21 @@ def test_a_damaged_checkpoint_is_detected_and_the_previous_one_used(trainer, pol
 
 CALLS = [
     *((os, name) for name in ("fsync", "scandir", "listdir")),
-    *((Path, name) for name in ("open", "rename", "write_bytes", "write_text", "mkdir", "is_file", "exists")),
+    *(
+        (Path, name)
+        for name in (
+            "open",
+            "rename",
+            "write_bytes",
+            "write_text",
+            "mkdir",
+            "is_file",
+            "exists",
+            "is_dir",
+            "glob",
+            "stat",
+        )
+    ),
 ]
 
 
