@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 SCORES_PER_BLOCK = 2**25
 """Most attention scores that exist at once where they are written out (128 MiB in fp32)."""
-LEAST_QUERIES = 16
-"""Fewest queries whose scores are computed at once."""
+QUERIES = 512
+"""Queries of a window that are computed at once, if it is no longer than that: with fewer, blocks cost more than the
+scores that they save."""
 FLEX_BLOCK = 128
 """Tokens in a block of flex attention."""
 
@@ -113,7 +114,8 @@ def in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, 
     them again."""
     length, scale = query.shape[2], query.shape[-1] ** -0.5 if scaling is None else scaling
     window = min(length, variant.window or length)
-    rows = max(LEAST_QUERIES, min(window, SCORES_PER_BLOCK // (query.shape[1] * window)))
+    rows = max(window, QUERIES)
+    rows = max(1, min(rows, SCORES_PER_BLOCK // (query.shape[1] * (window + min(rows, QUERIES)))))
     for start in range(0, length, rows):
         end, first = min(start + rows, length), max(0, start - window + 1)
         q, k, v = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
@@ -142,9 +144,9 @@ def written_out(
     bias: Tensor | None,
 ) -> Tensor:
     """Attention with its scores in memory: query [1, H, n, D], keys [1, H, m, D], `sees` bool [n, m] -> [1, H, n, E].
-    Softmax is computed in fp32 at least."""
-    scores = query @ key.transpose(-1, -2) * scale
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    Scores and softmax are fp32 at least."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(exact) @ key.to(exact).transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:

@@ -62,8 +62,8 @@ def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
     have."""
     lm.requires_grad_(False)
     layers = set(lm.base_model.layers.modules())
-    linears = {
-        name: module for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module in layers
+    linears = {  # not what computes more than that, such as the router of Llama 4
+        name: module for name, module in lm.named_modules() if type(module) is nn.Linear and module in layers
     }
     generator = torch.Generator().manual_seed(seed)
     for name in layers_to_adapt(linears, section):
