@@ -35,8 +35,8 @@ def check_attention(part: Part) -> None:
     q, k, v = (torch.randn(1, heads, sum(lengths), 128, device=device) for heads in (16, 8, 8))
     weights = torch.randn(1, sum(lengths), 16, 128, device=device)
 
-    def results(attend, dtype):
-        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
+    def results(attend, dtype, *more):
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v, *more)]
         output = attend(*inputs)
         (output.float() * weights).sum().backward()
         return [output, *(tensor.grad for tensor in inputs)]
@@ -51,13 +51,29 @@ def check_attention(part: Part) -> None:
         ways = {"by sequence": ways["by sequence"]}
     elif attention.kernel_for(device, torch.bfloat16, 128) != "flash_attention_4":
         del ways["by flash-attn-4"]
+
+    def compare(name, found, exact):
+        errors = [((one.float() - other).norm() / other.norm()).item() for one, other in zip(found, exact, strict=True)]
+        part.fact(f"attention {name}: relative errors of output and gradients", [f"{each:.1e}" for each in errors])
+
     for name, way in ways.items():
         with part.attempt(f"attention {name}"):
-            found = results(way, torch.bfloat16)
-            errors = [
-                ((one.float() - other).norm() / other.norm()).item() for one, other in zip(found, exact, strict=True)
-            ]
-            part.fact(f"attention {name}: relative errors of output and gradients", [f"{each:.1e}" for each in errors])
+            compare(name, results(way, torch.bfloat16), exact)
+    packing, sinks = attention.Packing(lengths, starts), torch.randn(16, device=device)
+    for name, learnt, options in (
+        ("with a window", (), {"sliding_window": 20}),
+        ("with sinks", (sinks,), {"sliding_window": 200}),
+        ("with a soft cap", (), {"softcap": 2.0}),
+        ("with a soft cap, a window and sinks", (sinks,), {"softcap": 2.0, "sliding_window": 200}),
+    ):
+        with part.attempt(f"attention {name}"):
+            way = partial(packed_variant, packing, options)
+            compare(name, results(way, torch.bfloat16, *learnt), results(way, torch.float32, *learnt))
+
+
+def packed_variant(packing: attention.Packing, options: dict, query, key, value, sinks=None) -> torch.Tensor:
+    """Packed attention as a layer calls it: in fp32 a sequence at a time, in 16 bits by the card's kernels."""
+    return attention.packed_attention(None, query, key, value, packing=packing, s_aux=sinks, **options)[0]
 
 
 def time_attention(part: Part) -> None:
