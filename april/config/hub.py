@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from fsspec.utils import glob_translate
-
 from april.config.section import HubSection, Section, cached_folder, tables
 from april.util.errors import ConfigError, refuse
 from april.util.files import WEIGHTS, WEIGHTS_INDEX, weight_files
 from april.util.text import counted, format_bytes
 
-NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+NO_NAME = r"--|\.\.|\.(?:git|jsonl?|ndjson|parquet|arrow|csv|tsv|txt|gz|zst|zip)$"
+NAME = re.compile(rf"(?!.*(?:{NO_NAME}))[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 COMMIT = re.compile("[0-9a-f]{40}")
 DATA_FILE = re.compile(
     r"(?:.*/)?(?!dataset_infos?\.json$|dataset_dict\.json$|state\.json$)[^/]*\.(jsonl|ndjson|json|parquet|arrow)"
@@ -35,7 +34,7 @@ MODEL_FILE = re.compile(r"(additional_chat_templates/)?[^/]+\.(json|txt|model|ji
 
 def is_hub_name(path: str) -> bool:
     """Whether a path has the form of a repository's name on a hub."""
-    return bool(NAME.fullmatch(path)) and not DATA_FILE.fullmatch(path)
+    return bool(NAME.fullmatch(path))
 
 
 @dataclass
@@ -150,7 +149,7 @@ def refuse_missing(named: HubInput, why: str) -> NoReturn:
         named.name,
         f"is no file or folder here, and the hub's {named.repository} of that name is not whole in the cache of this "
         f"machine: {why}",
-        f"mend the path, or fetch it with `{named.fetch_command}`",
+        f"mend the path, or fetch it, here or with `{named.fetch_command}`; a download goes on where it ended",
     )
 
 
@@ -195,21 +194,26 @@ class Fetcher:
 
     def _fetch(self, named: HubInput, wanted: str) -> str:
         """Fetch what is wanted; returns what of a model is left to fetch."""
-        sizes = sizes_of(named)
-        if named.repository == "dataset":
-            download(named, sizes, ["README.md"])
-            download(named, sizes, choose_rows(named, list(sizes)))
-            return ""
-        download(named, sizes, [name for name in sizes if MODEL_FILE.fullmatch(name)])
-        weights = weight_names(named, sizes)
+        try:
+            sizes, known = sizes_of(named)
+            if named.repository == "dataset":
+                download(named, sizes, ["README.md"])
+                download(named, sizes, choose_rows(named, list(sizes)))
+                return ""
+            download(named, sizes, [name for name in sizes if MODEL_FILE.fullmatch(name)])
+            weights = weight_names(named, sizes)
+        except ConfigError:
+            if known:
+                raise
+            refuse_missing(named, "the hub cannot be asked")
         if wanted == "weights":
             download(named, sizes, weights)
         lacking = [name for name in weights if not (named.folder / name).is_file()]
-        return f", of which {format_bytes(sum(sizes.get(name, 0) for name in lacking))} are to fetch" if lacking else ""
+        return f", of which {format_bytes(sum(sizes[name] for name in lacking))} are to fetch" if lacking else ""
 
 
-def sizes_of(named: HubInput) -> dict[str, int]:
-    """Bytes of each file of the commit; of those in the cache, where a hub cannot be asked."""
+def sizes_of(named: HubInput) -> tuple[dict[str, int], bool]:
+    """(bytes of each file of the commit, True); where a hub cannot be asked, (of each in the cache, False)."""
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HTTPError, OfflineModeIsEnabled
     from huggingface_hub.hf_api import RepoFile
@@ -223,8 +227,8 @@ def sizes_of(named: HubInput) -> dict[str, int]:
         except (HTTPError, OfflineModeIsEnabled):
             if not named.folder.is_dir():
                 raise
-            return {name: (named.folder / name).stat().st_size for name in names_in(named.folder)}
-    return {file.path: file.size for file in listed if isinstance(file, RepoFile)}
+            return {name: (named.folder / name).stat().st_size for name in names_in(named.folder)}, False
+    return {file.path: file.size for file in listed if isinstance(file, RepoFile)}, True
 
 
 def download(named: HubInput, sizes: Mapping[str, int], files: Sequence[str]) -> list[str]:
@@ -273,15 +277,16 @@ def refusing(named: HubInput) -> Iterator[None]:
     except errors.RevisionNotFoundError:
         why = f"is no branch, tag or commit of {url}"
         refuse(named.key("revision"), named.commit or named.revision, why, "give one that is, or leave it out")
-    except (OSError, errors.HTTPError, errors.RevisionResolutionError, errors.CachedRepoTreeNotFoundError) as error:
+    except Exception as error:  # of its connections, its files, and answers that are no hub's
         answer = getattr(error, "response", None)
         if answer is not None and answer.status_code in (401, 403):
             fix = f"{set_token} of one who may read {url}"
             refuse(key, named.name, f"cannot be read {reader} (the hub answers {answer.status_code})", fix)
         if constants.is_offline_mode():
             refuse_missing(named, "HF_HUB_OFFLINE is set")
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        refuse_missing(named, f"fetching it from {constants.ENDPOINT} has failed ({said}); what was fetched is kept")
+        cause = error.__cause__ or error
+        said = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+        refuse_missing(named, f"fetching it from {constants.ENDPOINT} has failed ({said})")
 
 
 # --- files of a dataset -----------------------------------------------------------------------------------------------
@@ -379,6 +384,8 @@ def files_of(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def matching(files: Sequence[str], configuration: Mapping[str, Any]) -> dict[str, list[str]]:
     """Those of the `files` that each split of one of a card's `configs` has."""
+    from fsspec.utils import glob_translate
+
     splits = {
         split: [name for name in files if any(re.match(glob_translate(pattern), name) for pattern in patterns)]
         for split, patterns in files_of(configuration).items()

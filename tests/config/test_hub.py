@@ -1,3 +1,4 @@
+import shutil
 import socket
 
 import orjson
@@ -171,11 +172,38 @@ def test_a_closed_port_and_the_offline_switch_leave_the_cache(named, hub, tmp_pa
         for address, offline in ((nobody, False), (hub.address, True)):
             use(monkeypatch, address, offline=offline)
             assert load(named, fetch=Fetcher("weights", "rows")) == fetched
+        shutil.rmtree(fetched.model.path.parents[1] / "trees")  # as of a cache that others have filled
+        assert load(named, fetch=Fetcher("weights", "rows")) == fetched
+        (fetched.model.path / "model.safetensors").unlink()
+        with pytest.raises(ConfigError, match=rf"hf download lab/tiny --revision {fetched.model.commit}`"):
+            load(named, fetch=Fetcher("weights", "rows"))
 
 
 def test_an_interrupted_download_is_told_and_goes_on_at_the_next_start(named, hub):
     hub.cut_at = 2000
-    with pytest.raises(ConfigError, match=r"has failed \(.*\); what was fetched is kept.*hf download lab/tiny --revis"):
+    with pytest.raises(ConfigError, match=r"has failed \(.*\).*hf download lab/tiny --revision .* goes on"):
         load(named, fetch=Fetcher("weights", "rows"))
     hub.cut_at = None
     assert load(named, fetch=Fetcher("weights", "rows")).model.path.is_dir()
+
+
+def test_sources_and_sets_of_held_out_prompts_have_names_too(named, hub):
+    sources = '[{path = "lab/questions", configuration = "socratic"}, {path = "lab/questions", configuration = "main"}]'
+    held_out = '{first = {path = "lab/questions", configuration = "main"}}'
+    words = [
+        "--data.path",
+        "none",
+        "--data.sources",
+        sources,
+        "--evaluation.sets",
+        held_out,
+        "--data.eval_path",
+        "none",
+    ]
+    record(config := load(named, [*words, "--data.configuration", "none"], fetch=Fetcher("weights", "rows")))
+    part = load(config.run_dir / "config.toml")
+    assert labels(part, part.data.train_sources) == ["four", "one", "two"]
+    assert labels(part, [part.evaluation_sets[0].source]) == ["three"]
+    assert list(part.commits) == [
+        "model.revision", "data.sources.0.revision", "data.sources.1.revision", "evaluation.sets.first.revision"
+    ]  # fmt: skip
