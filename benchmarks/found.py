@@ -10,30 +10,22 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import tokenizers
-import torch
 from common import Row, execute, parser, quickstart_policy, report
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from april.broker.journal.journal import Journal
 from april.broker.ledger.events import GroupOpened, Leased, RowsAccepted
-from april.config import Config
 from april.data.arithmetic import make_data
 from april.data.rows import BadRow
 from april.data.tokenizer import Tokenizer
-from april.launch.check import Findings
-from april.learner.backends import BACKENDS
-from april.learner.model import load
-from april.learner.policy import logprobs_by_transformers, logprobs_of, random_model, reduced
 from april.wire.message import Version
 from april.workers.rewards.code import code
 from april.workers.rewards.mathematics import math
@@ -376,62 +368,9 @@ def make_byte_tokenizer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(alphabet)}))
 
 
-# --- architectures ----------------------------------------------------------------------------------------------------
-
-QUICK_FAMILIES = ("llama", "qwen3_moe", "mistral", "gpt_neox_japanese", "mamba")
-OTHER_LENGTHS = (30, 5, 2, 19, 64)
-NATS = 2e-3
-
-
-def architectures_wrong(given) -> tuple[list[Row], list[str]]:
-    """Families of transformers' causal models, reduced, of which the dry run says nothing although the learner's packed
-    forward pass raises, or differs from that of each sequence alone. Families whose default configuration cannot be
-    built are left out, and counted."""
-    families = QUICK_FAMILIES if given.quick else tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    outcomes = {family: architecture(family) for family in families}
-    wrong = [f"{family}: {said}" for family, said in outcomes.items() if said not in ("", REFUSED, UNBUILT)]
-    count = Counter(outcomes.values())
-    rows = [
-        Row("architectures_wrong", [float(len(wrong))], f"of {len(families) - count[UNBUILT]}"),
-        Row("architectures_trained", [float(count[""])], f"of {len(families) - count[UNBUILT]}"),
-    ]
-    return rows, wrong
-
-
-REFUSED, UNBUILT = "refused by the dry run", "cannot be built"
-
-
-def architecture(family: str) -> str:
-    """What is wrong with the learner's forward pass of a family that the dry run passes; empty if nothing is."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            model = random_model(reduced(CONFIG_MAPPING[family](), dimensions=True))
-            logprobs_by_transformers(model, torch.arange(3, 8))
-            model.save_pretrained(folder)
-        except Exception:
-            return UNBUILT
-        found = Findings()
-        config = Config.model_validate({"model": {"path": folder}, "data": {}})
-        found.run_check(BACKENDS.find("fsdp").check_model, config)
-        return REFUSED if found.errors else difference(Path(folder))
-
-
-def difference(folder: Path) -> str:
-    """How far tokens of a pack are from those of each sequence alone; empty if they are equal up to rounding."""
-    try:
-        policy = load(folder, 1.0)
-        sequences = [torch.randint(3, 200, (length,)) for length in OTHER_LENGTHS]
-        alone = torch.cat([logprobs_of(policy, [sequence]) for sequence in sequences])
-        nats = float((logprobs_of(policy, sequences) - alone).abs().max())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "" if nats <= NATS else f"off by {nats:.2g} nats"
-
-
 ROWS: dict[str, Callable] = {
     "programs_right": programs_right, "math_pairs": math_pairs, "quick_verdicts_late": quick_verdicts_late,
     "evaluations_mixed": evaluations_mixed, "rendered_prompts_proven": rendered_prompts_proven,
-    "architectures_wrong": architectures_wrong,
 }  # fmt: skip
 """Rows by the function that measures them: arguments -> (rows, what was wrong in words)."""
 

@@ -1,20 +1,22 @@
-"""Whether the learner computes a model's architecture: the model is built small with random weights, and what the
-learner makes of packed sequences is compared with transformers' own forward pass of each sequence."""
+"""The proof of a model: its architecture, built small with random weights, is computed by the learner from packed
+sequences, and compared with transformers' own forward and backward pass of each sequence."""
 
 import re
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from april.learner.attention import NAME, PackedAttentionError
+from april.learner.attention import PackedAttentionError
 from april.learner.batch import TrainSample
 from april.learner.loading import ModelError, check_files
 from april.learner.model import Policy, empty_policy, load
@@ -22,39 +24,53 @@ from april.learner.packing import pack
 from april.util.errors import NotTried
 from april.wire.message import Version
 
-SMALL_PARAMETERS = 20_000_000
-"""Parameters up to which a model is tried as it is."""
-LENGTHS = (7, 3, 41, 12)
-"""Lengths of the sequences that are packed, in tokens."""
-TOLERANCE = 2e-3
-"""Largest difference of a log-probability (nats) that rounding in float32 explains."""
-TRIED_PARAMETERS = 150_000_000
-"""Parameters up to which a model that cannot be made small is tried."""
+LENGTHS = (7, 37, 13)
+"""Lengths of the sequences that are packed, in tokens; a model is passed all but the last one of each."""
+PASSED = sum(LENGTHS) - len(LENGTHS)
+TOLERANCE, ROUNDINGS = 1e-4, 4.0
+"""Largest difference of a log-probability (nats), and of a gradient, relative to its tensor's largest, that is put down
+to rounding without a look; a larger one has to be within so many times what rounding makes of transformers' own pass:
+its difference from that in float64."""
+SMALL = 1e-3
+"""Gradients are compared relative to no less than this part of the model's largest."""
+ALIKE = 1e-3
+"""Relative difference below which a module's values in two passes do not explain how these differ."""
+TRIED_PARAMETERS = 100_000_000
+"""Parameters up to which a model is tried at its true width, which takes 5 s on a core."""
 NO_MEMORY = re.compile(r"(out of|not enough|(n't|not) allocate) memory", re.IGNORECASE)
 """Regular expression for what torch's allocators say when memory is short."""
 
 
 def objection(folder: Path) -> str:
     """Why the learner cannot train the model in a folder, and what to do; empty if nothing is found. Raises NotTried
-    for a model too large to be tried that no small one can be made of, and where memory or disk do not suffice."""
+    where memory or disk do not suffice to find out."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     try:
         policy = empty_policy(folder, 1.0)
         check_files(policy.lm, folder)
-        return compared(small_model(folder, policy))
-    except NotTried:
-        raise
+        model = small_model(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False), policy.lm)
+        return compared(model)
     except (ModelError, PackedAttentionError) as error:
         return str(error).removeprefix(f"{folder}: ")
     except Exception as error:
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            return "its attention is of its own, which packed attention cannot take the place of; use another model"
         said = f"{type(error).__name__}: {first_line(error)}"
         if is_of_machine(error):
             raise NotTried(f"whether {folder} can be trained could not be tried: {said}") from error
-        return f"the learner cannot build or compute such a model ({said}); use another"
+        layer = "".join(f"its {kind}: " for kind in layers_of(error)[-1:])
+        return f"the learner cannot build or compute such a model ({layer}{said}); use another"
+
+
+def layers_of(error: Exception) -> list[str]:
+    """Classes of the model's modules in which an error was raised, the outermost first."""
+    frame, found = error.__traceback__, []
+    while frame is not None:
+        owner = frame.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and not isinstance(owner, Policy) and type(owner).__name__ not in found:
+            found.append(type(owner).__name__)
+        frame = frame.tb_next
+    return found
 
 
 def is_of_machine(error: Exception) -> bool:
@@ -65,39 +81,133 @@ def is_of_machine(error: Exception) -> bool:
     return isinstance(error, MemoryError | SafetensorError) or bool(NO_MEMORY.search(str(error)))
 
 
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
 def compared(model: PreTrainedModel) -> str:
     """The objection to an architecture, by a small model of it; empty if the learner computes what it does."""
     chance = torch.Generator().manual_seed(0)
     sequences = [
         torch.randint(3, model.get_input_embeddings().weight.shape[0], (n,), generator=chance) for n in LENGTHS
     ]
-    expected = [logprobs_by_transformers(model, sequence) for sequence in sequences]
+    factors = torch.randn(PASSED, generator=chance)
+
+    def by_transformers() -> Tensor:
+        return torch.cat([logprobs_by_transformers(model, each) for each in sequences])
+
+    theirs = Pass(model, by_transformers, factors)
     with tempfile.TemporaryDirectory() as made:
         model.save_pretrained(made)
         policy = load(Path(made), 1.0)
-    together, again = logprobs_of(policy, sequences), logprobs_of(policy, sequences)
-    alone = torch.cat([logprobs_of(policy, [sequence]) for sequence in sequences])
-    name = f"the learner does not compute models of type {model.config.model_type!r}"
-    for other, where in (
+    packed = Pass(policy.lm, lambda: logprobs_of(policy, sequences), factors)
+    with torch.no_grad():
+        again = Pass(policy.lm, lambda: logprobs_of(policy, sequences))
+        alone = Pass(policy.lm, lambda: torch.cat([logprobs_of(policy, [each]) for each in sequences]))
+
+    @cache
+    def rounding() -> dict[str, float]:
+        model.set_experts_implementation("eager")  # the others take no float64
+        return theirs.distances(Pass(model.double(), by_transformers, factors))
+
+    for other, what in (
         (again, "changes from pass to pass"),
         (alone, "depends on the sequences that are packed with its own"),
-        (torch.cat(expected), "is another than transformers computes"),
+        (theirs, "is another than transformers computes"),
     ):
-        difference = float((together - other).abs().max())
-        if not difference <= TOLERANCE:
-            return f"{name}: a token's log-probability {where}, by {difference:.2g} nats; use another model"
+        for name, distance in packed.distances(other).items():
+            if not distance <= TOLERANCE and not distance <= ROUNDINGS * rounding().get(name, 0.0):
+                return f"{packed.culprit(name, other)} {what}, by {distance:.2g}; use another model"
     return ""
+
+
+class Pass:
+    """A pass of a causal LM over all sequences, with what went into and came out of each of its modules."""
+
+    def __init__(self, lm: nn.Module, compute: Callable[[], Tensor], factors: Tensor | None = None):
+        """`compute` gives log-probabilities [K]; with `factors` [K], gradients are those of their sum with these."""
+        self.lm, self.inputs, self.outputs = lm, dict[str, list[Tensor]](), dict[str, list[Tensor]]()
+        lm.zero_grad()
+        with self.recorded():
+            self.logprobs = compute()
+        self.gradients: dict[str, Tensor] = {}
+        if factors is not None:
+            (self.logprobs * factors).sum().backward()
+            self.gradients = {name: each.grad for name, each in lm.named_parameters() if each.grad is not None}
+        self.logprobs = self.logprobs.detach()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        def record(name: str) -> Callable:
+            def hook(module: nn.Module, arguments: tuple, options: dict, output: Any) -> None:
+                self.inputs.setdefault(name, []).extend(first_values([*arguments, *options.values()]))
+                self.outputs.setdefault(name, []).extend(first_values(output))
+
+            return hook
+
+        hooks = [
+            module.register_forward_hook(record(name), with_kwargs=True) for name, module in self.lm.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def distances(self, other: "Pass") -> dict[str, float]:
+        """Largest difference of log-probabilities (nats) under an empty name, and under its name of each gradient,
+        relative to its largest."""
+        found = {"": float((self.logprobs - other.logprobs).abs().max())}
+        largest = max((float(each.abs().max()) for each in other.gradients.values()), default=0.0)
+        for name, theirs in other.gradients.items():
+            ours = self.gradients.get(name, torch.zeros(()))
+            found[name] = float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), SMALL * largest)
+        return found
+
+    def culprit(self, name: str, other: "Pass") -> str:
+        """Words for the module to which a difference from another pass is due: that of a gradient's name, or the first
+        whose values differ although what it was passed does not."""
+        if name:
+            return f"the gradient of {name}, in its {self.kind_of(name.rpartition('.')[0])},"
+        for name in self.outputs:
+            if not alike(self.outputs[name], other.outputs.get(name, [])):
+                while name and not (name in self.inputs and alike(self.inputs[name], other.inputs[name])):
+                    name = name.rpartition(".")[0]
+                layer = re.match(r".*?\.\d+(?=\.)", name)
+                place = f"{name or 'the model'}, in a {self.kind_of(layer[0])}" if layer else name or "the model"
+                return f"a token's log-probability, by its {self.kind_of(name)} ({place}),"
+        return "a token's log-probability"
+
+    def kind_of(self, name: str) -> str:
+        return type(self.lm.get_submodule(name)).__name__
+
+
+def first_values(values: Any) -> list[Tensor]:
+    """The first tensor of floating point in what a module was passed or returned, with a row for each token."""
+    values = values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else [values]
+    floats = (each.detach() for each in values if isinstance(each, Tensor) and each.is_floating_point() and each.ndim)
+    return [each[0] if each.shape[0] == 1 else each for each in floats][:1]
+
+
+def alike(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Whether values of all tokens, in one row or in several, agree up to rounding; also where they are not of all
+    tokens."""
+    try:
+        one, other = torch.cat(ours), torch.cat(theirs)
+    except RuntimeError:
+        return True
+    if len(one) != PASSED or one.shape != other.shape:
+        return True
+    return bool((one - other).abs().max() <= ALIKE * other.abs().max())
 
 
 def logprobs_by_transformers(model: PreTrainedModel, sequence: Tensor) -> Tensor:
     """Log-probabilities, float32 [T - 1], of a sequence's tokens after the first."""
-    with torch.no_grad():
-        logits = model(sequence[None], use_cache=False).logits[0].float()
-    return torch.log_softmax(logits[:-1], dim=-1).gather(1, sequence[1:, None])[:, 0]
+    logits = model(sequence[None, :-1], use_cache=False).logits[0].float()
+    return torch.log_softmax(logits, dim=-1).gather(1, sequence[1:, None])[:, 0]
 
 
 def logprobs_of(policy: Policy, sequences: list[Tensor]) -> Tensor:
-    """The same by the learner for packed sequences, one after the other; as in training, but without a gradient."""
+    """The same by the learner for packed sequences, one after the other, as in training."""
     samples = [
         TrainSample(
             sequence.numpy().astype(np.int32), 1, np.zeros(len(sequence) - 1, np.float32), 0.0,
@@ -105,38 +215,71 @@ def logprobs_of(policy: Policy, sequences: list[Tensor]) -> Tensor:
         )
         for sequence in sequences
     ]  # fmt: skip
-    with torch.no_grad():
-        return policy(pack(samples, torch.device("cpu")))[0]
+    return policy(pack(samples, torch.device("cpu")))[0]
 
 
 # --- small models -----------------------------------------------------------------------------------------------------
 
-
-def small_model(folder: Path, policy: Policy) -> PreTrainedModel:
-    """A model like that of a folder, small if that is large, with random weights that make its layers matter."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if parameters_of(policy) <= SMALL_PARAMETERS:
-        return random_model(config)
-    for dimensions in (True, False):
-        with suppress(Exception):
-            model = random_model(reduced(AutoConfig.from_pretrained(folder, trust_remote_code=False), dimensions))
-            logprobs_by_transformers(model, torch.arange(3, 8))
-            return model
-    raise NotTried(f"whether {folder} can be trained could not be tried: no small model like it can be made")
+LAYERS, VOCABULARY, INNER, EXPERTS, CHOSEN, WINDOW = 2, 256, 64, 8, 2, 8
+"""Sizes of a reduced model; it has at least so many layers."""
+WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|local_attention|index_topk|floor_scale|^original_max_")
+"""Regular expression for names of keys with a number of tokens up to which a model sees, or from which on it computes
+something else."""
+WIDTHS = re.compile(r"hidden_size$|_n?heads$|^n_head$|^n_embd$|d_model$|d_ssm$|d_inner$|lru_width$")
+"""Regular expression for names of keys that are divided for a narrower model: fewer heads, of their true size."""
+ROUTED = re.compile(r"experts_per_tok|top_?k(_experts)?$|moe_topk|num_selected_experts")
+"""Regular expression for names of keys with the number of experts that compute a token."""
 
 
-def parameters_of(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def small_model(
+    config: Callable[[], PreTrainedConfig], whole: nn.Module, most: int = TRIED_PARAMETERS
+) -> PreTrainedModel:
+    """A model like `whole`, of the configuration that `config` makes, with random weights that make its layers matter:
+    with its first layers up to one of each kind, short windows, few tokens and experts, and as wide as `most`
+    parameters allow: of its true width, or with fewer heads of their true size, on which alone the choice of a kernel
+    depends. Raises ModelError if none can be built."""
+    depth, said = depth_of(whole), f"all have more than {most:,} parameters"
+    for divisor in (1, 2, 4, 8, 16, 32, 64):
+        try:
+            smaller = reduced(config(), depth, divisor)
+            if model := random_model(type(smaller).from_dict(smaller.to_dict()), most):  # checked once more
+                logprobs_by_transformers(model, torch.arange(3, 8))
+                return model
+        except Exception as error:
+            if is_of_machine(error):
+                raise
+            said = f"{type(error).__name__}: {first_line(error)}"
+    raise ModelError(
+        f"no small model of type {config().model_type!r} can be built to prove what the learner computes ({said}); use "
+        "another model"
+    )
+
+
+def depth_of(lm: nn.Module) -> int:
+    """Number of first layers among which there is one of every kind."""
+    layers = list(getattr(lm.base_model, "layers", ()))
+    kinds = [kind_of(layer) for layer in layers]
+    return max([LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
+
+
+def kind_of(layer: nn.Module) -> list:
+    """What layers of a kind have in common: classes and switches of their modules, but not their place."""
+    return [
+        (name, type(module), key, value)
+        for name, module in layer.named_modules()
+        for key, value in (("", ""), *sorted(vars(module).items()))
+        if value is None or (isinstance(value, bool | int | str) and not re.search(r"idx|index|layer_id", key))
+    ]
 
 
 @torch.no_grad()
-def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A causal LM of this configuration in fp32 with random weights: norms and biases as well, so that leaving one out
-    shows. Raises NotTried."""
+def random_model(config: PreTrainedConfig, most: int = TRIED_PARAMETERS) -> PreTrainedModel | None:
+    """A causal LM of this configuration in fp32 with random weights, norms and biases as well, so that leaving one out
+    shows; None for more than `most` parameters."""
     with torch.device("meta"):
-        size = parameters_of(AutoModelForCausalLM.from_config(config))
-    if size > TRIED_PARAMETERS:
-        raise NotTried(f"{size:,} parameters are more than a trial is worth")
+        empty = AutoModelForCausalLM.from_config(config)
+    if sum(parameter.numel() for parameter in empty.parameters()) > most:
+        return None
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for parameter in model.parameters():
@@ -147,32 +290,30 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-LAYERS, VOCABULARY, HEADS, HEAD_SIZE, INNER, EXPERTS, WINDOW = 4, 256, 4, 16, 64, 8, 8
-"""Sizes of a reduced model."""
-
-
-def reduced(config: PreTrainedConfig, dimensions: bool) -> PreTrainedConfig:
-    """A configuration with the same features and fewer layers, tokens and experts, and short windows; with
-    `dimensions`, also with fewer and smaller heads."""
-    layers = next((n for n in (value_of(config, "num_hidden_layers"), value_of(config, "n_layer")) if n), 0)
-    kept = min(layers, max(LAYERS, layers_with_all_types(value_of(config, "layer_types"))))
-    hidden, heads = value_of(config, "hidden_size"), value_of(config, "num_attention_heads")
-    shared = value_of(config, "num_key_value_heads") or heads
+def reduced(config: PreTrainedConfig, depth: int, divisor: int = 1) -> PreTrainedConfig:
+    """A configuration with the same features, its first `depth` layers, fewer tokens and experts, short windows, and
+    widths that are divided."""
+    layers = next((n for key in DEPTHS if (n := getattr(config, key, None))), 0)
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            reduced(value, dimensions)
+            reduced(value, depth, divisor)
+        elif isinstance(value, dict):
+            set_value(config, name, shortened(value, depth))
         elif isinstance(value, list) and len(value) == layers:
-            set_value(config, name, value[:kept])
-        elif new := reduced_value(name, value, kept):
+            set_value(config, name, value[:depth])
+        elif (new := reduced_value(name, value, depth, divisor)) is not None:
             set_value(config, name, new)
-    if dimensions and hidden and heads:
-        size = {"num_attention_heads": HEADS, "hidden_size": HEADS * HEAD_SIZE}
-        size |= {} if value_of(config, "qk_rope_head_dim") else {"head_dim": HEAD_SIZE}
-        size["num_key_value_heads"] = HEADS if shared == heads else min(shared, HEADS // 2)
-        for name, value in size.items():
-            if value_of(config, name):
-                set_value(config, name, value)
     return config
+
+
+def shortened(values: dict, depth: int) -> dict:
+    """A dictionary of a configuration, such as that of its rotary positions, with short windows at any depth, and
+    without the layers from `depth` on."""
+    return {
+        key: shortened(value, depth) if isinstance(value, dict) else window_of(key, value) or value
+        for key, value in values.items()
+        if not str(key).isdigit() or int(key) < depth
+    }
 
 
 def set_value(config: PreTrainedConfig, name: str, value: Any) -> None:
@@ -180,21 +321,15 @@ def set_value(config: PreTrainedConfig, name: str, value: Any) -> None:
         setattr(config, name, value)
 
 
-def value_of(config: Any, name: str) -> Any:
-    return getattr(config, name, None)
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
-def layers_with_all_types(types: list[str] | None) -> int:
-    """Number of first layers among which every type of layer occurs."""
-    return max(types.index(kind) for kind in types) + 1 if types else 0
-
-
-def reduced_value(name: str, value: Any, layers: int) -> Any:
+def reduced_value(name: str, value: Any, depth: int, divisor: int) -> int | None:
     """A smaller value for a key of a configuration; None where it stays."""
     if not isinstance(value, int) or isinstance(value, bool):
         return None
-    if name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        return layers
+    if name in DEPTHS:
+        return min(value, depth)
     if name == "vocab_size":
         return min(value, VOCABULARY)
     if name.endswith("_token_id"):
@@ -203,11 +338,17 @@ def reduced_value(name: str, value: Any, layers: int) -> Any:
         return min(value, INNER)
     if name in ("num_experts", "num_local_experts", "n_routed_experts"):
         return min(value, EXPERTS)
+    if ROUTED.search(name):
+        return min(value, CHOSEN)
     if name in ("n_group", "topk_group"):
         return 1
-    if "window" in name or "chunk_size" in name:
-        return min(value, WINDOW)
-    return None
+    return max(1, value // divisor) if WIDTHS.search(name) else window_of(name, value)
+
+
+def window_of(name: Any, value: Any) -> int | None:
+    """A short value for a key with a window's length; None for another key."""
+    is_window = isinstance(name, str) and WINDOWS.search(name) and type(value) is int
+    return min(value, WINDOW) if is_window else None
 
 
 def first_line(error: Exception) -> str:

@@ -2,18 +2,22 @@
 
 import errno
 import json
+import re
 import shutil
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama.modeling_llama import LlamaMLP
 
-from april.learner.policy import objection, random_model, reduced
-from april.learner.policy import small_model as small_model_of
+import april.learner.policy as policy_module
+from april.learner.policy import LENGTHS, compared, objection, random_model, reduced, small_model
 from april.util.errors import NotTried
 from tests.support.small_run import make_policy
 
@@ -36,29 +40,126 @@ def changed(policy, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "granite", "deepseek_v3"])
+def small(family, tmp_path, **keys):
+    """The folder of a small model of a family, with the features of its default configuration or of `keys`."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**keys))
+    small_model(lambda: CONFIG_MAPPING[family](**keys), whole, 8_000_000).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "granite", "deepseek_v3", "mamba2", "mistral", "gemma2"])
 def test_what_the_learner_computes_passes(family, tmp_path):
-    random_model(reduced(CONFIG_MAPPING[family](), dimensions=True)).save_pretrained(tmp_path)
-    assert objection(tmp_path) == ""
+    assert objection(small(family, tmp_path)) == ""
 
 
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("mistral", "the model uses sliding_window, which packed attention does not compute"),
-        ("gemma2", "final_logit_softcapping changes its logits"),
-        ("mamba", "carries a state on"),
-        ("gpt_neox_japanese", "a token's log-probability depends on the sequences that are packed with its own, by "),
-        ("xglm", "depends on the sequences that are packed with its own"),
-        ("minimax", "depends on the sequences that are packed with its own"),
-        ("phimoe", "a token's log-probability is another than transformers computes"),
-        ("falcon", "its attention is of its own"),
-        ("jetmoe", "cannot build or compute such a model (RuntimeError"),
+        ("gptj", "no list `layers`"),
+        ("xglm", "(its XGLMAttention: "),
+        ("gpt_neox_japanese", "(its GPTNeoXJapaneseAttention: "),
+        ("deepseek_v32", "(its DeepseekV32Attention: "),
+        ("phimoe", "is another than transformers computes"),
     ],
 )
 def test_what_it_does_not_is_a_sentence(family, said, tmp_path):
-    random_model(reduced(CONFIG_MAPPING[family](), dimensions=True)).save_pretrained(tmp_path)
-    assert said in objection(tmp_path)
+    assert said in objection(small(family, tmp_path))
+
+
+# --- a model with a layer of one's own ------------------------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """Adds to each token the mean of those before it in the row."""
+
+    def forward(self, x):
+        return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+class Haste(nn.Dropout):
+    """Dropout by another name."""
+
+
+class Batches(nn.BatchNorm1d):
+    """Normalises by the statistics of all tokens that are computed together."""
+
+    def forward(self, x):
+        return super().forward(x[0])[None]
+
+
+class First(nn.Module):
+    """Adds the first token of the row to all."""
+
+    def forward(self, x):
+        return x + x[:, :1]
+
+
+class Grain(nn.Module):
+    """Adds a little noise in training."""
+
+    def forward(self, x):
+        return x + 0.003 * torch.randn_like(x) * self.training
+
+
+class Straight(nn.Module):
+    """Its values are of each token, and its gradient is of the row's mean."""
+
+    def forward(self, x):
+        return x + (x.mean(1, keepdim=True) - x.mean(1, keepdim=True).detach())
+
+
+OWN = {"Sums": Sums, "Haste": lambda: Haste(0.05), "Batches": lambda: Batches(64), "First": First, "Grain": Grain}
+
+
+@pytest.fixture
+def with_layer(monkeypatch):
+    """with_layer(make): a small model whose second layer, in every copy of it, has another module before its MLP."""
+
+    def make(layer):
+        built = LlamaMLP.__init__
+
+        def init(mlp, config):
+            built(mlp, config)
+            LlamaMLP.made = getattr(LlamaMLP, "made", 0) + 1
+            if LlamaMLP.made % 2 == 0:
+                mlp.up_proj = nn.Sequential(layer(), mlp.up_proj)
+
+        monkeypatch.setattr(LlamaMLP, "made", 0, raising=False)
+        monkeypatch.setattr(LlamaMLP, "__init__", init)
+        shape = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+        return random_model(CONFIG_MAPPING["llama"](**shape, num_hidden_layers=2))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        ("Sums", "depends on the sequences that are packed with its own"),
+        ("First", "depends on the sequences that are packed with its own"),
+        ("Batches", "depends on the sequences that are packed with its own"),
+        ("Haste", "changes from pass to pass"),
+        ("Grain", "changes from pass to pass"),
+    ],
+)
+def test_a_layer_that_is_computed_otherwise_is_named(with_layer, layer, what):
+    said = compared(with_layer(OWN[layer]))
+    assert re.match(
+        rf"a token's log-probability, by its {layer} \(model\.layers\.1.*, in a LlamaDecoderLayer\), {what}", said
+    )
+
+
+def test_a_gradient_that_sequences_give_each_other_is_found(with_layer):
+    assert re.match(r"the gradient of model\.\S+, in its \w+, is another than", compared(with_layer(Straight)))
+
+
+def test_a_model_of_which_no_small_one_can_be_built_is_refused(changed, monkeypatch):
+    monkeypatch.setattr(policy_module, "random_model", Mock(side_effect=ValueError("no such size")))
+    assert objection(changed()) == (
+        "no small model of type 'qwen3' can be built to prove what the learner computes (ValueError: no such size); "
+        "use another model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,10 +206,25 @@ def test_weights_that_are_missing_are_named(changed):
     assert objection(folder) == "its weights lack model.layers.0.mlp.up_proj.weight; give a whole Hugging Face folder"
 
 
-def test_a_large_model_is_tried_small_with_the_same_features(tmp_path):
-    config = CONFIG_MAPPING["qwen3_moe"](num_hidden_layers=48, num_key_value_heads=4, vocab_size=151_936)
-    config.save_pretrained(tmp_path)
-    large = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(10**9, device="meta"))])
-    small = small_model_of(tmp_path, large)
-    assert sum(parameter.numel() for parameter in small.parameters()) < 1e6
-    assert (small.config.num_hidden_layers, small.config.num_key_value_heads, small.config.num_experts) == (4, 2, 8)
+@pytest.mark.parametrize(
+    ("family", "keys", "layers", "heads"),
+    [
+        ("qwen3_moe", {"num_hidden_layers": 48, "num_key_value_heads": 4, "hidden_size": 2048}, 2, 32),
+        ("deepseek_v3", {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16}, 4, 16),
+        ("llama", {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8}, 2, 32),
+    ],
+)
+def test_a_large_model_is_tried_with_one_layer_of_each_kind_and_its_width(family, keys, layers, heads):
+    config = partial(CONFIG_MAPPING[family], **keys)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config())
+    kept = small_model(config, whole)
+    assert (len(kept.model.layers), kept.config.num_attention_heads) == (layers, heads)
+    assert {type(layer.mlp) for layer in kept.model.layers} == {type(layer.mlp) for layer in whole.model.layers}
+
+
+def test_windows_chunks_and_original_lengths_are_shorter_than_the_sequences():
+    ropes = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 4096}
+    small = reduced(CONFIG_MAPPING["gemma3_text"](sliding_window=512, rope_parameters={"full_attention": ropes}), 2)
+    lengths = (small.sliding_window, small.rope_parameters["full_attention"]["original_max_position_embeddings"])
+    assert max(lengths) < min(sorted(LENGTHS)[1:])
