@@ -225,6 +225,22 @@ def test_one_variable_length_call_equals_a_call_a_sequence(monkeypatch, varlen_a
     torch.testing.assert_close(found.float(), expected, atol=0.01, rtol=0.01)
 
 
+def with_sums(query, key, value, *lengths, scale, window_size, return_aux, enable_gqa):
+    """`varlen_attn` asked for the logarithms of its sums as well."""
+    assert return_aux.lse and enable_gqa
+    output, sums = whole_square(
+        *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)), scale, window_size[0] + 1
+    )
+    return output[0], sums[0]
+
+
+def test_sinks_in_a_variable_length_call_equal_a_call_a_sequence(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", with_sums)
+    query, key, value, sinks = (tensor.detach() for tensor in inputs(value=(1, 2, 33, 6), sinks=(4,)).values())
+    found = variable_length(query, key, value, STARTS, max(LENGTHS), 0.3, 4, sinks)
+    torch.testing.assert_close(found, each_sequence(query, key, value, LENGTHS, 0.3, Variant(4, sinks=sinks)))
+
+
 def by_flash_attention_4(
     query, key, value, *, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, deterministic, **same
 ):
