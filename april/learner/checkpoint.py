@@ -307,7 +307,7 @@ def dtype_of_folder(folder: Path) -> torch.dtype | None:
     return AutoConfig.from_pretrained(folder).dtype
 
 
-def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir: Path) -> None:
+def export_adapter(policy: Policy, adapter: dict[str, Any], base: str, out_dir: Path) -> None:
     """Write the trained tensors as a peft adapter folder, replacing `out_dir`. Collective; only rank 0 writes."""
     weights = gather_tensors(policy.trained)
     if dist.get_rank() == 0:
@@ -316,7 +316,7 @@ def export_adapter(policy: Policy, adapter: dict[str, Any], base: Path, out_dir:
 
 
 def write_adapter(
-    weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: Path, out_dir: Path
+    weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: str, out_dir: Path
 ) -> None:
     partial = out_dir.with_name(f"{out_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -150,9 +150,9 @@ def describe(lm: nn.Module, section: LoraSection) -> dict[str, Any]:
 
 
 def save_adapter(
-    folder: Path, weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: Path
+    folder: Path, weights: dict[str, Tensor], tied: dict[str, str], adapter: dict[str, Any], base: str
 ) -> None:
-    """Write an adapter folder for `peft.PeftModel.from_pretrained`; `base` is the model folder it belongs to.
+    """Write an adapter folder for `peft.PeftModel.from_pretrained`. `base`: folder or name of the model it belongs to.
 
     peft replaces the model's own tensors by those trained whole, and needs tied tensors in the file as well: `tied`
     maps their names to the tensors that they are tied to.

@@ -479,8 +479,8 @@ class Trainer:
         self.write_model(self.config.exported_policy)
         self._copy(self.config.exported_policy)
         if self.config.lora.is_set:
-            path, adapter = self.config.model.path, self.backend.adapter
-            checkpoint.export_adapter(self.policy, adapter, path, self.config.exported_adapter)
+            base, adapter = self.config.model.named(), self.backend.adapter
+            checkpoint.export_adapter(self.policy, adapter, base, self.config.exported_adapter)
             self._copy(self.config.exported_adapter)
 
     def _copy(self, exported: Path) -> None:
