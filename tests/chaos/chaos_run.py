@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 from tests.chaos.run_state import SYNC_OFF, RunState
 from tests.support.run_processes import Job, summary, wait_until
@@ -98,13 +99,9 @@ class Chaos:
         self.job = self._start(self.log)
 
     def _start(self, log: Path, *overrides: str) -> Job:
-        os.environ.update(self.environment)
-        try:
-            command = [sys.executable, "-m", "tests.chaos.supervise", str(self.config), *self.overrides, *overrides]
+        command = [sys.executable, "-m", "tests.chaos.supervise", str(self.config), *self.overrides, *overrides]
+        with mock.patch.dict(os.environ, self.environment):
             return Job(command, log)
-        finally:
-            for name in self.environment:
-                del os.environ[name]
 
     def kill(self, victim: str, phase: str, aim_s: float = AIM_S) -> None:
         """SIGKILL one process of a kind, in that phase of the run if it comes soon."""

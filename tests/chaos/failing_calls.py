@@ -1,4 +1,5 @@
-"""Lets single calls to the system fail in a part of a run, as the chaos tests start it.
+"""Lets single calls to the system fail in a part of a run, as the chaos tests start it, and in the processes that it
+starts (`startup/sitecustomize.py`).
 
 A place is a call's name and the function of April that makes it, for example `fsync in journal.files:sync`. Each part
 writes down the places that it comes to. Once the file `order` names one, the next call from there fails, and no other.
@@ -6,11 +7,14 @@ writes down the places that it comes to. Once the file `order` names one, the ne
 
 import builtins
 import errno
+import importlib
+import importlib.util
 import io
 import math
 import mmap
 import os
 import shutil
+import socket
 import sys
 import time
 from pathlib import Path
@@ -21,12 +25,17 @@ import zmq
 FAILING = "APRIL_TEST_FAILING_CALLS"
 """In the environment: the folder of orders."""
 FILE_CALLS = (
-    "open", "fsync", "fdatasync", "pread", "pwrite", "pwritev", "ftruncate", "truncate", "rename", "replace", "unlink",
-    "remove", "mkdir", "rmdir", "listdir", "scandir", "stat", "fstat", "posix_fadvise",
+    "open", "read", "write", "link", "fsync", "fdatasync", "pread", "pwrite", "pwritev", "ftruncate", "truncate",
+    "rename", "replace", "unlink", "remove", "mkdir", "rmdir", "listdir", "scandir", "stat", "fstat", "posix_fadvise",
 )  # fmt: skip
 SHUTIL_CALLS = ("disk_usage", "copy", "copyfile")
+STREAM_CALLS = ("send", "recv")
+NATIVE_CALLS = (("pyarrow.parquet", "write_table"), ("pyarrow.parquet", "read_table"), ("safetensors", "safe_open"),
+                ("safetensors.torch", "save_file"))  # fmt: skip
+"""Functions of libraries that read or write files without Python."""
 FILE_ERRORS = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EACCES, errno.ENOMEM)
 SOCKET_ERRORS = (errno.EAGAIN, errno.EHOSTUNREACH)
+STREAM_ERRORS = (errno.ECONNRESET, errno.ETIMEDOUT)
 TRANSPORT_ERRORS = (errno.ECONNRESET, errno.ETIMEDOUT)
 HELPERS = ("util.files", "wire.sockets.base")
 """Modules whose callers name a place."""
@@ -100,12 +109,28 @@ class Injector:
         send = staticmethod(self.watched(base.Backend.send, "zmq send", zmq.ZMQError))
         base.Backend = type("Backend", (base.Backend,), {"send": send})
         zmq.Socket.send_multipart = self.watched(zmq.Socket.send_multipart, "zmq send_multipart", zmq.ZMQError)
-        if self.role != "broker":
+        for name in STREAM_CALLS:
+            setattr(socket.socket, name, self.watched(getattr(socket.socket, name), f"stream {name}", OSError))
+        if self.role in ("worker", "learner"):
             from april.weights import transports
 
             for name in ("send", "receive"):
                 real = getattr(transports.GroupLink, name)
                 setattr(transports.GroupLink, name, self.watched(real, f"transport {name}", RuntimeError))
+            for module, name in NATIVE_CALLS:
+                if importlib.util.find_spec(module.partition(".")[0]):
+                    self.watch_native(importlib.import_module(module), name)
+
+    def watch_native(self, module, name: str) -> None:
+        """Watch a function of a library, also where April's modules have imported it by name."""
+        real = getattr(module, name)
+        watched = self.watched(real, name, OSError)
+        for other in [
+            module,
+            *(found for found in list(sys.modules.values()) if PACKAGE in str(getattr(found, "__file__", ""))),
+        ]:
+            if getattr(other, name, None) is real:
+                setattr(other, name, watched)
 
     def watched(self, real, name: str, kind: type[Exception]):
         def call(*arguments, **options):
@@ -198,6 +223,8 @@ def errors_of(place: str) -> tuple[int, ...]:
     """Error numbers with which the call of a place may fail."""
     if place.startswith("zmq"):
         return SOCKET_ERRORS
+    if place.startswith("stream"):
+        return STREAM_ERRORS
     return TRANSPORT_ERRORS if place.startswith("transport") else FILE_ERRORS
 
 

@@ -101,6 +101,8 @@ class History:
         self.expect(follows, f"a chunk at {row.start} of {sample} does not follow what came before")
         self.expect(row.kind == 0 and len(payload) == 8 * row.count, f"a chunk of {sample} lacks tokens")
         self.lengths[sample] = row.start + row.count
+        if row.ends_lease:
+            self.ended.add(row.lease_id)
 
     def on_SampleScored(self, lease_id, *_):
         group, index = self.samples[lease_id]

@@ -1,7 +1,7 @@
-"""A worker, an agents process, or a rank of the learner, as the chaos tests start it: its clock jumps, its messages
-come late or twice.
+"""A worker, a scorer, an agents process, or a rank of the learner, as the chaos tests start it: its clock jumps, its
+messages come late or twice.
 
-python -m tests.chaos.peer worker|agents CONFIG --connect ADDRESS --name NAME
+python -m tests.chaos.peer worker|scorer|agents CONFIG --connect ADDRESS --name NAME
 python -m tests.chaos.peer learner CONFIG --connect ADDRESS
 """
 
@@ -42,7 +42,7 @@ def main(role: str, arguments: list[str]) -> int:
     jumping_clock()
     unruly_messages()
     failing_calls.install(role)
-    if role in ("worker", "agents"):
+    if role != "learner":
         from april.cli import main
 
         return main([role, *arguments])

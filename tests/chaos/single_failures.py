@@ -1,10 +1,11 @@
-"""Every call that broker, learner and worker make to the file system and the network fails once, one call at a time,
-with each error of a list, while the run goes on.
+"""Every call that the processes of a run make to the file system and the network fails once, one call at a time, with
+each error of a list, while the run goes on.
 
-    python -m tests.chaos.single_failures --calls 300 --folder FOLDER
+    python -m tests.chaos.single_failures broker --minutes 8 --folder FOLDER
 
-A place that the run does not come to by itself, because it belongs to the start of a part, is reached by killing the
-part. A journal that cannot be written waits for somebody who restarts the broker: so does the driver.
+Each of the SWEEPS is a run of its own. A place that a run does not come to by itself, because it belongs to the start
+of a part, is reached by killing the part. A journal that cannot be written waits for somebody who restarts the broker:
+so does the driver.
 """
 
 import argparse
@@ -21,9 +22,10 @@ from pathlib import Path
 
 import orjson
 
-from tests.chaos.chaos_run import Chaos
+from tests.chaos.chaos_run import VICTIMS, WITH_AGENTS, Chaos
 from tests.chaos.failing_calls import FAILING, Orders, errors_of, wait_for
 from tests.chaos.journal_history import History
+from tests.chaos.session_history import SessionHistory
 from tests.support.run_processes import summary
 from tests.support.small_run import PROMPTS, make_policy, make_prompts
 
@@ -47,7 +49,7 @@ OVERRIDES = [
     "--learner.checkpoint_every",
     "1",
     "--broker.journal_file_records",
-    "400",
+    "150",
     "--weights.transfer_deadline_s",
     "10",
     "--broker.session_timeout_s",
@@ -56,6 +58,8 @@ OVERRIDES = [
     "1",
 ]
 """A run with short steps, and with files of the journal that are soon full."""
+STARTUP = Path(__file__).with_name("startup")
+"""Folder on PYTHONPATH of all processes, so that calls of those that parts start fail, too."""
 REACHED_S, STARTED_S = 4.0, 40.0
 """Longest wait for a call: of a part at work, and of one that was just killed."""
 PROGRESS_S = 90.0
@@ -65,6 +69,30 @@ STEPS = 2
 BY_HAND_S = 6.0
 """Age of a journal that cannot be written at which its broker is restarted."""
 TAIL_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """A run, and the parts of it whose calls fail."""
+
+    roles: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    agents: bool = False
+
+
+SWEEPS = {
+    "broker": SweptRun(("broker", "snapshot")),
+    "learner": SweptRun(("learner",)),
+    "worker": SweptRun(("worker",)),
+    "scorer": SweptRun(("scorer", "verifier"), ("--reward.where", "scorer")),
+    "agents": SweptRun(
+        ("agents", "program"), ("--agent.program", "tests.support.agent_programs:in_three_turns"), agents=True
+    ),
+}
+KILLED = WITH_AGENTS | {"scorer": ["tests.chaos.peer scorer"], "verifier": ["april.workers.rewards.process"]}
+"""What is in the command line of the processes of each part that can be killed; a snapshot comes by itself."""
+USUAL = {"unread", "superseded", "agent_failed"}
+"""Reasons for which tokens of sessions are discarded by what a program does: it fails when its own connection does."""
 
 
 @dataclass
@@ -85,13 +113,17 @@ class Sweep:
 class FailingRun(Chaos):
     """A run whose calls fail on order.
 
-    run = FailingRun(folder, policy_folder, data_folder)
+    run = FailingRun(folder, policy_folder, data_folder, SWEEPS["broker"])
     sweep = run.sweep(calls=300, until=time.monotonic() + 1200)
     """
 
-    def __init__(self, folder: Path, policy: Path, data: Path):
-        self.orders = Orders(folder / "orders")
-        super().__init__(folder, policy, data, variables={FAILING: str(folder / "orders")}, overrides=OVERRIDES)
+    def __init__(self, folder: Path, policy: Path, data: Path, swept: SweptRun):
+        self.orders, self.swept = Orders(folder / "orders"), swept
+        found = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
+        variables = {FAILING: str(folder / "orders"), "PYTHONPATH": found}
+        overrides = [*OVERRIDES, *swept.overrides]
+        super().__init__(folder, policy, data, agents=swept.agents, variables=variables, overrides=overrides)
+        self.victims = KILLED
         self.result = Sweep()
 
     def sweep(self, calls: int, until: float, seed: int = 0) -> Sweep:
@@ -107,15 +139,19 @@ class FailingRun(Chaos):
             if not self.fail(*call) and call[3]:
                 self.result.not_reached.append(call[:2])
         self.finish()
-        history = History(self.run_dir, PROMPTS)
+        history = (SessionHistory if self.swept.agents else History)(self.run_dir, PROMPTS)
         self.result.lost = history.judge()
-        self.result.discarded = sum(summary(self.run_dir)["tokens"]["discarded"].values())
+        discarded = summary(self.run_dir)["tokens"]["discarded"]
+        self.result.discarded = sum(count for reason, count in discarded.items() if reason not in USUAL)
         return self.result
 
     def calls(self) -> Iterator[list[tuple[str, str, int, bool]]]:
         """(role, place, error number, whether the place is of a part's start alone) of the calls that can fail so far:
         each place at work once, then those of starts, then each place at work with its other errors."""
-        at_work, at_start = (self.orders.places(again) for again in (True, False))
+        places = {again: [place for place in self.orders.places(again) if place[0] in self.swept.roles]
+                  for again in (True, False)}  # fmt: skip
+        at_start = [place for place in places[False] if place[0] in self.victims]
+        at_work = places[True] + [place for place in places[False] if place not in at_start]
         yield [(*place, errors_of(place[1])[0], False) for place in at_work]
         yield [(*place, errors_of(place[1])[0], True) for place in at_start]
         yield [(*place, number, False) for place in at_work for number in errors_of(place[1])[1:]]
@@ -129,7 +165,8 @@ class FailingRun(Chaos):
         self.orders.give(role, place, number)
         if at_start:
             self.kill_part(role)
-        reached = wait_for(lambda: self.orders.was_followed or self.has_ended, STARTED_S if at_start else REACHED_S)
+        longest_s = STARTED_S if at_start or role not in self.victims else REACHED_S
+        reached = wait_for(lambda: self.orders.was_followed or self.has_ended, longest_s)
         if self.orders.withdraw() or not reached:
             return False
         self.result.failed.append((role, place, number))
@@ -158,7 +195,7 @@ class FailingRun(Chaos):
         if self.has_ended:
             self.job = self._start(self.log.with_name(f"output-{len(self.result.stuck)}"))
         else:
-            for role in self.victims:
+            for role in VICTIMS:
                 self.kill_part(role)
         self.wait_for_step(self.step + 1)
 
@@ -197,13 +234,14 @@ class FailingRun(Chaos):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sweep", choices=SWEEPS, help="the parts whose calls fail")
     parser.add_argument("--calls", type=int, default=300, help="that fail [default 300]")
-    parser.add_argument("--minutes", type=float, default=25.0, help="after which no other call fails [default 25]")
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no other call fails [default 8]")
     parser.add_argument("--folder", type=Path, help="of the run, kept [default a temporary one]")
     parser.add_argument("--json", type=Path, help="file for the result; stuck calls and losses are no failure then")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="april-failures-"))
-    result = sweep(folder, options.calls, options.minutes)
+    result = sweep(folder, options.calls, options.minutes, SWEEPS[options.sweep])
     print(
         f"{len(result.failed)} calls failed; {result.by_hand} times the broker was restarted; {result.discarded} tokens"
     )
@@ -215,14 +253,14 @@ def main() -> int:
     return 1 if result.stuck or result.lost or result.discarded else 0
 
 
-def sweep(folder: Path, calls: int, minutes: float) -> Sweep:
+def sweep(folder: Path, calls: int, minutes: float, swept: SweptRun) -> Sweep:
     """A sweep of so many calls, in a run of a tiny policy in `folder`."""
     if not (folder / "policy").exists():
         for name in ("policy", "data"):
             (folder / name).mkdir(parents=True)
         make_policy(folder / "policy")
         make_prompts(folder / "data")
-    run = FailingRun(folder, folder / "policy", folder / "data")
+    run = FailingRun(folder, folder / "policy", folder / "data", swept)
     try:
         return run.sweep(calls, time.monotonic() + 60 * minutes)
     finally:

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.chaos_run import DELICATE, PATIENCE_S, Chaos
 from tests.chaos.journal_history import History
 from tests.chaos.session_history import SessionHistory
-from tests.chaos.single_failures import FailingRun
+from tests.chaos.single_failures import SWEEPS, FailingRun
 from tests.support.run_processes import wait_until
 from tests.support.small_run import PROMPTS
 
@@ -107,14 +107,15 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged(chaos):
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_single_calls_that_fail_cost_nothing_and_stop_nothing(tmp_path, policy_folder, data_folder):
-    """A slice of the sweep of `benchmarks/faults.py`."""
-    run = FailingRun(tmp_path, policy_folder, data_folder)
+@pytest.mark.parametrize("part", SWEEPS)
+def test_single_calls_that_fail_cost_nothing_and_stop_nothing(tmp_path, policy_folder, data_folder, part):
+    """A slice of each part of the sweep of `benchmarks/faults.py`."""
+    run = FailingRun(tmp_path, policy_folder, data_folder, SWEEPS[part])
     try:
-        swept = run.sweep(calls=12, until=time.monotonic() + 240)
+        swept = run.sweep(calls=4, until=time.monotonic() + 180)
     finally:
         run.end()
-    assert len(swept.failed) == 12 and swept.stuck == [] and swept.lost == [] and not swept.discarded
+    assert len(swept.failed) == 4 and swept.stuck == [] and swept.lost == [] and not swept.discarded
 
 
 @pytest.mark.timeout(600)
