@@ -65,8 +65,8 @@ def start_with_channel(*words: str, prints: int | BinaryIO = STDERR) -> tuple[su
 
 
 def private_channel() -> tuple[int, BinaryIO]:
-    """Make ready for user code: have it found, and its stdin empty. Returns the channel to the parent process, which was
-    stdin and is now out of its reach: (descriptor to read from, stream to write to)."""
+    """Make ready for user code: have it found, and its stdin empty. Returns the channel to the parent process, which
+    was stdin and is now out of its reach: (descriptor to read from, stream to write to)."""
     add_import_folders()
     incoming, outgoing = os.dup(0), os.fdopen(os.dup(0), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
