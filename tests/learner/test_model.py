@@ -9,6 +9,7 @@ from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen3Config,
@@ -32,7 +33,11 @@ from tests.support.learner.small_learner import VOCAB, job, make_config, make_sa
 CPU = torch.device("cpu")
 
 
-@ARCHITECTURES
+@pytest.mark.parametrize(
+    "config",
+    [*ARCHITECTURES.args[1], GptOssConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)],
+    ids=lambda config: config.model_type,
+)
 def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank, tmp_path):
     folder = random_model(config, tmp_path / "source")
     rng = np.random.default_rng(0)
