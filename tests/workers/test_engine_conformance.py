@@ -2,18 +2,22 @@
 
 SGLang's server is the real one, and so is vLLM's; where two runs are compared, they are greedy,
 since engines differ in how they draw. SGLang pauses by `abort` here, its default; by `retract`, with stream_tokens = 1,
-where requests are interrupted: by changes of weights, by the cancel of many, to be resumed.
+where requests are interrupted: by changes of weights, by the cancel of many, to be resumed. The transformers engine
+also runs a model of each kind that the others lack.
 """
 
 import re
+from functools import partial
 
 import pytest
 
 from april.wire.message import Version
 from april.workers.engines import ENGINES
 from april.workers.engines.conformance.harness import TINY_CONTEXT, V0, VOCABULARY, Bench
-from april.workers.engines.conformance.suite import CHECKS
+from april.workers.engines.conformance.suite import CHECKS, configured
+from april.workers.engines.conformance.weights import bad_weights_are_refused_and_the_old_ones_stay
 from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.embedded.transformers import TransformersEngine
 from april.workers.engines.sglang.engine import SGLangEngine
 from april.workers.engines.vllm.engine import VLLMEngine
 
@@ -45,26 +49,41 @@ def start_flat(model, request, **options):
     return TorchEngine(model.folder, flat=True, **options)
 
 
-STARTS = {"torch": start_torch, "torch-flat": start_flat, "sglang": attach_sglang, "vllm": attach_vllm}
-MARKS = {"sglang": pytest.mark.sglang, "vllm": pytest.mark.vllm}
+def start_transformers(model, request, max_context=TINY_CONTEXT, **options):
+    folder = model.folder if max_context == TINY_CONTEXT else model.with_context(max_context)
+    return TransformersEngine(configured("transformers", folder, [], **options), "cpu", "check")
+
+
+STARTS = {
+    "torch": start_torch,
+    "torch-flat": start_flat,
+    "transformers": start_transformers,
+    "sglang": attach_sglang,
+    "vllm": attach_vllm,
+}
+MARKS = {"sglang": pytest.mark.sglang, "vllm": pytest.mark.vllm, "transformers": pytest.mark.full}
 RETRACT = "sglang-retract"
+KINDS = {"window": "gemma3_text", "sink": "gpt_oss", "state": "falcon_h1", "experts": "qwen3_moe"}
+"""Architectures that only the transformers engine has, by what is special about them."""
 
 
 @pytest.fixture
 def bench(request, tiny_model):
     """Makes engines of the kind that is the parameter; engines on servers attach to a running one."""
-    start = attach_retracting if request.param == RETRACT else STARTS[request.param]
+    name, _, kind = request.param.partition("-")
+    start = attach_retracting if request.param == RETRACT else STARTS[name if kind in KINDS else request.param]
+    models = partial(tiny_model, KINDS[kind]) if kind in KINDS else tiny_model
     made = []
 
     def make(version: Version | None = V0, **options):
         options = {"slots": 8, "chunk_tokens": 7, "report_s": 1e9} | options
-        engine = start(tiny_model(), request, **options)
+        engine = start(models(), request, **options)
         made.append(engine)
         if version is not None:
-            engine.load_weights(version, tiny_model().weights())
+            engine.load_weights(version, models().weights())
         return engine
 
-    yield Bench(ENGINES.find(request.param.partition("-")[0]), make, tiny_model)
+    yield Bench(ENGINES.find(name), make, models)
     for engine in made:
         engine.cancel_all(range(3000))
         engine.close()
@@ -74,6 +93,11 @@ PAIRS = [
     pytest.param(check, engine, marks=MARKS.get(engine.removesuffix("-retract"), ()))
     for check in CHECKS
     for engine in (*STARTS, *([RETRACT] if check.interrupts else ()))
+] + [
+    pytest.param(check, f"transformers-{kind}", marks=pytest.mark.full)
+    for check in CHECKS
+    for kind in KINDS
+    if check.interrupts or check.of_true_distribution or check.function is bad_weights_are_refused_and_the_old_ones_stay
 ]
 
 

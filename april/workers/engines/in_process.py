@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 
 from april.config import Config, ConfigError
+from april.data.support import Support
 from april.util import clock
 from april.wire.message import Version
 from april.workers.engines.base import Chunk, EngineError, Finish, Request, Ticks
@@ -33,6 +34,8 @@ class RunningRequest:
     """Prompt tokens, then the tokens sampled so far."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the tokens not returned in a chunk yet."""
+    supports: list[np.ndarray] = field(default_factory=list)
+    """Their supports, int32 [S] each, if the request asks for them."""
 
 
 class Next(NamedTuple):
@@ -41,6 +44,8 @@ class Next(NamedTuple):
     running: RunningRequest
     token: int
     logprob: float
+    support: np.ndarray | None = None
+    """Ids that the token was drawn from, int32 [S]; needed where the request asks for them."""
 
 
 class InProcessEngine(EngineEntry):
@@ -159,7 +164,7 @@ class InProcessEngine(EngineEntry):
 
     def _append(self, sampled: Next, is_tick: bool) -> None:
         """Append a token to its request, or fail the request if the token has no finite log-probability."""
-        running, token, logprob = sampled
+        running, token, logprob, support = sampled
         request = running.request
         if not math.isfinite(logprob):
             del self._requests[request.id]
@@ -167,6 +172,8 @@ class InProcessEngine(EngineEntry):
             return self._hand_over(running)
         running.context.append(token)
         running.logprobs.append(logprob)
+        if support is not None:
+            running.supports.append(support)
         self.generated_tokens += 1
         full = len(running.context) == len(request.tokens) + request.max_new_tokens
         reason: Finish | None = "stop" if token in request.stop_token_ids else "length" if full else None
@@ -179,5 +186,6 @@ class InProcessEngine(EngineEntry):
         if running.logprobs and self.version is not None:
             tokens = np.array(running.context[-len(running.logprobs) :], np.int32)
             logprobs = np.array(running.logprobs, np.float32)
-            self._due_chunks.append(Chunk(running.request.id, tokens, logprobs, self.version, reason))
-        running.logprobs = []
+            support = Support.of(running.supports) if running.supports else None
+            self._due_chunks.append(Chunk(running.request.id, tokens, logprobs, self.version, reason, support))
+        running.logprobs, running.supports = [], []

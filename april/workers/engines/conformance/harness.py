@@ -11,15 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from april.util import clock
@@ -135,7 +128,7 @@ def assert_frequencies(engine, model, options: dict, seeds: int) -> None:
 # --- tiny models ------------------------------------------------------------------------------------------------------
 
 TINY_CONTEXT = 640
-TINY_SHAPE = {
+TINY_SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": TINY_CONTEXT, "initializer_range": 0.25, "bos_token_id": None,
     "eos_token_id": None,
@@ -144,6 +137,24 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
+ARCHITECTURES: Mapping[str, dict[str, Any]] = {
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True},
+    "qwen2": {"num_key_value_heads": 1, "tie_word_embeddings": False},
+    "llama": {
+        "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
+        "rope_parameters": LLAMA3_ROPE,
+    },
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "initializer_range": 0.1},
+    "gpt_oss": EXPERTS | {"num_local_experts": 4, "sliding_window": 24},
+    "falcon_h1": {
+        "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
+        "mamba_d_state": 16, "mamba_chunk_size": 16,
+    },
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32},
+}  # fmt: skip
+"""Keys of config.json of tiny models beside `TINY_SHAPE`, by model_type: plain ones, then one each with windows, sinks,
+states and experts."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,8 @@ class TinyModel:
     reference: PreTrainedModel
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return dict(self.reference.state_dict())
+        """Tensors by their names in Hugging Face files."""
+        return dict(revert_weight_conversion(self.reference, self.reference.state_dict()))
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """Logits, float32 [T, vocabulary], of a plain forward pass."""
@@ -171,9 +183,9 @@ class TinyModel:
 
     def logprobs_under(self, weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
         """Log-probabilities, float32 [T - 1], of tokens[1:] under other weights; the output projection is tied."""
-        with torch.inference_mode():
-            logits = torch.func.functional_call(self.reference, weights, (torch.tensor([tokens]),)).logits[0].float()
-        return torch.log_softmax(logits[:-1], dim=-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        with without_progress_bars():
+            model = self.reference.from_pretrained(None, config=self.reference.config, state_dict=dict(weights))
+        return TinyModel(self.folder, model).logprobs(tokens, 1)
 
     def with_context(self, max_context: int) -> Path:
         """A copy of the model folder with `max_position_embeddings` = `max_context`."""
@@ -187,24 +199,20 @@ class TinyModel:
 
 def build_reference(architecture: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    if architecture == "qwen3":
-        model = Qwen3ForCausalLM(
-            Qwen3Config(**TINY_SHAPE, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)
-        )
-    elif architecture == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**TINY_SHAPE, num_key_value_heads=1, tie_word_embeddings=False))
-    else:
-        config = LlamaConfig(
-            **TINY_SHAPE, num_key_value_heads=4, attention_bias=True, mlp_bias=True, tie_word_embeddings=False,
-            rope_parameters=LLAMA3_ROPE,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config)
+    config = AutoConfig.for_model(architecture, **TINY_SHAPE | ARCHITECTURES[architecture])
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Norms start at one and biases at zero, where leaving them out would go unseen.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
     return model.eval()
+
+
+def a_matrix(weights: Mapping[str, torch.Tensor]) -> str:
+    """Name of a matrix of the second layer, of no expert."""
+    found = [name for name, tensor in weights.items() if ".1." in name and "experts" not in name and tensor.ndim == 2]
+    return next((name for name in found if name.endswith("up_proj.weight")), found[-1])
 
 
 @contextlib.contextmanager

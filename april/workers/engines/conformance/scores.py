@@ -15,6 +15,7 @@ from april.workers.engines.conformance.harness import (
     V2,
     VOCABULARY,
     Bench,
+    a_matrix,
     assert_frequencies,
     check,
     drive,
@@ -30,8 +31,6 @@ from april.workers.engines.weight_intake import WeightCheck
 Weights = dict[str, torch.Tensor]
 STEP_CHANGE = 1e-3
 """Change of each weight in one training step, as with AdamW at that learning rate."""
-CORRUPTED_TENSOR = "model.layers.1.mlp.up_proj.weight"
-"""Name of the tensor that is wrong in faults of a single tensor."""
 
 
 def a_step_further(weights: Weights, seed: int = 0) -> Weights:
@@ -48,11 +47,12 @@ def all_of_the_version_before(old: Weights, new: Weights) -> Weights:
 
 
 def one_of_the_version_before(old: Weights, new: Weights) -> Weights:
-    return new | {CORRUPTED_TENSOR: old[CORRUPTED_TENSOR]}
+    return new | {(name := a_matrix(new)): old[name]}
 
 
 def one_transposed(old: Weights, new: Weights) -> Weights:
-    return new | {CORRUPTED_TENSOR: new[CORRUPTED_TENSOR].t().contiguous().view(new[CORRUPTED_TENSOR].shape)}
+    name = a_matrix(new)
+    return new | {name: new[name].t().contiguous().view(new[name].shape)}
 
 
 def two_layers_swapped(old: Weights, new: Weights) -> Weights:

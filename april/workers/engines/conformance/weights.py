@@ -6,7 +6,17 @@ from typing import Any
 import torch
 
 from april.workers.engines.base import Request
-from april.workers.engines.conformance.harness import V0, V1, Bench, check, drive, join, prompt, refusal
+from april.workers.engines.conformance.harness import (
+    V0,
+    V1,
+    Bench,
+    a_matrix,
+    check,
+    drive,
+    join,
+    prompt,
+    refusal,
+)
 
 Weights = dict[str, torch.Tensor]
 
@@ -46,39 +56,47 @@ def the_engine_keeps_its_own_copy_of_the_weights(bench: Bench):
     assert drive(engine, [request])[1].tokens == whole.tokens
 
 
-def lacks_one(weights: Weights) -> None:
-    del weights["model.layers.1.mlp.up_proj.weight"]
+def lacks_one(weights: Weights) -> list[str]:
+    del weights[name := a_matrix(weights)]
+    return [name]
 
 
-def has_an_unknown_one(weights: Weights) -> None:
-    weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(1)
+def has_an_unknown_one(weights: Weights) -> list[str]:
+    weights[name := a_matrix(weights).replace(".1.", ".2.")] = torch.zeros(1)
+    return [name]
 
 
-def has_another_shape(weights: Weights) -> None:
-    weights["model.norm.weight"] = torch.zeros(47)
+def has_another_shape(weights: Weights) -> list[str]:
+    weights[name := last_norm(weights)] = torch.zeros(47)
+    return [name, "(47,)", "(48,)"]
 
 
-def is_not_finite(weights: Weights) -> None:
-    weights["model.norm.weight"] = torch.full((48,), torch.nan)
+def is_not_finite(weights: Weights) -> list[str]:
+    weights[name := last_norm(weights)] = torch.full((48,), torch.nan)
+    return [name, "not finite"]
+
+
+def last_norm(weights: Weights) -> str:
+    return next(name for name, tensor in weights.items() if tensor.ndim == 1 and ".layers." not in name)
 
 
 BAD = {
-    "one is missing": {"spoil": lacks_one, "named": ["model.layers.1.mlp.up_proj.weight"]},
-    "one is unknown": {"spoil": has_an_unknown_one, "named": ["model.layers.2.mlp.up_proj.weight"]},
-    "one has another shape": {"spoil": has_another_shape, "named": ["model.norm.weight", "(47,)", "(48,)"]},
-    "one is not finite": {"spoil": is_not_finite, "named": ["model.norm.weight", "not finite"]},
+    "one is missing": lacks_one,
+    "one is unknown": has_an_unknown_one,
+    "one has another shape": has_another_shape,
+    "one is not finite": is_not_finite,
 }
 
 
-@check(cases=BAD)
-def bad_weights_are_refused_and_the_old_ones_stay(bench: Bench, spoil: Callable[[Weights], None], named: list[str]):
+@check(cases={case: {"spoil": spoil} for case, spoil in BAD.items()})
+def bad_weights_are_refused_and_the_old_ones_stay(bench: Bench, spoil: Callable[[Weights], list[str]]):
     """An engine can use `april.workers.engines.entry.check_tensors` to refuse all weights of this check."""
     request = Request(1, prompt(), 30, temperature=0.0)
     whole = drive(bench.make_engine(), [request])[1]
     engine = bench.make_engine()
     before = drive(engine, [request], steps=10)
     weights = bench.models(seed=1).weights()
-    spoil(weights)
+    named = spoil(weights)
     sentence = refusal(lambda: engine.load_weights(V1, weights))
     assert all(part in sentence for part in named), sentence
     stream = join(before[1], drive(engine)[1])

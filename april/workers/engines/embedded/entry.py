@@ -98,6 +98,8 @@ def check_decoder(config: Config) -> None:
 
 
 class TransformersEntry(TorchEntry):
+    returns_supports = True
+
     @classmethod
     def check_model(cls, config: Config) -> None:
         from april.workers.engines.base import EngineError

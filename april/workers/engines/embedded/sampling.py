@@ -88,6 +88,20 @@ def sample(logits: Tensor, uniform: Tensor, plan: SamplingPlan) -> tuple[Tensor,
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
+def sample_support(
+    logits: Tensor, uniform: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sampled token, its log-probability over its support, and the support's ids, int64 [S], ascending.
+
+    `logits`: float32 [vocabulary]. `uniform`: float64, in [0, 1). Top-k comes first, then top-p, then min-p.
+    """
+    weights = (logits / (temperature or 1.0)).softmax(-1)
+    (weights,) = cut(weights[None], torch.tensor(top_k or len(weights)), torch.tensor(top_p))
+    weights = weights.masked_fill(weights < min_p * weights.max(), 0)
+    token = draw(weights[None], uniform.view(1, 1)).view(()) if temperature else logits.argmax()
+    return token, (weights[token] / weights.sum()).log(), weights.nonzero()[:, 0]
+
+
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """The token of each row whose share of the weights holds its uniform number: int64 [n, 1].
 

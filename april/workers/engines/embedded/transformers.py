@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from april.config import Config
 from april.workers.engines.base import EngineError, Request
-from april.workers.engines.embedded.sampling import SamplingPlan, sample, stream_of, uniforms
+from april.workers.engines.embedded.sampling import SamplingPlan, sample, sample_support, stream_of, uniforms
 from april.workers.engines.entry import is_finite
 from april.workers.engines.in_process import InProcessEngine, Next, RunningRequest
 from april.workers.engines.weight_intake import type_rounding
@@ -62,6 +62,8 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
 
 class TransformersEngine(InProcessEngine):
     """Implements `Engine`; reads the folder's config.json, and takes weights by their Hugging Face names."""
+
+    returns_supports = True
 
     def __init__(self, config: Config, device: str, name: str):
         disable_progress_bar()
@@ -271,9 +273,19 @@ class Batch:
             logits.shape[-1],
             logits.device,
         )
-        tokens, logprobs = sample(logits, torch.from_numpy(uniforms(streams, positions)).to(logits.device), plan)
+        uniform = torch.from_numpy(uniforms(streams, positions)).to(logits.device)
+        tokens, logprobs = sample(logits, uniform, plan)
+        supports: list[np.ndarray | None] = [None] * len(requests)
+        for row, request in enumerate(requests):
+            if request.with_support or request.min_p:
+                cut = request.temperature, request.top_k, request.top_p, request.min_p
+                tokens[row], logprob, ids = sample_support(logits[row], uniform[row], *cut)
+                full = (logits[row] / (request.temperature or 1.0)).log_softmax(-1)
+                logprobs[row] = logprob if request.with_support else full[tokens[row]]
+                supports[row] = ids.int().cpu().numpy() if request.with_support else None
         self.append(tokens)
-        return [Next(*each) for each in zip(self.running, tokens.tolist(), logprobs.tolist(), strict=True)]
+        sampled = zip(self.running, tokens.tolist(), logprobs.tolist(), supports, strict=True)
+        return [Next(*each) for each in sampled]
 
     def logits(self, lm: Any) -> Tensor:
         """Logits, float32 [n, vocabulary], of each request's next token. The first call prefills the contexts, each
