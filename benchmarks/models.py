@@ -6,6 +6,7 @@ with those of plain transformers, a sequence at a time. `--page` writes the fami
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from common import ROOT, Row, execute, parser, report
+from common import ROOT, Row, execute, parser, python_path, report
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -27,6 +28,8 @@ from april.launch.check import Findings
 from april.learner.backends import BACKENDS
 from april.learner.model import load
 from april.learner.policy import logprobs_by_transformers, logprobs_of, small_model
+from april.learner.policy.warm_start import EOS, PAD, VOCABULARY, build_tokenizer
+from april.observe.report.run_folder import read_records
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
 QUICK = ("llama", "gpt_oss", "qwen3_next", "xglm", "bert")
@@ -70,6 +73,8 @@ def main() -> None:
     if given.page:
         PAGE.write_text(page(outcomes))
     rows = [*counts(outcomes), proof_s(repeats=1 if given.quick else 3)]
+    if not given.families:
+        rows.append(families_end_to_end(END_TO_END[:2] if given.quick else END_TO_END))
     report(rows, given.json, {name: vars(outcome) for name, outcome in outcomes.items()})
 
 
@@ -159,6 +164,66 @@ def largest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> f
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
+
+
+# --- runs of three steps ----------------------------------------------------------------------------------------------
+
+END_TO_END = (
+    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "olmo3",
+    "phi3", "smollm3", "deepseek_v3", "glm4", "glm4_moe", "granite", "lfm2", "nemotron_h", "falcon_h1", "minimax",
+)  # fmt: skip
+"""Families that are trained in whole runs, on the transformers engine."""
+STEPS, GAP = 3, 1e-4
+"""Steps of such a run, and the largest mean gap between engine and learner of one that counts (nats)."""
+RUN_PARAMETERS = 1_000_000
+REWARD = """
+def parity(response, label):
+    return float(sum(map(ord, response)) % 2)
+"""
+RUN = """
+run = {{ name = "run", dir = "{folder}" }}
+model = {{ path = "{folder}/model" }}
+data = {{ path = "{folder}/prompts.jsonl" }}
+schedule = {{ rollout_batch_size = 4, over_sampling_batch_size = 4, n_samples_per_prompt = 4, max_steps = {steps} }}
+sampling = {{ max_response_tokens = 24 }}
+reward = {{ name = "parity:parity" }}
+worker = {{ engine = "transformers", count = 1, slots = 16, device = "cpu" }}
+learner = {{ ranks = 1, device = "cpu", lr = 1e-3 }}
+"""
+
+
+def families_end_to_end(names: Iterable[str]) -> Row:
+    """How many families train in a run, small and with random weights, while engine and learner agree."""
+    gaps = {name: gap_of_run(name) for name in names}
+    for name, (gap, said) in gaps.items():
+        print(f"{name:26} gap {gap:.1e} {said}", flush=True)
+    return Row("families_end_to_end", [float(sum(gap <= GAP for gap, _ in gaps.values()))], f"of {len(gaps)} families")
+
+
+def gap_of_run(name: str) -> tuple[float, str]:
+    """Largest mean gap between engine and learner in the steps of a run, infinite for one that fails, and why."""
+
+    def config() -> PreTrainedConfig:
+        keys = {"vocab_size": len(VOCABULARY), "eos_token_id": VOCABULARY[EOS], "pad_token_id": VOCABULARY[PAD]}
+        return CONFIG_MAPPING[name](**KEYS.get(name, {}) | keys | {"bos_token_id": None})
+
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config())
+        small_model(config, whole, RUN_PARAMETERS).save_pretrained(folder / "model")
+        build_tokenizer().save_pretrained(folder / "model")
+        (folder / "parity.py").write_text(REWARD)
+        (folder / "prompts.jsonl").write_text('{"prompt": "05*3+60=", "label": "1"}\n' * 64)
+        (folder / "run.toml").write_text(RUN.format(folder=folder, steps=STEPS))
+        try:
+            command = [sys.executable, "-m", "april.cli", "run", folder / "run.toml"]
+            execute(command, folder / "log", 1, PYTHONPATH=f"{python_path()}{os.pathsep}{folder}")
+        except SystemExit as error:
+            return float("inf"), str(error).strip().splitlines()[-1]
+        steps = read_records(folder / "run" / "metrics.jsonl")
+        means = [gap["mean"] for step in steps for gap in (step.get("engine_gaps") or {}).values() if not gap["age"]]
+        return (max(means), "") if len(means) >= STEPS else (float("inf"), f"{len(means)} steps have a gap")
 
 
 # --- how long the proof takes -----------------------------------------------------------------------------------------
