@@ -44,11 +44,11 @@ def small(family, tmp_path, **keys):
     """The folder of a small model of a family, with the features of its default configuration or of `keys`."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**keys))
-    small_model(lambda: CONFIG_MAPPING[family](**keys), whole, 8_000_000).save_pretrained(tmp_path)
+    small_model(lambda: CONFIG_MAPPING[family](**keys), whole, 3_000_000).save_pretrained(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "granite", "deepseek_v3", "mamba2", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "granite", "mamba2", "mistral", "gemma2"])
 def test_what_the_learner_computes_passes(family, tmp_path):
     assert objection(small(family, tmp_path)) == ""
 
@@ -59,7 +59,6 @@ def test_what_the_learner_computes_passes(family, tmp_path):
         ("gptj", "no list `layers`"),
         ("xglm", "(its XGLMAttention: "),
         ("gpt_neox_japanese", "(its GPTNeoXJapaneseAttention: "),
-        ("deepseek_v32", "(its DeepseekV32Attention: "),
         ("phimoe", "is another than transformers computes"),
     ],
 )
@@ -109,7 +108,23 @@ class Straight(nn.Module):
         return x + (x.mean(1, keepdim=True) - x.mean(1, keepdim=True).detach())
 
 
-OWN = {"Sums": Sums, "Haste": lambda: Haste(0.05), "Batches": lambda: Batches(64), "First": First, "Grain": Grain}
+class Blocks(nn.Module):
+    """Adds the mean of each block of 64 tokens of the row to the last one of it."""
+
+    def forward(self, x):
+        blocks = x[:, : x.shape[1] // 64 * 64].unflatten(1, (-1, 64))
+        ends = nn.functional.pad(blocks.mean(2, keepdim=True), (0, 0, 63, 0)).flatten(1, 2)
+        return x + nn.functional.pad(ends, (0, 0, 0, x.shape[1] % 64))
+
+
+OWN = {
+    "Blocks": Blocks,
+    "Sums": Sums,
+    "Haste": lambda: Haste(0.05),
+    "Batches": lambda: Batches(64),
+    "First": First,
+    "Grain": Grain,
+}
 
 
 @pytest.fixture
@@ -137,6 +152,7 @@ def with_layer(monkeypatch):
     ("layer", "what"),
     [
         ("Sums", "depends on the sequences that are packed with its own"),
+        ("Blocks", "depends on the sequences that are packed with its own"),
         ("First", "depends on the sequences that are packed with its own"),
         ("Batches", "depends on the sequences that are packed with its own"),
         ("Haste", "changes from pass to pass"),
