@@ -40,8 +40,8 @@ from april.launch import TARGETS
 from april.launch.devices import check_nodes, numa_nodes, place_parts
 from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
-from april.learner.optimizers import OPTIMIZERS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
+from april.learner.optimizers import OPTIMIZERS
 from april.util.errors import NotTried, refuse
 from april.util.files import has_weights, weight_files
 from april.util.logs import last_error, user_traceback

@@ -9,7 +9,14 @@ from april.config.broker import IPC
 from april.config.checks import needs_values
 from april.data.dataset import verifier_of
 from april.launch.check import LABEL_WIDTH
-from april.launch.devices import assign_devices, describe_placement, needed_devices, numa_nodes, place_parts
+from april.launch.devices import (
+    assign_devices,
+    describe_placement,
+    memory_here,
+    needed_devices,
+    numa_nodes,
+    place_parts,
+)
 from april.launch.memory import WEIGHT_BYTES, ModelShape, adapter_parameters, read_shape, states_bytes
 from april.util.text import counted, format_bytes
 from april.workers.engines import ENGINES
@@ -38,6 +45,7 @@ def describe(config: Config, devices: Sequence[str]) -> str:
         "devices": indented([describe_devices(config, placed), *describe_placement(placed, numa_nodes(devices))]),
         "learner": f"{samples} samples a step, {samples // config.learner.ranks} a rank; "
         f"{describe_training(config, shape)}",
+        "fits": describe_fit(config, devices),
         "engines": f"{config.worker.engine}, {config.worker.slots} slots each; {describe_engine(config, shape)}",
         "ports": describe_ports(config),
         "channels": describe_channels(config, shape, placed),
@@ -162,6 +170,24 @@ def describe_engine(config: Config, shape: ModelShape | None) -> str:
         f"{format_bytes(shape.kv_bytes * 1024)} of cache for 1024 tokens, "
         f"{format_bytes(cache)} if all slots are at {longest} tokens"
     )
+
+
+def describe_fit(config: Config, devices: Sequence[str]) -> str:
+    """What the run needs of an accelerator's memory and what would make it fit, where that is known and not divided
+    (`devices.share` has a line of its own)."""
+    if config.devices.share:
+        return ""
+    if not devices:
+        return "`april plan CONFIG --gpu GIB` says whether it fits accelerators of so much memory"
+    try:
+        from april.launch import plan
+        from april.learner.loading import ModelError
+    except ImportError as error:
+        return f"not known without {error.name}"
+    try:
+        return indented(plan.describe(config, min(memory_here()))[0].splitlines())
+    except (ConfigError, ModelError) as error:
+        return f"not known: {error}"
 
 
 def describe_channels(config: Config, shape: ModelShape | None, placed: dict[str, list[str]]) -> str:

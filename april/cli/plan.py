@@ -1,0 +1,29 @@
+"""`april plan`: what a run needs of an accelerator's memory, and which keys make it fit."""
+
+from pathlib import Path
+
+from april.cli.command import CONFIG, command, load_config, option
+from april.util.errors import ConfigError
+
+
+@command(
+    CONFIG,
+    option("--gpu", type=float, required=True, metavar="GIB", help="Memory of each accelerator, GiB."),
+    lists_keys=True,
+)
+def plan(config: list[Path], gpu: float, overrides: list[str]) -> int:
+    """Say what a run needs of accelerators of so much memory; exit status 1 if it does not fit."""
+    loaded = load_config(config, overrides, inputs=["model"])
+    try:
+        from april.launch.plan import describe
+        from april.learner.loading import ModelError
+    except ImportError as error:
+        raise ConfigError(
+            f"planning needs the package {error.name}, which is not installed; run `pip install 'april-rl[learner]'`"
+        ) from None
+    try:
+        text, fits = describe(loaded, gpu * 2**30)
+    except ModelError as error:
+        raise ConfigError(f"key 'model.path' = {str(loaded.model.path)!r}: {error}") from None
+    print(text)
+    return 0 if fits else 1

@@ -1,0 +1,176 @@
+"""What a run needs of each accelerator's memory, by what it is for, and which keys make it fit."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from april.config import Config
+from april.config.checks import needs_values
+from april.config.training import LoraSection
+from april.launch.memory import (
+    BLOCK_LOGITS,
+    CONTEXT_BYTES,
+    GRADIENT_BYTES,
+    HEAD_BYTES,
+    KEPT_BYTES,
+    LOGIT_BYTES,
+    WEIGHT_BYTES,
+    pass_tokens,
+    read_shape,
+)
+from april.learner.optimizers import state_bytes
+from april.util.text import format_bytes
+
+if TYPE_CHECKING:
+    from april.learner.footprint import Footprint
+
+ADAPTER_RANK = 32
+"""Rank of the adapter that is suggested."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the configuration that saves memory."""
+
+    keys: Mapping[str, Any]
+    """New values, by key."""
+    cost: float
+    """What it costs, relative to the others: time of a step, then accelerators, then what is trained."""
+    price: str
+    """What it costs, in words."""
+
+    def on(self, config: Config) -> Config:
+        tree: dict[str, dict[str, Any]] = {}
+        for key, value in self.keys.items():
+            section, _, name = key.partition(".")
+            tree.setdefault(section, {})[name] = value
+        sections = {name: getattr(config, name).model_copy(update=values) for name, values in tree.items()}
+        return config.model_copy(update=sections)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.keys.items()) + f" ({self.price})"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a run takes on an accelerator of the learner, and on one of an engine, by what they are for."""
+
+    learner: Mapping[str, float]
+    engine: Mapping[str, float]
+    shared: bool
+    """Whether they have the same accelerators."""
+    time_shared: bool
+    """Whether only one of them has its memory at a time."""
+
+    @property
+    def least(self) -> float:
+        """Memory with which the run can work, bytes: an engine needs a cache for one response."""
+        learner, engine = sum(self.learner.values()), sum(self.engine.values())
+        return learner + engine if self.shared and not self.time_shared else max(learner, engine)
+
+
+def needs_of(config: Config) -> Needs:
+    """Needs of a run. Raises ModelError for a model that the learner does not train."""
+    section, tokens, ranks = config.learner, pass_tokens(config), config.learner.ranks
+    fp32 = section.compute == "fp32"
+    sizes = sizes_of(config.model.path, config.lora.model_dump_json(), bf16=not fp32)
+    critics = sizes.model if needs_values(config.algorithm, imported=False) else 0
+    has_reference = not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef)
+    trained, held = sizes.trained + critics, sizes.parameters + critics + (sizes.model if has_reference else 0)
+    kept = sizes.kept_bytes
+    if section.activation_checkpointing:
+        kept = sizes.layers * sizes.hidden * (4 if fp32 else 2) + sizes.largest_bytes
+    logits = min(BLOCK_LOGITS, tokens * sizes.vocabulary)
+    learner = {
+        "weights": held * KEPT_BYTES / ranks,
+        "gradients": trained * GRADIENT_BYTES / ranks,
+        "optimizer": trained * state_bytes(section) / ranks,
+        "activations": tokens * kept,
+        "logits and head": float(sizes.vocabulary * sizes.hidden * HEAD_BYTES + logits * LOGIT_BYTES),
+        "context": float(CONTEXT_BYTES),
+    }
+    longest, shape = config.longest_prompt_tokens + config.sampling.max_response_tokens, read_shape(config.model.path)
+    engine = {
+        "weights": sizes.model * WEIGHT_BYTES / config.engine.tensor_ranks,
+        "cache": (shape.kv_bytes if shape else 0) * longest / config.engine.tensor_ranks,
+        "context": float(CONTEXT_BYTES),
+    }
+    return Needs(learner, engine, config.devices.share, config.devices.turns)
+
+
+@cache
+def sizes_of(folder: Path, adapter: str, bf16: bool) -> "Footprint":
+    """Sizes of a model with the adapter of a section [lora], given as JSON."""
+    from april.learner.footprint import footprint
+
+    return footprint(folder, LoraSection.model_validate_json(adapter), bf16)
+
+
+def changes(config: Config) -> Iterator[Change]:
+    """Changes that would save memory, the cheapest first."""
+    section, fsdp = config.learner, config.learner.backend == "fsdp"
+    longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
+    if section.optimizer == "adamw" and fsdp:
+        yield Change({"learner.optimizer": "adamw_8bit"}, 1, "moments are rounded to 8 bits")
+    if section.microbatch_tokens > longest:
+        yield Change({"learner.microbatch_tokens": longest}, 2, "ranks wait for each other")
+    if not section.activation_checkpointing and fsdp:
+        yield Change({"learner.activation_checkpointing": True}, 3, "a third forward pass in each step")
+    if config.devices.share and not config.devices.turns:
+        yield Change({"devices.turns": True}, 4, "nothing is generated while the learner trains")
+    if not section.optimizer_on_host and section.optimizer != "muon" and fsdp:
+        yield Change({"learner.optimizer_on_host": True}, 5, "the optimizer's step is made by the processor")
+    for factor, cost in ((2, 8), (4, 16), (8, 32)):
+        yield Change({"learner.ranks": section.ranks * factor}, cost, f"{factor} times as many accelerators")
+    if not config.lora.is_set and fsdp:
+        yield Change({"lora.rank": ADAPTER_RANK, "lora.alpha": 2 * ADAPTER_RANK}, 12, "an adapter is trained alone")
+
+
+def ways_to_fit(config: Config, memory_bytes: float, most: int = 3) -> list[tuple[list[Change], Needs]]:
+    """The `most` cheapest sets of changes with which a run fits into accelerators of so many bytes, each with what it
+    then needs. No set contains another."""
+    found: list[tuple[list[Change], Needs]] = []
+    offered = list(changes(config))
+    sets = [list(chosen) for count in (1, 2, 3, 4) for chosen in combinations(offered, count)]
+    for chosen in sorted(sets, key=lambda chosen: sum(change.cost for change in chosen)):
+        keys = [key for change in chosen for key in change.keys]
+        if len(keys) > len(set(keys)) or any(all(each in chosen for each in other) for other, _ in found):
+            continue
+        changed = config
+        for change in chosen:
+            changed = change.on(changed)
+        needs = needs_of(changed)
+        if needs.least <= memory_bytes:
+            found.append((chosen, needs))
+            if len(found) == most:
+                break
+    return found
+
+
+def describe(config: Config, memory_bytes: float) -> tuple[str, bool]:
+    """What a run needs of accelerators of `memory_bytes`, and the changes that make it fit; and whether it fits as it
+    is."""
+    needs = needs_of(config)
+    sides = needs.learner, needs.engine
+    rows = [line("", "learner", "engine")]
+    for name in dict.fromkeys([*needs.learner, *needs.engine]):
+        rows.append(line(name, *(format_bytes(side[name]) if name in side else "" for side in sides)))
+    rows.append(line("together", *(format_bytes(sum(side.values())) for side in sides)))
+    how = "in turns on" if needs.time_shared else "together on" if needs.shared else "each on"
+    where = f"learner and engine, {how} an accelerator of {format_bytes(memory_bytes)}"
+    if needs.least <= memory_bytes:
+        return "\n".join([*rows, f"{where}: this fits"]), True
+    rows.append(f"{where}: this does not fit, {format_bytes(needs.least)} are needed")
+    for chosen, changed in ways_to_fit(config, memory_bytes):
+        rows.append(f"  {format_bytes(changed.least)} with " + "; ".join(map(str, chosen)))
+    if rows[-1].startswith("learner"):
+        rows.append("no change of a key makes it fit: take a smaller model, shorter responses or larger accelerators")
+    return "\n".join(rows), False
+
+
+def line(name: str, learner: str, engine: str) -> str:
+    return f"{name:16}{learner:>12}{engine:>12}"

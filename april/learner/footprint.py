@@ -1,0 +1,98 @@
+"""How much memory a training pass of a model keeps for its backward pass, found without any: the model's own forward
+pass runs over tensors that have shapes and no values, and what autograd would keep is counted."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from april.config.training import LoraSection
+from april.learner import lora
+from april.learner.attention import Packing
+from april.learner.loading import ModelError
+from april.learner.model import Policy, choose_experts_implementation, empty_policy
+
+SEQUENCES = 4
+"""Number of sequences in the row that is tried."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Sizes of a model as it is trained."""
+
+    model: int
+    """Parameters of the model."""
+    parameters: int
+    """The same and those of its adapter."""
+    trained: int
+    """Parameters that are trained."""
+    hidden: int
+    """Size of the hidden states."""
+    vocabulary: int
+    layers: int
+    kept_bytes: float
+    """Bytes per token that all layers together keep for the backward pass."""
+    largest_bytes: float
+    """The most that a single layer keeps, bytes per token."""
+
+
+def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024) -> Footprint:
+    """Sizes of the model of a folder's config.json, trained whole or by an adapter, with passes in bfloat16 or in fp32.
+    Raises ModelError for a model that the learner does not train, or whose forward pass depends on its values."""
+    policy = empty_policy(folder, temperature=1.0)
+    policy.lm.tie_weights()
+    choose_experts_implementation(policy.lm, torch.bfloat16)
+    model = sum(parameter.numel() for parameter in policy.parameters())
+    if adapter.is_set:
+        lora.attach(policy.lm, adapter, seed=0)
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    trained = sum(parameter.numel() for _, parameter in policy.trained)
+    vocabulary, hidden = policy.lm.get_output_embeddings().weight.shape
+    kept = kept_by_layer(policy, tokens)
+    scale = (1 if bf16 else 2) / tokens
+    return Footprint(model, parameters, trained, hidden, vocabulary, len(kept), sum(kept) * scale, max(kept) * scale)
+
+
+def kept_by_layer(policy: Policy, tokens: int) -> list[int]:
+    """Bytes that the policy's body keeps of a row of `tokens` tokens in bfloat16: first those outside its layers, then
+    those of each layer. fp32 keeps at most twice as much."""
+    held, marks = list[Tensor](), list[int]()
+    """Tensors that are kept; bytes kept before and after each layer."""
+    kept: dict[int, int] = {}
+    """Bytes of each memory that is kept and is no parameter's."""
+    length = tokens // SEQUENCES
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        body = policy.lm.base_model
+        body.to_empty(device="cpu")
+        for parameter in body.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
+
+        def keep(tensor: Tensor) -> Tensor:
+            memory = tensor.untyped_storage()
+            if memory._cdata not in own:
+                kept[memory._cdata] = memory.nbytes()
+                held.append(tensor)
+            return tensor
+
+        def mark(*_: object) -> None:
+            marks.append(sum(kept.values()))
+
+        for layer in body.layers:
+            layer.register_forward_pre_hook(mark)
+            layer.register_forward_hook(mark)
+        packing = Packing([length] * SEQUENCES, torch.arange(SEQUENCES + 1, dtype=torch.int32) * length)
+        positions = torch.arange(tokens)[None] % length
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                body(
+                    input_ids=torch.zeros(1, tokens, dtype=torch.int64), position_ids=positions, attention_mask=None,
+                    use_cache=False, packing=packing,
+                )  # fmt: skip
+        except Exception as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"what a pass of this model keeps cannot be told without running it ({why})") from error
+    inside = [after - before for before, after in zip(marks[::2], marks[1::2], strict=True)]
+    return [sum(kept.values()) - sum(inside), *inside]

@@ -1,0 +1,57 @@
+"""What a plan says that a pass keeps is what a pass keeps."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from april.config.training import LoraSection
+from april.learner import attention, lora
+from april.learner.footprint import footprint
+from april.learner.model import load
+
+SIZES = {
+    "vocab_size": 23, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 48,
+}  # fmt: skip
+MODELS = {
+    "dense": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "another head": LlamaConfig(**SIZES),
+    "windows": Gemma3TextConfig(**SIZES, sliding_window=16),
+    "experts": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+}
+
+
+@pytest.mark.parametrize("adapter", [LoraSection(), LoraSection(rank=4, alpha=8)], ids=["whole", "adapter"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_a_pass_keeps_what_its_footprint_says(tmp_path, config, adapter):
+    tokens = 64
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    said = footprint(tmp_path, adapter, bf16=True, tokens=tokens)
+    policy = load(tmp_path, 1.0)
+    assert said.model == sum(parameter.numel() for parameter in policy.parameters())
+    if adapter.is_set:
+        lora.attach(policy.lm, adapter, seed=0)
+    assert said.trained == sum(parameter.numel() for _, parameter in policy.trained)
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.bfloat16()
+    kept = {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.lm.base_model(
+            input_ids=torch.randint(0, 20, (1, tokens)), position_ids=torch.arange(tokens)[None] % 16,
+            attention_mask=None, use_cache=False,
+            packing=attention.Packing([16] * 4, torch.arange(5, dtype=torch.int32) * 16),
+        )  # fmt: skip
+    measured = sum(each.untyped_storage().nbytes() for memory, each in kept.items() if memory not in own)
+    assert said.kept_bytes * tokens == pytest.approx(measured, rel=0.05)
+
+
+def test_a_footprint_needs_no_memory(tmp_path):
+    """A model of 30 billion parameters, 120 GB in fp32, of which there is a config.json alone."""
+    Qwen3Config(hidden_size=8192, intermediate_size=49152, num_hidden_layers=24).save_pretrained(tmp_path)
+    assert footprint(tmp_path, LoraSection(), bf16=True).parameters > 30e9
