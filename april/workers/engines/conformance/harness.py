@@ -149,7 +149,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "gpt_oss": EXPERTS | {"num_local_experts": 4, "sliding_window": 24},
     "falcon_h1": {
         "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16,
-        "mamba_d_state": 16, "mamba_chunk_size": 16,
+        "mamba_d_state": 16, "mamba_chunk_size": 16, "tie_word_embeddings": True,
     },
     "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32},
 }  # fmt: skip
