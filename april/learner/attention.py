@@ -169,7 +169,9 @@ def check_supported(
     if query.shape[0] != 1:
         raise PackedAttentionError(f"{query.shape[0]} rows were passed; lay all sequences end to end in one row")
     if not seq_lens:
-        raise PackedAttentionError("seq_lens is missing; pass the length of every sequence in the row")
+        raise PackedAttentionError(
+            "seq_lens is missing; pass the length of every sequence in the row, to a model whose layers pass it on"
+        )
     if sum(seq_lens) != query.shape[2] or key.shape[2] != query.shape[2]:
         raise PackedAttentionError(
             f"seq_lens add up to {sum(seq_lens)} for {query.shape[2]} queries and {key.shape[2]} keys; all three "
