@@ -369,14 +369,10 @@ def check_revisions(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    model = config.model
-    if not (model.path / "config.json").is_file():
-        if model.commit:
-            fix = f"fetch it with `hf download {model.named()} --revision {model.commit}`"
-            refuse("model.path", model.named(), "is not in the hub's cache on this machine (no config.json)", fix)
+    if not (config.model.path / "config.json").is_file():
         refuse(
             "model.path",
-            model.path,
+            config.model.path,
             "is not a Hugging Face model folder (no config.json)",
             "give one, or the name of a model on a hub, or make the quickstart's with `april make-policy`",
         )

@@ -132,11 +132,13 @@ def from_cache(inputs: Collection[str]) -> Fetch:
         for each in named:
             if ("model" if each.repository == "model" else "data") not in inputs:
                 continue
-            if not each.commit:
-                known = each.folder.parents[1] / "refs" / each.revision
-                if not (COMMIT.fullmatch(each.revision) or known.is_file()):
-                    refuse_missing(each, "a part of a run fetches nothing")
-                each.set(commit=known.read_text().strip() if known.is_file() else each.revision)
+            known = each.folder.parents[1] / "refs" / each.revision
+            if not each.commit and known.is_file():
+                each.set(commit=known.read_text().strip())
+            elif not each.commit and COMMIT.fullmatch(each.revision):
+                each.set(commit=each.revision)
+            if not (each.commit and each.folder.is_dir()):
+                refuse_missing(each, "a part of a run fetches nothing")
             if each.repository == "dataset" and not each.get("split"):
                 choose_rows(each, names_in(each.folder))
 

@@ -101,6 +101,13 @@ def test_a_launcher_fetches_what_names_mean_and_parts_find_it_without_a_hub(name
         **dict.fromkeys(("data.revision", "data.eval_revision"), hub.branches["dataset", "lab/questions"]["main"]),
     }
     assert load(named).commits == part.commits and len(hub.asked) == asked  # a part that was started by hand
+    use(monkeypatch, hub.address, config.run_dir / "another machine's")
+    with pytest.raises(ConfigError, match=rf"hf download lab/tiny --revision {part.model.commit}`"):
+        load(config.run_dir / "config.toml")
+    with pytest.raises(
+        ConfigError, match=rf"hf download lab/questions --repo-type dataset --revision {part.data.commit}`"
+    ):
+        load(config.run_dir / "config.toml", inputs=["data"])
 
 
 def test_a_moved_branch_moves_new_runs_and_no_resumed_one(named, hub, model):
