@@ -1,5 +1,6 @@
 """`april part`: one part of a run, supervised on this machine."""
 
+import sys
 from pathlib import Path
 
 from april.cli.command import CONFIG, command, option
@@ -60,5 +61,7 @@ def part(
     computes = role in ("learner", "worker")
     fetcher = Fetcher("weights" if computes else "tokenizer", "rows" if role == "broker" else None)
     loaded = load(config, overrides, inputs=(), fetch=fetcher)
+    for fact in fetcher.facts:
+        print(f"april part: {fact}", file=sys.stderr, flush=True)
     words = [*map(str, config), *overrides, *loaded.pins]
     return supervise_part(role, loaded, words, connect, name, restarts, learner_node, accelerators)

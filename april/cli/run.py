@@ -71,7 +71,9 @@ def run(
 
     if without_learner:
         die_with_parent()
-    loaded = load_config(config, overrides, fetch=Fetcher("weights", "rows"), resumed=resume)
+    loaded = load_config(config, overrides, fetch=(fetcher := Fetcher("weights", "rows")), resumed=resume)
+    for fact in fetcher.facts:
+        print(f"from a hub: {fact}", flush=True)
     resolved, why_automatic = resolve(loaded, resumed=resume)
     check_trainer(resolved, without_learner)
     return start_run(resolved, why_automatic, resume, accept_loss, without_learner)
