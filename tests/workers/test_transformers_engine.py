@@ -25,6 +25,7 @@ from april.workers.engines.conformance.harness import (
 )
 from april.workers.engines.conformance.suite import configured
 from april.workers.engines.embedded.engine import TorchEngine
+from april.workers.engines.embedded.transformers import Batch
 
 ENTRY = ENGINES.find("transformers")
 
@@ -121,6 +122,25 @@ def test_a_cache_that_changes_what_is_computed_is_not_used(tmp_path, caplog):
     streams = drive(engine, requests)
     for request in requests:
         assert_true_logprobs(model, request, streams[request.id])
+
+
+def test_a_sequence_without_finite_logits_fails_alone(tiny_model, monkeypatch):
+    engine, logits = start(tiny_model()), Batch.logits
+    engine.submit(Request(1, prompt(), 30))
+    engine.submit(Request(2, prompt(), 30))
+    engine.step()
+
+    def spoil_the_first_row(batch, lm):
+        found = logits(batch, lm)
+        found[0] = torch.nan
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Batch, "logits", spoil_the_first_row)
+        (chunk,) = engine.step()
+    assert (chunk.id, len(chunk.tokens)) == (1, 1)
+    assert engine.failures() == [(1, f"weights {V0} give logits that are not finite")] and engine.failures() == []
+    assert len(drive(engine)[2].tokens) == 30
 
 
 UNFIT = {
