@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from april import config as configuration
 from april.launch import check
 from april.launch.check import Findings, check_models, check_weights, is_plain, try_apart
+from april.launch.row_checks import warn_of_sampling
 from april.workers.engines.entry import folder_tensors
 
 
@@ -94,3 +95,19 @@ def test_an_adapter_left_beside_merged_weights_is_no_part_of_the_model(changed):
     save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
     assert check_weights(folder) and is_plain(folder)
     assert folder_tensors(folder) == tensors
+
+
+AS_MAKERS_DO = ["--evaluation.temperature", "0.6", "--evaluation.top_p", "0.95"]
+
+
+def test_held_out_prompts_that_are_sampled_otherwise_than_the_makers_do_are_told(config_file, policy_folder, tmp_path):
+    shutil.copytree(policy_folder, tmp_path / "named")
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    (tmp_path / "named/generation_config.json").write_text(json.dumps(settings))
+    temperature, top_p = "evaluation.temperature = 0.6", "evaluation.top_p = 0.95"
+    vllm = ["--worker.engine", "vllm"]  # which does not cut held-out samples
+    for words, told in (([], [f"{temperature}, {top_p}"]), (vllm, [temperature]), (AS_MAKERS_DO, [])):
+        found = Findings()
+        named = ["--model.path", str(tmp_path / "named")]
+        warn_of_sampling(configuration.load(config_file, [*named, *words]), found)
+        assert [sentence.rpartition(" set ")[2] for sentence in found.warnings] == told
