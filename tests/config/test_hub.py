@@ -155,7 +155,7 @@ def test_a_local_folder_of_the_name_wins(named, hub, model):
 )
 def test_names_that_cannot_be_fetched_are_refused(named, hub, tmp_path, model, overrides, named_parts):
     hub.push("model", "lab/gated", model)
-    hub.gated.add("lab/gated")
+    hub.gated["lab/gated"] = "a token that this process has not"
     hub.push("model", "lab/bare", write(tmp_path / "bare", **{"config.json": "{}"}))
     hub.push("dataset", "lab/empty", write(tmp_path / "empty", **{"README.md": "# none", "rows.csv": "a,b"}))
     two = {"train-00000-of-00001.jsonl": rows("a"), "extra-00000-of-00001.jsonl": rows("b")}
@@ -164,6 +164,16 @@ def test_names_that_cannot_be_fetched_are_refused(named, hub, tmp_path, model, o
         load(named, overrides, fetch=Fetcher("weights", "rows"))
     assert "\n" not in str(refusal.value)
     assert [part for part in named_parts if part not in str(refusal.value)] == [], refusal.value
+
+
+def test_a_gated_model_is_read_with_the_token_of_the_environment(named, hub, monkeypatch):
+    hub.gated["lab/tiny"] = "hf_secret"
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ConfigError, match="with the token that is set") as refusal:
+        load(named, fetch=Fetcher("weights", "rows"))
+    assert "hf_wrong" not in str(refusal.value)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert load(named, fetch=Fetcher("weights", "rows")).model.path.is_dir()
 
 
 def test_a_closed_port_and_the_offline_switch_leave_the_cache(named, hub, tmp_path, monkeypatch):

@@ -26,7 +26,8 @@ class Hub(ThreadingHTTPServer):
         self.root = root
         self.branches: dict[tuple[str, str], dict[str, str]] = {}
         """Commit by branch, of each (kind, name)."""
-        self.gated: set[str] = set()
+        self.gated: dict[str, str] = {}
+        """The token that may read, of names whose files not everybody may."""
         self.asked: list[str] = []
         """Paths of all requests."""
         self.cut_at: int | None = None
@@ -83,7 +84,7 @@ class HubHandler(BaseHTTPRequestHandler):
                 for path in files
             ]
             return self.answer(200, json.dumps(listed).encode())
-        if match[2] in hub.gated:
+        if match[2] in hub.gated and self.headers.get("Authorization") != f"Bearer {hub.gated[match[2]]}":
             return self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
         if not (folder / match[4]).is_file():
             return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
