@@ -26,6 +26,7 @@ from transformers.utils import logging
 from april.config import Config
 from april.launch.check import Findings
 from april.learner.backends import BACKENDS
+from april.learner.loading import ModelError
 from april.learner.model import load
 from april.learner.policy import logprobs_by_transformers, logprobs_of, small_model
 from april.learner.policy.warm_start import EOS, PAD, VOCABULARY, build_tokenizer
@@ -35,14 +36,15 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 QUICK = ("llama", "gpt_oss", "qwen3_next", "xglm", "bert")
 LENGTHS = (30, 5, 2, 71, 19)
 """Lengths of the compared sequences (tokens)."""
-PARAMETERS = 8_000_000
-"""Parameters that a family's small model may have."""
+PARAMETERS = 5_000_000
+"""Parameters that a family's small model may have, unless there is none of so few."""
 EXACT, WRONG = 1e-5, 2e-3
 """Largest differences, of log-probabilities (nats) and of gradients relative to the largest of their tensor, up to
 which a family is computed exactly, and from which on wrongly."""
 KEYS: dict[str, dict] = {
     "deepseek_v2": {"num_experts_per_tok": 2}, "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128}, "ministral": {"head_dim": 128}, "nemotron": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128}, "ministral": {"head_dim": 128}, "nemotron": {"num_key_value_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }  # fmt: skip
 """Keys of families whose default configuration cannot be built."""
 TRAINS, REFUSED, OFF, UNBUILT = "trains", "is refused", "is computed wrongly", "cannot be built"
@@ -103,7 +105,11 @@ def outcome_of(name: str) -> Outcome:
         try:
             with torch.device("meta"):
                 whole = AutoModelForCausalLM.from_config(config_of(name))
-            small_model(lambda: config_of(name), whole, PARAMETERS).save_pretrained(made)
+            try:
+                small = small_model(lambda: config_of(name), whole, PARAMETERS)
+            except ModelError:  # there is none of so few
+                small = small_model(lambda: config_of(name), whole)
+            small.save_pretrained(made)
         except Exception as error:
             return Outcome(UNBUILT, first_line(error))
         found = Findings()

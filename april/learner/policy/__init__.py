@@ -242,7 +242,8 @@ def small_model(
     for divisor in (1, 2, 4, 8, 16, 32, 64):
         try:
             smaller = reduced(config(), depth, divisor)
-            if model := random_model(type(smaller).from_dict(smaller.to_dict()), most):  # checked once more
+            smaller.validate()
+            if model := random_model(smaller, most):
                 logprobs_by_transformers(model, torch.arange(3, 8))
                 return model
         except Exception as error:
@@ -330,7 +331,7 @@ def reduced_value(name: str, value: Any, depth: int, divisor: int) -> int | None
         return None
     if name in DEPTHS:
         return min(value, depth)
-    if name == "vocab_size":
+    if name.startswith("vocab_size"):
         return min(value, VOCABULARY)
     if name.endswith("_token_id"):
         return value % VOCABULARY
