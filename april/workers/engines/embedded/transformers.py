@@ -200,7 +200,8 @@ class TransformersEngine(InProcessEngine):
         return sampled
 
     def _groups(self, waiting: Sequence[RunningRequest]) -> list[list[RunningRequest]]:
-        """Divide requests into those that are prefilled together: of equal length, unless the model can be padded."""
+        """Divide requests into those that are prefilled together, of equal length unless the model can be padded; the
+        group of the request that has waited longest comes first."""
         groups: list[list[RunningRequest]] = []
         for each in sorted(waiting, key=lambda each: len(each.context)):
             length = len(each.context)
@@ -209,7 +210,8 @@ class TransformersEngine(InProcessEngine):
                 groups[-1].append(each)
             else:
                 groups.append([each])
-        return groups
+        place = {each: index for index, each in enumerate(waiting)}
+        return sorted(groups, key=lambda group: min(place[each] for each in group))
 
     def close(self) -> None:
         self.discard_weights()
