@@ -320,7 +320,7 @@ class ConversationTree:
 
     def answer(self, turn: Turn) -> Message:
         """The answer of a complete turn as the assistant message that the next call repeats."""
-        return self.renderer.parse(self._text(turn), self.renderer.decode_raw(turn.observation))
+        return self.renderer.parse(self._text(turn), turn.observation)
 
     def _text(self, turn: Turn) -> str:
         """Text of the answer so far, without the stop token."""

@@ -58,16 +58,16 @@ class Renderer:
         """Whether answers are parsed into text, tool calls and thoughts."""
         return self.response_template is not None
 
-    def parse(self, text: str, prefix: str) -> Message:
+    def parse(self, text: str, before: np.ndarray) -> Message:
         """The answer as an assistant message. An answer that cannot be parsed becomes plain text, for the agent to
         reject.
 
-        `prefix`: prompt text before the answer, which may open a section that the answer continues, such as its
-        thoughts."""
+        `before`: ids before the answer, which may open a section that the answer continues, such as its thoughts."""
         message: Message = {"role": "assistant", "content": text}
         if not self.parses:
             return message
         try:
+            prefix = self.decode_raw(before)
             found = self.tokenizer.inner.parse_response(text, self.response_template, prefix=prefix)
             message["content"] = text_of(found.get("content"))
             calls = [tool_call(call) for call in found.get("tool_calls") or []]
@@ -77,7 +77,7 @@ class Renderer:
 
     def decode_raw(self, ids: Any) -> str:
         """Text of the ids, including special tokens."""
-        return self.tokenizer.inner.decode(ids, skip_special_tokens=False)
+        return self.tokenizer.decode(ids, keep_special=True)
 
     def _render(self, messages: list[Message], tools: list[Any] | None) -> str:
         try:
