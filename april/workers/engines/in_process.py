@@ -63,7 +63,7 @@ class InProcessEngine(EngineEntry):
         self.version: Version | None = None
         self.generated_tokens = 0
         self._chunk_tokens, self._ticks = config.worker.chunk_tokens, Ticks(config.worker.report_s, clock.now())
-        self._folder = config.model.path
+        self._expected, self._tied = self.expected_tensors(config)
         self._requests: dict[int, RunningRequest] = {}
         self._due_chunks: list[Chunk] = []
         self._failures: list[tuple[int, str]] = []
@@ -96,13 +96,18 @@ class InProcessEngine(EngineEntry):
             raise EngineError("its config.json has no vocab_size or no max_position_embeddings")
         return config.vocabulary, config.context_tokens
 
+    def expected_tensors(self, config: Config) -> tuple[dict[str, tuple[int, ...]], bool]:
+        """Tensor shapes of the model by name, and whether its output projection is tied to the embedding. Raises
+        EngineError."""
+        return folder_tensors(config.model.path)
+
     def advance(self, running: Sequence[RunningRequest]) -> Iterable[Next]:
         """The next tokens of running requests, one each; a request that is left out waits."""
         return [Next(each, *self.sample(each)) for each in running]
 
     def check_weights(self, tensors: "Mapping[str, torch.Tensor]") -> None:
-        """Raise EngineError unless the tensors are those of the model's folder, in their shapes, with finite values."""
-        check_tensors(*folder_tensors(self._folder), tensors)
+        """Raise EngineError unless the tensors are the expected ones, in their shapes, with finite values."""
+        check_tensors(self._expected, self._tied, tensors)
 
     # --- the interface ------------------------------------------------------------------------------------------
 

@@ -85,6 +85,10 @@ class TransformersEngine(InProcessEngine):
         text = self._config.get_text_config()
         return text.vocab_size, getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT
 
+    def expected_tensors(self, config: Config) -> tuple[dict[str, tuple[int, ...]], bool]:
+        """None: transformers knows them, and the machine may have no weights."""
+        return {}, False
+
     @property
     def dtype(self) -> str:  # type: ignore[override]
         return str(self._dtype).removeprefix("torch.")
