@@ -10,13 +10,16 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import statistics
+import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import peak_memory
@@ -28,9 +31,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from april.config import Config, WeightsSection
+from april.launch.memory import LOGIT_BYTES
+from april.launch.plan import needs_of
 from april.learner import performance
 from april.learner.batch import TrainingBatch, TrainSample
-from april.learner.model import Policy, load, score_tokens
+from april.learner.model import LOGITS_PER_CHUNK, Policy, load, score_tokens
 from april.learner.packing import input_tokens, pack, plan
 from april.learner.policy.warm_start import Recipe, build_model, build_tokenizer, save_policy
 from april.learner.samples import SampleWriter
@@ -51,7 +56,18 @@ SPANS = tuple(SampleSpan("generate", "worker-0", 1.0, 2.0, 0, 99, "abort") for _
 LORA_MEASURES = ("lora_step_vs_full", "lora_memory_vs_full", "lora_worker")
 PUBLISH_MEASURES = ("lora_publish_vs_full", "lora_publish")
 MEMORY_MEASURES = ("logits_memory_ratio", "load_peak_bytes_per_rank")
-MEASURES = (*STEP_MEASURES, *LORA_MEASURES, *PUBLISH_MEASURES, "samples_cost", "rank_imbalance", *MEMORY_MEASURES)
+OPTIMIZER_MEASURES = ("adamw8_memory", "adamw8_step", "muon_memory", "muon_step", "host_step")
+PLAN_MEASURES = ("plan_error",)
+MEASURES = (
+    *OPTIMIZER_MEASURES,
+    *PLAN_MEASURES,
+    *STEP_MEASURES,
+    *LORA_MEASURES,
+    *PUBLISH_MEASURES,
+    "samples_cost",
+    "rank_imbalance",
+    *MEMORY_MEASURES,
+)
 LORA_RANK = 16
 SMALL = {
     "vocab_size": 4096, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -62,6 +78,10 @@ FIFTY_MILLION = {
     "num_attention_heads": 8, "head_dim": 64,
 }  # fmt: skip
 """48 million parameters"""
+PLANNED = {
+    "vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 6, "head_dim": 64,
+}  # fmt: skip
 
 
 def make_model(folder: Path, shape: dict[str, int]) -> Qwen3Config:
@@ -74,13 +94,13 @@ def make_model(folder: Path, shape: dict[str, int]) -> Qwen3Config:
     return config
 
 
-def trainer_of(folder: Path, **lora: float | bool) -> Trainer:
+def trainer_of(folder: Path, learner: Mapping[str, Any] = MappingProxyType({}), **lora: float | bool) -> Trainer:
     config = Config.model_validate(
         {
             "model": {"path": folder},
             "data": {"path": "none.jsonl"},
             "run": {"dir": folder.parent},
-            "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS},
+            "learner": {"lr": LR, "device": "cpu", "microbatch_tokens": BUDGET_TOKENS, **learner},
             "lora": lora,
         }
     )
@@ -251,6 +271,53 @@ def lora_rows(folder: Path, quick: bool) -> list[Row]:
     return [speed, Row("lora_memory_vs_full", [adapter / whole], "ratio"), worker_row(trainers[0])]
 
 
+def optimizer_rows(folder: Path, quick: bool) -> list[Row]:
+    """Each optimizer against AdamW in fp32: bytes of its state, and processor time of its step."""
+    vocabulary = make_model(folder, SMALL if quick else FIFTY_MILLION).vocab_size
+    batch, plain, rows = longtail_batch(vocabulary, 1, seed=6), trainer_of(folder), []
+    plain.step(batch)
+    arms = {
+        "adamw8": {"optimizer": "adamw_8bit"}, "muon": {"optimizer": "muon"}, "host": {"optimizer_on_host": True},
+    }  # fmt: skip
+
+    def optimizer_step(trainer: Trainer) -> None:
+        for parameter in trainer.optimizer.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        trainer.update(LR)
+
+    for name, keys in arms.items():
+        trainer = trainer_of(folder, keys)
+        trainer.step(batch)
+        ours, theirs = (sum(each.nbytes for each in other.optimizer.tensors()) for other in (trainer, plain))
+        if name != "host":
+            rows.append(Row(f"{name}_memory", [ours / theirs], "ratio"))
+        steps = partial(optimizer_step, trainer), partial(optimizer_step, plain)
+        rows.append(compare(f"{name}_step", *steps, 2 if quick else 10, clock=time.process_time))
+    return rows
+
+
+def plan_row(folder: Path) -> Row:
+    """How far the bytes that a step takes on top of weights and moments are from those of its plan, as a share of the
+    plan: with activations kept and recomputed, whole and by an adapter."""
+    vocabulary = make_model(folder, PLANNED).vocab_size
+    rng, errors = np.random.default_rng(0), []
+    tokens = rng.integers(2, vocabulary, BUDGET_TOKENS // 4).astype(np.int32)
+    response, logprobs = len(tokens) - 8, np.full(len(tokens) - 8, -9.0, np.float32)
+    spans = ((0, response, Version(0, 0)),)
+    batch = TrainingBatch(0, [[TrainSample(tokens, 8, logprobs, float(i), spans) for i in range(4)]])
+    for keys, lora in (({}, {}), ({"activation_checkpointing": True}, {}), ({}, {"rank": LORA_RANK})):
+        trainer = trainer_of(folder, keys, **lora)
+        trainer.step(batch)
+        needs = needs_of(trainer.config).learner
+        head = vocabulary * PLANNED["hidden_size"]
+        logits = min(LOGITS_PER_CHUNK, BUDGET_TOKENS * vocabulary)
+        planned = needs["gradients"] + needs["activations"] + logits * LOGIT_BYTES + (0 if lora else 8 * head)
+        taken = peak_memory.peak_above(partial(trainer.step, batch))
+        print(f"  {keys or lora or 'kept'}: {taken / 2**20:,.0f} MiB, planned {planned / 2**20:,.0f}", file=sys.stderr)
+        errors.append(abs(taken / planned - 1))
+    return Row("plan_error", errors, "share")
+
+
 def worker_row(trainer: Trainer) -> Row:
     """Processor time in which a worker makes a version's bfloat16 weights of the adapter that it is sent. The first
     time, which maps the files, is left out."""
@@ -338,6 +405,10 @@ def main() -> None:
             rows += step_rows(folder, vocabulary, wanted, options.quick)
         if wanted.intersection(LORA_MEASURES):
             rows += lora_rows(Path(made) / "for an adapter", options.quick)
+        if wanted.intersection(OPTIMIZER_MEASURES):
+            rows += optimizer_rows(Path(made) / "optimizers", options.quick)
+        if wanted.intersection(PLAN_MEASURES):
+            rows.append(plan_row(Path(made) / "plan"))
         if wanted.intersection(PUBLISH_MEASURES):
             rows += publish_rows(Path(made) / "quickstart")
         if "samples_cost" in wanted:

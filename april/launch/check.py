@@ -213,13 +213,12 @@ def check_own_schedule(schedule: ScheduleSection) -> None:
 
 
 def check_learner_parts(config: Config) -> bool:
-    """Whether there are user-defined losses, corrections, advantages or step scales; they can be imported then. Shipped
-    ones were checked with the configuration, and are not imported here to save time. Raises ConfigError, also if torch
-    is missing."""
+    """Whether there are parts of the user's own for the loss or the optimizer; they can be imported then. Shipped ones,
+    checked with the configuration, are not imported here. Raises ConfigError, also if torch is missing."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("torch is not installed; `pip install 'april-rl[learner,worker]'`")
     algorithm = config.algorithm
-    named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage)}
+    named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage), (OPTIMIZERS, config.learner.optimizer)}
     named |= {(CORRECTIONS, name) for name in algorithm.corrections}
     named |= {(STEP_SCALES, algorithm.step_scale)} if algorithm.step_scale else set()
     own = any(name not in registry.shipped for registry, name in named)
@@ -280,8 +279,6 @@ def installed_backend(config: Config) -> str:
     """Description of the installed sharding backend, perhaps empty. Raises ConfigError if it cannot be used."""
     backend = BACKENDS.find(config.learner.backend)
     backend.check(config)
-    if not config.is_shipped("learner.optimizer"):
-        OPTIMIZERS.find(config.learner.optimizer)
     return backend.installed_version()
 
 

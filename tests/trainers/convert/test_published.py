@@ -75,7 +75,5 @@ def test_an_example_of_openrlhf_is_translated(name, tmp_path):
     translation, config = converted(OpenRLHF(), script, tmp_path)
     responses = options["rollout.batch_size"] * options["rollout.n_samples_per_prompt"]
     assert_says(config, keys | {"learner.minibatches": responses // options["train.batch_size"]})
-    assert (
-        "default of actor.lr_scheduler = 'cosine_with_min_lr'" in translation.unsupported
-        and "data.reward" in translation.undecided
-    )
+    assert (config.learner.lr_schedule, config.learner.lr_floor) == ("cosine", 0.1)
+    assert "data.reward" in translation.undecided
