@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ to rounding without a look; a larger one, but from the same pass once more, has 
 makes of transformers' own pass: its difference from that in float64."""
 SMALL = 1e-3
 """Gradients are compared relative to no less than this part of the model's largest."""
-ALIKE = 1e-3
-"""Relative difference below which a module's values in two passes do not explain how these differ."""
+ALIKE = (1e-3, 1e-5)
+"""Relative differences below which a module's values in two passes do not explain how these differ, if others do."""
 TRIED_PARAMETERS = 100_000_000
 """Parameters up to which a model is tried at its true width, which takes 5 s on a core."""
 NO_MEMORY = re.compile(r"(out of|not enough|(n't|not) allocate) memory", re.IGNORECASE)
@@ -168,9 +169,9 @@ class Pass:
         whose values differ although what it was passed does not."""
         if name:
             return f"the gradient of {name}, of its {self.place(name.rpartition('.')[0])} or of what follows,"
-        for name in self.outputs:
-            if not alike(self.outputs[name], other.outputs.get(name, [])):
-                while name and not (name in self.inputs and alike(self.inputs[name], other.inputs[name])):
+        for tolerance, name in product(ALIKE, self.outputs):
+            if not alike(self.outputs[name], other.outputs.get(name, []), tolerance):
+                while name and not (name in self.inputs and alike(self.inputs[name], other.inputs[name], tolerance)):
                     name = name.rpartition(".")[0]
                 return f"a token's log-probability, by its {self.place(name)},"
         return "a token's log-probability"
@@ -192,16 +193,16 @@ def first_values(values: Any) -> list[Tensor]:
     return [each[0] if each.shape[0] == 1 else each for each in floats][:1]
 
 
-def alike(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Whether values of all tokens, in one row or in several, agree up to rounding; also where they are not of all
-    tokens."""
+def alike(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> bool:
+    """Whether values of all tokens, in one row or in several, agree up to a relative tolerance; also where they are
+    not of all tokens."""
     try:
         one, other = torch.cat(ours), torch.cat(theirs)
     except RuntimeError:
         return True
     if len(one) != PASSED or one.shape != other.shape:
         return True
-    return bool((one - other).abs().max() <= ALIKE * other.abs().max())
+    return bool((one - other).abs().max() <= tolerance * other.abs().max())
 
 
 def logprobs_by_transformers(model: PreTrainedModel, sequence: Tensor) -> Tensor:
