@@ -388,18 +388,24 @@ def unknown_architectures(config: Config, name: str, module: str, models: str) -
 
 
 def ask_interpreter(config: Config, name: str, program: str, *arguments: str) -> str:
-    """What a program prints, run by the interpreter of the server's environment. Raises ConfigError."""
-    python = server_python(config, name)
+    """The last line that a program prints, run by the interpreter of the server's environment in its folder, where no
+    module of the user's is. Raises ConfigError."""
+    python = server_python(config, name).absolute()
     fix = f"make it with launch/install-{name.lower()}.sh, or give the interpreter that has {name}"
     if not python.exists():
         refuse("engine.python", python, "does not exist", fix)
     try:
         command = [str(python), "-c", program, *arguments]
         result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INTERPRETER_START_S
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=INTERPRETER_START_S,
+            cwd=python.parent,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         refuse("engine.python", python, f"cannot be run ({error})", fix)
     if result.returncode:
         refuse("engine.python", python, f"has no {name}", fix)
-    return result.stdout.strip()
+    return (result.stdout.splitlines() or [""])[-1].strip()
