@@ -7,6 +7,7 @@ with those of plain transformers, a sequence at a time. `--page` writes the fami
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -116,7 +117,8 @@ def outcome_of(name: str) -> Outcome:
         config = Config.model_validate({"model": {"path": made}, "data": {}})
         found.run_check(BACKENDS.find("fsdp").check_model, config)
         if said := found.errors + found.warnings:
-            return Outcome(REFUSED, said[0].partition("cannot be trained: ")[2] or said[0])
+            why = said[0].partition("cannot be trained: ")[2] or said[0]
+            return Outcome(REFUSED, re.sub(r", by [-+.\de]+; use another model$", "", why))
         try:
             apart = difference(Path(made))
         except Exception as error:

@@ -281,7 +281,8 @@ def kind_of(layer: nn.Module) -> list:
 @torch.no_grad()
 def random_model(config: PreTrainedConfig, most: int = TRIED_PARAMETERS) -> PreTrainedModel | None:
     """A causal LM of this configuration in fp32 with random weights, norms and biases as well, so that leaving one out
-    shows; None for more than `most` parameters."""
+    shows; None for more than `most` parameters. Norms are halved: attention over normalised queries and keys would
+    otherwise choose single tokens, and rounding would decide which."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     if sum(parameter.numel() for parameter in empty.parameters()) > most:
@@ -290,7 +291,7 @@ def random_model(config: PreTrainedConfig, most: int = TRIED_PARAMETERS) -> PreT
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.ndim < 2:
-            parameter += 0.2 * torch.randn_like(parameter)
+            parameter.mul_(0.5).add_(torch.randn_like(parameter), alpha=0.2)
         else:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
     return model.eval()
