@@ -157,11 +157,11 @@ class Pass:
     def distances(self, other: "Pass") -> dict[str, float]:
         """Largest difference of log-probabilities (nats) under an empty name, and under its name of each gradient,
         relative to its largest."""
-        found = {"": float((self.logprobs - other.logprobs).abs().max())}
-        largest = max((float(each.abs().max()) for each in other.gradients.values()), default=0.0)
+        found = {"": largest(self.logprobs - other.logprobs)}
+        most = max(map(largest, other.gradients.values()), default=0.0)
         for name, theirs in reversed(other.gradients.items()):  # the first is nearest to its cause
             ours = self.gradients.get(name, torch.zeros(()))
-            found[name] = float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), SMALL * largest)
+            found[name] = largest(ours - theirs) / max(largest(theirs), SMALL * most)
         return found
 
     def culprit(self, name: str, other: "Pass") -> str:
@@ -184,6 +184,12 @@ class Pass:
 
     def kind_of(self, name: str) -> str:
         return type(self.lm.get_submodule(name)).__name__
+
+
+def largest(values: Tensor) -> float:
+    """The largest absolute value, NaN if there is one, in one pass without a copy."""
+    low, high = values.aminmax()
+    return max(-float(low), float(high))
 
 
 def first_values(values: Any) -> list[Tensor]:
