@@ -183,7 +183,7 @@ END_TO_END = (
 """Families that are trained in whole runs, on the transformers engine."""
 STEPS, GAP = 3, 1e-4
 """Steps of such a run, and the largest mean gap between engine and learner of one that counts (nats)."""
-RUN_PARAMETERS = 1_000_000
+RUN_PARAMETERS = 5_000_000
 REWARD = """
 def parity(response, label):
     return float(sum(map(ord, response)) % 2)
