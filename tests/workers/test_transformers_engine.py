@@ -25,7 +25,7 @@ from april.workers.engines.conformance.harness import (
 )
 from april.workers.engines.conformance.suite import configured
 from april.workers.engines.embedded.engine import TorchEngine
-from april.workers.engines.embedded.transformers import Batch
+from april.workers.engines.embedded.transformers import CachedBatch
 
 ENTRY = ENGINES.find("transformers")
 
@@ -125,7 +125,7 @@ def test_a_cache_that_changes_what_is_computed_is_not_used(tmp_path, caplog):
 
 
 def test_a_sequence_without_finite_logits_fails_alone(tiny_model, monkeypatch):
-    engine, logits = start(tiny_model()), Batch.logits
+    engine, logits = start(tiny_model()), CachedBatch.logits
     engine.submit(Request(1, prompt(), 30))
     engine.submit(Request(2, prompt(), 30))
     engine.step()
@@ -136,7 +136,7 @@ def test_a_sequence_without_finite_logits_fails_alone(tiny_model, monkeypatch):
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(Batch, "logits", spoil_the_first_row)
+        patched.setattr(CachedBatch, "logits", spoil_the_first_row)
         (chunk,) = engine.step()
     assert (chunk.id, len(chunk.tokens)) == (1, 1)
     assert engine.failures() == [(1, f"weights {V0} give logits that are not finite")] and engine.failures() == []

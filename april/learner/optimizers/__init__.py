@@ -14,7 +14,7 @@ OPTIMIZERS = Registry(
     {
         "adamw": "april.learner.optimizers.adamw:AdamW",
         "adamw_8bit": "april.learner.optimizers.adamw:AdamW8bit",
-        "muon": "april.learner.optimizers.muon:Muon",
+        "muon": "april.learner.optimizers.muon:ShardedMuon",
     },
     base="april.learner.optimizers.base:PartOptimizer",
 )

@@ -13,7 +13,7 @@ MOMENTUM = ("momentum_buffer",)
 """Name of the decayed sum of a matrix's gradients."""
 
 
-class Muon(PartOptimizer):
+class ShardedMuon(PartOptimizer):
     """Orthogonalised momentum of torch, scaled so that `learner.lr` means what it means for AdamW ("Muon is Scalable
     for LLM Training", arXiv 2502.16982). It takes whole matrices, which ranks gather from each other in a step."""
 

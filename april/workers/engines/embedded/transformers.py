@@ -79,7 +79,7 @@ class TransformersEngine(InProcessEngine):
         self._lm: Any = None
         self._caches = True
         """Whether batches keep a cache; if not, every context is computed anew for each of its tokens."""
-        self._batches: list[Batch] = []
+        self._batches: list[CachedBatch] = []
 
     def sizes(self, config: Config) -> tuple[int, int]:
         text = self._config.get_text_config()
@@ -144,7 +144,7 @@ class TransformersEngine(InProcessEngine):
         whole = [self._lm(input_ids=text[None], use_cache=False).logits[0].float().log_softmax(-1) for text in ids]
         contexts = [(0, TRIAL_LENGTH), (1, TRIAL_LENGTH // 2 if self._pads else TRIAL_LENGTH), (0, TRIAL_LENGTH)]
         trials = [RunningRequest(Request(row, texts[row], 1), texts[row, :length].tolist()) for row, length in contexts]
-        batch, errors = Batch(trials, dict(self._inputs)), []
+        batch, errors = CachedBatch(trials, dict(self._inputs)), []
         for step in range(TRIAL_STEPS):
             if step == TRIAL_STEPS // 2:
                 batch.keep(set(trials[1:]))
@@ -197,7 +197,7 @@ class TransformersEngine(InProcessEngine):
         placed = {each for batch in self._batches for each in batch.running}
         waiting = [each for each in running if each not in placed]
         for group in self._groups(waiting)[: MAX_BATCHES - len(self._batches)]:
-            self._batches.append(Batch(group, dict(self._inputs)))
+            self._batches.append(CachedBatch(group, dict(self._inputs)))
         sampled = [each for batch in self._batches for each in batch.sample(self._lm)]
         if not self._caches:
             self._batches = []
@@ -246,7 +246,7 @@ def check_found(found: Mapping[str, Any]) -> None:
 
 
 @dataclass(eq=False)
-class Batch:
+class CachedBatch:
     """Requests that decode together: their contexts, padded on the left to the same length, and one cache."""
 
     running: list[RunningRequest]
