@@ -69,7 +69,10 @@ def pytest_collect_directory(path, parent):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Tests that need a server or program are part of the full suite and run in one process per server; they are
-    skipped if it is not installed. A test gets one group only, since xdist makes a third one of two."""
+    skipped if it is not installed. A test gets one group only, since xdist makes a third one of two. A name with an
+    address in it is another in each process, and xdist would run nothing."""
+    if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"{addressed[0]}: give the parameters ids of their own")
     missing = {mark for mark, program in SERVERS.items() if not (config.rootpath / program).exists()}
     for item in items:
         needed = [mark for mark in SERVERS if item.get_closest_marker(mark)]

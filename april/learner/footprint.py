@@ -41,23 +41,36 @@ class Footprint:
 def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024) -> Footprint:
     """Sizes of the model of a folder's config.json, trained whole or by an adapter, with passes in bfloat16 or in fp32.
     Raises ModelError for a model that the learner does not train, or whose forward pass depends on its values."""
-    policy = empty_policy(folder, temperature=1.0)
-    policy.lm.tie_weights()
-    choose_experts_implementation(policy.lm, torch.bfloat16)
-    model = sum(parameter.numel() for parameter in policy.parameters())
-    if adapter.is_set:
-        lora.attach(policy.lm, adapter, seed=0)
+    policy = policy_to_train(folder, adapter)
+    own = sum(parameter.numel() for parameter in policy_to_train(folder, LoraSection()).parameters())
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.trained)
     vocabulary, hidden = policy.lm.get_output_embeddings().weight.shape
-    kept = kept_by_layer(policy, tokens)
-    scale = (1 if bf16 else 2) / tokens
-    return Footprint(model, parameters, trained, hidden, vocabulary, len(kept), sum(kept) * scale, max(kept) * scale)
+    scale = 1 / tokens
+    try:
+        outside, *kept = kept_by_layer(policy, torch.bfloat16 if bf16 else torch.float32, tokens)
+    except ModelError:
+        if bf16:
+            raise
+        outside, *kept = kept_by_layer(policy_to_train(folder, adapter), torch.bfloat16, tokens)
+        scale *= 2  # experts' grouped products are known in 16 bits alone; fp32 keeps at most twice as much
+    total, largest = (outside + sum(kept)) * scale, max(kept) * scale
+    return Footprint(own, parameters, trained, hidden, vocabulary, len(kept), total, largest)
 
 
-def kept_by_layer(policy: Policy, tokens: int) -> list[int]:
-    """Bytes that the policy's body keeps of a row of `tokens` tokens in bfloat16: first those outside its layers, then
-    those of each layer. fp32 keeps at most twice as much."""
+def policy_to_train(folder: Path, adapter: LoraSection) -> Policy:
+    """The policy with its adapter, on the meta device."""
+    policy = empty_policy(folder, temperature=1.0)
+    policy.lm.tie_weights()
+    choose_experts_implementation(policy.lm, torch.bfloat16)
+    if adapter.is_set:
+        lora.attach(policy.lm, adapter, seed=0)
+    return policy
+
+
+def kept_by_layer(policy: Policy, dtype: torch.dtype, tokens: int) -> list[int]:
+    """Bytes that the policy's body keeps of a row of `tokens` tokens in passes of `dtype`: first those outside its
+    layers, then those of each layer. The policy has no weights afterwards."""
     held, marks = list[Tensor](), list[int]()
     """Tensors that are kept; bytes kept before and after each layer."""
     kept: dict[int, int] = {}
@@ -67,7 +80,7 @@ def kept_by_layer(policy: Policy, tokens: int) -> list[int]:
         body = policy.lm.base_model
         body.to_empty(device="cpu")
         for parameter in body.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+            parameter.data = parameter.data.to(dtype)
         own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
 
         def keep(tensor: Tensor) -> Tensor:

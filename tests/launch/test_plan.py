@@ -60,7 +60,7 @@ def test_what_is_trained_and_kept_is_counted(config_file, large):
     assert learner("--algorithm.advantage", "gae")["gradients"] == 2 * plain["gradients"]
     assert learner("--learner.activation_checkpointing", "true")["activations"] < 0.1 * plain["activations"]
     assert learner("--lora.rank", "2")["gradients"] < 0.01 * plain["gradients"]
-    assert learner("--learner.compute", "fp32")["activations"] == 2 * plain["activations"]
+    assert 1.2 < learner("--learner.compute", "fp32")["activations"] / plain["activations"] < 2
 
 
 def test_the_command_says_whether_it_fits_and_what_would_make_it(config_file, large, capsys):

@@ -36,7 +36,7 @@ def test_a_forward_pass_costs_what_its_products_do(config):
         (Reach(window=1000), lambda q, k: True),
         (Reach(chunk=70), lambda q, k: q // 70 == k // 70),
     ],
-    ids=str,
+    ids=["everything", "a window", "a window that is longer", "chunks"],
 )
 def test_layers_cost_the_tokens_that_they_see(reach, sees):
     pairs = sum(sees(q, k) for q in range(600) for k in range(q + 1))

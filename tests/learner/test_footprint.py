@@ -22,18 +22,21 @@ MODELS = {
 
 
 @pytest.mark.parametrize("adapter", [LoraSection(), LoraSection(rank=4, alpha=8)], ids=["whole", "adapter"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_a_pass_keeps_what_its_footprint_says(tmp_path, config, adapter):
+def test_a_pass_keeps_what_its_footprint_says(tmp_path, config, adapter, dtype):
+    if config is MODELS["experts"] and dtype is torch.float32:
+        pytest.skip("experts' products in fp32 have no meta kernel: twice the 16 bits is said")
     tokens = 64
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    said = footprint(tmp_path, adapter, bf16=True, tokens=tokens)
+    said = footprint(tmp_path, adapter, bf16=dtype is torch.bfloat16, tokens=tokens)
     policy = load(tmp_path, 1.0)
     assert said.model == sum(parameter.numel() for parameter in policy.parameters())
     if adapter.is_set:
         lora.attach(policy.lm, adapter, seed=0)
     assert said.trained == sum(parameter.numel() for _, parameter in policy.trained)
     for parameter in policy.parameters():
-        parameter.data = parameter.data.bfloat16()
+        parameter.data = parameter.data.to(dtype)
     kept = {}
     own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
 
