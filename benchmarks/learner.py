@@ -333,7 +333,10 @@ def measure_step(folder: Path, vocabulary: int, keys: dict[str, Any], lora: dict
     needs = needs_of(trainer.config).learner
     logits = min(LOGITS_PER_CHUNK, 4 * response * vocabulary)
     head = 0 if lora else 8 * vocabulary * PLANNED["hidden_size"]  # the gradient of the head, and a copy of it
-    planned = needs["gradients"] + needs["activations"] + logits * LOGIT_BYTES + head
+    working = logits * LOGIT_BYTES + head
+    if keys.get("activation_checkpointing"):
+        working = max(working, needs["head or layer"])
+    planned = needs["gradients"] + needs["activations"] + working
     writer.send((taken, int(planned), int(needs["weights"] + needs["optimizer"])))
     dist.destroy_process_group()
 

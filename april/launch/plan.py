@@ -81,16 +81,16 @@ def needs_of(config: Config) -> Needs:
     critics = sizes.model if needs_values(config.algorithm, imported=False) else 0
     has_reference = not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef)
     trained, held = sizes.trained + critics, sizes.parameters + critics + (sizes.model if has_reference else 0)
-    kept = sizes.kept_bytes
-    if section.activation_checkpointing:
-        kept = sizes.layers * sizes.hidden * (4 if fp32 else 2) + sizes.largest_bytes
     logits = min(BLOCK_LOGITS, tokens * sizes.vocabulary)
+    kept, head = sizes.kept_bytes, float(sizes.vocabulary * sizes.hidden * HEAD_BYTES + logits * LOGIT_BYTES)
+    if section.activation_checkpointing:  # the head is done with before the first layer is computed again
+        kept, head = sizes.layers * sizes.hidden * (4 if fp32 else 2), max(head, tokens * sizes.largest_bytes)
     learner = {
         "weights": held * KEPT_BYTES / ranks,
         "gradients": trained * GRADIENT_BYTES / ranks,
         "optimizer": trained * state_bytes(section) / ranks,
         "activations": tokens * kept,
-        "logits and head": float(sizes.vocabulary * sizes.hidden * HEAD_BYTES + logits * LOGIT_BYTES),
+        "head or layer": head,
         "context": float(CONTEXT_BYTES),
     }
     longest, shape = config.longest_prompt_tokens + config.sampling.max_response_tokens, read_shape(config.model.path)
