@@ -6,19 +6,19 @@ function runs in the event loop, a plain function in a thread."""
 
 import asyncio
 import inspect
-import os
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from april.agents import PROGRAMS
 from april.util.lifetime import die_with_parent, exit_at_once
 from april.util.logs import user_traceback
-from april.util.pool import LENGTH_BYTES, READY, frame, private_channel, read_rules, write_frame
+from april.util.pool import LENGTH_BYTES, READY, frame, private_channel, read_rules
 from april.wire.limits import MAX_AGENT_STATE_BYTES, MAX_REWARD, is_reward, reward_details
 
 HEARTBEAT_S = 1.0
@@ -100,19 +100,17 @@ def raise_error(error: Exception, session: HostedSession) -> None:
 
 
 class Host:
-    def __init__(self, program: Any, outgoing: BinaryIO, threads: int):
+    def __init__(self, program: Any, threads: int):
         self.program = program
         self.is_async = any(map(inspect.iscoroutinefunction, (program, type(program).__call__)))
-        self.outgoing = outgoing
+        self.outgoing: asyncio.StreamWriter
+        """The channel to the parent process; what that does not read yet waits here."""
         self.running: dict[int, asyncio.Task[None]] = {}
         self.threads = ThreadPoolExecutor(threads)
 
     async def serve(self, incoming: int) -> None:
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(incoming, "rb")
-        )
-        write_frame(self.outgoing, READY)
+        reader, self.outgoing = await asyncio.open_connection(sock=socket.socket(fileno=incoming))
+        self.outgoing.write(READY)
         heartbeat = asyncio.create_task(self._heartbeat())
         try:
             while True:
@@ -140,7 +138,7 @@ class Host:
         except BaseException as error:
             ended = ProgramEnded(order.key, error=error_text(error))
         self.running.pop(order.key, None)
-        write_frame(self.outgoing, frame(ended))
+        self.outgoing.write(frame(ended))
 
     def _outcome(self, key: int, result: Any, state: bytes) -> ProgramEnded:
         reward, given = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -157,7 +155,7 @@ class Host:
 
     async def _heartbeat(self) -> None:
         while True:
-            write_frame(self.outgoing, frame(ProgramEnded(0)))
+            self.outgoing.write(frame(ProgramEnded(0)))
             await asyncio.sleep(HEARTBEAT_S)
 
 
@@ -170,15 +168,16 @@ def pack_state(state: Any) -> bytes:
 
 
 def error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}\n{user_traceback(error)[-ERROR_CHARACTERS:]}"
+    said = f"{type(error).__name__}: {error}"
+    return f"{said[:ERROR_CHARACTERS]}\n{user_traceback(error)[-ERROR_CHARACTERS:]}"
 
 
 def main() -> None:
     die_with_parent()
     name, threads = sys.argv[1], int(sys.argv[2])
-    incoming, outgoing = private_channel()
+    incoming, _ = private_channel()
     options = read_rules(incoming, dict[str, Any])
-    asyncio.run(Host(load_program(name, options), outgoing, threads).serve(incoming))
+    asyncio.run(Host(load_program(name, options), threads).serve(incoming))
     exit_at_once(0)
 
 

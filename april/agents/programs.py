@@ -116,6 +116,8 @@ class ProgramRunner:
             why = f"it blocked its process for {HEARTBEAT_TIMEOUT_S:g} s"
         except CHANNEL_CLOSED:
             pass
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            why = f"its process sent what is no outcome ({error})"
         if not self._closed:
             await self._replace(process, why)
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 from april.config.section import HubSection, Section, cached_folder, tables
 from april.util.errors import ConfigError, refuse
 from april.util.files import WEIGHTS, WEIGHTS_INDEX, weight_files
-from april.util.text import counted, format_bytes
+from april.util.text import counted, format_bytes, masked
 
 NO_NAME = r"--|\.\.|\.(?:git|jsonl?|ndjson|parquet|arrow|csv|tsv|txt|gz|zst|zip)$"
 NAME = re.compile(rf"(?!.*(?:{NO_NAME}))[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
@@ -263,7 +263,8 @@ def refusing(named: HubInput) -> Iterator[None]:
     """Raise the errors of a hub and of its cache as ConfigError."""
     from huggingface_hub import constants, errors, get_token
 
-    key, url = named.key("path"), f"{constants.ENDPOINT}/{'datasets/' * (named.repository == 'dataset')}{named.name}"
+    key, endpoint = named.key("path"), masked(constants.ENDPOINT)
+    url = f"{endpoint}/{'datasets/' * (named.repository == 'dataset')}{named.name}"
     reader = "with the token that is set" if get_token() else "without a token"
     set_token = "set HF_TOKEN, or `hf auth login`"
     try:
@@ -274,7 +275,7 @@ def refusing(named: HubInput) -> Iterator[None]:
         fix = f"ask for access at {url}, and {set_token}"
         refuse(key, named.name, f"is a gated {named.repository}, which cannot be read {reader}", fix)
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        why = f"is no file or folder here, and no {named.repository} at {constants.ENDPOINT} that can be seen {reader}"
+        why = f"is no file or folder here, and no {named.repository} at {endpoint} that can be seen {reader}"
         refuse(key, named.name, why, f"mend the path or the name; if it is private, {set_token}")
     except errors.RevisionNotFoundError:
         why = f"is no branch, tag or commit of {url}"
@@ -287,8 +288,8 @@ def refusing(named: HubInput) -> Iterator[None]:
         if constants.is_offline_mode():
             refuse_missing(named, "HF_HUB_OFFLINE is set")
         cause = error.__cause__ or error
-        said = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-        refuse_missing(named, f"fetching it from {constants.ENDPOINT} has failed ({said})")
+        said = f"{type(cause).__name__}: {masked(str(cause).strip().partition(chr(10))[0])}"
+        refuse_missing(named, f"fetching it from {endpoint} has failed ({said})")
 
 
 # --- files of a dataset -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -306,9 +306,10 @@ def read_tree(path: str | Path | Sequence[Path], overrides: Sequence[str] = ()) 
         merge(tree, keys := read_file(file))
         run = keys.get("run")
         folders += [] if isinstance(run, dict) and "parts" in run else [str(file.parent.resolve())]
-    for key, value in parse_overrides(list(overrides)):
+    given = parse_overrides(list(overrides))
+    for key, value in given:
         set_key(tree, key, value)
-    make_paths_absolute(tree, Path.cwd())
+    make_paths_absolute(tree, Path.cwd(), set(texts_in([value for _, value in given])))
     add_part_folders(tree, folders)
     if len(paths) > 1 and isinstance(tree.setdefault("run", {}), dict):
         tree["run"].setdefault("name", "-".join(file.stem for file in paths[1:]))
@@ -364,8 +365,10 @@ def validate(tree: dict[str, Any], own_parts: Collection[str] = tuple(REGISTRIES
 # --- paths ------------------------------------------------------------------------------------------------------------
 
 
-def make_paths_absolute(tree: Any, folder: Path) -> None:
-    """Make the paths in a configuration's `tree` absolute in place; they are relative to `folder`."""
+def make_paths_absolute(tree: Any, folder: Path, given: Collection[str] | None = None) -> None:
+    """Make the paths in a configuration's `tree` absolute in place; they are relative to `folder`. A name of a hub's
+    repository is left as it is, unless `folder` has such a file or folder. `given`: the texts that may be one, since
+    others were told from files where they stand; None for all."""
     for _, table, model in tables(tree, Config):
         for name, field in model.model_fields.items():
             value, kinds = table.get(name), (field.annotation, *get_args(field.annotation))
@@ -374,10 +377,19 @@ def make_paths_absolute(tree: Any, folder: Path) -> None:
             elif value == NONE and model.unset_value(name) is not NONE:
                 continue
             elif isinstance(value, str) and not any(value in get_args(k) for k in kinds if get_origin(k) is Literal):
-                of_hub = HUB_NAME in field.metadata and is_hub_name(value) and not (folder / value).exists()
+                is_there = (given is None or value in given) and (folder / value).exists()
+                of_hub = HUB_NAME in field.metadata and is_hub_name(value) and not is_there
                 is_file = NAME_OR_FILE in field.metadata and Path(value).suffix
                 if is_file or (not of_hub and (Path in kinds or HUB_NAME in field.metadata)):
                     table[name] = absolute_path(value, folder)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a value of TOML or JSON, at any depth."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_in(inner)
 
 
 def absolute_path(path: str, folder: Path) -> str:

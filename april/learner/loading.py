@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from april.learner.attention_kernels import Packing
 from april.learner.mixers import split_mixers
-from april.util.files import WEIGHTS, weight_files
+from april.util.files import WEIGHTS, length_dependent_positions, weight_files
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,6 @@ class ModelError(ValueError):
 
 RANDOM = re.compile(r"drop|jitter|noise")
 """Regular expression for names of keys by which a model computes something at random in training."""
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Types of rotary positions that depend on the longest position, which in a pack is not the sequence's own."""
 
 
 def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Module:
@@ -46,7 +44,7 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder}: its weights are quantised, which the learner does not train; give the original")
-    if kind_of_positions := next(filter(LENGTH_DEPENDENT.__contains__, rotary_types(config.to_dict())), None):
+    if kind_of_positions := length_dependent_positions(config.to_dict()):
         raise ModelError(
             f"{folder}: its rotary positions of type {kind_of_positions!r} depend on the length of what is computed "
             "together, and the learner packs sequences; give a model with another type"
@@ -61,14 +59,6 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
         lm.base_model_prefix = "model"  # Llama 4's names the body of the model with images
     split_mixers(lm.base_model)
     return lm
-
-
-def rotary_types(config: Any) -> Iterator[str]:
-    """Types of rotary positions that a configuration names, at any depth."""
-    for key, value in config.items() if isinstance(config, dict) else ():
-        if key in ("rope_type", "type") and isinstance(value, str):
-            yield value
-        yield from rotary_types(value)
 
 
 def turn_off_noise(config: PreTrainedConfig) -> None:

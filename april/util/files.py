@@ -257,6 +257,20 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob("*.safetensors"))
 
 
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Types of rotary positions that depend on the longest position of what is computed together."""
+
+
+def length_dependent_positions(config: Any) -> str:
+    """The first of those types that a model's config.json names, at any depth; empty if it names none."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key in ("rope_type", "type") and value in LENGTH_DEPENDENT:
+            return str(value)
+        if found := length_dependent_positions(value):
+            return found
+    return ""
+
+
 def has_weights(folder: Path) -> bool:
     """Whether a Hugging Face folder has all files of its weights."""
     files = weight_files(folder)

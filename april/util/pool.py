@@ -102,6 +102,8 @@ START_LIMIT_S = 60.0
 """Longest start of a process (s); one that is not ready by then is replaced."""
 POLL_S = 0.01
 """Interval (s) at which the pool looks whether a process that has closed its channel has ended."""
+LOOK_S = 0.5
+"""Interval (s) at which it looks whether another one at work has ended: a child of it may hold the channel open."""
 ORPHAN_MARGIN_S = 5.0
 """Time after an item's time limit at which a process ends itself, in case its pool has died and cannot kill it."""
 RETIRED = 75
@@ -292,12 +294,13 @@ class PoolProcess:
 
     def receive(self) -> list[Any]:
         """Answers that have arrived."""
+        has_exited = self.has_exited()  # what it wrote before is there by now
         try:
             while data := os.read(self.channel.fileno(), 65536):
                 self.unread += data
             self.ended = True
         except BlockingIOError:
-            pass
+            self.ended = has_exited
         except ConnectionResetError:  # it ended before it had read everything
             self.ended = True
         return list(self.parse())
@@ -333,7 +336,8 @@ class PoolProcess:
     def deadline_s(self) -> float:
         """Monotonic time by which the pool has to look at a process that starts or has items in flight: soon if it has
         closed its channel."""
-        return time.monotonic() + POLL_S if self.ended else self.busy_since_s + self._limit_s + POLL_S
+        now = time.monotonic()
+        return now + POLL_S if self.ended else min(now + LOOK_S, self.busy_since_s + self._limit_s + POLL_S)
 
     def has_retired(self) -> bool:
         return self.ended and self.inner.poll() == RETIRED
@@ -342,10 +346,12 @@ class PoolProcess:
         return self.inner.poll() is not None
 
     def kill(self) -> None:
-        """Kill the process and its process group."""
-        if self.inner.returncode is None:
+        """Kill the process and its group, in which children may live on after it has ended by itself. Idempotent."""
+        if self.channel.fileno() < 0:  # killed before: by now the id of the group may be another's
+            return
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.inner.pid, signal.SIGKILL)
-            reap(self.inner)
+        reap(self.inner)
         self.channel.close()
 
 

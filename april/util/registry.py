@@ -72,7 +72,8 @@ def python_command(*words: str) -> list[str]:
 def python_environment() -> dict[str, str]:
     """Environment of a Python process that finds modules where this one does, those of `add_import_folders` once it
     calls that itself: on PYTHONPATH they would come before packages that are installed as editable."""
-    own = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
+    own = set(os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep))
+    own.discard(str(Path(sys.modules["april"].__file__ or "").parents[1]))  # April itself, where it is not installed
     return os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder and folder not in own)}
 
 

@@ -105,7 +105,7 @@ def test_an_agent_says_what_was_correct_beside_its_reward(agents):
 
 
 def test_details_of_a_program_s_reward_are_numbers_by_name():
-    host = Host(None, None, 1)
+    host = Host(None, 1)
     assert host._outcome(1, (1, {"correct": True}), b"") == ProgramEnded(1, 1.0, details={"correct": 1.0})
     for wrong in ((1.0, {"correct": "yes"}), (1.0, {1: 2.0}), (1.0, None), (1.0, {"a": float("nan")})):
         assert "numbers by name" in host._outcome(1, wrong, b"").error

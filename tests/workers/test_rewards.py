@@ -12,6 +12,7 @@ from april.workers.rewards.messages import Item
 from april.workers.rewards.verifiers import check_verifier
 from tests.support.marks import full
 from tests.support.reward_scores import PATIENCE_S, collect
+from tests.support.run_processes import wait_until
 
 
 @pytest.fixture
@@ -23,6 +24,10 @@ def bad_verifiers(tmp_path, monkeypatch):
         "    while True: pass\n"
         "def crash(response, label, finish_reason): os._exit(3)\n"
         "def leave(response, label, finish_reason): sys.exit(0)\n"
+        "def orphan(response, label, finish_reason):\n"
+        "    if child := os.fork():\n"
+        "        open(response, 'w').write(str(child)); os._exit(3)\n"
+        "    time.sleep(1000)\n"
         "def segfault(response, label, finish_reason): os.kill(os.getpid(), 11)\n"
         "def fail(response, label, finish_reason): raise RuntimeError('no such unit')\n"
         "def infinite(response, label, finish_reason): return float('inf')\n"
@@ -180,6 +185,15 @@ def test_a_process_that_dies_affects_only_its_item(make_pool, verifier, reason):
     assert reason in scores[1].error and reason in scores[4].error
 
 
+def test_a_process_that_dies_and_leaves_a_child_is_an_error_and_the_child_is_killed(make_pool, tmp_path):
+    pool = make_pool(timeout_s=PATIENCE_S, over_limit="wrong")
+    pool.submit(0, "bad_verifiers:orphan", str(tmp_path / "child"), "", "stop")
+    score = collect(pool, 1)[0]
+    assert score.reward is None and "exit code 3" in score.error
+    child = Path("/proc", (tmp_path / "child").read_text())
+    wait_until(lambda: not is_running(child))
+
+
 @pytest.mark.parametrize(
     ("verifier", "reason"),
     [
@@ -285,7 +299,7 @@ def test_verifier_processes_do_not_outlive_a_killed_parent(bad_verifiers, verifi
 
 
 def is_running(process: Path) -> bool:
-    """Whether a process has ended; a zombie that is not reaped yet counts as ended."""
+    """Whether a process has not ended; a zombie that is not reaped yet counts as ended."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

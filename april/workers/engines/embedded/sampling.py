@@ -98,7 +98,8 @@ def sample_support(
     weights = (logits / (temperature or 1.0)).softmax(-1)
     (weights,) = cut(weights[None], torch.tensor(top_k or len(weights)), torch.tensor(top_p))
     weights = weights.masked_fill(weights < min_p * weights.max(), 0)
-    token = draw(weights[None], uniform.view(1, 1)).view(()) if temperature else logits.argmax()
+    drawn = draw(weights[None], uniform.view(1, 1)).view(()).clamp_(max=len(weights) - 1)  # also if none is finite
+    token = drawn if temperature else logits.argmax()
     return token, (weights[token] / weights.sum()).log(), weights.nonzero()[:, 0]
 
 

@@ -24,6 +24,7 @@ from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from april.config import Config
+from april.util.files import length_dependent_positions
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.embedded.sampling import SamplingPlan, sample, sample_support, stream_of, uniforms
 from april.workers.engines.entry import is_finite
@@ -57,6 +58,11 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise EngineError("its weights are quantised, and those of the learner are not; give the original")
+    if kind := length_dependent_positions(config.to_dict()):
+        raise EngineError(
+            f"its rotary positions of type {kind!r} depend on the length of what is computed together, and requests are "
+            "batched; give a model with another type"
+        )
     return config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
