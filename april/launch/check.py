@@ -41,7 +41,7 @@ from april.launch.devices import check_nodes, numa_nodes, place_parts
 from april.launch.memory import adapter_parameters, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
-from april.learner.optimizers import OPTIMIZERS
+from april.learner.optimizers import OPTIMIZERS, check_installed
 from april.util.errors import NotTried, refuse
 from april.util.files import has_weights, weight_files
 from april.util.logs import last_error, user_traceback
@@ -215,8 +215,7 @@ def check_own_schedule(schedule: ScheduleSection) -> None:
 def check_learner_parts(config: Config) -> bool:
     """Whether there are parts of the user's own for the loss or the optimizer; they can be imported then. Shipped ones,
     checked with the configuration, are not imported here. Raises ConfigError, also if torch is missing."""
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("torch is not installed; `pip install 'april-rl[learner,worker]'`")
+    check_installed(config.learner)
     algorithm = config.algorithm
     named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage), (OPTIMIZERS, config.learner.optimizer)}
     named |= {(CORRECTIONS, name) for name in algorithm.corrections}

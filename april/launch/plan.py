@@ -8,8 +8,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from april.config import Config
-from april.config.checks import needs_values
+from april.config import Config, ConfigError
+from april.config.checks import check, needs_values
 from april.config.training import LoraSection
 from april.launch.memory import (
     BLOCK_LOGITS,
@@ -19,6 +19,7 @@ from april.launch.memory import (
     KEPT_BYTES,
     LOGIT_BYTES,
     WEIGHT_BYTES,
+    divide,
     pass_tokens,
     read_shape,
 )
@@ -88,7 +89,7 @@ def needs_of(config: Config) -> Needs:
     learner = {
         "weights": held * KEPT_BYTES / ranks,
         "gradients": trained * GRADIENT_BYTES / ranks,
-        "optimizer": trained * state_bytes(section) / ranks,
+        "optimizer": trained * state_bytes(section, sizes.matrices / max(1, sizes.trained)) / ranks,
         "activations": tokens * kept,
         "head or layer": head,
         "context": float(CONTEXT_BYTES),
@@ -143,12 +144,30 @@ def ways_to_fit(config: Config, memory_bytes: float, most: int = 3) -> list[tupl
         changed = config
         for change in chosen:
             changed = change.on(changed)
+        try:
+            check(changed, inputs=())
+        except ConfigError:
+            continue
         needs = needs_of(changed)
-        if needs.least <= memory_bytes:
+        if not objection(changed, needs, memory_bytes):
             found.append((chosen, needs))
             if len(found) == most:
                 break
     return found
+
+
+def objection(config: Config, needs: Needs, memory_bytes: float) -> str:
+    """Why a run does not fit into accelerators of so many bytes; empty if it fits. What is shared has to pass the
+    division that a start makes, too, which keeps more for the engine."""
+    if needs.least > memory_bytes:
+        return f"{format_bytes(needs.least)} are needed"
+    shape = read_shape(config.model.path)
+    if config.devices.share and shape:
+        try:
+            divide(config, shape, memory_bytes)
+        except ConfigError as error:
+            return f"a start would refuse it: {error}"
+    return ""
 
 
 def describe(config: Config, memory_bytes: float) -> tuple[str, bool]:
@@ -162,12 +181,18 @@ def describe(config: Config, memory_bytes: float) -> tuple[str, bool]:
     rows.append(line("together", *(format_bytes(sum(side.values())) for side in sides)))
     how = "in turns on" if needs.time_shared else "together on" if needs.shared else "each on"
     where = f"learner and engine, {how} an accelerator of {format_bytes(memory_bytes)}"
-    if needs.least <= memory_bytes:
+    if not (why := objection(config, needs, memory_bytes)):
         return "\n".join([*rows, f"{where}: this fits"]), True
-    rows.append(f"{where}: this does not fit, {format_bytes(needs.least)} are needed")
+    rows.append(f"{where}: this does not fit, {why}")
+    if not needs.shared and sum(needs.engine.values()) > memory_bytes:
+        rows.append(
+            "the engine does not fit: spread a server over more accelerators (engine.server.tp_size of SGLang, "
+            "engine.server.tensor_parallel_size of vLLM), or take a smaller model"
+        )
+        return "\n".join(rows), False
     for chosen, changed in ways_to_fit(config, memory_bytes):
         rows.append(f"  {format_bytes(changed.least)} with " + "; ".join(map(str, chosen)))
-    if rows[-1].startswith("learner"):
+    if not rows[-1].startswith(" "):
         rows.append("no change of a key makes it fit: take a smaller model, shorter responses or larger accelerators")
     return "\n".join(rows), False
 

@@ -23,7 +23,6 @@ from april.learner.checkpoint import CheckpointPart
 from april.learner.loading import empty_model
 from april.learner.losses.gae import value_losses, whitened
 from april.learner.losses.ranks import Ranks
-from april.learner.mixers import recompute_layers
 from april.learner.model import hidden_states, load_sharded
 from april.learner.objective import ResponseTokens, k1
 from april.learner.packing import MicroBatch
@@ -54,10 +53,7 @@ class ValueModel(nn.Module):
 def empty_value_model(folder: Path, recompute: bool = False) -> ValueModel:
     """The value model of a Hugging Face folder with parameters on the meta device; `april.learner.model.empty_policy`
     has already checked the folder's model."""
-    body = empty_model(folder, attention.register(), body_alone=True)
-    if recompute:
-        recompute_layers(body)
-    return ValueModel(body).train()
+    return ValueModel(empty_model(folder, attention.register(), body_alone=True, recompute=recompute)).train()
 
 
 class Critic:

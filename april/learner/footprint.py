@@ -13,6 +13,9 @@ from april.learner import lora
 from april.learner.attention import Packing
 from april.learner.loading import ModelError
 from april.learner.model import Policy, choose_experts_implementation, empty_policy
+from april.learner.optimizers.muon import is_matrix
+from april.learner.policy import first_line
+from april.util.errors import ConfigError
 
 SEQUENCES = 4
 """Number of sequences in the row that is tried."""
@@ -28,6 +31,8 @@ class Footprint:
     """The same and those of its adapter."""
     trained: int
     """Parameters that are trained."""
+    matrices: int
+    """Those of them in the layers' matrices, as Muon takes them."""
     hidden: int
     """Size of the hidden states."""
     vocabulary: int
@@ -45,6 +50,7 @@ def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024
     own = sum(parameter.numel() for parameter in policy_to_train(folder, LoraSection()).parameters())
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.trained)
+    matrices = sum(parameter.numel() for name, parameter in policy.trained if is_matrix(name, parameter))
     vocabulary, hidden = policy.lm.get_output_embeddings().weight.shape
     scale = 1 / tokens
     try:
@@ -55,16 +61,21 @@ def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024
         outside, *kept = kept_by_layer(policy_to_train(folder, adapter), torch.bfloat16, tokens)
         scale *= 2  # experts' grouped products are known in 16 bits alone; fp32 keeps at most twice as much
     total, largest = (outside + sum(kept)) * scale, max(kept) * scale
-    return Footprint(own, parameters, trained, hidden, vocabulary, len(kept), total, largest)
+    return Footprint(own, parameters, trained, matrices, hidden, vocabulary, len(kept), total, largest)
 
 
 def policy_to_train(folder: Path, adapter: LoraSection) -> Policy:
-    """The policy with its adapter, on the meta device."""
-    policy = empty_policy(folder, temperature=1.0)
-    policy.lm.tie_weights()
-    choose_experts_implementation(policy.lm, torch.bfloat16)
-    if adapter.is_set:
-        lora.attach(policy.lm, adapter, seed=0)
+    """The policy with its adapter, on the meta device. Raises ModelError."""
+    try:
+        policy = empty_policy(folder, temperature=1.0)
+        policy.lm.tie_weights()
+        choose_experts_implementation(policy.lm, torch.bfloat16)
+        if adapter.is_set:
+            lora.attach(policy.lm, adapter, seed=0)
+    except (ConfigError, ModelError):
+        raise
+    except Exception as error:  # what transformers raises of a config.json has no bounds
+        raise ModelError(f"{folder}: no model can be made of its config.json ({first_line(error)})") from error
     return policy
 
 
@@ -105,7 +116,7 @@ def kept_by_layer(policy: Policy, dtype: torch.dtype, tokens: int) -> list[int]:
                     use_cache=False, packing=packing,
                 )  # fmt: skip
         except Exception as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelError(f"what a pass of this model keeps cannot be told without running it ({why})") from error
+            why = f"what a pass of this model keeps cannot be told without running it ({first_line(error)})"
+            raise ModelError(why) from error
     inside = [after - before for before, after in zip(marks[::2], marks[1::2], strict=True)]
     return [sum(kept.values()) - sum(inside), *inside]

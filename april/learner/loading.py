@@ -37,10 +37,11 @@ RANDOM = re.compile(r"drop|jitter|noise")
 """Regular expression for names of keys by which a model computes something at random in training."""
 
 
-def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Module:
+def empty_model(folder: Path, attention: str, body_alone: bool = False, recompute: bool = False) -> nn.Module:
     """The causal LM of a folder's config.json in fp32, or its body without the head. Parameters are on the meta device,
-    buffers on the CPU. Dropout and other noise are off; mixers are called once a sequence. Raises ModelError for
-    quantised weights, and for positions that depend on what is computed together."""
+    buffers on the CPU. Dropout and other noise are off; mixers are called once a sequence; with `recompute`, the
+    backward pass computes activations again. Raises ModelError for quantised weights, for positions that depend on what
+    is computed together, and for a model that cannot recompute."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"{folder}: its weights are quantised, which the learner does not train; give the original")
@@ -58,7 +59,20 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False) -> nn.Mo
     if lm.base_model is lm and not body_alone and hasattr(lm, "model"):
         lm.base_model_prefix = "model"  # Llama 4's names the body of the model with images
     split_mixers(lm.base_model)
+    if recompute:
+        recompute_layers(lm)
     return lm
+
+
+def recompute_layers(lm: nn.Module) -> None:
+    """Have the backward pass recompute the activations of each layer instead of keeping them, in place. Raises
+    ModelError for a model that cannot."""
+    if not lm.supports_gradient_checkpointing:
+        raise ModelError(
+            f"the activations of {type(lm).__name__} cannot be recomputed; set learner.activation_checkpointing = false"
+        )
+    row = getattr(lm.base_model, "packed_row", None)
+    lm.gradient_checkpointing_enable({"use_reentrant": False} | ({"context_fn": row.contexts} if row else {}))
 
 
 def turn_off_noise(config: PreTrainedConfig) -> None:

@@ -77,6 +77,12 @@ def adapted_layers(lm: nn.Module) -> dict[str, AdaptedLinear]:
     return {name: module for name, module in lm.named_modules() if isinstance(module, AdaptedLinear)}
 
 
+def idle_layers(lm: nn.Module) -> list[str]:
+    """Adapted layers whose adapter has no gradient after a backward pass: the model reads their weight without calling
+    them, or has passed them no token."""
+    return [name for name, layer in adapted_layers(lm).items() if layer.lora_A.grad is None is layer.lora_B.grad]
+
+
 def merged_weights(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The model's original parameters with the adapter merged, computed lazily. Collective if sharded."""
     layers = {f"{name}.weight": layer for name, layer in adapted_layers(lm).items()}

@@ -52,7 +52,7 @@ class Row:
     def each_sequence(self, mixer: nn.Module) -> Callable:
         """The forward pass of a mixer, once a sequence: every tensor with a dimension of the row's length is sliced
         along it, and results of a sequence's length are put together."""
-        forward, attends = mixer.forward, any(map(uses_attention, mixer.modules()))
+        forward, attends = with_buffers_alike(mixer), any(map(uses_attention, mixer.modules()))
 
         @torch.compiler.disable
         def by_sequence(*arguments: Any, **options: Any) -> Any:
@@ -81,6 +81,25 @@ class Row:
         return by_sequence
 
 
+def with_buffers_alike(mixer: nn.Module) -> Callable:
+    """The forward pass of a mixer whose own buffers that are saved with the weights, such as MiniMax's decays, have the
+    dtype of its weights during it, as transformers loads them; outside of it they keep what the files say."""
+    forward, saved = mixer.forward, mixer.state_dict().keys()
+    buffers = [name for name, each in mixer.named_buffers(recurse=False) if name in saved and each.is_floating_point()]
+
+    def converted(*arguments: Any, **options: Any) -> Any:
+        kept, dtype = {name: getattr(mixer, name) for name in buffers}, next(mixer.parameters()).dtype
+        try:
+            for name, buffer in kept.items():
+                setattr(mixer, name, buffer.to(dtype))
+            return forward(*arguments, **options)
+        finally:
+            for name, buffer in kept.items():
+                setattr(mixer, name, buffer)
+
+    return converted if buffers else forward
+
+
 def row_dimension(value: Any, length: int) -> int | None:
     """Dimension of a tensor that has the row's length, [1, T, ...] before others; None if there is none."""
     if not isinstance(value, Tensor):
@@ -107,12 +126,6 @@ def split_mixers(body: nn.Module) -> None:
         body.register_forward_pre_hook(body.packed_row.take, with_kwargs=True)
     for mixer in dict.fromkeys(found):  # layers may share one
         mixer.forward = body.packed_row.each_sequence(mixer)
-
-
-def recompute_layers(lm: nn.Module) -> None:
-    """Have the backward pass recompute the activations of each layer instead of keeping them, in place."""
-    row = getattr(lm.base_model, "packed_row", None)
-    lm.gradient_checkpointing_enable({"use_reentrant": False} | ({"context_fn": row.contexts} if row else {}))
 
 
 def mixers_in(module: nn.Module) -> Iterator[nn.Module]:

@@ -18,7 +18,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from april.config import LearnerSection
 from april.learner import attention
 from april.learner.loading import LogitMap, ModelError, empty_model, load_weights, logit_map, persistent_buffers
-from april.learner.mixers import recompute_layers
 from april.learner.packing import MicroBatch, PackedSupport
 
 LOGITS_PER_CHUNK = 2**24
@@ -270,7 +269,7 @@ class Policy(nn.Module):
         """(log-probability, entropy) of each target of `micro`, float32 [K] each, over its support if there is one, at
         the policy's sampling temperature unless another is given."""
         head = self.lm.get_output_embeddings()
-        rows, weight = hidden_states(self.lm, micro), head.weight
+        rows, weight = hidden_states(self.lm, micro).to(head.weight.dtype), head.weight
         if head.bias is not None:
             rows, weight = with_bias(rows, weight, head.bias)
         temperature = temperature or self.temperature
@@ -307,9 +306,9 @@ def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
     return hidden[0, micro.target_rows]
 
 
-def load(folder: Path, temperature: float) -> Policy:
+def load(folder: Path, temperature: float, recompute: bool = False) -> Policy:
     """Load a Hugging Face folder unsharded, in fp32 on the CPU."""
-    policy = empty_policy(folder, temperature)
+    policy = empty_policy(folder, temperature, recompute)
     load_weights(policy.lm, folder)
     return policy
 
@@ -329,11 +328,9 @@ def empty_policy(folder: Path, temperature: float, recompute: bool = False) -> P
 
     With `recompute`, the backward pass recomputes a layer's activations instead of keeping them.
     """
-    lm = empty_model(folder, attention.register())
+    lm = empty_model(folder, attention.register(), recompute=recompute)
     if not hasattr(lm.base_model, "layers"):
         raise ModelError(f"{folder}: {type(lm.base_model).__name__} has no list `layers` to shard")
-    if recompute:
-        recompute_layers(lm)
     return Policy(lm, temperature, logit_map(lm, folder)).train()
 
 

@@ -7,7 +7,7 @@ weights need no gradient; a head trained with the adapter is not counted.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -60,23 +60,23 @@ class Cost:
 def forward_cost(lm: nn.Module) -> Cost:
     """Cost of an unsharded Hugging Face causal LM; only the experts that a token is routed to count."""
     config = lm.config.get_text_config()
-    layers = lm.base_model.layers
-    weights = sum(active_weights(layer, config) for layer in layers)
-    per_square: dict[Reach, float] = {}
-    for reach in reaches(layers, config):
-        per_square[reach] = per_square.get(reach, 0.0) + operations_of_heads(config)
+    weights, per_square = 0.0, dict[Reach, float]()
+    for index, layer in enumerate(lm.base_model.layers):
+        own = config.per_layer_config[index] if config.is_heterogeneous else config
+        weights += active_weights(layer, own)
+        if any(map(uses_attention, layer.modules())):
+            reach = reach_of(index, own)
+            per_square[reach] = per_square.get(reach, 0.0) + operations_of_heads(own)
     return Cost(2.0 * weights, per_square, 2.0 * lm.get_output_embeddings().weight.numel())
 
 
-def reaches(layers: Iterable[nn.Module], config: PreTrainedConfig) -> Iterator[Reach]:
-    """How far each layer sees that has attention."""
+def reach_of(index: int, config: PreTrainedConfig) -> Reach:
+    """How far the attention of a layer sees, by its own configuration."""
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    local = Reach(window) if window is not None else Reach(chunk=chunk)
     by_kind = {"sliding_attention": Reach(window), "chunked_attention": Reach(chunk=chunk)}
-    kinds = getattr(config, "layer_types", None)
-    for index, layer in enumerate(layers):
-        if any(map(uses_attention, layer.modules())):
-            yield by_kind.get(kinds[index], Reach()) if kinds else local
+    if kinds := getattr(config, "layer_types", None):
+        return by_kind.get(kinds[index], Reach())
+    return Reach(window) if window is not None else Reach(chunk=chunk)
 
 
 def operations_of_heads(config: PreTrainedConfig) -> float:

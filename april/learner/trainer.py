@@ -368,9 +368,8 @@ class Trainer:
 
     def next_lr(self) -> float:
         """Learning rate of the next optimizer step, by `learner.lr_schedule`."""
-        section = self.config.learner
-        total = self.config.schedule.max_steps * section.epochs * section.minibatches
-        return section.lr * lr_share(section, self.optimizer_steps, total)
+        section, warmup = self.config.learner, self.config.critic.warmup_batches if self.critic else 0
+        return section.lr * lr_share(section, self.optimizer_steps, self.config.schedule.max_steps - warmup)
 
     def update(self, lr: float) -> None:
         self.optimizer.step(lr)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma4TextConfig, MistralConfig
 
 from april.learner import performance
 from april.learner.attention import Reach
@@ -49,6 +49,13 @@ def test_each_layer_costs_what_its_kind_sees():
     assert by_window.per_square == {Reach(window=4): 4 * 2 * 8, Reach(): 4 * 2 * 8}
     mistral = performance.forward_cost(AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=4)))
     assert mistral.per_square == {Reach(window=4): 2 * 4 * 2 * 8}
+
+
+def test_each_layer_costs_heads_of_its_own_size():
+    shape = SHAPE | {"per_layer_config": {1: {"head_dim": 16}}, "layer_types": ["sliding_attention", "full_attention"]}
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(Gemma4TextConfig(**shape, sliding_window=4))
+    assert performance.forward_cost(lm).per_square == {Reach(window=4): 4 * 2 * 8, Reach(): 4 * 2 * 16}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
     JambaConfig,
+    MambaConfig,
     MiniMaxConfig,
     Qwen3Config,
     Qwen3NextConfig,
@@ -17,6 +18,7 @@ from transformers import (
 
 from april.learner import checkpoint
 from april.learner.batch import TrainingBatch
+from april.learner.loading import persistent_buffers
 from april.learner.lora import AdaptedLinear, merged_weights
 from april.learner.mixers import mixers_in
 from april.learner.model import empty_policy, gather_state, load, load_sharded
@@ -78,6 +80,29 @@ def test_scores_gradients_names_and_export_are_the_model_s_own(config, one_rank,
         assert (parameter.grad.full_tensor() - theirs[name].grad).abs().max() <= 1e-5 * scale + 1e-9, name
     checkpoint.export(policy.lm, gather_state(policy.lm, merged_weights(policy.lm)), folder, tmp_path / "policy")
     assert equal(reference.lm.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict())
+
+
+RESIDUAL_IN_FP32 = MambaConfig(vocab_size=SHAPE["vocab_size"], hidden_size=32, num_hidden_layers=2, state_size=4)
+
+
+@pytest.mark.parametrize("config", [RESIDUAL_IN_FP32, STATES["linear attention"]], ids=["residual", "buffers"])
+def test_what_a_model_keeps_in_fp32_is_computed_in_bf16(config, one_rank, rng, tmp_path):
+    folder = random_model(config, tmp_path)
+    exact, micro = load(folder, 1.0), pack([make_sample(rng, 3, n, 1.0) for n in (5, 30)], CPU)
+    policy = load_sharded(empty_policy(folder, 1.0, recompute=True), folder, CPU, bf16=True)
+    logprobs = policy(micro)[0]
+    logprobs.sum().backward()
+    torch.testing.assert_close(logprobs, exact(micro)[0], rtol=0, atol=0.1)
+    assert equal(dict(persistent_buffers(policy.lm)), dict(persistent_buffers(exact.lm)))
+
+
+def test_adapters_that_get_no_gradient_are_told_once(one_rank, rng, tmp_path, caplog):
+    folder = random_model(RESIDUAL_IN_FP32, tmp_path / "source")
+    trainer, batch = Trainer(make_config(folder, tmp_path / "run", lora={"rank": 4}), CPU), batch_of(folder, rng, 5, 9)
+    for _ in range(2):
+        trainer.step(batch)
+    (said,) = (each for each in caplog.messages if "no gradient" in each)
+    assert said.startswith("2 adapters ") and "backbone.layers.0.mixer.dt_proj:" in said
 
 
 @STATE

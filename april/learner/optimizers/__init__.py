@@ -5,7 +5,7 @@ import math
 from importlib.util import find_spec
 
 from april.config.learner import LearnerSection
-from april.util.errors import refuse
+from april.util.errors import ConfigError, refuse
 from april.util.registry import Registry
 
 OPTIMIZERS = Registry(
@@ -20,34 +20,47 @@ OPTIMIZERS = Registry(
 )
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
 """Bytes that an optimizer keeps for each trained parameter; 8 for an optimizer of the user's own. Muon keeps 8 for
-those that are no matrix of a layer."""
+those that are in no matrix of a layer."""
 PACKAGES = {"adamw_8bit": ("bitsandbytes", "8bit")}
 """Package that an optimizer needs, and the extra of April that installs it."""
 
 
 def check_optimizer(section: LearnerSection) -> None:
-    """Refuse an optimizer whose package is missing, and one that cannot step on the host. Raises ConfigError."""
+    """Refuse an optimizer that cannot step on the host. Raises ConfigError."""
+    if section.optimizer_on_host and section.optimizer == "muon":
+        refuse(
+            "learner.optimizer_on_host",
+            True,
+            "needs an optimizer that steps each value by itself, and muon takes whole matrices",
+            "use adamw or adamw_8bit",
+        )
+
+
+def check_installed(section: LearnerSection) -> None:
+    """Raises ConfigError where torch is missing, or the package of the optimizer: on the learner's machines."""
+    if find_spec("torch") is None:
+        raise ConfigError("torch is not installed; `pip install 'april-rl[learner,worker]'`")
     package, extra = PACKAGES.get(section.optimizer, ("", ""))
     if package and not find_spec(package):
         refuse(
             "learner.optimizer", section.optimizer, f"needs {package}, which is not installed",
             f"pip install 'april-rl[{extra}]'",
         )  # fmt: skip
-    if section.optimizer_on_host and section.optimizer == "muon":
-        refuse(
-            "learner.optimizer_on_host", True, "needs an optimizer that steps each value by itself, and muon takes "
-            "whole matrices", "use adamw or adamw_8bit",
-        )  # fmt: skip
 
 
-def state_bytes(section: LearnerSection) -> float:
-    """Bytes on the learner's device that its optimizer keeps for each trained parameter."""
-    return 0.0 if section.optimizer_on_host else STATE_BYTES.get(section.optimizer, 8.0)
+def state_bytes(section: LearnerSection, matrices: float = 0.0) -> float:
+    """Bytes on the learner's device that its optimizer keeps for each trained parameter, of which the share `matrices`
+    is in the layers' matrices."""
+    if section.optimizer_on_host and section.optimizer in STATE_BYTES:
+        return 0.0
+    kept = STATE_BYTES.get(section.optimizer, 8.0)
+    return kept * matrices + 8 * (1 - matrices) if section.optimizer == "muon" else kept
 
 
-def lr_share(section: LearnerSection, done: int, total: int) -> float:
-    """Learning rate of an optimizer step as a share of `learner.lr`, after `done` of the run's `total` optimizer
-    steps."""
+def lr_share(section: LearnerSection, done: int, batches: int) -> float:
+    """Learning rate of an optimizer step as a share of `learner.lr`, after `done` steps of a run that trains the policy
+    on `batches` batches."""
+    total = batches * section.epochs * section.minibatches
     warm = min(1.0, (done + 1) / max(1, section.warmup_steps))
     progress = min(1.0, max(0, done - section.warmup_steps) / max(1, total - section.warmup_steps))
     decayed = {

@@ -4,13 +4,24 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from april.config import LearnerSection
 from april.learner.optimizers.adamw import MOMENTS, fused_adamw
 from april.learner.optimizers.base import STEP, PartOptimizer, Trained
+from april.util.errors import refuse
 
 MOMENTUM = ("momentum_buffer",)
 """Name of the decayed sum of a matrix's gradients."""
+
+
+LEAST_SIDE = 16
+"""Rows and columns that a matrix has at least; a smaller one, such as a gate or an adapter's, is AdamW's."""
+
+
+def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon steps a parameter: a matrix of a layer."""
+    return ".layers." in name and parameter.ndim == 2 and min(parameter.shape) >= LEAST_SIDE
 
 
 class ShardedMuon(PartOptimizer):
@@ -19,7 +30,16 @@ class ShardedMuon(PartOptimizer):
 
     def __init__(self, trained: Trained, lr: float, section: LearnerSection):
         super().__init__(trained, lr, section)
-        inner = [parameter for name, parameter in trained if ".layers." in name and parameter.ndim == 2]
+        matrices = [(name, parameter) for name, parameter in trained if is_matrix(name, parameter)]
+        for name, parameter in matrices:
+            if isinstance(parameter, DTensor) and len(parameter) < parameter.device_mesh.size():
+                refuse(
+                    "learner.optimizer",
+                    "muon",
+                    f"divides the {len(parameter)} rows of {name} over more ranks than that",
+                    "use fewer ranks, or adamw",
+                )
+        inner = [parameter for _, parameter in matrices]
         inner_ids = {id(parameter) for parameter in inner}
         outer = [parameter for parameter in self.parameters if id(parameter) not in inner_ids]
         self.optimizers: list[torch.optim.Optimizer] = []

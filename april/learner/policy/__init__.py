@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from april.learner import performance
 from april.learner.attention import PackedAttentionError
 from april.learner.batch import TrainSample
 from april.learner.loading import ModelError, check_files
-from april.learner.model import Policy, empty_policy, load
+from april.learner.model import Policy, choose_experts_implementation, empty_policy, load
 from april.learner.packing import pack
 from april.util.errors import NotTried
 from april.wire.message import Version
@@ -32,6 +34,8 @@ TOLERANCE, ROUNDINGS = 1e-4, 4.0
 """Largest difference of a log-probability (nats), and of a gradient, relative to its tensor's largest, that is put down
 to rounding without a look; a larger one, but from the same pass once more, has to be within so many times what rounding
 makes of transformers' own pass: its difference from that in float64."""
+ROUNDED = 0.5
+"""Largest mean difference, nats, that rounding to bfloat16 may make of log-probabilities."""
 SMALL = 1e-3
 """Gradients are compared relative to no less than this part of the model's largest."""
 ALIKE = (1e-3, 1e-5)
@@ -42,25 +46,32 @@ NO_MEMORY = re.compile(r"(out of|not enough|(n't|not) allocate) memory", re.IGNO
 """Regular expression for what torch's allocators say when memory is short."""
 
 
-def objection(folder: Path) -> str:
+def objection(folder: Path, recompute: bool = False, bf16: bool = True) -> str:
     """Why the learner cannot train the model in a folder, and what to do; empty if nothing is found. Raises NotTried
-    where memory or disk do not suffice to find out."""
+    where memory or disk do not suffice to find out. `recompute`: with recomputed activations; `bf16`: it may be
+    computed in bfloat16."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     try:
-        policy = empty_policy(folder, 1.0)
+        policy = empty_policy(folder, 1.0, recompute)
+        performance.forward_cost(policy.lm)
         check_files(policy.lm, folder)
         model = small_model(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False), policy.lm)
-        return compared(model)
+        return compared(model, recompute, bf16)
     except (ModelError, PackedAttentionError) as error:
         return str(error).removeprefix(f"{folder}: ")
     except Exception as error:
-        said = f"{type(error).__name__}: {first_line(error)}"
         if is_of_machine(error):
+            said = f"{type(error).__name__}: {first_line(error)}"
             raise NotTried(f"whether {folder} can be trained could not be tried: {said}") from error
-        layer = "".join(f"its {kind}: " for kind in layers_of(error)[-1:])
-        return f"the learner cannot build or compute such a model ({layer}{said}); use another"
+        return f"the learner cannot build or compute such a model ({place_and_cause(error)}); use another"
+
+
+def place_and_cause(error: Exception) -> str:
+    """What an error says, after the innermost of the model's modules in which it was raised."""
+    layer = "".join(f"its {kind}: " for kind in layers_of(error)[-1:])
+    return f"{layer}{type(error).__name__}: {first_line(error)}"
 
 
 def layers_of(error: Exception) -> list[str]:
@@ -85,8 +96,9 @@ def is_of_machine(error: Exception) -> bool:
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def compared(model: PreTrainedModel) -> str:
-    """The objection to an architecture, by a small model of it; empty if the learner computes what it does."""
+def compared(model: PreTrainedModel, recompute: bool = False, bf16: bool = True) -> str:
+    """The objection to an architecture, by a small model of it; empty if the learner computes what it does, and with
+    `bf16` something near it in bfloat16."""
     chance = torch.Generator().manual_seed(0)
     sequences = [
         torch.randint(3, model.get_input_embeddings().weight.shape[0], (n,), generator=chance) for n in LENGTHS
@@ -99,7 +111,7 @@ def compared(model: PreTrainedModel) -> str:
     theirs = Pass(model, by_transformers, factors)
     with tempfile.TemporaryDirectory() as made:
         model.save_pretrained(made)
-        policy = load(Path(made), 1.0)
+        policy = load(Path(made), 1.0, recompute)
     packed = Pass(policy.lm, lambda: logprobs_of(policy, sequences), factors)
     with torch.no_grad():
         again = Pass(policy.lm, lambda: logprobs_of(policy, sequences))
@@ -118,7 +130,39 @@ def compared(model: PreTrainedModel) -> str:
         for name, distance in packed.distances(other).items():
             if not distance <= TOLERANCE and (other is again or not distance <= ROUNDINGS * rounding()[name]):
                 return f"{packed.culprit(name, other)} {what}, by {distance:.2g}; use another model"
-    return ""
+    return rounded(policy, sequences) if bf16 else ""
+
+
+def rounded(policy: Policy, sequences: list[Tensor]) -> str:
+    """The objection to a policy in bfloat16, whose parameters become that, and to whose layers it is passed, as FSDP
+    does with them; buffers stay. Empty if its log-probabilities are near those in fp32."""
+    short = [each for each in sequences if len(each) < max(LENGTHS)]
+    try:
+        with torch.no_grad():
+            exact = logprobs_of(policy, short)
+        choose_experts_implementation(policy.lm, torch.bfloat16)
+        policy.zero_grad()
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.bfloat16()
+        for layer in policy.lm.base_model.layers:
+            layer.register_forward_pre_hook(in_bf16, with_kwargs=True)
+        logprobs = logprobs_of(policy, short)
+        logprobs.sum().backward()
+        distance = float((logprobs.detach() - exact).abs().mean())
+        said = "" if distance <= ROUNDED else f"a log-probability is {distance:.2g} nats from that in fp32"
+    except Exception as error:
+        if is_of_machine(error):
+            raise
+        said = place_and_cause(error)
+    why = "the learner cannot compute such a model in bfloat16, as on accelerators"
+    return said and f'{why} ({said}); use another, or set learner.compute = "fp32"'
+
+
+def in_bf16(layer: nn.Module, arguments: tuple, options: dict) -> Any:
+    """Hook before a layer's forward pass that makes all floating point it is passed bfloat16."""
+    return pytree.tree_map_only(
+        Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, (arguments, options)
+    )
 
 
 class Pass:

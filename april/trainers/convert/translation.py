@@ -297,7 +297,7 @@ class Translation:
                 self.ignored[name] = rule.why
             elif isinstance(rule, Unsupported) and value not in rule.off:
                 self.unsupported[self.with_value(name)] = rule.why
-            elif isinstance(rule, MapTo) and value is not None:
+            elif isinstance(rule, MapTo) and value is not None and (self.given(name) or rule.key not in self.keys):
                 try:
                     self.set_key(rule.key, rule.convert(value), name)
                 except NotTranslatable as why:

@@ -134,6 +134,12 @@ TABLE: dict[str, Rule] = {
     f"{ACTOR}optim.lr_warmup_steps_ratio": Unsupported(WARMUP),
     f"{ACTOR}optim.lr_scheduler_type": MapTo("learner.lr_schedule", LR_SCHEDULES, default="constant"),
     f"{ACTOR}optim.lr_decay_style": MapTo("learner.lr_schedule", LR_SCHEDULES),
+    f"{ACTOR}optim.min_lr_ratio": MapTo("learner.lr_floor"),
+    **each(
+        Unsupported("April's schedule ends at schedule.max_steps, at learner.lr_floor", off=(None, -1, 0.5)),
+        f"{ACTOR}optim.num_cycles {ACTOR}optim.total_training_steps {ACTOR}optim.lr_decay_steps "
+        f"{ACTOR}optim.lr_wsd_decay_steps {ACTOR}optim.lr_wsd_decay_style {ACTOR}optim.min_lr",
+    ),
     f"{ACTOR}optim.*": Ignored(MEMORY),
     "algorithm.adv_estimator": Joint(default="gae"),
     "algorithm.norm_adv_by_std_in_grpo": Joint(default=True),

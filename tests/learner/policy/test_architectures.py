@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import april.learner.policy as policy_module
+from april.learner import performance
 from april.learner.policy import LENGTHS, compared, objection, random_model, reduced, small_model
 from april.util.errors import NotTried
 from tests.support.small_run import make_policy
@@ -64,6 +65,16 @@ def test_what_the_learner_computes_passes(family, tmp_path):
 )
 def test_what_it_does_not_is_a_sentence(family, said, tmp_path):
     assert said in objection(small(family, tmp_path))
+
+
+def test_activations_that_cannot_be_recomputed_are_a_sentence(tmp_path):
+    said = "the activations of JetMoeForCausalLM cannot be recomputed; set learner.activation_checkpointing = false"
+    assert objection(small("jetmoe", tmp_path), recompute=True) == said
+
+
+def test_a_model_whose_operations_cannot_be_counted_is_a_sentence(policy, monkeypatch):
+    monkeypatch.setattr(performance, "forward_cost", Mock(side_effect=RuntimeError("heads of many sizes")))
+    assert "RuntimeError: heads of many sizes" in objection(policy)
 
 
 # --- a model with a layer of one's own ------------------------------------------------------------------------------
@@ -124,6 +135,17 @@ class Blocks(nn.Module):
         return x + nn.functional.pad(ends, (0, 0, 0, x.shape[1] % 64))
 
 
+class Single(nn.Module):
+    """A product with a matrix that stays fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("same", torch.eye(64), persistent=False)
+
+    def forward(self, x):
+        return x @ self.same
+
+
 OWN = {
     "Blocks": Blocks,
     "Sums": Sums,
@@ -175,6 +197,12 @@ def test_a_layer_that_is_computed_otherwise_is_named(with_layer, layer, what):
     )
 
 
+def test_a_layer_that_fails_in_bf16_is_named(with_layer):
+    said = compared(model := with_layer(Single))
+    assert said.startswith("the learner cannot compute such a model in bfloat16, as on accelerators (its Single: ")
+    assert compared(model, bf16=False) == ""
+
+
 def test_a_gradient_that_sequences_give_each_other_is_found(with_layer):
     assert compared(with_layer(Straight)).startswith(
         "the gradient of model.layers.1.post_attention_layernorm.weight, of its LlamaRMSNorm "
@@ -222,7 +250,7 @@ def test_trouble_with_the_machine_is_no_objection(policy, monkeypatch, fault):
 
 
 def test_a_tensor_that_exceeds_memory_is_no_objection(policy, monkeypatch):
-    monkeypatch.setattr("april.learner.policy.empty_policy", lambda folder, temperature: torch.empty(2**58))
+    monkeypatch.setattr("april.learner.policy.empty_policy", lambda *_: torch.empty(2**58))
     with pytest.raises(NotTried, match=r"could not be tried: RuntimeError: .*allocate memory"):
         objection(policy)
 

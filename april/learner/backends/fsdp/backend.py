@@ -42,6 +42,8 @@ class FSDPBackend(Backend):
         if config.lora.is_set and self.files is None:
             log.warning("%s: its files have weights of adapted layers in another form; workers get all weights", path)
         self.part = CheckpointPart.of("", self.policy, section.lr, section)
+        self.is_new = True
+        """Whether no gradient has been clipped yet."""
 
     def reference(self) -> nn.Module:
         """The policy with its adapter disabled if only the adapter is trained, otherwise a second copy of the model."""
@@ -52,6 +54,13 @@ class FSDPBackend(Backend):
         return load_sharded(policy, path, self.device, self.bf16, trained=False)
 
     def clip(self, max_norm: float) -> float:
+        if self.is_new and (idle := lora.idle_layers(self.lm)):
+            log.warning(
+                "%d adapters got no gradient from the first step's tokens, such as that of %s: the model reads these "
+                "layers' weights itself, or passed them no token; give lora.targets to leave them out",
+                len(idle), idle[0],
+            )  # fmt: skip
+        self.is_new = False
         return clip_gradients(self.policy, max_norm)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:

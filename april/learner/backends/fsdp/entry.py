@@ -18,7 +18,8 @@ class FSDPEntry(BackendEntry):
     def check_model(cls, config: Config) -> None:
         from april.learner.policy import objection
 
-        if said := objection(config.model.path):
+        section = config.learner
+        if said := objection(config.model.path, section.activation_checkpointing, section.compute != "fp32"):
             raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be trained: {said}")
 
     @classmethod

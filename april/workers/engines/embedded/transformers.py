@@ -60,8 +60,8 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         raise EngineError("its weights are quantised, and those of the learner are not; give the original")
     if kind := length_dependent_positions(config.to_dict()):
         raise EngineError(
-            f"its rotary positions of type {kind!r} depend on the length of what is computed together, and requests are "
-            "batched; give a model with another type"
+            f"its rotary positions of type {kind!r} depend on the length of what is computed together, and requests "
+            "are batched; give a model with another type"
         )
     return config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
