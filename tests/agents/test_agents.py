@@ -1,6 +1,7 @@
 """What an agents process does with its sessions, whatever becomes of their programs."""
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,6 +201,27 @@ def test_functions_run_in_a_process_that_is_replaced_when_it_dies():
     assert raised.error.startswith("ValueError: no\n") and "neither a finite number" in nonsense.error
     assert "it returned nan, which is neither a finite number" in no_number.error
     assert died[0] == [4] and "status" in died[1]
+
+
+def test_outcomes_wait_for_a_busy_process_and_arrive_whole():
+    """Together they are more than a socket holds."""
+    keys = set(range(1, 41))
+
+    async def play():
+        observer = ProgramObserver()
+        runner = ProgramRunner("tests.support.agent_programs:as_told", {}, 4, observer)
+        await runner.start()
+        for key in keys:
+            runner.start_program(order(key, {"returns": 1.0, "leaves": "x" * 100_000}))
+        await asyncio.sleep(0)
+        time.sleep(1)
+        async with asyncio.timeout(60):
+            while len(observer.outcomes) < len(keys):
+                await asyncio.sleep(0.01)
+        await runner.close()
+        return {outcome.key for outcome in observer.outcomes}
+
+    assert asyncio.run(play()) == keys
 
 
 async def pid_in(file):

@@ -50,6 +50,16 @@ def test_trl_s_command_line_is_translated(tmp_path):
     assert "default of lora_dropout = 0.05" in translation.unsupported
 
 
+def test_a_default_replaces_no_option_that_is_given_under_another_name(tmp_path):
+    optimizer = f"{published.ACTOR}optim."
+    given = f"{published.ACTOR}grad_clip=0.3 {optimizer}lr_decay_style=WSD {optimizer}min_lr_ratio=0.1"
+    options, _ = next(iter(published.VERL.values()))
+    words = " ".join(f"{key}={value}" for key, value in options.items())
+    _, config = converted(Verl(), f"python3 -m verl.trainer.main_ppo {words} {given}", tmp_path)
+    learner = config.learner
+    assert (learner.grad_clip, learner.lr_schedule, learner.lr_floor) == (0.3, "wsd", 0.1)
+
+
 @pytest.mark.parametrize("name", published.VERL)
 def test_an_example_of_verl_is_translated(name, tmp_path):
     options, keys = published.VERL[name]
