@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -74,6 +75,7 @@ def python_environment() -> dict[str, str]:
     calls that itself: on PYTHONPATH they would come before packages that are installed as editable."""
     own = set(os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep))
     own.discard(str(Path(sys.modules["april"].__file__ or "").parents[1]))  # April itself, where it is not installed
+    own |= {path for path in sys.path if Path(path).is_relative_to(sysconfig.get_path("stdlib"))}
     return os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder and folder not in own)}
 
 
