@@ -113,7 +113,7 @@ def start_run(config: "Config", why_automatic: str, resume: bool, accept_loss: b
             if over := preflight.nothing_left(config):
                 print(over)
                 return 0
-        found = preflight.examine(config, devices, STARTING_S)
+        found = preflight.examine(config, devices, STARTING_S, has_learner=not without_learner)
         found.refuse()
         placed = place_parts(config, devices)
         if not resume:
@@ -169,7 +169,7 @@ def describe_run(
     print(describe(config, devices))
     if fetcher.facts:
         print(f"{'hub':{LABEL_WIDTH}}{indented(fetcher.facts)}")
-    found = examine(config, devices, DRY_S, everything=True)
+    found = examine(config, devices, DRY_S, everything=True, has_learner=not without_learner)
     found.run_check(check_trainer, config, without_learner)
     for line in (*found.lines(), *([f"auto       {why_automatic}"] if why_automatic else [])):
         print(line)

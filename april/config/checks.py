@@ -368,7 +368,15 @@ def check_revisions(config: Config) -> None:
                 refuse(f"{key}.{prefix}revision", asked, why, "leave it out, or give the name of a repository")
 
 
-def check_model(config: Config) -> None:
+SIZES = (
+    *("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+"""Keys of a model's config.json whose values are numbers, or lists with one for each layer."""
+
+
+def check_model(config: Config) -> bool:
+    """True, if the model's config.json can be read. Raises ConfigError otherwise."""
     if not (config.model.path / "config.json").is_file():
         refuse(
             "model.path",
@@ -376,22 +384,25 @@ def check_model(config: Config) -> None:
             "is not a Hugging Face model folder (no config.json)",
             "give one, or the name of a model on a hub, or make the quickstart's with `april make-policy`",
         )
+    whole = "give a whole Hugging Face folder"
     try:
-        room = config.longest_prompt_tokens
-    except (OSError, ValueError, AttributeError):
-        refuse(
-            "model.path",
-            config.model.path,
-            "has a config.json that is not a JSON object",
-            "give a whole Hugging Face folder",
-        )
-    if room < 1:
+        shape = config.model_shape
+    except OSError:
+        shape = None
+    if shape is None:
+        refuse("model.path", config.model.path, "has a config.json that is not a JSON object", whole)
+    for key in SIZES:
+        size = shape.get(key)
+        if isinstance(size, str | float | dict | bool) or (isinstance(size, int) and size < 0):
+            refuse("model.path", config.model.path, f"has a config.json with {key} = {size!r}, which is no size", whole)
+    if config.longest_prompt_tokens < 1:
         refuse(
             "sampling.max_response_tokens",
             config.sampling.max_response_tokens,
             f"leaves no room for a prompt in the model's context of {config.context_tokens} tokens",
             "lower it",
         )
+    return True
 
 
 def check_data(data: DataSection) -> None:

@@ -193,23 +193,33 @@ class Config(Section):
     @property
     def context_tokens(self) -> int | None:
         """Context length of the model (tokens), prompt and response together; None if its config.json does not say."""
-        return self._model_shape.get("max_position_embeddings")
+        return self._size("max_position_embeddings")
 
     @property
     def vocabulary(self) -> int | None:
         """Vocabulary size of the model; None if its config.json does not say."""
-        return self._model_shape.get("vocab_size")
+        return self._size("vocab_size")
 
     @property
     def attention_heads(self) -> tuple[int, int] | None:
         """(query heads, key-value heads) of the model; None if its config.json does not say."""
-        heads = self._model_shape.get("num_attention_heads")
-        return (heads, self._model_shape.get("num_key_value_heads") or heads) if heads else None
+        heads = self._size("num_attention_heads")
+        return (heads, self._size("num_key_value_heads") or heads) if heads else None
+
+    def _size(self, key: str) -> int | None:
+        size = (self.model_shape or {}).get(key)
+        return size if isinstance(size, int) else None
 
     @property
-    def _model_shape(self) -> dict[str, Any]:
+    def model_shape(self) -> dict[str, Any] | None:
+        """Content of the model's config.json, empty if there is no such file; None if it is no JSON object. Raises
+        OSError."""
         path = self.model.path / "config.json"
-        return json.loads(read_whole(path)) if retried(path.exists) else {}
+        try:
+            shape = json.loads(read_whole(path)) if retried(path.exists) else {}
+        except ValueError:
+            return None
+        return shape if isinstance(shape, dict) else None
 
     @property
     def longest_prompt_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """The tokeniser of a policy folder: encodes prompts, and decodes responses for verifiers. Needs no torch."""
 
+import json
 import os
 import sys
 from collections.abc import Collection
@@ -8,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from april.config import ConfigError
 from april.data.messages import canonical, check_printed
 from april.data.rows import BadRow, excerpt
 from april.util.errors import refuse
+from april.util.text import first_line
 
 
 class Tokenizer:
@@ -25,7 +26,8 @@ class Tokenizer:
             self.inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
             if len(self.inner) <= len(set(self.inner.all_special_tokens)):
                 raise ValueError("its vocabulary is empty")
-        except (OSError, ValueError) as error:
+            ends = generation_eos_ids(Path(path)) | tokenizer_eos_ids(self.inner)
+        except Exception as error:  # what transformers raises of a folder's files has no bounds
             refuse(
                 "model.path",
                 path,
@@ -38,7 +40,7 @@ class Tokenizer:
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
-        self.eos_token_ids = frozenset(generation_eos_ids(self.path) | tokenizer_eos_ids(self.inner))
+        self.eos_token_ids = frozenset(ends)
         self.end_of_text = next(iter(tokenizer_eos_ids(self.inner) or sorted(self.eos_token_ids)), 0)
         """The tokeniser's end-of-sequence id; without one, another id that the policy stops at."""
 
@@ -74,7 +76,7 @@ class Tokenizer:
     def _embeddings(self) -> int:
         """Number of ids that the model of the folder knows; 0 if that is unknown."""
         file = self.path / "config.json"
-        config = orjson.loads(file.read_bytes()) if file.is_file() else {}
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
         return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
 
     def _render(self, messages: list[dict], options: dict[str, Any], continues: bool) -> str:
@@ -160,7 +162,7 @@ def generation_eos_ids(path: Path) -> set[int]:
     """Ids at which transformers ends a generation: those of `generation_config.json`, or else of `config.json`."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
-        config = orjson.loads(file.read_bytes()) if file.is_file() else {}
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
         ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
         if ids is not None:
             return {ids} if isinstance(ids, int) else set(ids)
@@ -171,10 +173,6 @@ def recommended_sampling(path: Path) -> dict[str, float]:
     """Temperature, top_p and top_k with which a folder's `generation_config.json` has transformers sample, as far as it
     names them."""
     file = path / "generation_config.json"
-    config = orjson.loads(file.read_bytes()) if file.is_file() else {}
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
     named = {key: config.get(key) for key in ("temperature", "top_p", "top_k")} if config.get("do_sample") else {}
     return {key: value for key, value in named.items() if value is not None}
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

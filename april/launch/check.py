@@ -38,7 +38,7 @@ from april.data.records import ARROW, PARQUET, data_files, kind_of
 from april.data.tokenizer import import_without_torch
 from april.launch import TARGETS
 from april.launch.devices import check_nodes, numa_nodes, place_parts
-from april.launch.memory import adapter_parameters, plan_memory
+from april.launch.memory import adapter_parameters, has_tensors, plan_memory
 from april.learner.backends import BACKENDS
 from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
 from april.learner.optimizers import OPTIMIZERS, check_installed
@@ -109,15 +109,19 @@ class Findings:
             raise ConfigError(self.errors[0])
 
 
-def check_run(config: Config, devices: Sequence[str], parameters: int, found: Findings) -> PromptBook | None:
+def check_run(
+    config: Config, devices: Sequence[str], parameters: int, found: Findings, has_learner: bool = True
+) -> PromptBook | None:
     """Make all checks that call no user-defined function on a row; returns the prompts, None if they cannot be read.
-    `devices`: names of the accelerators; `parameters`: number of model parameters, 0 if unknown."""
+    `devices`: names of the accelerators; `parameters`: number of model parameters, 0 if unknown; `has_learner`: whether
+    April's learner trains, not a trainer of the user's."""
     data, run_check = config.data, found.run_check
-    run_check(check_model, config)
-    if ((folder := config.model.path) / "config.json").is_file():
+    if run_check(check_model, config):
+        folder = config.model.path
         weighed = (config.model.commit and not has_weights(folder)) or run_check(check_weights, folder)
-        if weighed and not is_plain(folder):
-            try_apart(check_models, config, found, f"whether {folder} can be trained and sampled")
+        if weighed and not is_plain(config):
+            trial = check_models if has_learner else check_engine_model
+            try_apart(trial, config, found, f"whether {folder} can be {'trained and ' * has_learner}sampled")
     if not data.train_sources and data.source == "files":
         found.errors.append("no training prompts: set data.path")
     for source in config.sources:
@@ -131,11 +135,12 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     run_check(check_schedule, config.schedule)
     if not config.is_shipped("schedule.kind"):
         run_check(check_own_schedule, config.schedule)
-    if run_check(check_learner_parts, config):
+    if run_check(check_learner_parts, config) and has_learner:
         try_part(try_objective, config, found, bool(devices) and config.learner.device != "cpu")
-    backend = run_check(installed_backend, config)
+    backend = run_check(installed_backend, config) if has_learner else None
     kind = run_check(SCHEDULES.find, config.schedule.kind)
-    run_check(check_time_sharing, config, kind, run_check(BACKENDS.find, config.learner.backend))
+    entry = run_check(BACKENDS.find, config.learner.backend) if has_learner else None
+    run_check(check_time_sharing, config, kind, entry)
     run_check(GroupFilters, config.schedule)
     run_check(check_sinks, config.operations.sinks)
     run_check(check_alarms, config.operations.alarms)
@@ -151,9 +156,10 @@ def check_run(config: Config, devices: Sequence[str], parameters: int, found: Fi
     run_check(check_devices, config, devices)
     memory_plan = run_check(plan_memory, config, devices) if readable else None
     found.facts["memory"] = memory_plan.description if memory_plan else ""
-    trained = run_check(adapter_parameters, config) if readable and config.lora.is_set else parameters
+    adapted = has_learner and readable and config.lora.is_set
+    trained = run_check(adapter_parameters, config) if adapted else parameters
     critic = parameters if needs_values(config.algorithm, imported=False) else 0
-    found.facts["disk"] = run_check(check_room, config, (trained or 0) + (critic or 0)) or ""
+    found.facts["disk"] = run_check(check_room, config, has_learner * ((trained or 0) + critic)) or ""
     found.facts["store"] = run_check(check_store, config) or ""
     found.facts["installed"] = ", ".join(filter(None, (installed, backend)))
     import_without_torch()  # after the imports of the user's own modules, which may need torch
@@ -300,45 +306,20 @@ def check_weights(folder: Path) -> bool:
     return True
 
 
-def is_plain(folder: Path) -> bool:
+def is_plain(config: Config) -> bool:
     """Whether a model's config.json asks for nothing that engines and learner are not tested with, and the weights are
     named and shaped as it says."""
-    shape = orjson.loads((folder / "config.json").read_bytes())
+    shape = config.model_shape or {}
     ropes = [shape.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-    layers = shape.get("layer_types") or ["full_attention"]
     return (
         shape.get("model_type") in PLAIN_TYPES
         and shape.get("hidden_act", "silu") == "silu"
-        and set(layers) == {"full_attention"}
         and not shape.get("use_sliding_window")
         and not shape.get("quantization_config")
         and all(isinstance(rope, dict) for rope in ropes)
-        and {rope.get("rope_type") or rope.get("type") or "default" for rope in ropes} <= set(PLAIN_POSITIONS)
-        and has_tensors(folder, shape)
+        and all((rope.get("rope_type") or rope.get("type") or "default") in PLAIN_POSITIONS for rope in ropes)
+        and has_tensors(config.model.path, shape)
     )
-
-
-def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
-    """Whether the matrices of a Llama-shaped model are there, in the shapes that its config.json gives. Of a stand-in
-    without any tensor, as in tests of configurations, nothing is said."""
-    tensors = (tensor for path in weight_files(folder) if path.is_file() for tensor in tensors_of(path))
-    found = {tensor.name: list(tensor.shape) for tensor in tensors}
-    try:
-        hidden, inner, heads = (shape[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
-        queries = heads * (shape.get("head_dim") or hidden // heads)
-        keys = queries // heads * (shape.get("num_key_value_heads") or heads)
-        wanted = {"model.embed_tokens.weight": [shape["vocab_size"], hidden], "model.norm.weight": [hidden]}
-        for layer in range(shape["num_hidden_layers"]):
-            matrices = {
-                "self_attn.q_proj": [queries, hidden], "self_attn.k_proj": [keys, hidden],
-                "self_attn.v_proj": [keys, hidden], "self_attn.o_proj": [hidden, queries],
-                "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden], "mlp.down_proj": [hidden, inner],
-                "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
-            }  # fmt: skip
-            wanted |= {f"model.layers.{layer}.{name}.weight": size for name, size in matrices.items()}
-    except (KeyError, TypeError, ZeroDivisionError):
-        return False
-    return not found or all(found.get(name) == size for name, size in wanted.items())
 
 
 def try_part(trial: Callable[[Config, str], None], config: Config, found: Findings, on_device: bool) -> None:
@@ -382,18 +363,22 @@ def tell_objections() -> None:
     """Make the trial that the first argument names, with the configuration on stdin and the accelerator, and print the
     `Findings` as JSON."""
     add_import_folders()
-    config, found = validate(tomllib.loads(sys.stdin.read())), Findings()
-    if sys.argv[1] == check_models.__name__:
-        check_models(config, found)
+    config, found, trial = validate(tomllib.loads(sys.stdin.read())), Findings(), globals()[sys.argv[1]]
+    if trial in (check_models, check_engine_model):
+        trial(config, found)
     else:
-        found.run_check(globals()[sys.argv[1]], config, DEVICE)
+        found.run_check(trial, config, DEVICE)
     print(f"\n{orjson.dumps(found).decode()}")
 
 
 def check_models(config: Config, found: Findings) -> None:
     """Have the learner's back end and the engine check a model that is not plain."""
-    for registry, name in ((BACKENDS, config.learner.backend), (ENGINES, config.worker.engine)):
-        found.run_check(registry.find(name).check_model, config)
+    found.run_check(BACKENDS.find(config.learner.backend).check_model, config)
+    check_engine_model(config, found)
+
+
+def check_engine_model(config: Config, found: Findings) -> None:
+    found.run_check(ENGINES.find(config.worker.engine).check_model, config)
 
 
 def check_agent(config: Config) -> None:

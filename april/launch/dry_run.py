@@ -6,7 +6,7 @@ from april.broker.filters.filters import zero_spread
 from april.broker.plan import advice, describe_plan
 from april.config import Config, ConfigError, SourceSection
 from april.config.broker import IPC
-from april.config.checks import needs_values
+from april.config.checks import check_model, needs_values
 from april.data.dataset import verifier_of
 from april.launch.check import LABEL_WIDTH
 from april.launch.devices import (
@@ -185,6 +185,7 @@ def describe_fit(config: Config, devices: Sequence[str]) -> str:
     except ImportError as error:
         return f"not known without {error.name}"
     try:
+        check_model(config)
         return indented(plan.describe(config, min(memory_here()))[0].splitlines())
     except (ConfigError, ModelError) as error:
         return f"not known: {error}"

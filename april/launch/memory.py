@@ -54,6 +54,8 @@ def read_shape(folder: Path) -> ModelShape | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    if not all(isinstance(size, int) and size > 0 for size in (hidden, layers, heads, vocabulary, inner, context)):
+        return None
     head = config.get("head_dim") or hidden // heads
     kv_width, query_width = config.get("num_key_value_heads", heads) * head, heads * head
     attention = 2 * hidden * query_width + 2 * hidden * kv_width
@@ -67,6 +69,30 @@ def read_shape(folder: Path) -> ModelShape | None:
     compiled = 8 * hidden + 10 * query_width + 2 * kv_width + 6 * inner
     kv_bytes = 2 * layers * kv_width * WEIGHT_BYTES
     return ModelShape(parameters, kv_bytes, context, layers, hidden, kept, compiled, head=vocabulary * hidden)
+
+
+def has_tensors(folder: Path, shape: Mapping[str, Any]) -> bool:
+    """Whether all layers of a Llama-shaped model have full attention, and its matrices are there, in the shapes that
+    its config.json gives. Of those of a stand-in without any tensor, as in tests of configurations, nothing is said."""
+    found = {tensor.name: list(tensor.shape) for tensor in all_tensors(folder)}
+    try:
+        hidden, inner, heads = (shape[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
+        queries = heads * (shape.get("head_dim") or hidden // heads)
+        keys = queries // heads * (shape.get("num_key_value_heads") or heads)
+        wanted = {"model.embed_tokens.weight": [shape["vocab_size"], hidden], "model.norm.weight": [hidden]}
+        for layer in range(shape["num_hidden_layers"]):
+            matrices = {
+                "self_attn.q_proj": [queries, hidden], "self_attn.k_proj": [keys, hidden],
+                "self_attn.v_proj": [keys, hidden], "self_attn.o_proj": [hidden, queries],
+                "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden], "mlp.down_proj": [hidden, inner],
+                "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
+            }  # fmt: skip
+            wanted |= {f"model.layers.{layer}.{name}.weight": size for name, size in matrices.items()}
+        layers = ["full_attention"] * shape["num_hidden_layers"]
+    except (KeyError, TypeError, ZeroDivisionError):
+        return False
+    fits = not found or all(found.get(name) == size for name, size in wanted.items())
+    return fits and (shape.get("layer_types") or layers) == layers
 
 
 # --- trained parameters with an adapter -------------------------------------------------------------------------------
@@ -108,7 +134,7 @@ def whole_parameters(config: Config) -> int:
 
 
 def all_tensors(folder: Path) -> Iterator[StoredTensor]:
-    return (tensor for path in weight_files(folder) for tensor in tensors_of(path))
+    return (tensor for path in weight_files(folder) if path.is_file() for tensor in tensors_of(path))
 
 
 # --- division ---------------------------------------------------------------------------------------------------------

@@ -36,15 +36,17 @@ from april.util.versions import FILE, RUN_FOLDER
 CHANGED = "resumed with a changed key: "
 
 
-def examine(config: Config, devices: Sequence[str], patience_s: float, everything: bool = False) -> Findings:
+def examine(
+    config: Config, devices: Sequence[str], patience_s: float, everything: bool = False, has_learner: bool = True
+) -> Findings:
     """Make all checks of a configuration: requirements, rows, and one call of each user-defined function.
 
     `devices`: names of the accelerators; `patience_s`: time for grading beyond the first row of each verifier;
-    `everything`: render the prompts of all rows, however long that takes.
+    `everything`: render the prompts of all rows, however long that takes; `has_learner`: as of `check_run`.
     """
     found, shape = Findings(), read_shape(config.model.path)
     with Rehearsal(config, found) as rehearsal:
-        book = check_run(config, devices, shape.parameters if shape else 0, found)
+        book = check_run(config, devices, shape.parameters if shape else 0, found, has_learner)
         if book and (rows := inspect_rows(config, book, found, everything)):
             rehearsal.try_rows(rows, book.tokenizer, patience_s)
     return found

@@ -14,8 +14,8 @@ from april.learner.attention import Packing
 from april.learner.loading import ModelError
 from april.learner.model import Policy, choose_experts_implementation, empty_policy
 from april.learner.optimizers.muon import is_matrix
-from april.learner.policy import first_line
 from april.util.errors import ConfigError
+from april.util.text import first_line
 
 SEQUENCES = 4
 """Number of sequences in the row that is tried."""

@@ -115,3 +115,9 @@ def last_number(text: str) -> str | None:
 
 def plain_number(sign: str, digits: str) -> str:
     return ("-" if sign in ("-", "−") else "") + digits.replace(",", "")
+
+
+def first_line(error: Exception) -> str:
+    """First line of what an error says, with the one behind it where it ends with a colon; at most 200 characters."""
+    first, _, others = (str(error).strip() or type(error).__name__).partition("\n")
+    return (f"{first} {others.strip().splitlines()[0]}" if first.endswith(":") and others else first)[:200]

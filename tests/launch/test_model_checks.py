@@ -8,8 +8,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from april import config as configuration
+from april.config.checks import check_model
+from april.data.tokenizer import Tokenizer
 from april.launch import check
-from april.launch.check import Findings, check_models, check_weights, is_plain, try_apart
+from april.launch.check import (
+    Findings,
+    check_engine_model,
+    check_models,
+    check_run,
+    check_weights,
+    installed_backend,
+    is_plain,
+    try_apart,
+)
+from april.launch.memory import read_shape
 from april.launch.row_checks import warn_of_sampling
 from april.workers.engines.entry import folder_tensors
 
@@ -23,7 +35,8 @@ def changed(config_file, tmp_path):
     """changed(**keys): the small run's configuration with other keys in its model's config.json."""
 
     def make(**keys):
-        folder = shutil.copytree(configuration.load(config_file).model.path, tmp_path / "changed")
+        folder = tmp_path / "changed"
+        shutil.copytree(configuration.load(config_file).model.path, folder, dirs_exist_ok=True)
         shape = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(shape | keys))
         return configuration.load(config_file, [f"--model.path={folder}"])
@@ -36,6 +49,7 @@ def changed(config_file, tmp_path):
     [
         {"use_sliding_window": True},
         {"layer_types": ["sliding_attention"]},
+        {"layer_types": ["full_attention"] * 7},
         {"rope_parameters": {"rope_type": "longrope"}},
         {"rope_scaling": {"type": "dynamic"}},
         {"quantization_config": {"bits": 4}},
@@ -46,11 +60,11 @@ def changed(config_file, tmp_path):
     ],
 )
 def test_what_is_not_of_a_tested_shape_is_tried(changed, keys):
-    assert not is_plain(changed(**keys).model.path)
+    assert not is_plain(changed(**keys))
 
 
 def test_what_is_plain_starts_no_process(changed):
-    assert is_plain(changed().model.path)
+    assert is_plain(changed())
 
 
 def test_back_end_and_engine_both_say_what_they_object_to(changed):
@@ -59,6 +73,41 @@ def test_back_end_and_engine_both_say_what_they_object_to(changed):
     trained, used = found.errors
     assert trained.startswith(f"key 'model.path' = '{config.model.path}' cannot be trained: ")
     assert "custom code" in trained and "model_type 'mine'" in used and not found.warnings
+
+
+@pytest.mark.parametrize("text", ["", '{"model_type": ', "[]", "null"])
+def test_a_config_json_that_is_no_object_is_refused_with_a_sentence(changed, text):
+    config = changed()
+    (config.model.path / "config.json").write_text(text)
+    assert read_shape(config.model.path) is None
+    with pytest.raises(configuration.ConfigError, match=r"a config\.json that is not a JSON object"):
+        check_model(config)
+
+
+@pytest.mark.parametrize("keys", [{"hidden_size": "abc"}, {"vocab_size": 12.5}, {"num_hidden_layers": -1}])
+def test_a_size_that_is_none_is_refused_by_its_key(changed, keys):
+    [(key, size)] = keys.items()
+    with pytest.raises(configuration.ConfigError, match=f"a config.json with {key} = {size!r}, which is no size"):
+        changed(**keys)
+
+
+@pytest.mark.parametrize("engine", ["torch", "transformers"])
+def test_what_transformers_does_not_read_is_refused_with_its_reason(changed, engine):
+    config = changed(layer_types=["full_attention"] * 7)
+    config = config.model_copy(update={"worker": config.worker.model_copy(update={"engine": engine})})
+    check_models(config, found := Findings())
+    assert len(found.errors) == 2 and all("`num_hidden_layers` (1) must be equal" in said for said in found.errors)
+    with pytest.raises(configuration.ConfigError, match="must be equal to the number"):
+        Tokenizer(config.model.path)
+
+
+def test_without_the_learner_only_the_engine_is_asked_about_a_model(changed, monkeypatch):
+    asked = []
+    monkeypatch.setattr(check, "try_apart", lambda trial, *others: asked.append(trial))
+    monkeypatch.setattr(check, "installed_backend", lambda config: asked.append(installed_backend))
+    for has_learner in (True, False):
+        check_run(changed(hidden_act="gelu"), [], 0, Findings(), has_learner)
+    assert asked == [check_models, installed_backend, check_engine_model]
 
 
 def test_a_trial_that_dies_is_a_remark(changed, monkeypatch):
@@ -90,10 +139,10 @@ def test_weights_by_peft_s_names_are_refused(changed):
 
 
 def test_an_adapter_left_beside_merged_weights_is_no_part_of_the_model(changed):
-    folder = changed().model.path
+    folder = (config := changed()).model.path
     tensors = folder_tensors(folder)
     save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
-    assert check_weights(folder) and is_plain(folder)
+    assert check_weights(folder) and is_plain(config)
     assert folder_tensors(folder) == tensors
 
 

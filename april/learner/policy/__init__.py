@@ -25,6 +25,7 @@ from april.learner.loading import ModelError, check_files
 from april.learner.model import Policy, choose_experts_implementation, empty_policy, load
 from april.learner.packing import pack
 from april.util.errors import NotTried
+from april.util.text import first_line
 from april.wire.message import Version
 
 LENGTHS = (6, 72, 12)
@@ -406,7 +407,3 @@ def window_of(name: Any, value: Any) -> int | None:
     """A short value for a key with a window's length; None for another key."""
     is_window = isinstance(name, str) and WINDOWS.search(name) and type(value) is int
     return min(value, WINDOW) if is_window else None
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

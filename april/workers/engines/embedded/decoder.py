@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from april.util.text import first_line
 from april.workers.engines.base import EngineError
 from april.workers.engines.entry import check_tensors
 
@@ -95,7 +96,10 @@ def read_shape(folder: str | Path, dtype: torch.dtype | None = None) -> DecoderS
             f"model_type {model_type!r} in {path} is not one that the torch engine runs; "
             f"use one of {', '.join(MODEL_TYPES)}, or another engine"
         )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what transformers raises of a config.json has no bounds
+        raise EngineError(f"{path} cannot be read: {first_line(error)}") from error
     if config.hidden_act != "silu":
         raise EngineError(f"hidden_act {config.hidden_act!r} in {path} is not supported; the torch engine runs 'silu'")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):

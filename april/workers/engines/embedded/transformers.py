@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from april.config import Config
 from april.util.files import length_dependent_positions
+from april.util.text import first_line
 from april.workers.engines.base import EngineError, Request
 from april.workers.engines.embedded.sampling import SamplingPlan, sample, sample_support, stream_of, uniforms
 from april.workers.engines.entry import is_finite
@@ -47,8 +48,8 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """A folder's configuration, and transformers' class for it. Raises EngineError if there is none."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        said = str(error).partition("\n")[0]
+    except Exception as error:  # what transformers raises of a config.json has no bounds
+        said = first_line(error)
         if "trust_remote_code" in str(error):
             said = "its class is code in the folder, which April does not run"
         raise EngineError(f"{said}; give a model that transformers has a class for") from error
