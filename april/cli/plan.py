@@ -1,9 +1,10 @@
 """`april plan`: what a run needs of an accelerator's memory, and which keys make it fit."""
 
+import math
 from pathlib import Path
 
 from april.cli.command import CONFIG, command, load_config, option
-from april.util.errors import ConfigError
+from april.util.errors import ConfigError, refuse
 
 
 @command(
@@ -13,7 +14,11 @@ from april.util.errors import ConfigError
 )
 def plan(config: list[Path], gpu: float, overrides: list[str]) -> int:
     """Say what a run needs of accelerators of so much memory; exit status 1 if it does not fit."""
-    loaded = load_config(config, overrides, inputs=["model"])
+    from april.config.hub import Fetcher
+
+    if not 0 < gpu < math.inf:
+        refuse("--gpu", gpu, "is no memory of an accelerator", "give it in GiB, such as 80")
+    loaded = load_config(config, overrides, inputs=["model"], fetch=Fetcher("tokenizer"))
     try:
         from april.launch.plan import describe
         from april.learner.loading import ModelError

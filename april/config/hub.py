@@ -279,7 +279,8 @@ def refusing(named: HubInput) -> Iterator[None]:
         refuse(key, named.name, why, f"mend the path or the name; if it is private, {set_token}")
     except errors.RevisionNotFoundError:
         why = f"is no branch, tag or commit of {url}"
-        refuse(named.key("revision"), named.commit or named.revision, why, "give one that is, or leave it out")
+        asked, value = ("commit", named.commit) if named.commit else ("revision", named.revision)
+        refuse(named.key(asked), value, why, "give one that is, or leave it out")
     except Exception as error:  # of its connections, its files, and answers that are no hub's
         answer = getattr(error, "response", None)
         if answer is not None and answer.status_code in (401, 403):
@@ -323,9 +324,10 @@ def read_card(folder: Path) -> dict[str, Any]:
 
     card = folder / "README.md"
     try:
-        return (metadata_load(card) or {}) if card.is_file() else {}
+        found = metadata_load(card) if card.is_file() else {}
     except Exception:  # what is no YAML there is of no use, and the names of the files say as much
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def choose_files(
@@ -343,7 +345,7 @@ def choose_files(
         refuse(
             key("path"), None, "is a dataset without JSONL, JSON, Parquet or Arrow files", "convert it to one of them"
         )
-    described = {str(one.get("config_name", "default")): one for one in card.get("configs") or [] if files_of(one)}
+    described = {str(one.get("config_name", "default")): one for one in mappings(card.get("configs")) if files_of(one)}
     if described:
         default = [name for name, one in described.items() if one.get("default") or name == "default"]
         configuration = chosen(key("configuration"), configuration, described, default)
@@ -369,6 +371,11 @@ def chosen(key: str, asked: str | None, known: Collection[str], preferred: Seque
     )
 
 
+def mappings(value: Any) -> list[Mapping[str, Any]]:
+    """The mappings of a list in a card; a card is written by hand, and what is none is skipped."""
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+
+
 def files_of(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
     """Patterns of files by split in one of a card's `configs`."""
     data, folder = configuration.get("data_files"), configuration.get("data_dir")
@@ -378,10 +385,11 @@ def files_of(configuration: Mapping[str, Any]) -> dict[str, list[str]]:
     if isinstance(data, str) or (isinstance(data, list) and all(isinstance(each, str) for each in data)):
         data = [{"split": "train", "path": data}]
     found: dict[str, list[str]] = {}
-    for each in data or []:
-        paths = each.get("path") or []
-        patterns = [paths] if isinstance(paths, str) else list(paths)
-        found.setdefault(str(each.get("split", "train")), []).extend(within + pattern for pattern in patterns)
+    for each in mappings(data):
+        paths = each.get("path")
+        patterns = paths if isinstance(paths, list) else [paths]
+        if wanted := [within + pattern for pattern in patterns if isinstance(pattern, str)]:
+            found.setdefault(str(each.get("split", "train")), []).extend(wanted)
     return found
 
 

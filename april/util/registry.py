@@ -65,7 +65,8 @@ def python_command(*words: str) -> list[str]:
     place of an installed module, such as a `random.py` there. Where April itself is found only in that directory, a
     checkout that is not installed, it stays the first on the path."""
     folders = [folder for folder in sys.path if os.path.abspath(folder) != os.getcwd()]
-    found = next(filter(None, (finder.find_spec("april", folders) for finder in sys.meta_path)), None)
+    finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))  # Python's import skips others too
+    found = next(filter(None, (finder.find_spec("april", folders) for finder in finders)), None)
     installed = found is not None and found.origin == sys.modules["april"].__file__
     return [sys.executable, *(["-P"] if installed else []), *words]
 

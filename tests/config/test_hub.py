@@ -4,6 +4,7 @@ import socket
 import orjson
 import pytest
 
+from april.cli import main
 from april.config import ConfigError, load
 from april.config.hub import Fetcher
 from april.data.dataset import load_dataset
@@ -133,6 +134,22 @@ def test_a_dry_run_fetches_no_weights_and_says_what_is_to_fetch(named, hub, mode
     assert fetcher.facts[0] == f"lab/tiny at {hub.branches['model', 'lab/tiny']['main']}, of which {size} are to fetch"
 
 
+def test_a_plan_fetches_what_it_reads_and_no_weights(named, hub, capsys):
+    assert main(["plan", str(named), "--gpu", "80"]) == 0 and "this fits" in capsys.readouterr().out
+    assert {"config.json"} < hub.fetched() and "model.safetensors" not in hub.fetched()
+
+
+@pytest.mark.parametrize(
+    "card",
+    ["configs: text", "configs: [text]", "configs: [{data_files: [text, 3]}]", "configs: [{data_files: 3}]", "text"],
+)
+def test_what_makes_no_sense_in_a_card_is_skipped(named, tmp_path, model, card):
+    write(folder := tmp_path / "local", **{"README.md": f"---\n{card}\n---\n", "train.jsonl": rows("a")})
+    words = [("path", folder), ("split", "train"), ("configuration", "none"), ("eval_path", "none")]
+    config = load(named, [f"--model.path={model}", *(f"--data.{key}={value}" for key, value in words)])
+    assert labels(config, config.data.train_sources) == ["a"]
+
+
 def test_a_local_folder_of_the_name_wins(named, hub, model):
     write(named.parent / "lab" / "tiny", **{path.name: path.read_bytes() for path in model.iterdir() if path.is_file()})
     assert load(named, fetch=Fetcher("weights", "rows")).model.path == named.parent / "lab" / "tiny"
@@ -147,6 +164,7 @@ def test_a_local_folder_of_the_name_wins(named, hub, model):
         (["--model.path", "lab/gated"], ["'model.path' = 'lab/gated'", "gated", "/lab/gated", "HF_TOKEN"]),
         (["--model.path", "lab/bare"], ["'model.path' = 'lab/bare'", "no weights *.safetensors"]),
         (["--model.revision", "v9"], ["'model.revision' = 'v9'", "no branch, tag or commit", "/lab/tiny"]),
+        (["--model.commit", "0" * 40], [f"'model.commit' = '{'0' * 40}'", "no branch, tag or commit", "/lab/tiny"]),
         (["--data.configuration", "other"], ["'data.configuration' = 'other'", "main, socratic"]),
         (["--data.split", "dev"], ["'data.split' = 'dev'", "test, train"]),
         (["--data.eval_path", "lab/plain"], ["'data.eval_split'", "extra, train"]),

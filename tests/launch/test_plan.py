@@ -8,6 +8,7 @@ import pytest
 from april.cli import main
 from april.config import load
 from april.launch.plan import needs_of, ways_to_fit
+from tests.support.refusals import refusal
 
 GIB = 2**30
 SIZES = {
@@ -68,3 +69,8 @@ def test_the_command_says_whether_it_fits_and_what_would_make_it(config_file, la
     assert "this fits" in capsys.readouterr().out
     assert main(["plan", str(config_file), *large, "--gpu", "24"]) == 1
     assert "learner.activation_checkpointing = true" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu", ["nan", "0", "-8", "inf"])
+def test_a_memory_that_is_none_is_refused(config_file, capsys, gpu):
+    assert "option '--gpu' = " in refusal(capsys, "plan", config_file, f"--gpu={gpu}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from april.agents.programs import ProgramRunner
+from april.util.registry import python_command
 from april.workers.engines.sglang.server import ServerSettings, SGLangServer
 from april.workers.environments.process import EnvironmentPool, EnvironmentRules
 from april.workers.rewards.messages import RewardRules
@@ -65,3 +66,10 @@ def test_an_inference_server_gets_its_options_out_of_sight(tmp_path):
         assert (tmp_path / file).exists(), (tmp_path / "log").read_text()
         name, command_line, words = json.loads((tmp_path / file).read_text())
         assert SECRET not in command_line and words == settings.arguments(server.port) and SECRET in words, name
+
+
+def test_an_importer_of_the_old_kind_is_skipped_as_python_skips_it(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path, object()])
+    assert python_command("-c", "")[0] == sys.executable
+    monkeypatch.setattr(sys, "meta_path", [object()])
+    assert python_command("-c", "") == [sys.executable, "-c", ""]
