@@ -25,8 +25,6 @@ MODELS = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_a_pass_keeps_what_its_footprint_says(tmp_path, config, adapter, dtype):
-    if config is MODELS["experts"] and dtype is torch.float32:
-        pytest.skip("experts' products in fp32 have no meta kernel: twice the 16 bits is said")
     tokens = 64
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     said = footprint(tmp_path, adapter, bf16=dtype is torch.bfloat16, tokens=tokens)
@@ -51,7 +49,10 @@ def test_a_pass_keeps_what_its_footprint_says(tmp_path, config, adapter, dtype):
             packing=attention.Packing([16] * 4, torch.arange(5, dtype=torch.int32) * 16),
         )  # fmt: skip
     measured = sum(each.untyped_storage().nbytes() for memory, each in kept.items() if memory not in own)
-    assert said.kept_bytes * tokens == pytest.approx(measured, rel=0.05)
+    if config is MODELS["experts"] and dtype is torch.float32:  # no fp32 product of experts without values is known
+        assert measured < said.kept_bytes * tokens < 2 * measured
+    else:
+        assert said.kept_bytes * tokens == pytest.approx(measured, rel=0.05)
 
 
 def test_a_footprint_needs_no_memory(tmp_path):

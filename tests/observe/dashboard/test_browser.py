@@ -304,16 +304,28 @@ def test_the_forks_of_a_session_are_shown_as_a_tree(serve, open_page, tmp_path):
     tree.locator("a[aria-current]", has_text="Fork 2").wait_for()
 
 
+def picture(canvas):
+    """Picture of a canvas, which another replaces each time that figures arrive."""
+    from playwright.sync_api import Error
+
+    while True:
+        try:
+            return canvas.screenshot()
+        except Error as error:
+            if "not attached" not in str(error):
+                raise
+
+
 def test_curves_are_smoothed_and_drawn_on_a_log_axis_as_the_address_says(serve, open_page, runs_folder):
     address = serve(runs_folder)
     page = open_page(f"{address}#/demo/run")
     loss = page.locator("figure", has_text="Gradient norm").locator("canvas")
     loss.wait_for()
-    drawn = {"plain": loss.screenshot()}
+    drawn = {"plain": picture(loss)}
     page.get_by_label("Log axis").check()
-    drawn["log"] = loss.screenshot()
+    drawn["log"] = picture(loss)
     page.get_by_label("Smoothing").select_option("5")
-    drawn["smooth"] = loss.screenshot()
+    drawn["smooth"] = picture(loss)
     assert len(set(drawn.values())) == 3 and "smooth=5&log=1" in page.url
     page.reload()
     loss.wait_for()
