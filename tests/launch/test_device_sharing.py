@@ -22,7 +22,10 @@ def with_memory(config_file, gib, *words):
 
 REFUSED = {
     "two ranks of NCCL": (["--weights.backend", "nccl"], r"'weights\.backend' = 'nccl' .* takes one rank"),
-    "an engine without a bound": (["--worker.engine", "vllm"], r"'vllm' takes what it finds; use 'torch' or 'transformers' or 'sglang'"),
+    "an engine without a bound": (
+        ["--worker.engine", "vllm"],
+        r"'vllm' takes what it finds; use 'torch' or 'transformers' or 'sglang'",
+    ),
     "servers of others": (["--engine.url", "http://a:1"], r"engine\.url names those of others"),
     "a server in the weight channel": (["--engine.weights", "broadcast"], r"'engine\.weights' = 'broadcast' cannot be"),
     "nothing to divide": (["--devices.share", "false", "--devices.memory_gib", "24"], r"devices\.share = false"),
