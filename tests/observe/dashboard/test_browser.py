@@ -304,7 +304,7 @@ def test_the_forks_of_a_session_are_shown_as_a_tree(serve, open_page, tmp_path):
     tree.locator("a[aria-current]", has_text="Fork 2").wait_for()
 
 
-def picture(canvas):
+def shown_in(canvas):
     """Picture of a canvas, which another replaces each time that figures arrive."""
     from playwright.sync_api import Error
 
@@ -321,11 +321,11 @@ def test_curves_are_smoothed_and_drawn_on_a_log_axis_as_the_address_says(serve, 
     page = open_page(f"{address}#/demo/run")
     loss = page.locator("figure", has_text="Gradient norm").locator("canvas")
     loss.wait_for()
-    drawn = {"plain": picture(loss)}
+    drawn = {"plain": shown_in(loss)}
     page.get_by_label("Log axis").check()
-    drawn["log"] = picture(loss)
+    drawn["log"] = shown_in(loss)
     page.get_by_label("Smoothing").select_option("5")
-    drawn["smooth"] = picture(loss)
+    drawn["smooth"] = shown_in(loss)
     assert len(set(drawn.values())) == 3 and "smooth=5&log=1" in page.url
     page.reload()
     loss.wait_for()
