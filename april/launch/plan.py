@@ -23,7 +23,8 @@ from april.launch.memory import (
     pass_tokens,
     read_shape,
 )
-from april.learner.optimizers import state_bytes
+from april.learner.backends import BACKENDS
+from april.learner.optimizers import SMALLER, WHOLE_MATRICES, state_bytes
 from april.util.text import format_bytes
 
 if TYPE_CHECKING:
@@ -113,21 +114,21 @@ def sizes_of(folder: Path, adapter: str, bf16: bool) -> "Footprint":
 
 def changes(config: Config) -> Iterator[Change]:
     """Changes that would save memory, the cheapest first."""
-    section, fsdp = config.learner, config.learner.backend == "fsdp"
+    section, offloads = config.learner, BACKENDS.find(config.learner.backend).can_offload
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
-    if section.optimizer == "adamw" and fsdp:
-        yield Change({"learner.optimizer": "adamw_8bit"}, 1, "moments are rounded to 8 bits")
+    if section.optimizer in SMALLER and offloads:
+        yield Change({"learner.optimizer": SMALLER[section.optimizer]}, 1, "moments are rounded to 8 bits")
     if section.microbatch_tokens > longest:
         yield Change({"learner.microbatch_tokens": longest}, 2, "ranks wait for each other")
-    if not section.activation_checkpointing and fsdp:
+    if not section.activation_checkpointing and offloads:
         yield Change({"learner.activation_checkpointing": True}, 3, "a third forward pass in each step")
     if config.devices.share and not config.devices.turns:
         yield Change({"devices.turns": True}, 4, "nothing is generated while the learner trains")
-    if not section.optimizer_on_host and section.optimizer != "muon" and fsdp:
+    if not section.optimizer_on_host and section.optimizer not in WHOLE_MATRICES and offloads:
         yield Change({"learner.optimizer_on_host": True}, 5, "the optimizer's step is made by the processor")
     for factor, cost in ((2, 8), (4, 16), (8, 32)):
         yield Change({"learner.ranks": section.ranks * factor}, cost, f"{factor} times as many accelerators")
-    if not config.lora.is_set and fsdp:
+    if not config.lora.is_set and offloads:
         yield Change({"lora.rank": ADAPTER_RANK, "lora.alpha": 2 * ADAPTER_RANK}, 12, "an adapter is trained alone")
 
 

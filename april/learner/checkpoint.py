@@ -29,7 +29,7 @@ from april.config.stored import CHECKSUMS_FILE, digest_of, format_checksums, par
 from april.learner.loading import ModelError
 from april.learner.lora import save_adapter
 from april.learner.model import Policy, gather_tensors
-from april.learner.optimizers import OPTIMIZERS
+from april.learner.optimizers import DEFAULT, OPTIMIZERS
 from april.learner.optimizers.base import PartOptimizer
 from april.util.errors import refuse, toml_like
 from april.util.files import read_whole, retried, sync
@@ -176,7 +176,7 @@ def check_optimizer(directory: Path, step: int, parts: Sequence[CheckpointPart])
     """Raises ConfigError if the checkpoint of `step` has the moments of another optimizer than a part's."""
     progress = orjson.loads(read_whole(folder(directory, step) / PROGRESS_FILE))
     for part in parts:
-        if (before := progress.get(f"{part.prefix}{OPTIMIZER}", "adamw")) != part.optimizer.name:
+        if (before := progress.get(f"{part.prefix}{OPTIMIZER}", DEFAULT)) != part.optimizer.name:
             refuse(
                 "learner.optimizer",
                 part.optimizer.name,

@@ -3,6 +3,7 @@
 import argparse
 import json
 import runpy
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -113,11 +114,13 @@ NAMED = {
 @pytest.mark.parametrize("engine", NAMED)
 def test_the_server_s_package_is_asked_for_the_model_without_an_import(engine, config_file, tmp_path, monkeypatch):
     path, text = NAMED[engine]
-    (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path.partition("/")[0] / "__init__.py").write_text("raise SystemExit('it was imported')")
-    (tmp_path / path).write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = ["--worker.engine", engine, "--engine.python", sys.executable]
+    packages, model = tmp_path / "packages", tmp_path / "model"
+    (packages / path).parent.mkdir(parents=True)
+    (packages / path.partition("/")[0] / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (packages / path).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    shutil.copytree(load(config_file).model.path, model)
+    own = ["--worker.engine", engine, "--engine.python", sys.executable, "--model.path", str(model)]
     config, check = load(config_file, own), ENGINES.find(engine).check_model
     shape = config.model.path / "config.json"
     shape.write_text(json.dumps(json.loads(shape.read_text()) | {"architectures": ["Qwen3ForCausalLM"]}))

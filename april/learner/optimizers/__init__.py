@@ -18,6 +18,12 @@ OPTIMIZERS = Registry(
     },
     base="april.learner.optimizers.base:PartOptimizer",
 )
+DEFAULT = "adamw"
+"""Optimizer of every run whose checkpoints name none."""
+SMALLER = {"adamw": "adamw_8bit"}
+"""Optimizer that does the same with less memory."""
+WHOLE_MATRICES = ("muon",)
+"""Optimizers that take whole matrices, and cannot step shards on the host."""
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
 """Bytes that an optimizer keeps for each trained parameter; 8 for an optimizer of the user's own. Muon keeps 8 for
 those that are in no matrix of a layer."""
@@ -27,7 +33,7 @@ PACKAGES = {"adamw_8bit": ("bitsandbytes", "8bit")}
 
 def check_optimizer(section: LearnerSection) -> None:
     """Refuse an optimizer that cannot step on the host. Raises ConfigError."""
-    if section.optimizer_on_host and section.optimizer == "muon":
+    if section.optimizer_on_host and section.optimizer in WHOLE_MATRICES:
         refuse(
             "learner.optimizer_on_host",
             True,
@@ -54,7 +60,7 @@ def state_bytes(section: LearnerSection, matrices: float = 0.0) -> float:
     if section.optimizer_on_host and section.optimizer in STATE_BYTES:
         return 0.0
     kept = STATE_BYTES.get(section.optimizer, 8.0)
-    return kept * matrices + 8 * (1 - matrices) if section.optimizer == "muon" else kept
+    return kept * matrices + 8 * (1 - matrices) if section.optimizer in WHOLE_MATRICES else kept
 
 
 def lr_share(section: LearnerSection, done: int, batches: int) -> float:

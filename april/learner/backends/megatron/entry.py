@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from april.config import Config, ConfigError
 from april.config.checks import needs_values
 from april.learner.backends.entry import BackendEntry
+from april.learner.optimizers import DEFAULT
 from april.util.errors import refuse
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class MegatronEntry(BackendEntry):
             f"min_p = {config.sampling.min_p}": config.sampling.is_cut,
             "learner.activation_checkpointing = true": learner.activation_checkpointing,
             "learner.compile = true": learner.compile,
-            f"learner.optimizer = {learner.optimizer!r}": learner.optimizer != "adamw",
+            f"learner.optimizer = {learner.optimizer!r}": learner.optimizer != DEFAULT,
             "learner.optimizer_on_host = true": learner.optimizer_on_host,
         }
         for setting, is_set in refused.items():
