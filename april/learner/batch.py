@@ -69,6 +69,8 @@ class TrainSample:
     """Number of leading tokens that a fork shares with its parent; stored for inspection, not used in training."""
     label: str = ""
     """Reference answer of the prompt; only if samples are stored."""
+    images: tuple[bytes, ...] = ()
+    """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -160,6 +162,10 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     times: list[tuple[float, float]] = []
     """(time the group was opened, time it was delivered to the learner) of each row, Unix seconds."""
     origins: list[tuple[int, bytes]] = []
+    images: list[bytes] = []
+    """The different images of the batch, as PNG files."""
+    image_numbers: list[list[int]] = []
+    """Of each row, the numbers of its images in `images`; empty if no row has any."""
 
 
 def encode(batch: TrainingBatch) -> bytes:
@@ -169,6 +175,8 @@ def encode(batch: TrainingBatch) -> bytes:
     supports = [sample.support for sample in samples if sample.support]
     if supports and len(supports) < len(samples):
         raise ValueError(f"{len(supports)} of {len(samples)} samples have a support; all of a batch do, or none")
+    images = list(dict.fromkeys(image for sample in samples for image in sample.images))
+    numbers = {image: number for number, image in enumerate(images)}
     return msgspec.msgpack.encode(
         FlatBatch(
             step=batch.step,
@@ -186,6 +194,8 @@ def encode(batch: TrainingBatch) -> bytes:
             spans=[sample.spans for sample in samples],
             times=[(sample.opened_at, sample.delivered_at) for sample in samples],
             origins=batch.origins,
+            images=images,
+            image_numbers=[[numbers[image] for image in sample.images] for sample in samples] if images else [],
         )
     )
 
@@ -200,9 +210,12 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
     names = flat.names or [(-1, -1, 0, "")] * len(flat.rewards)
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
     metadata = zip(flat.details, flat.spans, flat.times, strict=True) if flat.times else repeat(({}, (), (0.0, 0.0)))
-    for (prompt, response, reward, segments, (number, index, fork, finish_reason)), (details, spans, times) in zip(
-        columns, metadata, strict=False
-    ):
+    image_numbers = flat.image_numbers or repeat(())
+    for (prompt, response, reward, segments, (number, index, fork, finish_reason)), (
+        details,
+        spans,
+        times,
+    ), shown in zip(columns, metadata, image_numbers, strict=False):
         sample_counts = counts[logprob_at : logprob_at + response]
         ids = int(sample_counts.sum())
         samples.append(
@@ -221,6 +234,7 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
                 opened_at=times[0],
                 delivered_at=times[1],
                 fork=fork,
+                images=tuple(flat.images[image] for image in shown),
             )
         )
         token_at, logprob_at, id_at = token_at + prompt + response, logprob_at + response, id_at + ids

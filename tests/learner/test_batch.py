@@ -22,6 +22,7 @@ def assert_equal(ours: TrainingBatch, theirs: TrainingBatch):
         assert (one.prompt_tokens, one.reward, one.segments) == (other.prompt_tokens, other.reward, other.segments)
         told = "group", "index", "finish_reason", "details", "spans", "opened_at", "delivered_at"
         assert [getattr(one, name) for name in told] == [getattr(other, name) for name in told]
+        assert one.images == other.images
         assert (one.support is None) == (other.support is None)
         if one.support:
             assert one.support.counts.tolist() == other.support.counts.tolist()
@@ -54,6 +55,16 @@ def test_supports_survive_encoding_with_tokens_that_have_none():
     assert_equal(decode(encode(batch)), batch)
     with pytest.raises(ValueError, match="1 of 2 samples have a support"):
         encode(TrainingBatch(7, [[samples[0], make_sample(rng, 2, 3, 1.0)]]))
+
+
+def test_an_image_that_several_samples_have_crosses_once():
+    rng = np.random.default_rng(0)
+    picture, other = b"a picture" * 100, b"another"
+    shown = [(picture,), (), (other, picture), (picture,)]
+    samples = [replace(make_sample(rng, 2, 3, 1.0), images=images) for images in shown]
+    batch = TrainingBatch(7, [samples[:2], samples[2:]])
+    assert_equal(decode(encode(batch)), batch)
+    assert encode(batch).count(picture) == 1
 
 
 def test_sharing_gives_the_batch_or_none(one_rank):

@@ -61,6 +61,8 @@ class Request:
     """Whether to return the ids each token was drawn from (its support), and normalise log-probabilities over them."""
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     """Token ids that end the response; the stop token is its last token."""
+    images: tuple[bytes, ...] = ()
+    """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
 
 
 @dataclass(frozen=True)
