@@ -15,8 +15,10 @@ from april.broker.ledger.state import LedgerState
 from april.config import Config, ConfigError
 from april.config.data import EvaluationSet
 from april.data.dataset import Dataset, load_dataset
-from april.data.rows import BadRow, DatasetRow, checked_label, checked_reward
+from april.data.images import PreparedImage, prepare
+from april.data.rows import BadRow, DatasetRow, RowImage, checked_label, checked_reward
 from april.data.tokenizer import Tokenizer
+from april.util.errors import refuse
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ ReadBack: TypeAlias = Callable[[Any], tuple[Event, list[EventArray]]]
 """Function that reads an event and its arrays by their journal reference."""
 ROWS_CACHED = 16_384
 """Number of dataset rows whose token ids are kept in memory for the next epoch."""
+IMAGES_CACHED = 64
+"""Number of prepared images that are kept in memory between the drawing of a prompt and the opening of its group."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class PromptBook:
         """Why the last of them was."""
         self._config = config
         self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
+        self._prepared = lru_cache(maxsize=IMAGES_CACHED)(self._prepare)
         self._drawn = lru_cache(maxsize=16)(self._draw)
         """Cached form of `_draw`, as a schedule may look at a prompt several times before it opens the group."""
         self.held_out = {settings.number: self._held_out(settings, allowed) for settings in config.evaluation_sets}
@@ -132,7 +137,7 @@ class PromptBook:
 
     def _encode_row(self, number: int) -> bytes | None:
         try:
-            tokens = self._encode(self.rows[number])
+            tokens = self._encode(self.rows, self.rows[number])
         except BadRow as error:
             if number not in self.untokenisable:
                 self._last_refusal = str(error)
@@ -155,17 +160,46 @@ class PromptBook:
 
     def _encode_held_out(self, rows: Dataset, index: int) -> bytes | None:
         try:
-            return self._encode(rows[index])
+            return self._encode(rows, rows[index])
         except BadRow as error:
             raise ConfigError(f"held-out prompt {index}: {error}; mend it, or data.template_options") from None
 
-    def _encode(self, row: DatasetRow) -> bytes | None:
+    def _encode(self, rows: Dataset, row: DatasetRow) -> bytes | None:
         """Token ids of the prompt in a dataset row; None if it is empty or too long. Empty bytes in a run with agents,
         which write the prompts."""
         if self._config.agent.is_set:
             return b""
-        tokens = self.tokenizer.encode_row(row.prompt, **self._config.data.prompt_options)
+        tokens = self.encode(rows, row)
         return tokens.astype("<i4").tobytes() if 0 < len(tokens) <= self.max_prompt_tokens else None
+
+    def encode(self, rows: Dataset, row: DatasetRow) -> np.ndarray:
+        """Token ids of the prompt in a row of `rows`, int32 [P], whatever its length. Raises BadRow."""
+        lengths = [self._prepared(rows, image).tokens for image in row.images]
+        return self.tokenizer.encode_row(row.prompt, lengths, **self._config.data.prompt_options)
+
+    @property
+    def with_images(self) -> int:
+        """Number of rows with images, held-out ones included."""
+        return sum(rows.with_images for rows in (self.rows, *(held.rows for held in self.held_out.values())))
+
+    def images(self, evaluation: bool, epoch: int, row: int) -> list[PreparedImage]:
+        """The prepared images of a drawn prompt, in order; for evaluation, `epoch` is the number of the set."""
+        rows = self.held_out[epoch].rows if evaluation else self.rows
+        if not rows.with_images:
+            return []
+        drawn = self.held_out_row(epoch, row) if evaluation else self.row(epoch, row)
+        return [self._prepared(rows, image) for image in drawn.images]
+
+    def _prepare(self, rows: Dataset, image: RowImage) -> PreparedImage:
+        rule = self.tokenizer.image_rule
+        if rule is None:
+            refuse(
+                "model.path",
+                self._config.model.path,
+                "takes no images, and rows have some",
+                "use a model with an image processor, or leave the images out with data.images_key = ''",
+            )
+        return prepare(rows.image_source(image), rule)
 
 
 # --- submitted prompts ------------------------------------------------------------------------------------------------

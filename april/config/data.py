@@ -44,6 +44,8 @@ class Mapping:
     """Example of the ending that `answer_of` looks for, for the error message."""
     all_columns: bool = False
     """Whether all fields of a record may be read."""
+    images: tuple[str, ...] = ("images", "image")
+    """Candidate keys of the images; the first one in the record is used."""
 
     @property
     def columns(self) -> set[str]:
@@ -51,7 +53,7 @@ class Mapping:
         if self.all_columns:
             return set()
         labels = [key.strip() for label in self.label for key in (label, *label.split(COLUMN_SEPARATOR))]
-        return {name for key in (*self.prompt, *labels) for name in dotted_prefixes(key)} | {"reward"}
+        return {name for key in (*self.prompt, *labels, *self.images) for name in dotted_prefixes(key)} | {"reward"}
 
 
 def dotted_prefixes(key: str) -> list[str]:
@@ -131,6 +133,7 @@ class PromptsSection(HubSection):
     )
     prompt_key: str | None = Field(None, description="Row field of the prompt. Unset: the mapping's.")
     label_key: str | None = Field(None, description="Row field of the reference answer. Unset: the mapping's.")
+    images_key: str | None = Field(None, description="Row field of the images. Unset: the mapping's; empty: none.")
     reward: str | None = Field(None, description="Verifier of all rows of this source. Unset: data.reward.")
 
 
@@ -146,7 +149,7 @@ class SourceSection(PromptsSection):
         """A copy with unset keys taken from `data`; names of row fields are taken only if both have the same
         mapping."""
         mapping = self.mapping or data.mapping
-        fields = ("prompt_key", "label_key", "reward") if mapping == data.mapping else ("reward",)
+        fields = ("prompt_key", "label_key", "images_key", "reward") if mapping == data.mapping else ("reward",)
         missing = {key: getattr(data, key) for key in fields if getattr(self, key) is None}
         return self.model_copy(update={"mapping": mapping} | missing)
 
@@ -205,6 +208,11 @@ class DataSection(HubSection):
     label_key: str | None = Field(
         None,
         description="Row field of the reference answer, or several fields separated by commas. Unset: the mapping's.",
+    )
+    images_key: str | None = Field(
+        None,
+        description="Row field of the prompt's images, one or a list. Unset: images or image, where a row has it; "
+        "empty: no images.",
     )
     reward: str | None = Field(
         None,
@@ -311,6 +319,7 @@ class DataSection(HubSection):
             mapping=mapping,
             prompt_key=self.prompt_key if same_mapping else None,
             label_key=self.label_key if same_mapping else None,
+            images_key=self.images_key if same_mapping else None,
             reward=self.reward,
         )
 

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
+from os import SEEK_END
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +22,8 @@ import numpy as np
 from april.config import ConfigError, DataSection, SourceSection
 from april.config.data import MAPPINGS, OWN_MAPPING, Mapping, is_own_mapping
 from april.data.records import data_files, read_records
-from april.data.rows import BadRow, DatasetRow, make_row, mapped
+from april.data.row_images import file_bytes, find_images, with_images
+from april.data.rows import BadRow, DatasetRow, RowImage, make_row, mapped
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +105,11 @@ class Dataset:
         """Number of records that were skipped."""
         self.blank_labels = 0
         """Number of rows with an empty label."""
+        self.with_images = 0
+        """Number of rows that have images."""
         self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
+        self._images = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES)  # noqa: SIM115
+        """The bytes of images that are no files."""
         self._ends = array("Q")
         self._digest = hashlib.sha256(b"shuffled" if shuffle else b"in order")
         self.order = lru_cache(maxsize=2)(self._order)
@@ -111,9 +118,10 @@ class Dataset:
         before = len(self)
         for row in rows:
             record = encoder.encode(row)
+            self.with_images += bool(row.images)
             self._file.write(record)
             self._ends.append(self._end + len(record))
-            self._digest.update(record)
+            self._digest.update(encoder.encode((row.prompt, row.label, row.reward)))  # it names images by content
             self.blank_labels += not row.label.strip()
             if row.reward:
                 self.rewards.add(row.reward)
@@ -128,6 +136,22 @@ class Dataset:
         start = self._ends[index - 1] if index else 0
         self._file.seek(start)
         return decoder.decode(self._file.read(self._ends[index] - start))
+
+    def keep_image(self, source: bytes) -> RowImage:
+        """Keep the bytes of an image for `image_source`."""
+        start = self._images.seek(0, SEEK_END)
+        self._images.write(source)
+        return RowImage(hashlib.sha256(source).hexdigest(), "", start, len(source))
+
+    def image_source(self, image: RowImage) -> bytes:
+        """The bytes of a row's image, as they are in the dataset. Raises BadRow for a file that has changed."""
+        if not image.path:
+            self._images.seek(image.start)
+            return self._images.read(image.size)
+        source = file_bytes(Path(image.path))
+        if hashlib.sha256(source).hexdigest() != image.source:
+            raise BadRow(f"image {image.path!r} has changed since the dataset was read; restore it, or begin a new run")
+        return source
 
     @property
     def _end(self) -> int:
@@ -177,6 +201,7 @@ def read_source_rows(
             return
         try:
             row = row_of(record, mapping, source, data, allowed)
+            row = with_images(row, find_images(record, mapping), data.prompt_as, folder_of(source), dataset.keep_image)
         except BadRow as error:
             if data.bad_rows == "stop":
                 raise ConfigError(f"{where}: {error}") from None
@@ -198,6 +223,11 @@ def row_of(
     return make_row(record, mapping, source.reward, data.prompt_as, allowed)
 
 
+def folder_of(source: SourceSection) -> Path:
+    """The folder at which paths of a source's images begin."""
+    return source.path if source.path.is_dir() else source.path.parent
+
+
 def verifier_of(source: SourceSection) -> str | None:
     """Verifier for the source's rows that name none, set by the source or its mapping; None: the run's default."""
     return source.reward or base_mapping(source).reward
@@ -215,4 +245,5 @@ def mapping_of(source: SourceSection) -> Mapping:
         mapping,
         prompt=(source.prompt_key,) if source.prompt_key else mapping.prompt,
         label=(source.label_key,) if source.label_key else mapping.label,
+        images=mapping.images if source.images_key is None else tuple(filter(None, (source.images_key,))),
     )

@@ -14,6 +14,8 @@ import orjson
 Message = dict[str, Any]
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of content parts that are text."""
+IMAGE = "image"
+"""Type of content parts that are images, in canonical messages."""
 ALIASES = {"developer": "system", "observation": "tool"}
 """Roles under which some models know another role; a template that names the alias itself gets it unchanged."""
 THOUGHTS = re.compile(r"(?s).*</think(?:ing)?>")
@@ -24,17 +26,18 @@ class BadMessages(ValueError):
     """The messages are malformed, or the chat template does not print them; the text says why."""
 
 
-def canonical(message: Any, template: str = "") -> Message:
+def canonical(message: Any, template: str = "", with_images: bool = False) -> Message:
     """A message whose content is text, whose tool calls have decoded arguments, and whose role the template knows.
 
-    `template`: source of the chat template. Fields that are None are left out. Raises BadMessages.
+    `template`: source of the chat template. `with_images`: a content with images stays a list of parts, each a text or
+    an image. Fields that are None are left out. Raises BadMessages.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadMessages("a message is an object with a role")
     role = message["role"]
     found: Message = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     found["role"] = role if role in template else ALIASES.get(role, role)
-    found["content"] = text_of(message.get("content"))
+    found["content"] = content_of(message.get("content")) if with_images else text_of(message.get("content"))
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [tool_call(call) for call in calls]
     return found
@@ -45,6 +48,24 @@ def normalized(message: Any) -> Message:
     kept = ("role", "content", "tool_calls", "tool_call_id", "name")
     found = canonical(message)
     return {key: found[key] for key in kept if key in found}
+
+
+def content_of(content: Any) -> str | list[Message]:
+    """The text of a message's content, or its texts and images as parts in order. Raises BadMessages for others."""
+    parts = content if isinstance(content, list) else []
+    if not any(isinstance(part, dict) and part.get("type") == IMAGE for part in parts):
+        return text_of(content)
+    return [
+        {"type": IMAGE, "image": part.get("image")} if part.get("type") == IMAGE
+        else {"type": "text", "text": text_of([part])}
+        for part in parts
+    ]  # fmt: skip
+
+
+def texts_of(message: Message) -> list[str]:
+    """The texts in the content of a canonical message."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def text_of(content: Any) -> str:
@@ -92,7 +113,7 @@ def check_printed(messages: list[Message], printed: str) -> None:
 
 def _sayings(message: Message) -> list[str]:
     """The texts that a message says: its content, and the functions that it calls."""
-    return [message["content"], *(call["function"]["name"] for call in message.get("tool_calls", ()))]
+    return [*texts_of(message), *(call["function"]["name"] for call in message.get("tool_calls", ()))]
 
 
 def _spellings(said: str, keeps_thoughts: bool) -> list[str]:

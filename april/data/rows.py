@@ -24,6 +24,18 @@ class BadRow(ValueError):
     """Raised for a record that is not a valid row; the text says what is wrong, the caller adds the location."""
 
 
+class RowImage(msgspec.Struct, array_like=True, frozen=True):
+    """An image of a row as the dataset has it: where its file is, or where the dataset keeps its bytes."""
+
+    source: str
+    """sha256 of the bytes in hex."""
+    path: str = ""
+    """Path of the file; "" for bytes that the dataset keeps."""
+    start: int = 0
+    size: int = 0
+    """Place of the bytes that the dataset keeps."""
+
+
 class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
     """One dataset row: prompt, label and verifier of a record."""
 
@@ -33,6 +45,8 @@ class DatasetRow(msgspec.Struct, array_like=True, frozen=True):
     """Reference answer, which the verifier compares with a response."""
     reward: str | None = None
     """Name of the verifier that scores responses to this row; None: the run's default verifier."""
+    images: tuple[RowImage, ...] = ()
+    """Images of the prompt in order; a part of a message names each by its `source`."""
 
 
 def make_row(

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 
 from april.config import ConfigError
-from april.data.messages import canonical, check_printed
+from april.data.images import ImageRule, read_json
+from april.data.messages import canonical, check_printed, texts_of
 from april.data.rows import BadRow, excerpt
 from april.util.errors import refuse
 from april.util.text import first_line
+
+NO_TOKEN = -1
+"""An id that no token has."""
 
 
 class Tokenizer:
@@ -61,10 +65,13 @@ class Tokenizer:
             return np.asarray([*self._prefix(bos), *self._encode(prompt)], np.int32)
         return np.asarray(self._encode(self._render(prompt, options or {}, continues)), np.int32)
 
-    def encode_row(self, prompt: str | list[dict], **options: Any) -> np.ndarray:
-        """Token ids of the prompt of a dataset row or a trainer, int32 [P]; `options`: those of `encode_prompt`. Raises
-        BadRow, also for a token that the model has no embedding for."""
-        ids = self.encode_prompt(prompt, **options)
+    def encode_row(self, prompt: str | list[dict], images: Sequence[int] = (), **options: Any) -> np.ndarray:
+        """Token ids of the prompt of a dataset row or a trainer, int32 [P]; `options`: those of `encode_prompt`.
+
+        `images`: number of tokens of each image of the prompt, in order; each image's placeholder is repeated as often.
+        Raises BadRow, also for a token that the model has no embedding for.
+        """
+        ids = self._expanded(self.encode_prompt(prompt, **options), images)
         if self._embeddings and len(ids) and (beyond := int(ids.max())) >= self._embeddings:
             raise BadRow(
                 f"token {self.inner.convert_ids_to_tokens(beyond)!r} of {excerpt(prompt)} has id {beyond}, and the "
@@ -72,11 +79,33 @@ class Tokenizer:
             )
         return ids
 
+    def _expanded(self, ids: np.ndarray, images: Sequence[int]) -> np.ndarray:
+        """Token ids with the placeholder of each image repeated. Raises BadRow unless there is one for each image."""
+        is_image = ids == self._config.get("image_token_id", NO_TOKEN)
+        if (found := int(is_image.sum())) != len(images):
+            raise BadRow(
+                f"the prompt has {len(images)} images, and its text {found} placeholders of images; the chat template "
+                "has to print one for each, and a text may contain none"
+            )
+        repeats = np.ones(len(ids), np.int64)
+        repeats[is_image] = images
+        return np.repeat(ids, repeats)
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        """The model's configuration; empty without one."""
+        return read_json(self.path / "config.json")
+
+    @cached_property
+    def image_rule(self) -> ImageRule | None:
+        """How the policy takes images; None if it takes none. Raises ConfigError for an image processor that April does
+        not know."""
+        return ImageRule.of(self.path)
+
     @cached_property
     def _embeddings(self) -> int:
         """Number of ids that the model of the folder knows; 0 if that is unknown."""
-        file = self.path / "config.json"
-        config = json.loads(file.read_bytes()) if file.is_file() else {}
+        config = self._config
         return int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or 0)
 
     def _render(self, messages: list[dict], options: dict[str, Any], continues: bool) -> str:
@@ -85,8 +114,13 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            plain = [canonical(message, str(self.inner.chat_template)) for message in messages]
-            ends_open = continues and plain[-1]["role"] == "assistant" and plain[-1]["content"].strip() != ""
+            plain = [canonical(message, str(self.inner.chat_template), with_images=True) for message in messages]
+            if (
+                any(not isinstance(message["content"], str) for message in plain)
+                and "image_token_id" not in self._config
+            ):
+                raise BadRow(f"the prompt has images, and the policy of {str(self.path)!r} takes none")
+            ends_open = continues and plain[-1]["role"] == "assistant" and "".join(texts_of(plain[-1])).strip() != ""
             printed = self.inner.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=not ends_open, continue_final_message=ends_open, **options
             )

@@ -15,6 +15,7 @@ from april.data.dataset import Dataset
 from april.data.rows import BadRow, DatasetRow, text_of
 from april.data.tokenizer import Tokenizer, recommended_sampling
 from april.launch.check import Findings
+from april.util.errors import refuse
 from april.workers.engines import ENGINES
 
 FIRST_ROWS = 1000
@@ -56,14 +57,19 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
     `everything`: render all training prompts; otherwise the first ones, and more for `MORE_ROWS_S`.
     """
     data, tokenizer = config.data, book.tokenizer
-    held_out = [row for dataset in book.held_out.values() for row in rows_of(dataset.rows, [dataset.settings.source])]
-    located_rows = [*rows_of(book.rows, data.train_sources), *held_out]
+    check_takes_images(config, book)
+    held_out = [
+        (dataset.rows, *row)
+        for dataset in book.held_out.values()
+        for row in rows_of(dataset.rows, [dataset.settings.source])
+    ]
+    located_rows = [*((book.rows, *row) for row in rows_of(book.rows, data.train_sources)), *held_out]
     rows, refused, looked_at = [], [], len(located_rows)
-    for where, row in located_rows:
+    for dataset, where, row in located_rows:
         try:
             tokens = np.zeros(0, np.int32)
             if not config.agent.is_set:
-                tokens = tokenizer.encode_row(row.prompt, **data.prompt_options)
+                tokens = book.encode(dataset, row)
             rows.append(InspectedRow(where, row, tokens))
         except BadRow as error:
             refused.append(f"{where}: {error}")
@@ -74,7 +80,7 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
             break
         looked_at += 1
         try:
-            tokenizer.encode_row(row.prompt, **data.prompt_options)
+            book.encode(book.rows, row)
         except BadRow as error:
             refused.append(f"{where}: {error}")
     if not tokenizer.eos_token_ids | {*config.sampling.stop_token_ids}:
@@ -90,6 +96,18 @@ def inspect_rows(config: Config, book: PromptBook, found: Findings, everything: 
         record_lengths(config, book, rows, found)
         warn_of_characters(tokenizer, rows, found)
     return rows
+
+
+def check_takes_images(config: Config, book: PromptBook) -> None:
+    """Raises ConfigError for rows with images where the engine takes none."""
+    if book.with_images and not ENGINES.find(config.worker.engine).takes_images:
+        able = ", ".join(repr(name) for name in ENGINES.shipped if ENGINES.find(name).takes_images)
+        refuse(
+            "worker.engine",
+            config.worker.engine,
+            "takes no images, and rows have some",
+            f"use one that does ({able}), or leave the images out with data.images_key = ''",
+        )
 
 
 def warn_of_sampling(config: Config, found: Findings) -> None:

@@ -56,6 +56,8 @@ class EngineEntry:
     """Whether a process outside April may load weights into the engine, which then takes the version April names."""
     scores: ClassVar[bool] = False
     """Whether `Engine.score` works; the weight check needs it."""
+    takes_images: ClassVar[bool] = False
+    """Whether the engine generates from images (`Request.images`), with a model that does."""
     limits_memory: ClassVar[bool] = False
     """Whether the engine's accelerator memory can be limited, see `memory_options`."""
     shares_time: ClassVar[bool] = False
