@@ -275,7 +275,7 @@ class LoraSection(Section):
         0,
         ge=0,
         description="Rank of the low-rank adapter that is trained instead of the model; 0: full training. Each "
-        "parameter of the adapter takes 12 bytes, and of the model 4 instead of 16; a low rank learns less.",
+        "parameter of the adapter takes 12 bytes, and of the model 4 or less instead of 16; a low rank learns less.",
     )
     alpha: float = Field(
         32.0,
@@ -294,6 +294,12 @@ class LoraSection(Section):
         "parameters, and with a KL term a frozen second copy of the model.",
     )
 
+    base: Literal["fp32", "bf16", "nf4"] = Field(
+        "fp32",
+        description="Form of the frozen weights: fp32 (4 bytes each), bf16 (2 bytes; for folders in bfloat16), or nf4 "
+        "(half a byte in linear layers, by bitsandbytes; rounds them, and engines sample from the rounded ones).",
+    )
+
     @property
     def is_set(self) -> bool:
         return self.rank > 0
@@ -303,6 +309,11 @@ class LoraSection(Section):
         """Whether only the adapter is trained, so that the model without it is the starting policy, the KL
         reference."""
         return self.is_set and not self.embedding
+
+    @property
+    def workers_have_base(self) -> bool:
+        """Whether the frozen weights are those of the model's files, which workers have."""
+        return self.base != "nf4"
 
 
 def layers_to_adapt(linears: Iterable[str], section: LoraSection) -> list[str]:
@@ -320,12 +331,31 @@ def layers_to_adapt(linears: Iterable[str], section: LoraSection) -> list[str]:
     return [name for part in section.targets or by_part for name in by_part[part]]
 
 
+def check_base(section: LoraSection, dtype: str) -> None:
+    """Refuse a base in bfloat16 of a model whose files have weights of another type `dtype`: workers add the adapter to
+    those. Raises ConfigError."""
+    if section.base == "bf16" and dtype != "bfloat16":
+        refuse(
+            "lora.base",
+            section.base,
+            f"rounds the model's {dtype or 'unnamed'} weights, and workers add the adapter to those as they are",
+            'use "fp32" or "nf4", or save the model in bfloat16',
+        )
+
+
 def check_lora(section: LoraSection) -> None:
     if section.targets and not section.is_set:
         refuse(
             "lora.targets",
             section.targets,
             "says what has an adapter, and lora.rank = 0 trains none",
+            "set lora.rank, or leave it out",
+        )
+    if section.base != "fp32" and not section.is_set:
+        refuse(
+            "lora.base",
+            section.base,
+            "is the form of weights under an adapter, and lora.rank = 0 trains none",
             "set lora.rank, or leave it out",
         )
     if section.embedding and not section.is_set:

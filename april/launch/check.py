@@ -221,7 +221,7 @@ def check_own_schedule(schedule: ScheduleSection) -> None:
 def check_learner_parts(config: Config) -> bool:
     """Whether there are parts of the user's own for the loss or the optimizer; they can be imported then. Shipped ones,
     checked with the configuration, are not imported here. Raises ConfigError, also if torch is missing."""
-    check_installed(config.learner)
+    check_installed(config.learner, config.lora)
     algorithm = config.algorithm
     named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage), (OPTIMIZERS, config.learner.optimizer)}
     named |= {(CORRECTIONS, name) for name in algorithm.corrections}

@@ -11,7 +11,7 @@ from typing import Any
 from april.broker.header import StoredTensor, tensors_of
 from april.config import Config
 from april.config.checks import needs_values
-from april.config.training import layers_to_adapt
+from april.config.training import check_base, layers_to_adapt
 from april.launch.devices import memory_here
 from april.learner.optimizers import state_bytes
 from april.util.errors import refuse
@@ -105,19 +105,26 @@ EMBEDDING_SUFFIX, HEAD_SUFFIX = "embed_tokens.weight", "lm_head.weight"
 
 def linears_of(folder: Path) -> dict[str, int]:
     """Input size plus output size of each linear layer inside the transformer layers, by name."""
-    return {
-        tensor.name.removesuffix(".weight"): sum(tensor.shape)
+    return {tensor.name.removesuffix(".weight"): sum(tensor.shape) for tensor in layer_matrices(folder)}
+
+
+def layer_matrices(folder: Path) -> list[StoredTensor]:
+    """Weights of the linear layers inside the transformer layers."""
+    return [
+        tensor
         for tensor in all_tensors(folder)
         if ".layers." in tensor.name
         and tensor.name.endswith(".weight")
         and len(tensor.shape) == 2
         and not any(part in tensor.name for part in NOT_ADAPTED)
-    }
+    ]
 
 
 def adapter_parameters(config: Config) -> int:
     """Trained parameters with the `[lora]` section: the adapter, and whole tensors trained with it. Raises ConfigError
-    if the model lacks a layer that the section names."""
+    if the model lacks a layer that the section names, or has weights that the section's base would round."""
+    own = json.loads((config.model.path / "config.json").read_text())
+    check_base(config.lora, own.get("dtype") or own.get("torch_dtype") or "")
     linears = linears_of(config.model.path)
     width = sum(linears[name] for name in layers_to_adapt(linears, config.lora))
     return config.lora.rank * width + whole_parameters(config)
@@ -133,6 +140,15 @@ def whole_parameters(config: Config) -> int:
     return sum(math.prod(tensor.shape) for tensor in all_tensors(folder) if tensor.name.endswith(names))
 
 
+def saved_by_base(config: Config, parameters: int) -> float:
+    """Bytes by which `lora.base` makes frozen weights smaller than fp32, of a model of so many parameters."""
+    if config.lora.base == "fp32":
+        return 0.0
+    matrices = layer_matrices(config.model.path) if config.lora.base == "nf4" else []
+    packed = sum(math.prod(tensor.shape) for tensor in matrices)
+    return 2 * (parameters - whole_parameters(config)) + (2 - NF4_BYTES) * packed
+
+
 def all_tensors(folder: Path) -> Iterator[StoredTensor]:
     return (tensor for path in weight_files(folder) if path.is_file() for tensor in tensors_of(path))
 
@@ -142,6 +158,8 @@ def all_tensors(folder: Path) -> Iterator[StoredTensor]:
 GIB = 1 << 30
 KEPT_BYTES, GRADIENT_BYTES = 4, 4
 """Bytes per parameter in float32: of every weight (kept), and of the gradient of a trained weight."""
+NF4_BYTES = 0.5 + 4 / 64
+"""Bytes of a weight in NF4 with its share of the scale of 64."""
 HEAD_BYTES = 12
 """Temporary bytes per parameter of the output head: bfloat16 weight and gradient, and two float32 copies of the
 gradient."""
@@ -171,12 +189,13 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
     if config.lora.is_set:
         trained = adapter_parameters(config)
         resident += trained - whole_parameters(config)
+    saved = saved_by_base(config, shape.parameters) if config.lora.is_set else 0.0
     if not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef):
         resident += shape.parameters
     if needs_values(config.algorithm, imported=False):
         resident, trained = resident + shape.parameters, trained + shape.parameters
     trained_bytes = GRADIENT_BYTES + state_bytes(config.learner)
-    return (resident * KEPT_BYTES + trained * trained_bytes) // config.learner.ranks
+    return (resident * KEPT_BYTES - saved + trained * trained_bytes) // config.learner.ranks
 
 
 def activations_bytes(config: Config, shape: ModelShape) -> float:

@@ -82,13 +82,13 @@ def needs_of(config: Config) -> Needs:
     sizes = sizes_of(config.model.path, config.lora.model_dump_json(), bf16=not fp32)
     critics = sizes.model if needs_values(config.algorithm, imported=False) else 0
     has_reference = not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef)
-    trained, held = sizes.trained + critics, sizes.parameters + critics + (sizes.model if has_reference else 0)
+    trained, others = sizes.trained + critics, critics + (sizes.model if has_reference else 0)
     logits = min(BLOCK_LOGITS, tokens * sizes.vocabulary)
     kept, head = sizes.kept_bytes, float(sizes.vocabulary * sizes.hidden * HEAD_BYTES + logits * LOGIT_BYTES)
     if section.activation_checkpointing:  # the head is done with before the first layer is computed again
         kept, head = sizes.layers * sizes.hidden * (4 if fp32 else 2), max(head, tokens * sizes.largest_bytes)
     learner = {
-        "weights": held * KEPT_BYTES / ranks,
+        "weights": (sizes.held_bytes + others * KEPT_BYTES) / ranks,
         "gradients": trained * GRADIENT_BYTES / ranks,
         "optimizer": trained * state_bytes(section, sizes.matrices / max(1, sizes.trained)) / ranks,
         "activations": tokens * kept,
@@ -118,6 +118,8 @@ def changes(config: Config) -> Iterator[Change]:
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
     if section.optimizer in SMALLER and offloads:
         yield Change({"learner.optimizer": SMALLER[section.optimizer]}, 1, "moments are rounded to 8 bits")
+    if config.lora.is_set and config.lora.base == "fp32":
+        yield Change({"lora.base": "bf16"}, 1, "frozen weights are rounded to 16 bits, if they are not yet")
     if section.microbatch_tokens > longest:
         yield Change({"learner.microbatch_tokens": longest}, 2, "ranks wait for each other")
     if not section.activation_checkpointing and offloads:
@@ -128,6 +130,8 @@ def changes(config: Config) -> Iterator[Change]:
         yield Change({"learner.optimizer_on_host": True}, 5, "the optimizer's step is made by the processor")
     for factor, cost in ((2, 8), (4, 16), (8, 32)):
         yield Change({"learner.ranks": section.ranks * factor}, cost, f"{factor} times as many accelerators")
+    if config.lora.is_set and config.lora.base != "nf4":
+        yield Change({"lora.base": "nf4"}, 6, "frozen weights are rounded to 4 bits")
     if not config.lora.is_set and offloads:
         yield Change({"lora.rank": ADAPTER_RANK, "lora.alpha": 2 * ADAPTER_RANK}, 12, "an adapter is trained alone")
 

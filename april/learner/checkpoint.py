@@ -149,7 +149,7 @@ def folder(directory: Path, step: int) -> Path:
 def check_adapter(directory: Path, step: int, adapter: dict[str, Any]) -> None:
     """Raises ConfigError if the checkpoint of `step` was made with another configuration of `[lora]`."""
     before = orjson.loads(read_whole(folder(directory, step) / PROGRESS_FILE)).get("lora", {"rank": 0})
-    before.setdefault("embedding", False)
+    before = {"embedding": False, "base": "fp32"} | before
     for key, value in before.items():
         if adapter.get(key, value) != value:
             refuse(

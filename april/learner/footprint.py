@@ -27,8 +27,8 @@ class Footprint:
 
     model: int
     """Parameters of the model."""
-    parameters: int
-    """The same and those of its adapter."""
+    held_bytes: int
+    """Bytes of the weights as they are held, those of the adapter among them."""
     trained: int
     """Parameters that are trained."""
     matrices: int
@@ -48,7 +48,7 @@ def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024
     Raises ModelError for a model that the learner does not train, or whose forward pass depends on its values."""
     policy = policy_to_train(folder, adapter)
     own = sum(parameter.numel() for parameter in policy_to_train(folder, LoraSection()).parameters())
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    held = sum(parameter.numel() * parameter.itemsize for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.trained)
     matrices = sum(parameter.numel() for name, parameter in policy.trained if is_matrix(name, parameter))
     vocabulary, hidden = policy.lm.get_output_embeddings().weight.shape
@@ -61,7 +61,7 @@ def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024
         outside, *kept = kept_by_layer(policy_to_train(folder, adapter), torch.bfloat16, tokens)
         scale *= 2  # experts' grouped products are known in 16 bits alone; fp32 keeps at most twice as much
     total, largest = (outside + sum(kept)) * scale, max(kept) * scale
-    return Footprint(own, parameters, trained, matrices, hidden, vocabulary, len(kept), total, largest)
+    return Footprint(own, held, trained, matrices, hidden, vocabulary, len(kept), total, largest)
 
 
 def policy_to_train(folder: Path, adapter: LoraSection) -> Policy:
@@ -91,7 +91,7 @@ def kept_by_layer(policy: Policy, dtype: torch.dtype, tokens: int) -> list[int]:
         body = policy.lm.base_model
         body.to_empty(device="cpu")
         for parameter in body.parameters():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
         own = {parameter.untyped_storage()._cdata for parameter in body.parameters()}
 
         def keep(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from april.learner.attention_kernels import Packing
+from april.learner.frozen_base import pack, shape_in_files
 from april.learner.mixers import split_mixers
 from april.util.files import WEIGHTS, length_dependent_positions, weight_files
 
@@ -221,7 +222,8 @@ def check_files(lm: nn.Module, folder: Path) -> None:
     sources, parameters = tensor_sources(lm, files), dict(lm.named_parameters())
     plain = {name: key for name, each in sources.items() if not each.converter for (key,) in each.keys.values()}
     for name in sorted(plain.keys() & parameters.keys()):
-        check_shape(files, name, files.slices([plain[name]])[plain[name]].get_shape(), parameters[name])
+        shape = files.slices([plain[name]])[plain[name]].get_shape()
+        check_shape(files, name, shape, shape_in_files(lm, name, parameters[name]))
     there = {tied.get(name, name) for name in sources}
     missing = sorted(name for name in parameters if tied.get(name, name) not in there)
     if missing and len(plain) == len(sources):
@@ -262,7 +264,7 @@ def read_tensors(
     slices, rows = files.slices(key for keys in source.keys.values() for key in keys), local_rows(target)
     if source.converter is None:
         ((key,),) = source.keys.values()
-        check_shape(files, name, slices[key].get_shape(), target)
+        check_shape(files, name, slices[key].get_shape(), shape_in_files(lm, name, target))
         return {name: read_rows(slices[key], rows)}
     stacked = all(
         len(keys) == len(target) and len(slices[key].get_shape()) == target.ndim - 1
@@ -277,17 +279,17 @@ def read_tensors(
     converted = source.converter.convert(name, model=lm, config=lm.config)
     converted = {found: value[0] if isinstance(value, list) else value for found, value in converted.items()}
     if stacked:
-        check_shape(files, name, [len(target), *converted[name].shape[1:]], target)
+        check_shape(files, name, [len(target), *converted[name].shape[1:]], target.shape)
         return converted
     for found, value in converted.items():
-        check_shape(files, found, value.shape, lm.get_parameter(found))
+        check_shape(files, found, value.shape, shape_in_files(lm, found, lm.get_parameter(found)))
     return {found: value[local_rows(lm.get_parameter(found))] for found, value in converted.items()}
 
 
-def check_shape(files: WeightFiles, name: str, shape: Sequence[int], target: Tensor) -> None:
-    if tuple(shape) != tuple(target.shape):
+def check_shape(files: WeightFiles, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(shape) != tuple(expected):
         raise ModelError(
-            f"{files.folder}: its {name} is {list(shape)}, and config.json makes it {list(target.shape)}; give the "
+            f"{files.folder}: its {name} is {list(shape)}, and config.json makes it {list(expected)}; give the "
             "folder as it was saved"
         )
 
@@ -312,13 +314,15 @@ def read_rows(tensor: Any, rows: slice) -> Tensor:
 
 @torch.no_grad()
 def assign(lm: nn.Module, name: str, target: Tensor, value: Tensor) -> None:
-    """Store `value`, this rank's rows, as the tensor `name` of `lm`, in the dtype and on the device of `target`."""
+    """Store `value`, this rank's rows, as the tensor `name` of `lm`, in the dtype and on the device of `target`, in NF4
+    where that is of bytes."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if not local.is_meta:
         local.copy_(value)
         return
     device = target.device_mesh.device_type if isinstance(target, DTensor) else "cpu"
-    read_in = torch.empty_like(local, device=device).copy_(value.to(device))  # converted there, not on the way
+    value = pack(value.to(device)) if local.dtype == torch.uint8 and value.is_floating_point() else value.to(device)
+    read_in = torch.empty_like(local, device=device).copy_(value)  # converted there, not on the way
     if isinstance(target, DTensor):
         shape, stride = target.shape, target.stride()
         read_in = DTensor.from_local(

@@ -19,12 +19,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from april.config import stored
 from april.config.training import LoraSection, layers_to_adapt
+from april.learner.frozen_base import BaseLinear, hold_frozen
 from april.weights.base import DOWN, UP, merge
 
 PARTS = (DOWN, UP)
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(BaseLinear):
     """Linear layer with a LoRA adapter: W x + b + scaling B A x, of which A [rank, in] and B [out, rank] are trained.
     The parameters W and b keep their names."""
 
@@ -53,7 +54,7 @@ class AdaptedLinear(nn.Linear):
         down, up = self.lora_A.detach(), self.lora_B.detach()
         if isinstance(down, DTensor):
             down = down.redistribute(placements=[Replicate()])
-        return merge(self.weight.detach(), down, up, self.scaling)
+        return merge(self.plain_weight(), down, up, self.scaling)
 
 
 def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
@@ -61,16 +62,19 @@ def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
     head with `lora.embedding`. The same seed gives the same adapter. Raises ConfigError for targets that `lm` does not
     have."""
     lm.requires_grad_(False)
+    for table in (lm.get_input_embeddings(), lm.get_output_embeddings()) if section.embedding else ():
+        table.weight.requires_grad_(True)
+    hold_frozen(lm, section.base)
     layers = set(lm.base_model.layers.modules())
     linears = {  # not what computes more than that, such as the router of Llama 4
-        name: module for name, module in lm.named_modules() if type(module) is nn.Linear and module in layers
+        name: module
+        for name, module in lm.named_modules()
+        if type(module) in (nn.Linear, BaseLinear) and module in layers
     }
     generator = torch.Generator().manual_seed(seed)
     for name in layers_to_adapt(linears, section):
         adapter = AdaptedLinear(linears[name], section.rank, section.alpha / section.rank, generator)
         lm.set_submodule(name, adapter)
-    for table in (lm.get_input_embeddings(), lm.get_output_embeddings()) if section.embedding else ():
-        table.weight.requires_grad_(True)
 
 
 def adapted_layers(lm: nn.Module) -> dict[str, AdaptedLinear]:
@@ -84,13 +88,13 @@ def idle_layers(lm: nn.Module) -> list[str]:
 
 
 def merged_weights(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's original parameters with the adapter merged, computed lazily. Collective if sharded."""
-    layers = {f"{name}.weight": layer for name, layer in adapted_layers(lm).items()}
+    """The model's original parameters in fp32 with the adapter merged, computed lazily. Collective if sharded."""
+    layers = {f"{name}.weight": layer for name, layer in lm.named_modules() if isinstance(layer, BaseLinear)}
     for name, parameter in lm.named_parameters():
-        if name in layers:
-            yield name, layers[name].merged()
+        if layer := layers.get(name):
+            yield name, layer.merged() if isinstance(layer, AdaptedLinear) else layer.plain_weight()
         elif not name.endswith(PARTS):
-            yield name, parameter
+            yield name, parameter if parameter.dtype == torch.float32 else parameter.detach().float()
 
 
 def names_in_folder(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | None:

@@ -344,9 +344,10 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
     options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
     if not trained:
         options["reshard_after_forward"] = True
-    if bf16:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    choose_experts_implementation(policy.lm, torch.bfloat16 if bf16 else torch.float32)
+    computed = torch.bfloat16 if bf16 else torch.float32
+    if bf16 or any(parameter.dtype == torch.bfloat16 for parameter in policy.parameters()):
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
+    choose_experts_implementation(policy.lm, computed)
     for layer in policy.lm.base_model.layers:
         fully_shard(layer, **options)
     fully_shard(policy, **options)

@@ -7,10 +7,11 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qw
 from april.config.training import LoraSection
 from april.learner import attention, lora
 from april.learner.footprint import footprint
-from april.learner.model import load
+from april.learner.loading import load_weights
+from april.learner.model import empty_policy
 
 SIZES = {
-    "vocab_size": 23, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 23, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "intermediate_size": 48,
 }  # fmt: skip
 MODELS = {
@@ -21,20 +22,29 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("adapter", [LoraSection(), LoraSection(rank=4, alpha=8)], ids=["whole", "adapter"])
+ADAPTERS = {
+    "whole": LoraSection(),
+    "adapter": LoraSection(rank=4, alpha=8),
+    "packed base": LoraSection(rank=4, alpha=8, base="nf4"),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_a_pass_keeps_what_its_footprint_says(tmp_path, config, adapter, dtype):
     tokens = 64
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     said = footprint(tmp_path, adapter, bf16=dtype is torch.bfloat16, tokens=tokens)
-    policy = load(tmp_path, 1.0)
+    policy = empty_policy(tmp_path, 1.0)
     assert said.model == sum(parameter.numel() for parameter in policy.parameters())
     if adapter.is_set:
         lora.attach(policy.lm, adapter, seed=0)
+    load_weights(policy.lm, tmp_path)
+    assert said.held_bytes == sum(parameter.untyped_storage().nbytes() for parameter in policy.parameters())
     assert said.trained == sum(parameter.numel() for _, parameter in policy.trained)
     for parameter in policy.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
     kept = {}
     own = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
 
@@ -58,4 +68,4 @@ def test_a_pass_keeps_what_its_footprint_says(tmp_path, config, adapter, dtype):
 def test_a_footprint_needs_no_memory(tmp_path):
     """A model of 30 billion parameters, 120 GB in fp32, of which there is a config.json alone."""
     Qwen3Config(hidden_size=8192, intermediate_size=49152, num_hidden_layers=24).save_pretrained(tmp_path)
-    assert footprint(tmp_path, LoraSection(), bf16=True).parameters > 30e9
+    assert footprint(tmp_path, LoraSection(), bf16=True).model > 30e9

@@ -5,6 +5,7 @@ import math
 from importlib.util import find_spec
 
 from april.config.learner import LearnerSection
+from april.config.training import LoraSection
 from april.util.errors import ConfigError, refuse
 from april.util.registry import Registry
 
@@ -27,8 +28,8 @@ WHOLE_MATRICES = ("muon",)
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
 """Bytes that an optimizer keeps for each trained parameter; 8 for an optimizer of the user's own. Muon keeps 8 for
 those that are in no matrix of a layer."""
-PACKAGES = {"adamw_8bit": ("bitsandbytes", "8bit")}
-"""Package that an optimizer needs, and the extra of April that installs it."""
+PACKAGES = {"adamw_8bit": ("bitsandbytes", "8bit"), "nf4": ("bitsandbytes", "8bit")}
+"""Package that an optimizer or a form of frozen weights needs, and the extra of April that installs it."""
 
 
 def check_optimizer(section: LearnerSection) -> None:
@@ -42,16 +43,17 @@ def check_optimizer(section: LearnerSection) -> None:
         )
 
 
-def check_installed(section: LearnerSection) -> None:
-    """Raises ConfigError where torch is missing, or the package of the optimizer: on the learner's machines."""
+def check_installed(learner: LearnerSection, adapter: LoraSection) -> None:
+    """Raises ConfigError where torch is missing, or the package of the optimizer or of the base: on the learner's
+    machines."""
     if find_spec("torch") is None:
         raise ConfigError("torch is not installed; `pip install 'april-rl[learner,worker]'`")
-    package, extra = PACKAGES.get(section.optimizer, ("", ""))
-    if package and not find_spec(package):
-        refuse(
-            "learner.optimizer", section.optimizer, f"needs {package}, which is not installed",
-            f"pip install 'april-rl[{extra}]'",
-        )  # fmt: skip
+    for key, value in (("learner.optimizer", learner.optimizer), ("lora.base", adapter.base)):
+        package, extra = PACKAGES.get(value, ("", ""))
+        if package and not find_spec(package):
+            refuse(
+                key, value, f"needs {package}, which is not installed", f"pip install 'april-rl[{extra}]'",
+            )  # fmt: skip
 
 
 def state_bytes(section: LearnerSection, matrices: float = 0.0) -> float:

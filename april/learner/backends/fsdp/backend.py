@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from april.config import Config
-from april.learner import lora, performance
+from april.config.training import check_base
+from april.learner import checkpoint, frozen_base, lora, performance
 from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.losses.ranks import Ranks
@@ -27,6 +28,7 @@ class FSDPBackend(Backend):
         section, path = config.learner, config.model.path
         policy = empty_policy(path, config.sampling.temperature, section.activation_checkpointing)
         if config.lora.is_set:
+            check_base(config.lora, str(checkpoint.dtype_of_folder(path)).removeprefix("torch."))
             lora.attach(policy.lm, config.lora, config.seed)
         if section.compile:
             policy.compile_layers()
@@ -36,10 +38,11 @@ class FSDPBackend(Backend):
         self.compute_dtype = "bfloat16" if self.bf16 else "float32"
         self.policy = load_sharded(policy, path, device, self.bf16)
         self.lm, self.ranks, self.base = policy.lm, Ranks(), BaseWeights(path)
-        self.files = lora.names_in_folder(self.lm, dict(self.policy.trained)) if config.lora.is_set else None
+        adapts = config.lora.is_set and config.lora.workers_have_base
+        self.files = lora.names_in_folder(self.lm, dict(self.policy.trained)) if adapts else None
         """Name in Hugging Face files of each trained tensor, by its name in the model `lm`; None if workers receive all
         weights instead of an adapter."""
-        if config.lora.is_set and self.files is None:
+        if adapts and self.files is None:
             log.warning("%s: its files have weights of adapted layers in another form; workers get all weights", path)
         self.part = CheckpointPart.of("", self.policy, section.lr, section)
         self.is_new = True
@@ -51,6 +54,7 @@ class FSDPBackend(Backend):
             return lora.WithoutAdapter(self.policy)
         path = self.config.model.path
         policy = empty_policy(path, self.config.sampling.temperature).requires_grad_(False)
+        frozen_base.hold_frozen(policy.lm, self.config.lora.base)
         return load_sharded(policy, path, self.device, self.bf16, trained=False)
 
     def clip(self, max_norm: float) -> float:

@@ -28,8 +28,10 @@ class VLLMEntry(ServerEntry):
 
     @classmethod
     def takes_adapters(cls, config: Config) -> bool:
-        """Whether adapters have a supported rank, and adapt only linear layers (a trained embedding would differ)."""
-        return config.lora.base_is_frozen and supported_rank(config.lora.rank) is not None
+        """Whether adapters have a supported rank, and adapt only linear layers (a trained embedding would differ) with
+        the weights of the model's files."""
+        adapter = config.lora
+        return adapter.base_is_frozen and adapter.workers_have_base and supported_rank(adapter.rank) is not None
 
     @classmethod
     def check(cls, config: Config) -> None:
