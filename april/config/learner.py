@@ -112,6 +112,11 @@ class LearnerSection(Section):
         "end: faster on accelerators, with less memory for activations, after a minute of compiling at the start. "
         "Needs a C compiler.",
     )
+    freeze_vision: bool = Field(
+        True,
+        description="Leave the vision tower of a vision-language model as it is, and train its language model. false: "
+        "train both, with the tower's activations in memory; not with an adapter.",
+    )
     peak_tflops: float | None = Field(
         None,
         gt=0,

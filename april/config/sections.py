@@ -207,7 +207,8 @@ class Config(Section):
         return (heads, self._size("num_key_value_heads") or heads) if heads else None
 
     def _size(self, key: str) -> int | None:
-        size = (self.model_shape or {}).get(key)
+        shape = self.model_shape or {}
+        size = (shape.get("text_config") or shape).get(key, shape.get(key))
         return size if isinstance(size, int) else None
 
     @property

@@ -26,6 +26,7 @@ from april.learner.losses.ranks import Ranks
 from april.learner.model import hidden_states, load_sharded
 from april.learner.objective import ResponseTokens, k1
 from april.learner.packing import MicroBatch
+from april.learner.vision import freeze_tower
 from april.util.pulse import MAIN
 
 Estimator = Callable[..., Tensor]
@@ -39,11 +40,11 @@ class ValueModel(nn.Module):
     def __init__(self, lm: nn.Module):
         super().__init__()
         self.lm = lm
-        self.head = nn.Parameter(torch.zeros(lm.config.hidden_size))
+        self.head = nn.Parameter(torch.zeros(lm.config.get_text_config().hidden_size))
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.named_parameters())
+        return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Value of the state before each target of `micro`, float32 [K]."""
@@ -62,6 +63,8 @@ class Critic:
     def __init__(self, config: Config, device: torch.device, bf16: bool, estimator: Estimator):
         self.section, self.device, self.estimator = config.critic, device, estimator
         model = empty_value_model(config.model.path, config.learner.activation_checkpointing)
+        if config.learner.freeze_vision:
+            freeze_tower(model.lm)
         self.model = load_sharded(model, config.model.path, device, bf16)
         self.part = CheckpointPart.of("critic.", self.model, config.critic.lr, config.learner)
         self._totals = self._blank()

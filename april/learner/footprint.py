@@ -14,6 +14,7 @@ from april.learner.attention import Packing
 from april.learner.loading import ModelError
 from april.learner.model import Policy, choose_experts_implementation, empty_policy
 from april.learner.optimizers.muon import is_matrix
+from april.learner.vision import text_model
 from april.util.errors import ConfigError
 from april.util.text import first_line
 
@@ -104,7 +105,7 @@ def kept_by_layer(policy: Policy, dtype: torch.dtype, tokens: int) -> list[int]:
         def mark(*_: object) -> None:
             marks.append(sum(kept.values()))
 
-        for layer in body.layers:
+        for layer in text_model(policy.lm).layers:
             layer.register_forward_pre_hook(mark)
             layer.register_forward_hook(mark)
         packing = Packing([length] * SEQUENCES, torch.arange(SEQUENCES + 1, dtype=torch.int32) * length)

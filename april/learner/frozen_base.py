@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from april.learner.vision import text_model
+
 BLOCK = 64
 """Values that share a scale."""
 SCALE_BYTES = 4
@@ -59,7 +61,7 @@ def hold_frozen(lm: nn.Module, form: str) -> None:
     linear layers inside the layers whose rows are whole blocks; what else is frozen is in bfloat16."""
     if form == "fp32":
         return
-    for module in lm.base_model.layers.modules() if form == "nf4" else ():
+    for module in text_model(lm).layers.modules() if form == "nf4" else ():
         if type(module) is nn.Linear and not module.weight.requires_grad and module.in_features % BLOCK == 0:
             module.__class__ = BaseLinear
             size = packed_columns(module.in_features)

@@ -18,13 +18,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from april.learner.attention_kernels import Packing
 from april.learner.frozen_base import pack, shape_in_files
 from april.learner.mixers import split_mixers
+from april.learner.vision import prepare_tower, text_model
 from april.util.files import WEIGHTS, length_dependent_positions, weight_files
 
 log = logging.getLogger(__name__)
@@ -53,16 +55,25 @@ def empty_model(folder: Path, attention: str, body_alone: bool = False, recomput
         )
     turn_off_noise(config)
     with parameters_without_memory():
-        kind = AutoModel if body_alone else AutoModelForCausalLM
+        kind = AutoModel if body_alone else auto_class(config)
         lm: nn.Module = kind.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     if lm.base_model is lm and not body_alone and hasattr(lm, "model"):
         lm.base_model_prefix = "model"  # Llama 4's names the body of the model with images
-    split_mixers(lm.base_model)
+    split_mixers(text_model(lm))
+    prepare_tower(lm)
     if recompute:
         recompute_layers(lm)
     return lm
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that builds the model of a configuration: that of vision-language models where it knows no
+    causal LM."""
+    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if takes_images and not is_causal else AutoModelForCausalLM
 
 
 def recompute_layers(lm: nn.Module) -> None:
@@ -72,7 +83,7 @@ def recompute_layers(lm: nn.Module) -> None:
         raise ModelError(
             f"the activations of {type(lm).__name__} cannot be recomputed; set learner.activation_checkpointing = false"
         )
-    row = getattr(lm.base_model, "packed_row", None)
+    row = getattr(text_model(lm), "packed_row", None)
     lm.gradient_checkpointing_enable({"use_reentrant": False} | ({"context_fn": row.contexts} if row else {}))
 
 

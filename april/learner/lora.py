@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from april.config import stored
 from april.config.training import LoraSection, layers_to_adapt
 from april.learner.frozen_base import BaseLinear, hold_frozen
+from april.learner.vision import text_model
 from april.weights.base import DOWN, UP, merge
 
 PARTS = (DOWN, UP)
@@ -65,7 +66,7 @@ def attach(lm: nn.Module, section: LoraSection, seed: int) -> None:
     for table in (lm.get_input_embeddings(), lm.get_output_embeddings()) if section.embedding else ():
         table.weight.requires_grad_(True)
     hold_frozen(lm, section.base)
-    layers = set(lm.base_model.layers.modules())
+    layers = set(text_model(lm).layers.modules())
     linears = {  # not what computes more than that, such as the router of Llama 4
         name: module
         for name, module in lm.named_modules()

@@ -19,6 +19,7 @@ from april.config import LearnerSection
 from april.learner import attention
 from april.learner.loading import LogitMap, ModelError, empty_model, load_weights, logit_map, persistent_buffers
 from april.learner.packing import MicroBatch, PackedSupport
+from april.learner.vision import text_model, tower_blocks
 
 LOGITS_PER_CHUNK = 2**24
 """Most logits that the head computes at once on a CPU (64 MiB in fp32); more tokens are scored in chunks."""
@@ -280,8 +281,8 @@ class Policy(nn.Module):
         """Compile the forward pass of each layer in place, except for its attention; sequences of any lengths share
         what has been compiled. To be called before the model is sharded."""
         self.compiled = True
-        self.lm.set_attn_implementation(attention.register(compiled=True))
-        for layer in self.lm.base_model.layers:
+        text_model(self.lm).set_attn_implementation(attention.register(compiled=True))
+        for layer in text_model(self.lm).layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
@@ -296,12 +297,10 @@ def with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 
 def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
     """Last hidden states of the positions that predict the targets of `micro`, [K, D]."""
+    packing = attention.Packing(micro.seq_lens, micro.cu_seq_lens)
+    inputs = {"position_ids": micro.positions} | (micro.images.inputs() if micro.images else {})
     hidden = lm.base_model(
-        input_ids=micro.ids,
-        position_ids=micro.positions,
-        attention_mask=None,
-        use_cache=False,
-        packing=attention.Packing(micro.seq_lens, micro.cu_seq_lens),
+        input_ids=micro.ids, attention_mask=None, use_cache=False, packing=packing, **inputs
     ).last_hidden_state
     return hidden[0, micro.target_rows]
 
@@ -329,8 +328,8 @@ def empty_policy(folder: Path, temperature: float, recompute: bool = False) -> P
     With `recompute`, the backward pass recomputes a layer's activations instead of keeping them.
     """
     lm = empty_model(folder, attention.register(), recompute=recompute)
-    if not hasattr(lm.base_model, "layers"):
-        raise ModelError(f"{folder}: {type(lm.base_model).__name__} has no list `layers` to shard")
+    if not hasattr(body := text_model(lm), "layers"):
+        raise ModelError(f"{folder}: {type(body).__name__} has no list `layers` to shard")
     return Policy(lm, temperature, logit_map(lm, folder)).train()
 
 
@@ -348,7 +347,7 @@ def shard(policy: Model, device: torch.device, bf16: bool = False, trained: bool
     if bf16 or any(parameter.dtype == torch.bfloat16 for parameter in policy.parameters()):
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
     choose_experts_implementation(policy.lm, computed)
-    for layer in policy.lm.base_model.layers:
+    for layer in [*text_model(policy.lm).layers, *tower_blocks(policy.lm)]:
         fully_shard(layer, **options)
     fully_shard(policy, **options)
     for module in policy.modules():

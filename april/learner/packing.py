@@ -14,6 +14,7 @@ from torch import Tensor
 
 from april.data.support import Support
 from april.learner.batch import TrainSample
+from april.learner.vision import ImagePacker, PackedImages
 from april.wire.message import Version
 
 NEVER = -1e20
@@ -126,18 +127,26 @@ class MicroBatch:
     """Supports of the sampled tokens (candidate ids under truncated sampling); None if sampling was not truncated."""
     is_dummy: bool = False
     """Whether this is a dummy for a rank without samples: K = 1, with zero loss and gradient."""
+    images: PackedImages | None = None
+    """Images of the sequences; None if those of no rank have any."""
 
 
-def pack(samples: list[TrainSample], device: torch.device) -> MicroBatch:
-    """Pack samples into one micro-batch; without samples a dummy micro-batch."""
+def pack(samples: list[TrainSample], device: torch.device, images: ImagePacker | None = None) -> MicroBatch:
+    """Pack samples into one micro-batch; without samples a dummy micro-batch. `images` is given where this rank or
+    another has images, and a rank without any computes a blank one. Raises ValueError for images that the policy does
+    not take."""
+    if not images and any(sample.images for sample in samples):
+        raise ValueError("samples have images, and policy or back end take none; use a vision-language model")
+    packed = samples
     if not samples:
         blank = np.zeros(DUMMY_TOKENS + 1, np.int32)
-        dummy = TrainSample(blank, DUMMY_TOKENS, np.zeros(1, np.float32), 0.0, ((0, 1, Version(0, 0)),))
-        return join([dummy], device, is_dummy=True)
-    return join(samples, device, is_dummy=False)
+        packed = [TrainSample(blank, DUMMY_TOKENS, np.zeros(1, np.float32), 0.0, ((0, 1, Version(0, 0)),))]
+    if images and not any(sample.images for sample in samples):
+        packed = [*packed, images.blank]
+    return join(packed, device, not samples, images)
 
 
-def join(samples: list[TrainSample], device: torch.device, is_dummy: bool) -> MicroBatch:
+def join(samples: list[TrainSample], device: torch.device, is_dummy: bool, images: ImagePacker | None) -> MicroBatch:
     seq_lens = [input_tokens(sample) for sample in samples]
     starts = list(accumulate(seq_lens, initial=0))
     rows = [
@@ -159,6 +168,7 @@ def join(samples: list[TrainSample], device: torch.device, is_dummy: bool) -> Mi
         ),
         support=pack_support(samples, device) if any(sample.support for sample in samples) else None,
         is_dummy=is_dummy,
+        images=images.pack(samples, device) if images else None,
     )
 
 

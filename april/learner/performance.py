@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from april.learner.attention import Reach
 from april.learner.mixers import uses_attention
+from april.learner.vision import text_model
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Keys by which models' configurations name the number of a layer's experts."""
@@ -61,7 +62,7 @@ def forward_cost(lm: nn.Module) -> Cost:
     """Cost of an unsharded Hugging Face causal LM; only the experts that a token is routed to count."""
     config = lm.config.get_text_config()
     weights, per_square = 0.0, dict[Reach, float]()
-    for index, layer in enumerate(lm.base_model.layers):
+    for index, layer in enumerate(text_model(lm).layers):
         own = config.per_layer_config[index] if config.is_heterogeneous else config
         weights += active_weights(layer, own)
         if any(map(uses_attention, layer.modules())):

@@ -290,7 +290,8 @@ class Trainer:
         micros = []
         for row in planned:
             indices = [members[i] for i in row[self.ranks.rank]]
-            packed = pack([prepared.samples[i] for i in indices], self.device)
+            images = self.backend.images if any(prepared.samples[i].images for i in members) else None
+            packed = pack([prepared.samples[i] for i in indices], self.device, images)
             tokens = self.objective.tokens(prepared, indices, self.device) if indices else None
             micros.append(TrainMicroBatch(indices, packed, tokens))
         return micros

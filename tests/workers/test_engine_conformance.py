@@ -64,6 +64,7 @@ STARTS = {
 MARKS = {"sglang": pytest.mark.sglang, "vllm": pytest.mark.vllm, "transformers": pytest.mark.full}
 RETRACT = "sglang-retract"
 KINDS = {"window": "gemma3_text", "sink": "gpt_oss", "state": "falcon_h1", "experts": "qwen3_moe"}
+KINDS |= {"images": "qwen3_vl"}
 """Architectures that only the transformers engine has, by what is special about them."""
 
 

@@ -25,6 +25,7 @@ from april.learner.losses.ranks import Ranks
 from april.learner.model import gather_state
 from april.learner.packing import MicroBatch
 from april.learner.performance import Cost, Seconds, untimed
+from april.learner.vision import ImagePacker
 from april.util.pulse import MAIN
 from april.weights.base import AdapterWeights
 
@@ -49,6 +50,8 @@ class Backend(ABC):
     """Dtype of activations in forward and backward passes: "float32" or "bfloat16"."""
     adapter: dict[str, Any]
     """Description of the trained adapter, from `lora.describe`."""
+    images: ImagePacker | None = None
+    """Packs the images of samples; None if the policy takes none."""
 
     @abstractmethod
     def reference(self) -> nn.Module:

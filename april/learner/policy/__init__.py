@@ -15,15 +15,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from april.learner import performance
 from april.learner.attention import PackedAttentionError
 from april.learner.batch import TrainSample
-from april.learner.loading import ModelError, check_files
+from april.learner.loading import ModelError, auto_class, check_files
 from april.learner.model import Policy, choose_experts_implementation, empty_policy, load
 from april.learner.packing import pack
+from april.learner.policy.pictures import images_of, inputs_of, packer_of, place_images
+from april.learner.vision import text_model
 from april.util.errors import NotTried
 from april.util.text import first_line
 from april.wire.message import Version
@@ -104,6 +106,7 @@ def compared(model: PreTrainedModel, recompute: bool = False, bf16: bool = True)
     sequences = [
         torch.randint(3, model.get_input_embeddings().weight.shape[0], (n,), generator=chance) for n in LENGTHS
     ]
+    place_images(model, sequences)
     factors = torch.randn(PASSED, generator=chance)
 
     def by_transformers() -> Tensor:
@@ -145,7 +148,7 @@ def rounded(policy: Policy, sequences: list[Tensor]) -> str:
         policy.zero_grad()
         for parameter in policy.parameters():
             parameter.data = parameter.data.bfloat16()
-        for layer in policy.lm.base_model.layers:
+        for layer in text_model(policy.lm).layers:
             layer.register_forward_pre_hook(in_bf16, with_kwargs=True)
         logprobs = logprobs_of(policy, short)
         logprobs.sum().backward()
@@ -258,7 +261,7 @@ def alike(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> bool:
 
 def logprobs_by_transformers(model: PreTrainedModel, sequence: Tensor) -> Tensor:
     """Log-probabilities, float32 [T - 1], of a sequence's tokens after the first."""
-    logits = model(sequence[None, :-1], use_cache=False).logits[0].float()
+    logits = model(sequence[None, :-1], use_cache=False, **inputs_of(model, sequence)).logits[0].float()
     return torch.log_softmax(logits, dim=-1).gather(1, sequence[1:, None])[:, 0]
 
 
@@ -267,11 +270,12 @@ def logprobs_of(policy: Policy, sequences: list[Tensor]) -> Tensor:
     samples = [
         TrainSample(
             sequence.numpy().astype(np.int32), 1, np.zeros(len(sequence) - 1, np.float32), 0.0,
-            ((0, len(sequence) - 1, Version(0, 0)),),
+            ((0, len(sequence) - 1, Version(0, 0)),), images=images_of(policy.lm, sequence),
         )
         for sequence in sequences
     ]  # fmt: skip
-    return policy(pack(samples, torch.device("cpu")))[0]
+    images = packer_of(policy.lm) if any(sample.images for sample in samples) else None
+    return policy(pack(samples, torch.device("cpu"), images))[0]
 
 
 # --- small models -----------------------------------------------------------------------------------------------------
@@ -281,7 +285,7 @@ LAYERS, VOCABULARY, INNER, EXPERTS, CHOSEN, WINDOW = 2, 256, 64, 8, 2, 8
 WINDOWS = re.compile(r"window(?!.*layers)|chunk_size|block_size|local_attention|index_topk|floor_scale|^original_max_")
 """Regular expression for names of keys with a number of tokens up to which a model sees, or from which on it computes
 something else."""
-WIDTHS = re.compile(r"hidden_size$|_n?heads$|^n_head$|^n_embd$|d_model$|d_ssm$|d_inner$|lru_width$")
+WIDTHS = re.compile(r"hidden_size$|_n?heads$|^n_head$|^n_embd$|embed_dim$|d_model$|d_ssm$|d_inner$|lru_width$")
 """Regular expression for names of keys that are divided for a narrower model: fewer heads, of their true size."""
 ROUTED = re.compile(r"experts_per_tok|top_?k(_experts)?$|moe_topk|num_selected_experts")
 """Regular expression for names of keys with the number of experts that compute a token."""
@@ -314,7 +318,7 @@ def small_model(
 
 def depth_of(lm: nn.Module) -> int:
     """Number of first layers among which there is one of every kind."""
-    layers = list(getattr(lm.base_model, "layers", ()))
+    layers = list(getattr(text_model(lm), "layers", ()))
     kinds = [kind_of(layer) for layer in layers]
     return max([LAYERS, *(kinds.index(kind) + 1 for kind in kinds)])
 
@@ -335,11 +339,11 @@ def random_model(config: PreTrainedConfig, most: int = TRIED_PARAMETERS) -> PreT
     shows; None for more than `most` parameters. Norms are halved: attention over normalised queries and keys would
     otherwise choose single tokens, and rounding would decide which."""
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
+        empty = auto_class(config).from_config(config)
     if sum(parameter.numel() for parameter in empty.parameters()) > most:
         return None
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.ndim < 2:
             parameter.mul_(0.5).add_(torch.randn_like(parameter), alpha=0.2)
@@ -352,7 +356,14 @@ def reduced(config: PreTrainedConfig, depth: int, divisor: int = 1) -> PreTraine
     """A configuration with the same features, its first `depth` layers, fewer tokens and experts, short windows, and
     widths that are divided."""
     layers = next((n for key in DEPTHS if (n := getattr(config, key, None))), 0)
+    is_tower = hasattr(config, "patch_size")
+    depth = LAYERS if is_tower else depth
     for name, value in list(vars(config).items()):
+        if is_tower and WINDOWS.search(name):
+            continue  # pixels, which the images of the proof are more than
+        if is_tower and name.endswith("_indexes"):
+            set_value(config, name, sorted({index % depth for index in value}))
+            continue
         if isinstance(value, PreTrainedConfig):
             reduced(value, depth, divisor)
         elif isinstance(value, dict):
@@ -379,7 +390,7 @@ def set_value(config: PreTrainedConfig, name: str, value: Any) -> None:
         setattr(config, name, value)
 
 
-DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
 
 
 def reduced_value(name: str, value: Any, depth: int, divisor: int) -> int | None:

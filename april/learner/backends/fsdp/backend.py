@@ -14,6 +14,7 @@ from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.losses.ranks import Ranks
 from april.learner.model import empty_policy, gather_tensors, load_sharded, uses_bf16
+from april.learner.vision import ImagePacker, freeze_tower
 from april.weights.base import AdapterWeights, BaseWeights
 from april.weights.channel import Adapter
 
@@ -27,6 +28,9 @@ class FSDPBackend(Backend):
         self.config, self.device = config, device
         section, path = config.learner, config.model.path
         policy = empty_policy(path, config.sampling.temperature, section.activation_checkpointing)
+        self.images = ImagePacker.of(policy.lm, path)
+        if section.freeze_vision:
+            freeze_tower(policy.lm)
         if config.lora.is_set:
             check_base(config.lora, str(checkpoint.dtype_of_folder(path)).removeprefix("torch."))
             lora.attach(policy.lm, config.lora, config.seed)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from april.config import Config, ConfigError
 from april.learner.backends.entry import BackendEntry
+from april.util.errors import refuse
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,17 @@ class FSDPEntry(BackendEntry):
         section = config.learner
         if said := objection(config.model.path, section.activation_checkpointing, section.compute != "fp32"):
             raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be trained: {said}")
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        super().check(config)
+        if config.lora.is_set and not config.learner.freeze_vision:
+            refuse(
+                "learner.freeze_vision",
+                False,
+                f"trains the vision tower, which lora.rank = {config.lora.rank} leaves as it is",
+                "leave out one of them",
+            )
 
     @classmethod
     def build(cls, config: Config, device: "torch.device") -> "Backend":

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -152,9 +152,23 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
         "mamba_d_state": 16, "mamba_chunk_size": 16, "tie_word_embeddings": True,
     },
     "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32},
+    "qwen3_vl": {
+        "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True, "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+    },
 }  # fmt: skip
 """Keys of config.json of tiny models beside `TINY_SHAPE`, by model_type: plain ones, then one each with windows, sinks,
-states and experts."""
+states, experts and images."""
+TOWERS: Mapping[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4,
+        "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1],
+    },
+}  # fmt: skip
+"""Keys of the vision towers of those that take images."""
+PLACEHOLDERS = {"image_token_id": VOCABULARY - 1, "video_token_id": VOCABULARY - 2}
+PLACEHOLDERS |= {"vision_start_token_id": VOCABULARY - 3, "vision_end_token_id": VOCABULARY - 4}
+"""Ids of the tokens around and in place of images."""
 
 
 @dataclass(frozen=True)
@@ -193,14 +207,18 @@ class TinyModel:
         if not folder.exists():
             shutil.copytree(self.folder, folder)
             shape = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": max_context}))
+            shape.get("text_config", shape)["max_position_embeddings"] = max_context
+            (folder / "config.json").write_text(json.dumps(shape))
         return folder
 
 
 def build_reference(architecture: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(architecture, **TINY_SHAPE | ARCHITECTURES[architecture])
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    keys, kind = TINY_SHAPE | ARCHITECTURES[architecture], AutoModelForCausalLM
+    if tower := TOWERS.get(architecture):
+        keys = {"text_config": keys, "vision_config": tower, "tie_word_embeddings": keys["tie_word_embeddings"]}
+        keys, kind = keys | PLACEHOLDERS, AutoModelForImageTextToText
+    model: PreTrainedModel = kind.from_config(AutoConfig.for_model(architecture, **keys), dtype=torch.float32)
     # Norms start at one and biases at zero, where leaving them out would go unseen.
     with torch.no_grad():
         for parameter in model.parameters():

@@ -77,7 +77,11 @@ def is_not_finite(weights: Weights) -> list[str]:
 
 
 def last_norm(weights: Weights) -> str:
-    return next(name for name, tensor in weights.items() if tensor.ndim == 1 and ".layers." not in name)
+    return next(
+        name
+        for name, tensor in weights.items()
+        if tensor.ndim == 1 and ".layers." not in name and ".visual." not in name
+    )
 
 
 BAD = {

@@ -99,6 +99,7 @@ def check_decoder(config: Config) -> None:
 
 class TransformersEntry(TorchEntry):
     returns_supports = True
+    takes_images = True
 
     @classmethod
     def check_model(cls, config: Config) -> None:

@@ -20,13 +20,18 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers.models.auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from april.config import Config
 from april.util.files import length_dependent_positions
 from april.util.text import first_line
 from april.workers.engines.base import EngineError, Request
+from april.workers.engines.embedded.images import Context, ImageInputs, prepare
 from april.workers.engines.embedded.sampling import SamplingPlan, sample, sample_support, stream_of, uniforms
 from april.workers.engines.entry import is_finite
 from april.workers.engines.in_process import InProcessEngine, Next, RunningRequest
@@ -53,7 +58,9 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         if "trust_remote_code" in str(error):
             said = "its class is code in the folder, which April does not run"
         raise EngineError(f"{said}; give a model that transformers has a class for") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kinds = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    known = next((mapping for mapping in kinds if type(config) in mapping), None)
+    if known is None:
         raise EngineError(
             f"transformers has no causal LM of model_type {config.model_type!r}; give a model that generates text"
         )
@@ -64,13 +71,14 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
             f"its rotary positions of type {kind!r} depend on the length of what is computed together, and requests "
             "are batched; give a model with another type"
         )
-    return config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return config, known[type(config)]
 
 
 class TransformersEngine(InProcessEngine):
     """Implements `Engine`; reads the folder's config.json, and takes weights by their Hugging Face names."""
 
     returns_supports = True
+    takes_images = True
 
     def __init__(self, config: Config, device: str, name: str):
         disable_progress_bar()
@@ -82,6 +90,7 @@ class TransformersEngine(InProcessEngine):
         takes = inspect.signature(self._kind.forward).parameters.keys()
         self._inputs = {"use_cache": True, "logits_to_keep": 1, "position_ids": None}
         self._inputs = {key: value for key, value in self._inputs.items() if key in takes}
+        self._images = ImageInputs.of(config.model.path, self._config)
         self._pads = "position_ids" in takes and is_padded_exactly(self._config)
         self._lm: Any = None
         self._caches = True
@@ -126,6 +135,7 @@ class TransformersEngine(InProcessEngine):
         if self._device.type == "cpu":  # grouped products of experts ask for aligned sizes
             with suppress(ValueError):
                 lm.set_experts_implementation("eager")
+        prepare(lm)
         self._batches, self._lm = [], lm.to(self._device).eval()
         caches, self._caches = self._caches, self._caches_exactly()
         if caches and not self._caches:
@@ -188,6 +198,13 @@ class TransformersEngine(InProcessEngine):
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
+    def submit(self, request: Request) -> None:
+        if request.images and self._images is None:
+            raise EngineError(f"request {request.id} has images, and the model takes none; use one that does")
+        if request.images and self._images:
+            self._images.check(request)
+        super().submit(request)
+
     @torch.inference_mode()
     def score(self, tokens: np.ndarray) -> np.ndarray:
         if self._lm is None:
@@ -204,7 +221,7 @@ class TransformersEngine(InProcessEngine):
         placed = {each for batch in self._batches for each in batch.running}
         waiting = [each for each in running if each not in placed]
         for group in self._groups(waiting)[: MAX_BATCHES - len(self._batches)]:
-            self._batches.append(CachedBatch(group, dict(self._inputs)))
+            self._batches.append(CachedBatch(group, dict(self._inputs), self._images))
         sampled = [each for batch in self._batches for each in batch.sample(self._lm)]
         if not self._caches:
             self._batches = []
@@ -259,6 +276,8 @@ class CachedBatch:
     running: list[RunningRequest]
     inputs: dict[str, Any]
     """Keyword arguments of transformers' model, cache included."""
+    images: ImageInputs | None = None
+    """What reads the requests' images; None for a model that takes none."""
     ids: Tensor | None = None
     """int64 [n, L]: the contexts; None before the prefill."""
 
@@ -304,17 +323,20 @@ class CachedBatch:
         """Logits, float32 [n, vocabulary], of each request's next token. The first call prefills the contexts, each
         distinct one once."""
         if self.ids is not None:
-            return self._forward(lm, self.ids, 1)
-        row_of: dict[tuple[int, ...], int] = {}
-        rows = [row_of.setdefault(tuple(each.context), len(row_of)) for each in self.running]
-        longest = max(map(len, row_of))
-        self.ids = torch.tensor([[0] * (longest - len(c)) + list(c) for c in row_of], device=lm.device)
-        mask = torch.tensor([[0] * (longest - len(c)) + [1] * len(c) for c in row_of], device=lm.device)
+            return self._forward(lm, self.ids, 1, {})
+        row_of: dict[Context, int] = {}
+        contexts: list[Context] = [(tuple(each.context), each.request.images) for each in self.running]
+        rows, shown = [row_of.setdefault(each, len(row_of)) for each in contexts], dict[str, Tensor]()
+        longest = max(len(tokens) for tokens, _ in row_of)
+        self.ids = torch.tensor([[0] * (longest - len(c)) + list(c) for c, _ in row_of], device=lm.device)
+        mask = torch.tensor([[0] * (longest - len(c)) + [1] * len(c) for c, _ in row_of], device=lm.device)
         if not mask.all():
             self.inputs["attention_mask"] = mask
         if "position_ids" in self.inputs:
             self.inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = self._forward(lm, self.ids, None)[rows]
+        if self.images and any(images for _, images in row_of):
+            self.inputs["position_ids"], shown = self.images.inputs(lm, list(row_of), mask)
+        logits = self._forward(lm, self.ids, None, shown)[rows]
         self._select(rows)
         return logits
 
@@ -323,12 +345,13 @@ class CachedBatch:
         if self.ids is not None:
             self.ids = torch.cat([self.ids, tokens[:, None]], dim=1)
 
-    def _forward(self, lm: Any, ids: Tensor, length: int | None) -> Tensor:
-        """Logits, float32 [n, vocabulary], after the last `length` tokens; None for all of them, in a prefill."""
+    def _forward(self, lm: Any, ids: Tensor, length: int | None, shown: dict[str, Tensor]) -> Tensor:
+        """Logits, float32 [n, vocabulary], after the last `length` tokens; None for all of them, in a prefill, which is
+        `shown` images."""
         inputs = lm.prepare_inputs_for_generation(
             ids, next_sequence_length=length, is_first_iteration=length is None, **self.inputs
         )
-        outputs = lm(**inputs, return_dict=True)
+        outputs = lm(**inputs, **shown, return_dict=True)
         self.inputs = lm._update_model_kwargs_for_generation(outputs, self.inputs)
         return outputs.logits[:, -1].float()
 
@@ -338,7 +361,8 @@ class CachedBatch:
             return
         index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)
         self.ids = self.ids[index]
-        self.inputs |= {key: value[index] for key, value in self.inputs.items() if isinstance(value, Tensor)}
+        tensors = {key: value for key, value in self.inputs.items() if isinstance(value, Tensor)}
+        self.inputs |= {key: value.index_select(value.ndim - 2, index) for key, value in tensors.items()}
         if isinstance(self.cache, DynamicCache) and type(self.cache) is not DynamicCache:
             self.cache.batch_select_indices(index)
         elif self.cache is not None:
