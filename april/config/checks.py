@@ -40,7 +40,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_evaluation(config.evaluation, config.evaluation_sets)
     check_algorithm(config.algorithm, imported=False)
     check_critic(config)
-    check_lora(config.lora)
+    check_lora(config.lora, config.learner.master_weights)
     check_checkpoint_store(config.learner.checkpoint_store)
     check_sharing(config)
     backend = config.shipped_part("learner.backend")

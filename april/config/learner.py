@@ -44,6 +44,11 @@ class LearnerSection(Section):
         description="Keep the optimizer's state in the host's memory and step there: no bytes of it on the "
         "accelerator, for copies of gradients and weights over the bus and a slower step.",
     )
+    master_weights: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="Dtype of the trained weights and their gradients: fp32 (8 bytes a parameter), or bf16 (4 bytes; a "
+        "step is computed in fp32 and rounded at random, so that small steps are made in the mean).",
+    )
     lr: float = Field(1e-6, gt=0, description="Learning rate of the policy. Too high a rate ends in collapse.")
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "constant",

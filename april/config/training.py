@@ -343,7 +343,14 @@ def check_base(section: LoraSection, dtype: str) -> None:
         )
 
 
-def check_lora(section: LoraSection) -> None:
+def check_lora(section: LoraSection, master_weights: str = "fp32") -> None:
+    if section.is_set and master_weights != "fp32":
+        refuse(
+            "learner.master_weights",
+            master_weights,
+            "is for a model that is trained whole, and lora.rank trains an adapter",
+            "leave it out, and set lora.base for the frozen weights",
+        )
     if section.targets and not section.is_set:
         refuse(
             "lora.targets",

@@ -156,8 +156,8 @@ def all_tensors(folder: Path) -> Iterator[StoredTensor]:
 # --- division ---------------------------------------------------------------------------------------------------------
 
 GIB = 1 << 30
-KEPT_BYTES, GRADIENT_BYTES = 4, 4
-"""Bytes per parameter in float32: of every weight (kept), and of the gradient of a trained weight."""
+VALUE_BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of a weight, and of a trained weight's gradient, by `learner.master_weights`."""
 NF4_BYTES = 0.5 + 4 / 64
 """Bytes of a weight in NF4 with its share of the scale of 64."""
 HEAD_BYTES = 12
@@ -194,8 +194,9 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
         resident += shape.parameters
     if needs_values(config.algorithm, imported=False):
         resident, trained = resident + shape.parameters, trained + shape.parameters
-    trained_bytes = GRADIENT_BYTES + state_bytes(config.learner)
-    return (resident * KEPT_BYTES - saved + trained * trained_bytes) // config.learner.ranks
+    each = VALUE_BYTES[config.learner.master_weights]
+    trained_bytes = each + state_bytes(config.learner)
+    return (resident * each - saved + trained * trained_bytes) // config.learner.ranks
 
 
 def activations_bytes(config: Config, shape: ModelShape) -> float:

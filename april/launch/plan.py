@@ -14,10 +14,9 @@ from april.config.training import LoraSection
 from april.launch.memory import (
     BLOCK_LOGITS,
     CONTEXT_BYTES,
-    GRADIENT_BYTES,
     HEAD_BYTES,
-    KEPT_BYTES,
     LOGIT_BYTES,
+    VALUE_BYTES,
     WEIGHT_BYTES,
     divide,
     pass_tokens,
@@ -87,9 +86,10 @@ def needs_of(config: Config) -> Needs:
     kept, head = sizes.kept_bytes, float(sizes.vocabulary * sizes.hidden * HEAD_BYTES + logits * LOGIT_BYTES)
     if section.activation_checkpointing:  # the head is done with before the first layer is computed again
         kept, head = sizes.layers * sizes.hidden * (4 if fp32 else 2), max(head, tokens * sizes.largest_bytes)
+    each = VALUE_BYTES[section.master_weights]
     learner = {
-        "weights": (sizes.held_bytes + others * KEPT_BYTES) / ranks,
-        "gradients": trained * GRADIENT_BYTES / ranks,
+        "weights": ((sizes.held_bytes if config.lora.is_set else sizes.model * each) + others * each) / ranks,
+        "gradients": trained * each / ranks,
         "optimizer": trained * state_bytes(section, sizes.matrices / max(1, sizes.trained)) / ranks,
         "activations": tokens * kept,
         "head or layer": head,
@@ -130,6 +130,13 @@ def changes(config: Config) -> Iterator[Change]:
         yield Change({"learner.optimizer_on_host": True}, 5, "the optimizer's step is made by the processor")
     for factor, cost in ((2, 8), (4, 16), (8, 32)):
         yield Change({"learner.ranks": section.ranks * factor}, cost, f"{factor} times as many accelerators")
+    if (
+        not config.lora.is_set
+        and section.master_weights == "fp32"
+        and section.optimizer not in WHOLE_MATRICES
+        and offloads
+    ):
+        yield Change({"learner.master_weights": "bf16"}, 7, "trained weights and gradients are rounded to 16 bits")
     if config.lora.is_set and config.lora.base != "nf4":
         yield Change({"lora.base": "nf4"}, 6, "frozen weights are rounded to 4 bits")
     if not config.lora.is_set and offloads:

@@ -42,7 +42,7 @@ METADATA_FILE = ".metadata"
 PROGRESS_FILE = "progress.json"
 STEPS = "optimizer_steps"
 WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)")
-OPTIMIZER = "optimizer"
+OPTIMIZER, MASTER_WEIGHTS = "optimizer", "master_weights"
 
 
 @dataclass
@@ -173,16 +173,21 @@ def check_critic(directory: Path, step: int, parts: Sequence[CheckpointPart]) ->
 
 
 def check_optimizer(directory: Path, step: int, parts: Sequence[CheckpointPart]) -> None:
-    """Raises ConfigError if the checkpoint of `step` has the moments of another optimizer than a part's."""
+    """Raises ConfigError if the checkpoint of `step` has the moments of another optimizer than a part's, or weights of
+    another dtype."""
     progress = orjson.loads(read_whole(folder(directory, step) / PROGRESS_FILE))
     for part in parts:
-        if (before := progress.get(f"{part.prefix}{OPTIMIZER}", DEFAULT)) != part.optimizer.name:
-            refuse(
-                "learner.optimizer",
-                part.optimizer.name,
-                f"is not the {before!r} of checkpoint {folder(directory, step)}, whose moments it does not take",
-                f"go on with {before!r}, or begin another run",
-            )
+        for key, value, default in (
+            (OPTIMIZER, part.optimizer.name, DEFAULT),
+            (MASTER_WEIGHTS, part.optimizer.master_weights, "fp32"),
+        ):
+            if (before := progress.get(f"{part.prefix}{key}", default)) != value:
+                refuse(
+                    f"learner.{key}",
+                    value,
+                    f"is not the {before!r} of checkpoint {folder(directory, step)}, which would go on as another run",
+                    f"go on with {before!r}, or begin another run",
+                )
 
 
 def allocate_state(source: Path, parts: Sequence[CheckpointPart]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from april.config import Config
 from april.learner import attention
 from april.learner.backends.backend import clip_gradients
 from april.learner.checkpoint import CheckpointPart
+from april.learner.frozen_base import in_bf16
 from april.learner.loading import empty_model
 from april.learner.losses.gae import value_losses, whitened
 from april.learner.losses.ranks import Ranks
@@ -65,6 +66,8 @@ class Critic:
         model = empty_value_model(config.model.path, config.learner.activation_checkpointing)
         if config.learner.freeze_vision:
             freeze_tower(model.lm)
+        if config.learner.master_weights == "bf16":
+            in_bf16(model.parameters())
         self.model = load_sharded(model, config.model.path, device, bf16)
         self.part = CheckpointPart.of("critic.", self.model, config.critic.lr, config.learner)
         self._totals = self._blank()

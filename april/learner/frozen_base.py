@@ -5,7 +5,7 @@ A matrix in NF4 is one tensor of bytes, each row by itself, so that it is sharde
 a byte, then the fp32 scales of each 64 values. A product unpacks the matrix, in both passes, and keeps the packed one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,13 @@ def hold_frozen(lm: nn.Module, form: str) -> None:
             size = packed_columns(module.in_features)
             packed = torch.empty(module.out_features, size, dtype=torch.uint8, device="meta")
             module.weight = nn.Parameter(packed, requires_grad=False)
-    for parameter in lm.parameters():
-        if parameter.is_floating_point() and not parameter.requires_grad:
+    in_bf16(parameter for parameter in lm.parameters() if not parameter.requires_grad)
+
+
+def in_bf16(parameters: Iterable[nn.Parameter]) -> None:
+    """Hold parameters of floating-point numbers in bfloat16, in place."""
+    for parameter in parameters:
+        if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
 
 

@@ -37,6 +37,7 @@ from april.config.stored import StoredCheckpoints
 from april.learner import checkpoint
 from april.learner.checkpoint import (
     CHECKSUMS_FILE,
+    MASTER_WEIGHTS,
     METADATA_FILE,
     OPTIMIZER,
     PROGRESS_FILE,
@@ -222,7 +223,11 @@ class CheckpointStore:
         state = copy_to_memory(checkpoint.sharded_state(parts))
         progress = {"step": step, "ranks": dist.get_world_size(), "lora": adapter}
         for part in parts:
-            progress |= {f"{part.prefix}{STEPS}": part.steps, f"{part.prefix}{OPTIMIZER}": part.optimizer.name}
+            progress |= {
+                f"{part.prefix}{STEPS}": part.steps,
+                f"{part.prefix}{OPTIMIZER}": part.optimizer.name,
+                f"{part.prefix}{MASTER_WEIGHTS}": part.optimizer.master_weights,
+            }
         self._writing = step, in_background(self._write, state, partial, progress)
 
     def _write(self, state: dict[str, Tensor], partial: Path, progress: dict[str, Any]) -> None:

@@ -116,7 +116,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients of a sharded model to a global L2 norm of at most `max_norm`; returns the norm before.
     Collective."""
     gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    square = torch.nn.utils.get_total_norm(gradients).double().square()
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else [torch.zeros(1)]
+    square = torch.linalg.vector_norm(torch.stack(norms)).double().square()
     dist.all_reduce(square)
     norm = square.sqrt().item()
     if norm > max_norm and math.isfinite(norm):

@@ -33,11 +33,18 @@ PACKAGES = {"adamw_8bit": ("bitsandbytes", "8bit"), "nf4": ("bitsandbytes", "8bi
 
 
 def check_optimizer(section: LearnerSection) -> None:
-    """Refuse an optimizer that cannot step on the host. Raises ConfigError."""
+    """Refuse an optimizer that cannot step on the host, or weights in bf16. Raises ConfigError."""
     if section.optimizer_on_host and section.optimizer in WHOLE_MATRICES:
         refuse(
             "learner.optimizer_on_host",
             True,
+            "needs an optimizer that steps each value by itself, and muon takes whole matrices",
+            "use adamw or adamw_8bit",
+        )
+    if section.master_weights == "bf16" and section.optimizer in WHOLE_MATRICES:
+        refuse(
+            "learner.master_weights",
+            section.master_weights,
             "needs an optimizer that steps each value by itself, and muon takes whole matrices",
             "use adamw or adamw_8bit",
         )

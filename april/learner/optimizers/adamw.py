@@ -45,7 +45,6 @@ class AdamW8bit(ShardOptimizer):
 
         self._to_load: dict[nn.Parameter, dict[str, Tensor]] = {}
         """Moments in fp32 by parameter, between `restore` and `loaded`."""
-        self._steps = 0
         return BitsAndBytes(shards, lr=lr, betas=section.betas, weight_decay=section.weight_decay)
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -60,7 +59,7 @@ class AdamW8bit(ShardOptimizer):
 
     def restore(self, steps: int) -> None:
         self.inner.state.clear()
-        self._steps = steps
+        self.steps = steps
         self._to_load = {
             parameter: {
                 moment: sharded_like(parameter, zeros)
@@ -74,7 +73,7 @@ class AdamW8bit(ShardOptimizer):
             shard.data = self._placed(parameter)
             self.inner.init_state(self.inner.param_groups[0], shard, 0, 0)
             state = self.inner.state[shard]
-            state[STEP] = self._steps
+            state[STEP] = self.steps
             for moment, values in self._to_load[parameter].items():
                 self._write(state, moment, local(values).to(shard.device))
         self._to_load = {}

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,7 +28,7 @@ class PartOptimizer(ABC):
 
     def __init__(self, trained: Trained, lr: float, section: LearnerSection):
         self.parameters = [parameter for _, parameter in trained]
-        self.name = section.optimizer
+        self.name, self.master_weights = section.optimizer, section.master_weights
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -57,8 +58,9 @@ class PartOptimizer(ABC):
 
 
 class ShardOptimizer(PartOptimizer):
-    """Steps this rank's shards by an optimizer of ordinary tensors; with `learner.optimizer_on_host` on the host, with
-    copies of weights and gradients that exist during the step."""
+    """Steps this rank's shards by an optimizer of ordinary tensors in fp32. Where weights are on an accelerator and the
+    step on the host, or weights are in bf16, it steps copies of a parameter and its gradient, one parameter after the
+    other."""
 
     names: Sequence[str]
     """Names of the tensors of a parameter's shape in the inner optimizer's state."""
@@ -67,15 +69,15 @@ class ShardOptimizer(PartOptimizer):
 
     def __init__(self, trained: Trained, lr: float, section: LearnerSection):
         super().__init__(trained, lr, section)
-        self.on_host = section.optimizer_on_host
+        self.on_host, self.steps = section.optimizer_on_host, 0
+        self.copies = self.on_host or self.master_weights == "bf16"
         self.shards = {
-            parameter: nn.Parameter(self._placed(parameter))
+            parameter: nn.Parameter(torch.empty(0, device="cpu" if self.on_host else local(parameter).device))
             for parameter in self.parameters
             if local(parameter).numel()
         }
         """What the inner optimizer steps, by parameter, without those of which this rank holds nothing."""
         self.inner = self.build(list(self.shards.values()), lr, section)
-        self._release()
 
     @abstractmethod
     def build(self, shards: Iterable[nn.Parameter], lr: float, section: LearnerSection) -> torch.optim.Optimizer:
@@ -83,15 +85,21 @@ class ShardOptimizer(PartOptimizer):
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for parameter, shard in self.shards.items():
-            shard.data = self._placed(parameter)
-            shard.grad = None if parameter.grad is None else self._placed(parameter.grad)
         for group in self.inner.param_groups:
             group["lr"] = lr
-        self.inner.step()
-        for parameter, shard in self.shards.items():
-            if shard.data_ptr() != (held := local(parameter)).data_ptr():
-                held.copy_(shard)
+        self.steps += 1
+        for number, (parameter, shard) in enumerate(self.shards.items()):
+            if parameter.grad is None:
+                continue
+            shard.data, shard.grad = self._placed(parameter), self._placed(parameter.grad)
+            if self.copies:
+                self.inner.step()
+                held = local(parameter)
+                seed = (self.steps, number, dist.get_rank() if dist.is_initialized() else 0)
+                held.copy_(shard if held.dtype == shard.dtype else rounded_at_random(shard, seed))
+                shard.data, shard.grad = shard.data.new_empty(0), None
+        if not self.copies:
+            self.inner.step()
         self._release()
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -102,6 +110,7 @@ class ShardOptimizer(PartOptimizer):
 
     def restore(self, steps: int) -> None:
         self.inner.state.clear()
+        self.steps = steps
         for parameter, shard in self.shards.items() if steps else ():
             placed = self._placed(parameter)
             count = {STEP: torch.tensor(float(steps), device=placed.device)} if self.counts else {}
@@ -121,8 +130,8 @@ class ShardOptimizer(PartOptimizer):
         return self.inner.state[shard] if shard is not None and shard in self.inner.state else {}
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        """This rank's shard of a tensor, where the step is made: itself, or a copy on the host."""
-        return local(tensor).cpu() if self.on_host else local(tensor)
+        """This rank's shard of a tensor in fp32, where the step is made: itself, or a copy."""
+        return (local(tensor).cpu() if self.on_host else local(tensor)).float()
 
     def _release(self) -> None:
         """Hold no weights and gradients between two steps."""
@@ -134,6 +143,14 @@ class ShardOptimizer(PartOptimizer):
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, with its memory and without its graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def rounded_at_random(values: Tensor, seed: tuple[int, ...]) -> Tensor:
+    """fp32 values in bfloat16, each rounded up or down with the chance that makes the mean right ("Revisiting BFloat16
+    Training", arXiv 2010.06192, section 3); the same `seed` rounds in the same way."""
+    generator = torch.Generator(values.device).manual_seed(hash(seed) & (1 << 63) - 1)
+    below = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    return ((values.view(torch.int32) + below) & -(1 << 16)).view(torch.float32).bfloat16()
 
 
 def sharded_like(parameter: nn.Parameter, shard: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ class FSDPBackend(Backend):
         if config.lora.is_set:
             check_base(config.lora, str(checkpoint.dtype_of_folder(path)).removeprefix("torch."))
             lora.attach(policy.lm, config.lora, config.seed)
+        if section.master_weights == "bf16":
+            frozen_base.in_bf16(policy.parameters())
         if section.compile:
             policy.compile_layers()
         self.adapter = lora.describe(policy.lm, config.lora)
@@ -58,7 +60,8 @@ class FSDPBackend(Backend):
             return lora.WithoutAdapter(self.policy)
         path = self.config.model.path
         policy = empty_policy(path, self.config.sampling.temperature).requires_grad_(False)
-        frozen_base.hold_frozen(policy.lm, self.config.lora.base)
+        lora_section, master_weights = self.config.lora, self.config.learner.master_weights
+        frozen_base.hold_frozen(policy.lm, lora_section.base if lora_section.is_set else master_weights)
         return load_sharded(policy, path, self.device, self.bf16, trained=False)
 
     def clip(self, max_norm: float) -> float:

@@ -46,6 +46,7 @@ class MegatronEntry(BackendEntry):
             "learner.compile = true": learner.compile,
             f"learner.optimizer = {learner.optimizer!r}": learner.optimizer != DEFAULT,
             "learner.optimizer_on_host = true": learner.optimizer_on_host,
+            f"learner.master_weights = {learner.master_weights!r}": learner.master_weights != "fp32",
         }
         for setting, is_set in refused.items():
             if is_set:
