@@ -128,6 +128,7 @@ def train(config: configuration.Config, address: str) -> None:
     import torch.distributed as dist
 
     from april.learner import loop, process_group
+    from april.learner.publication import DividedSending
     from april.learner.source import BrokerSource
     from april.learner.time_sharing import TimeSlice
     from april.learner.token_stats import keeps_samples
@@ -155,7 +156,11 @@ def train(config: configuration.Config, address: str) -> None:
         )  # fmt: skip
     time_slice = TimeSlice(config, device, rank)
     time_slice.acquire()
-    loop.run(config, Trainer(config, device), source, publisher, time_slice)
+    trainer = Trainer(config, device)
+    divided = DividedSending.start(trainer, publisher)
+    loop.run(config, trainer, source, publisher, time_slice, divided)
+    if divided:
+        divided.close()
     process_group.leave()
     if source and publisher:
         source.close()

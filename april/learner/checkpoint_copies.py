@@ -9,14 +9,14 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from april.config.stored import StoredCheckpoints, Sums, store_refused
 from april.learner.checkpoint import begin_folder
+from april.learner.process_group import Value, all_gather_values
 from april.util.files import retried, sync
 from april.util.objects import StoreRefused
 
@@ -122,8 +122,6 @@ def order_transfers(moves: Sequence[FileTransfer]) -> list[FileTransfer]:
 
 CHUNK_BYTES = 2**24
 
-Value = TypeVar("Value")
-
 
 class Disks:
     """The disks on which the ranks see `directory`, numbered in the order of their lowest ranks."""
@@ -170,17 +168,8 @@ class Disks:
         return names[ranks.index(self.rank) :: len(ranks)]
 
     def all_gather(self, own: Value, form: Any) -> list[Value]:
-        """The value `own` of each rank, by rank. Values travel as MessagePack and must be of the type `form`; a rank's
-        bytes that are not raise msgspec.DecodeError, and nothing in them is executed. Collective."""
-        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(own)), dtype=torch.uint8)
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(sizes, torch.tensor([len(encoded)]), self.group)
-        padded = encoded.new_zeros(int(max(sizes)))
-        padded[: len(encoded)] = encoded
-        received = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(received, padded, self.group)
-        decode = msgspec.msgpack.Decoder(form).decode
-        return [decode(memoryview(each[:size].numpy())) for each, size in zip(received, sizes, strict=True)]
+        """As `all_gather_values`, among the ranks of the disks. Collective."""
+        return all_gather_values(own, form, self.group)
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""

@@ -7,7 +7,7 @@ load_weights(lm, folder)
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from april.learner.attention_kernels import Packing
@@ -295,6 +300,24 @@ def read_tensors(
     for found, value in converted.items():
         check_shape(files, found, value.shape, shape_in_files(lm, found, lm.get_parameter(found)))
     return {found: value[local_rows(lm.get_parameter(found))] for found, value in converted.items()}
+
+
+def names_in_files(lm: nn.Module, shapes: Mapping[str, torch.Size]) -> dict[str, str] | None:
+    """Names in Hugging Face files of tensors of `lm`, by their names there; None if some have another form in files.
+    `shapes`: their shapes by name in `lm`.
+
+    The names are converted by transformers' own conversion of a state dict, applied to numbered placeholder tensors.
+    """
+    names = list(shapes)
+    numbered = {name: torch.tensor(i).expand(shapes[name]) for i, name in enumerate(names)}
+    found = {}
+    for name, value in revert_weight_conversion(lm, numbered).items():
+        numbers = value.reshape(-1)[:1].tolist() or [None]
+        found[name] = numbers[0], value.shape
+    if sorted(i for i, _ in found.values() if i is not None) != list(range(len(names))):
+        return None
+    same = all(shape == shapes[names[i]] for i, shape in found.values())
+    return {names[i]: name for name, (i, _) in found.items()} if same else None
 
 
 def check_shape(files: WeightFiles, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from april.config import Config
 from april.learner.batch import TrainingBatch, encode
 from april.learner.prefetch import BatchPrefetcher, BatchSource, Publisher, WeightSender
 from april.learner.process_group import long_wait_group
+from april.learner.publication import DividedSending, WeightPublication
 from april.learner.samples import SampleWriter
 from april.learner.time_sharing import TimeSlice
 from april.learner.trainer import Trainer
@@ -38,6 +39,7 @@ def run(
     source: BatchSource | None,
     publisher: Publisher | None,
     time_slice: TimeSlice | None = None,
+    divided: DividedSending | None = None,
 ) -> None:
     """Train until `source.fetch` returns None. Collective; `source` and `publisher` are None except on rank 0.
 
@@ -49,7 +51,8 @@ def run(
     in a row.
 
     `time_slice` is the learner's share of an accelerator that it shares with engines, already acquired; it is released
-    while the learner waits for a batch.
+    while the learner waits for a batch. `divided`: the ranks as senders of a part of the weights each; None: rank 0
+    sends all.
 
     While rank 0 waits for the broker or writes the last files, the other ranks wait for it in a process group with a
     timeout of days, not in the collectives of the next step.
@@ -63,7 +66,7 @@ def run(
     incarnation, frontier = broadcast_integers(source.start(saved_step) if source else (0, 0), prefetch_group)
     retain_best(trainer, source)
     prefetcher = BatchPrefetcher(source, prefetch_group, trainer.prepare)
-    publication = WeightPublication(trainer, WeightSender(publisher, incarnation, frontier))
+    publication = WeightPublication(trainer, WeightSender(publisher, incarnation, frontier), divided)
     nonfinite_in_a_row = 0
     prefetcher.request(trainer.step_count)
     publication.publish()
@@ -199,34 +202,6 @@ def finish_checkpoint(trainer: Trainer, source: BatchSource | None, main_group: 
     report_durable(trainer, source, wait=True)
     MAIN.at("waiting for the other ranks")
     dist.barrier(main_group)
-
-
-class WeightPublication:
-    """Publishes the trainer's weights: gathers them on rank 0, and sends them in a thread while training goes on."""
-
-    def __init__(self, trainer: Trainer, sender: WeightSender):
-        self.trainer, self.sender = trainer, sender
-
-    def publish(self) -> dict[str, float]:
-        """Gather the current weights and start sending them, unless their step is below the frontier (a replayed
-        batch); returns the seconds of each part of the work and, if weights are published in 16 bits,
-        `canary_rounding`: what rounding does to log-probabilities at the sampling temperature, nats. Collective."""
-        if not self.sender.is_due(self.trainer.step_count):
-            return {}
-        began = time.perf_counter()
-        MAIN.at("gathering weights")
-        canary = self.trainer.canary() if self.trainer.config.weights.canary else None
-        scored = time.perf_counter()
-        self.sender.start(self.trainer.step_count, self.trainer.weights_to_publish(), canary)
-        figures = {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
-        if canary and canary.dtype != "float32":
-            figures["canary_rounding"] = canary.rounding / (self.trainer.config.sampling.temperature or 1.0)
-        return figures
-
-    def finish(self) -> dict[str, float]:
-        """Wait until the weights are sent; returns metrics of the publication."""
-        MAIN.at("sending weights", takes_long=True)
-        return self.sender.finish()
 
 
 def broadcast_integers(numbers: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
-from transformers.core_model_loading import revert_weight_conversion
 
 from april.config import stored
 from april.config.training import LoraSection, layers_to_adapt
 from april.learner.frozen_base import BaseLinear, hold_frozen
+from april.learner.loading import names_in_files
 from april.learner.vision import text_model
 from april.weights.base import DOWN, UP, merge
 
@@ -101,19 +101,9 @@ def merged_weights(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def names_in_folder(lm: nn.Module, trained: Iterable[str]) -> dict[str, str] | None:
     """Names in Hugging Face files of the adapted layers' weights and of the tensors trained whole, by their names in
     `lm`; `trained` has the names of all trained parameters. None if some of these weights have another form in files.
-
-    The names are converted by transformers' own conversion of a state dict, applied to numbered placeholder tensors.
     """
     weights = [f"{name}.weight" for name in adapted_layers(lm)] + [name for name in trained if not name.endswith(PARTS)]
-    shapes = [lm.get_parameter(name).shape for name in weights]
-    numbered = {name: torch.tensor(i).expand(shapes[i]) for i, name in enumerate(weights)}
-    found = {
-        name: (int(value[(0,) * value.dim()]), value) for name, value in revert_weight_conversion(lm, numbered).items()
-    }
-    if sorted(i for i, _ in found.values()) != list(range(len(weights))):
-        return None
-    same = all(value.shape == shapes[i] for i, value in found.values())
-    return {weights[i]: name for name, (i, _) in found.items()} if same else None
+    return names_in_files(lm, {name: lm.get_parameter(name).shape for name in weights})
 
 
 def published_tensors(trained: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:

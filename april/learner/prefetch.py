@@ -7,37 +7,21 @@ sender.start(step, weights, canary)
 metrics = sender.finish()
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from april.learner.batch import ReceivedGroup, TrainingBatch, share_batch
+from april.util.lifetime import in_background
 from april.weights.base import AdapterWeights
 from april.weights.canary import Canary
+from april.weights.snapshot import Snapshot
 from april.wire.message import Version
 from april.wire.training import Discard
-
-Answer = TypeVar("Answer")
-
-
-def in_background(work: Callable[..., Answer], *arguments: Any) -> Future[Answer]:
-    """Run `work(*arguments)` in a daemon thread; the future has its result or exception."""
-    future: Future[Answer] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"background-{work.__name__}", daemon=True).start()
-    return future
-
 
 ALIVE_S = 1.0
 """Interval between calls of `BatchSource.alive` while the learner waits for a batch, seconds."""
@@ -80,8 +64,8 @@ class BatchSource(Protocol):
         Called only with `evaluation.best`."""
 
 
-Weights = Mapping[str, Tensor] | AdapterWeights
-"""Weights to send, on the CPU by Hugging Face name: all weights, or only the trained adapter."""
+Weights = Mapping[str, Tensor] | AdapterWeights | Snapshot
+"""Weights to send, on the CPU by Hugging Face name: all weights, only the trained adapter, or rank 0's part."""
 
 
 class Publisher(Protocol):

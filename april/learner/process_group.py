@@ -3,8 +3,9 @@
 import os
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -12,6 +13,8 @@ from torch.distributed.rendezvous import rendezvous
 from april.config import LearnerSection
 from april.learner.launch import RESTARTS, STORE_FILE
 from april.wire.sockets.base import interface_towards
+
+Value = TypeVar("Value")
 
 LONG_WAIT = timedelta(days=7)
 """Timeout of the process groups in which ranks wait for rank 0's next batch. Generation may take hours; if rank 0 dies,
@@ -40,9 +43,14 @@ def join(section: LearnerSection) -> torch.device:
     return device
 
 
+def is_on_one_machine() -> bool:
+    """Whether all ranks are on this machine, by what the launcher says."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
 def gloo_interface() -> str:
     """Network interface for gloo between ranks; empty to let gloo choose."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+    if is_on_one_machine():
         return "lo" if sys.platform == "linux" else ""
     interface = interface_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if interface != "lo":
@@ -67,6 +75,20 @@ def rendezvous_of_this_start(timeout: timedelta) -> dict[str, Any]:
 def long_wait_group() -> dist.ProcessGroup:
     """New gloo group over all ranks whose timeout is days, for waits for rank 0. Collective."""
     return dist.new_group(backend="gloo", timeout=LONG_WAIT)
+
+
+def all_gather_values(own: Value, form: Any, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """The value `own` of each rank of a gloo group, by rank. Values travel as MessagePack and must be of the type
+    `form`; a rank's bytes that are not raise msgspec.DecodeError, and nothing in them is executed. Collective."""
+    encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(own)), dtype=torch.uint8)
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(encoded)]), group)
+    padded = encoded.new_zeros(int(max(sizes)))
+    padded[: len(encoded)] = encoded
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded, group)
+    decode = msgspec.msgpack.Decoder(form).decode
+    return [decode(memoryview(each[:size].numpy())) for each, size in zip(received, sizes, strict=True)]
 
 
 def leave() -> None:

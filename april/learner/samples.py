@@ -20,7 +20,7 @@ from april.config import Config
 from april.data.groups import chosen_groups
 from april.data.tokenizer import Tokenizer
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
-from april.learner.prefetch import in_background
+from april.util.lifetime import in_background
 
 log = logging.getLogger(__name__)
 

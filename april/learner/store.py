@@ -56,8 +56,8 @@ from april.learner.checkpoint_copies import (
     missing_files,
     plan_transfers,
 )
-from april.learner.prefetch import in_background
 from april.util.files import retried
+from april.util.lifetime import in_background
 
 log = logging.getLogger(__name__)
 

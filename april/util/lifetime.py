@@ -13,11 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeVar
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 REFUSED = 2
 """Exit status of a process that would fail again: its configuration, folder or address cannot be used."""
@@ -54,6 +57,20 @@ class PartThread(threading.Thread):
         except BaseException:
             log.critical("thread %s has failed, and ends its process", self.name, exc_info=True)
             exit_at_once(1)
+
+
+def in_background(work: Callable[..., Answer], *arguments: Any) -> Future[Answer]:
+    """Run `work(*arguments)` in a daemon thread; the future has its result or exception."""
+    future: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"background-{work.__name__}", daemon=True).start()
+    return future
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""A weight channel between learner rank 0 and one worker, or the ranks of its inference server: the messages that set
-it up, the rendezvous store, and the process group that carries the bytes.
+"""A weight channel between the learner and one worker, or the ranks of its inference server: the messages that set it
+up, the rendezvous store, and the process groups that carry the bytes, one for each rank of the learner that sends.
 
 A dead or hung peer breaks only its own channel. The groups are constructed directly, since torch's public functions
 only make subgroups of the default group. Imports no torch at module level, since every process checks the
@@ -7,11 +7,13 @@ configuration, which imports the transports.
 """
 
 import contextlib
+import queue
 import socket
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
+
+MAX_SENDERS = 4096
+"""Most ranks of a learner that send weights to one worker."""
 
 
 class ChannelJoin(Message):
@@ -45,18 +50,26 @@ class ChannelJoin(Message):
 
 
 class ChannelInvite(Message):
-    """Invites a worker to the process group of a new channel, in which the learner is rank 0. A channel's name is never
-    reused."""
+    """Invites a worker to the process groups of a new channel, in each of which a rank of the learner is rank 0. A
+    channel's name is never reused."""
 
     channel: str
     backend: str
     host: str
     port: int
     timeout_s: float
+    senders: Number = 1
+    """Number of the learner's ranks that send over the channel, each over a link of its own
+    (`link_name`)."""
+
+
+def link_name(channel: str, sender: int) -> str:
+    """Name of the link of a channel over which the learner's rank `sender` sends; rank 0's has the channel's name."""
+    return f"{channel}/{sender}" if sender else channel
 
 
 class ChannelReady(Message):
-    """The worker has joined the channel's process group."""
+    """The worker has joined the channel's process groups."""
 
     channel: str
 
@@ -82,6 +95,15 @@ class TensorHead(msgspec.Struct, array_like=True, frozen=True):
     shape: list[int]
 
 
+class WeightPart(msgspec.Struct, array_like=True, frozen=True):
+    """The tensors of a version that one rank of the learner sends, concatenated to `total_bytes`."""
+
+    tensors: list[TensorHead]
+    total_bytes: int
+    digest: str
+    """Digest of the bytes (`april.weights.snapshot.digest`)."""
+
+
 class Adapter(msgspec.Struct, array_like=True, frozen=True):
     """How to merge the trained tensors of a version into the base model (`april/weights/base.py`)."""
 
@@ -97,16 +119,13 @@ class Adapter(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ChannelManifest(Message):
-    """Announces the next transfer over a channel: the tensors, concatenated to `total_bytes`, in buckets of
-    `bucket_bytes`."""
+    """Announces the next transfer over a channel: a part from each sender, in buckets of `bucket_bytes`."""
 
     channel: str
     version: Version
-    tensors: list[TensorHead]
-    total_bytes: int
+    parts: list[WeightPart]
+    """What each rank of the learner sends, beginning with rank 0."""
     bucket_bytes: int
-    digest: str
-    """Digest of the bytes (`april.weights.snapshot.digest`)."""
     server_checksums: dict[str, str] = {}
     """Expected checksum of each of the inference server's tensors, by name; empty: do not verify them."""
     canary: Canary | None = None
@@ -150,6 +169,39 @@ AnyChannelMessage = (
 )
 CHANNEL_BODIES = msgspec.msgpack.Decoder(Body[AnyChannelMessage])
 """Decoder of the channel messages, for the argument `bodies` of `codec.decode`."""
+
+
+# --- state of a channel -----------------------------------------------------------------------------------------------
+
+INBOX_MESSAGES = 64
+"""Most messages of one channel that may wait; a worker that sends more loses its channel."""
+
+
+@dataclass(eq=False)
+class WeightChannel:
+    """The publisher's state of the channel to one worker."""
+
+    name: str
+    worker: str
+    route: bytes
+    backend: str
+    last_seen: float
+    state: str = "joining"
+    acknowledged: Version | None = None
+    puts_off: bool = False
+    """Whether the worker puts off loading what it was sent."""
+    posted: Version | None = None
+    """Version that the worker is ready to receive; None before the first."""
+    server_ranks: int = 0
+    """Number of ranks of the inference server that joins in the worker's stead; 0: the worker joins itself."""
+    transfers: int = 0
+    """Number of transfers over the channel so far."""
+    key: str = ""
+    """CURVE public key of the worker; "" without CURVE."""
+    base: str = ""
+    """Checksum of the worker's base model."""
+    inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
+    """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
 
 
 # --- rendezvous -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The learner's weight publisher: packs every version once and sends it over a separate channel to each worker.
+"""The learner's weight publisher: keeps a separate channel to each worker, and sends every version over it. Where other
+ranks of the learner hold parts of the version, they send these (`parts.py`).
 
     channel state: joining -> ready -> sending -> ready ... -> lost
 
@@ -10,8 +11,8 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ from april.weights.channel import (
     ChannelManifest,
     ChannelPosted,
     ChannelReady,
+    WeightChannel,
     forget_keys,
     serve_store,
 )
-from april.weights.snapshot import Snapshot, buckets, checksums_in_server, joined, pack, server_buckets, unpack
+from april.weights.parts import CloseLink, HoldPart, OpenLink, PartCommands, SendPart, WithdrawPart
+from april.weights.snapshot import Snapshot, checksums_in_server, outgoing, pack, unpack
 from april.weights.transports import ExternalTransport, Link, Transport
 from april.wire import limits
 from april.wire.message import Version
@@ -61,8 +64,6 @@ VERIFY_EVERY = 20
 transfer."""
 MAX_CHANNELS = 2048
 """Most channels at a time; each channel has a thread."""
-INBOX_MESSAGES = 64
-"""Most messages of one channel that may wait; a worker that sends more loses its channel."""
 FROM_WORKERS = (
     ChannelJoin, ChannelReady, ChannelAlive, ChannelPosted, ChannelLoaded, ChannelFailed
 )  # fmt: skip
@@ -72,33 +73,6 @@ ANYBODY = KeyOwner("", "worker", "")
 
 class ChannelLost(RuntimeError):
     """Raised when the worker of a channel is gone, has failed, or has missed a deadline."""
-
-
-@dataclass(eq=False)
-class WeightChannel:
-    """The publisher's state of the channel to one worker."""
-
-    name: str
-    worker: str
-    route: bytes
-    backend: str
-    last_seen: float
-    state: str = "joining"
-    acknowledged: Version | None = None
-    puts_off: bool = False
-    """Whether the worker puts off loading what it was sent."""
-    posted: Version | None = None
-    """Version that the worker is ready to receive; None before the first."""
-    server_ranks: int = 0
-    """Number of ranks of the inference server that joins in the worker's stead; 0: the worker joins itself."""
-    transfers: int = 0
-    """Number of transfers over the channel so far."""
-    key: str = ""
-    """CURVE public key of the worker; "" without CURVE."""
-    base: str = ""
-    """Checksum of the worker's base model."""
-    inbox: queue.Queue[Any] = field(default_factory=lambda: queue.Queue(INBOX_MESSAGES))
-    """Received messages of the channel: ChannelReady, ChannelPosted, ChannelLoaded and ChannelFailed."""
 
 
 class WeightPublisher:
@@ -115,6 +89,9 @@ class WeightPublisher:
         self.run = run
         self.device = device
         self._snapshot: Snapshot | None = None
+        self._ranks: PartCommands | None = None
+        """Commands to the ranks that hold the other parts of each version; None while rank 0 holds all."""
+        self._senders = 1
         self._base: BaseWeights | None = None
         """Base model of the adapter that is published; None while complete weights are published."""
         self._whole: Snapshot | None = None
@@ -165,15 +142,34 @@ class WeightPublisher:
         self._threads.append(thread)
         thread.start()
 
+    def share(self, ranks: PartCommands, senders: int) -> None:
+        """Publish versions in parts from now on, of which `ranks` hold all but the first; `senders`: number of parts.
+        Workers that came before ask for a new channel."""
+        with self._changed:
+            self._ranks, self._senders = ranks, senders
+            for channel in list(self._channels.values()):
+                self._lose(channel, "the learner's other ranks send, too")
+            self._lost = 0
+
+    def withdraw(self) -> None:
+        """Begin no transfer of the last version any more, so that its memory can be used for the next one."""
+        with self._changed:
+            self._snapshot = None
+            if self._ranks:
+                self._ranks.tell(WithdrawPart())
+
     def publish(
-        self, version: Version, weights: Mapping[str, Tensor] | AdapterWeights, canary: Canary | None = None
+        self, version: Version, weights: Mapping[str, Tensor] | AdapterWeights | Snapshot, canary: Canary | None = None
     ) -> dict[str, float]:
         """Send `version` to all workers; returns once each has loaded it, puts that off or is lost, or at the publish
         deadline.
 
-        `canary`: the learner's canary under this version. With an adapter, workers that do not have the same base model
-        are sent complete weights. Returns the figures of the publication, by name.
+        `weights`: all of them, an adapter, or rank 0's part. `canary`: the learner's canary under this version. With an
+        adapter, workers that do not have the same base model are sent complete weights. Returns the figures of the
+        publication, by name.
         """
+        if isinstance(weights, Snapshot):
+            return self._offer(replace(weights, canary=canary))
         if not isinstance(weights, AdapterWeights):
             return self._offer(pack(version, weights, canary))
         self._base = weights.base
@@ -221,7 +217,7 @@ class WeightPublisher:
             within_s, ids = self.config.publish_deadline_s, {"worker": channel.worker, "step": version.step}
             log.warning("worker %s has not loaded %s within %g s", channel.worker, version, within_s, extra=ids)
         return {
-            "publish_bytes": snapshot.data.numel(),
+            "publish_bytes": sum(part.total_bytes for part in snapshot.parts),
             "publish_workers": reached,
             "publish_late": len(late),
             "publish_lost": lost,
@@ -389,15 +385,21 @@ class WeightPublisher:
                     self._transfer(channel, link, self._snapshot_for(channel, snapshot))
                     channel.last_seen = clock.now()
                     self._set_state(channel, "ready", acknowledged=snapshot.version)
+                    del snapshot
         except Exception as error:  # whatever a transport raises costs its channel alone
             with self._changed:
                 self._lose(channel, str(error), fault=not isinstance(error, ChannelLost | RuntimeError | OSError))
         finally:
+            if self._ranks:
+                self._ranks.tell(CloseLink(channel.name))
             forget_keys(self._store, f"{channel.name}/")
 
     def _meet(self, channel: WeightChannel) -> Link:
         port = self._store.port
-        invite = ChannelInvite(channel.name, channel.backend, self.config.host, port, self.config.join_deadline_s)
+        timeout_s = self.config.join_deadline_s
+        invite = ChannelInvite(channel.name, channel.backend, self.config.host, port, timeout_s, self._senders)
+        if self._ranks:
+            self._ranks.tell(OpenLink(invite, channel.server_ranks))
         self._send(channel, invite)
         return self._transport.meet(invite, as_learner=True, server_ranks=channel.server_ranks)
 
@@ -407,6 +409,8 @@ class WeightPublisher:
         with self._changed:
             while not self._closed and channel.state != "lost":
                 if self._snapshot and self._snapshot.version != channel.acknowledged:
+                    if self._ranks:  # before the next version replaces this one
+                        self._ranks.tell(HoldPart(channel.name, self._snapshot.version))
                     return self._snapshot
                 self._changed.wait(1.0)
         return None
@@ -426,24 +430,19 @@ class WeightPublisher:
 
     def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot) -> None:
         bucket_bytes = self.bucket_bytes
-        heads, size = snapshot.heads, snapshot.data.numel()
         expected = self._server_checksums(channel, snapshot)
         manifest = ChannelManifest(
-            channel.name, snapshot.version, heads, size, bucket_bytes, snapshot.digest, expected, snapshot.canary,
-            snapshot.adapter,
-        )  # fmt: skip
+            channel.name, snapshot.version, snapshot.parts, bucket_bytes, expected, snapshot.canary, snapshot.adapter
+        )
         deadline = clock.now() + self.config.transfer_deadline_s
         self._send(channel, manifest)
         self._await(channel, ChannelPosted, snapshot.version, deadline)
         deadline = clock.now() + self.config.transfer_deadline_s
         channel.posted = snapshot.version
         self._set_state(channel, "sending")
-        parts: Iterable[Tensor]
-        if channel.server_ranks:
-            parts = (joined(snapshot, heads) for heads in server_buckets(snapshot.heads, bucket_bytes))
-        else:
-            parts = buckets(snapshot.data, bucket_bytes)
-        link.send(parts, deadline)
+        if self._ranks:
+            self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s))
+        link.send(outgoing(snapshot, bucket_bytes, bool(channel.server_ranks)), deadline)
         self._await(channel, ChannelLoaded, snapshot.version, deadline)
 
     def _server_checksums(self, channel: WeightChannel, snapshot: Snapshot) -> dict[str, str]:
@@ -453,6 +452,8 @@ class WeightPublisher:
         channel.transfers += 1
         if not due or channel.server_ranks != 1 or channel.backend != "gloo":
             return {}
+        if snapshot.others:
+            return dict(snapshot.server_checksums)
         return checksums_in_server(unpack(snapshot.heads, snapshot.data))
 
     def _await(self, channel: WeightChannel, kind: type[wire.Message], version: Version | None, deadline: float) -> Any:

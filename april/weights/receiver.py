@@ -12,25 +12,27 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 from torch import Tensor
 
 from april import wire
 from april.config import WeightsSection
 from april.util import clock
-from april.util.lifetime import PartThread
+from april.util.lifetime import PartThread, in_background
 from april.weights import TRANSPORTS
 from april.weights.base import BaseWeights
 from april.weights.canary import Canary
 from april.weights.channel import (
     CHANNEL_BODIES,
     CLOSED,
+    MAX_SENDERS,
     Adapter,
     ChannelAlive,
     ChannelFailed,
@@ -40,8 +42,9 @@ from april.weights.channel import (
     ChannelManifest,
     ChannelPosted,
     ChannelReady,
+    link_name,
 )
-from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, unpack, verify
+from april.weights.snapshot import ReusedBuffers, SnapshotError, buckets, joint_digest, unpack, verify
 from april.weights.transports import Link, OtherMachine, Transport
 from april.wire.limits import FROM_BROKER, MAX_TEXT_CHARACTERS
 from april.wire.message import Version
@@ -92,10 +95,10 @@ class InferenceServer(Protocol):
     """Device of the server's tensors: cpu | cuda."""
 
     def join(self, invite: ChannelInvite) -> None:
-        """Join the process group of a channel. Raises RuntimeError."""
+        """Join the process groups of a channel. Raises RuntimeError."""
 
-    def leave(self, channel: str) -> None:
-        """Leave the process group of a channel, if that is possible."""
+    def leave(self, invite: ChannelInvite) -> None:
+        """Leave the process groups of a channel, if that is possible."""
 
 
 class LearnerRefuses(RuntimeError):
@@ -255,7 +258,7 @@ class WeightReceiver:
                 manifest,
                 post,
                 manifest.canary,
-                manifest.digest,
+                joint_digest(manifest.parts),
                 externally_loaded=externally_loaded,
             )
         )
@@ -280,7 +283,8 @@ class LearnerConnection:
         self.learner = learner
         self.handshake = handshake
         self.invite: ChannelInvite | None = None
-        self.link: Link | None = None
+        self.links: list[Link] = []
+        """The channel's links, one to each rank of the learner that sends; none if a server has joined instead."""
         self._ask_again_at = 0.0
 
     def run(self) -> None:
@@ -323,11 +327,11 @@ class LearnerConnection:
         self._ask_again_at = 0.0
 
     def _await_external_load(self, loaded: "Future[None]") -> None:
-        link = self.link
+        links = self.links
         try:
-            if link is None:
+            if not links:
                 raise RuntimeError("the channel has ended")
-            link.receive([], clock.now() + self.receiver.config.transfer_deadline_s)
+            links[0].receive([], clock.now() + self.receiver.config.transfer_deadline_s)
             loaded.set_result(None)
         except (RuntimeError, OSError) as error:
             loaded.set_exception(RuntimeError(str(error)))
@@ -340,17 +344,17 @@ class LearnerConnection:
     def leave(self) -> None:
         """Drop the channel; closing it also wakes a learner that waits for the worker."""
         if self.invite and self.receiver.server:
-            self.receiver.server.leave(self.invite.channel)
+            self.receiver.server.leave(self.invite)
             self.receiver.drop_announced()
-        if self.link:
-            self.link.close()
-        self.invite = self.link = None
+        for link in self.links:
+            link.close()
+        self.invite, self.links = None, []
 
     def _send_sign_of_life(self) -> None:
         if self.invite and not self.receiver.up():
             self._fail("its server is down")
         if self.invite:
-            self._send(ChannelAlive(self.invite.channel, self.receiver._puts_off))
+            self._send_alive()
         elif clock.now() >= self._ask_again_at and self.receiver.up():
             self._ask_again_at = clock.now() + INVITATION_S
             receiver, server = self.receiver, self.receiver.server
@@ -374,7 +378,7 @@ class LearnerConnection:
             if isinstance(message, ChannelInvite):
                 self._join(message)
             elif isinstance(message, ChannelManifest) and self.invite and message.channel == self.invite.channel:
-                self._receive_weights(message, self.link)
+                self._receive_weights(message)
             elif isinstance(message, ChannelFailed) and self.invite and message.channel == self.invite.channel:
                 log.info("the learner has ended the channel: %s", message.error)
                 self.ask_again()
@@ -393,33 +397,62 @@ class LearnerConnection:
         self.leave()
 
     def _join(self, invite: ChannelInvite) -> None:
-        self.invite, self.link = invite, None
+        self.invite, self.links = invite, []
         if self.receiver.server:
             self.receiver.server.join(invite)
         else:
-            self.link = self.receiver.transport.meet(invite, as_learner=False)
+            names = (link_name(invite.channel, sender) for sender in range(min(invite.senders, MAX_SENDERS)))
+            invites = [msgspec.structs.replace(invite, channel=name) for name in names]
+            meeting = [in_background(self.receiver.transport.meet, own, False) for own in invites]
+            self._wait_alive(meeting)
+            self.links = [met.result() for met in meeting if not met.exception()]
+            for met in meeting:
+                met.result()
         self._send(ChannelReady(invite.channel))
 
-    def _receive_weights(self, manifest: ChannelManifest, link: Link | None) -> None:
+    def _wait_alive(self, work: Collection["Future[Any]"]) -> None:
+        """Wait until all of the work has ended; signs of life are sent meanwhile."""
+        while wait(work, ALIVE_INTERVAL_S).not_done:
+            self._send_alive()
+
+    def _receive_weights(self, manifest: ChannelManifest) -> None:
         started_at = clock.now()
         by_trainer = not self.receiver.transport.carries_weights
         if by_trainer or self.receiver.server:
             self.receiver.stage_for_server(manifest, started_at, Future() if by_trainer else None)
             return
-        assert link, "a channel without a server has a link"
-        data = self.receiver.buffers.take(manifest.total_bytes)
-        self._send(ChannelPosted(manifest.channel, manifest.version))
-        deadline = started_at + self.receiver.config.transfer_deadline_s
-        link.receive(buckets(data, manifest.bucket_bytes), deadline)
-        verify(data, manifest.digest)
-        tensors = unpack(manifest.tensors, data)
+        if not 1 <= len(manifest.parts) <= len(self.links):
+            raise SnapshotError(f"{len(manifest.parts)} parts are announced over {len(self.links)} links")
+        tensors = self._receive_parts(manifest, started_at + self.receiver.config.transfer_deadline_s)
         adapter = manifest.adapter
         if adapter and not self.receiver.adapts():
             tensors, adapter = self._with_adapter(adapter, tensors), None
         staged = StagedWeights(
-            manifest.version, tensors, started_at, canary=manifest.canary, digest=manifest.digest, adapter=adapter
-        )
+            manifest.version, tensors, started_at, canary=manifest.canary, digest=joint_digest(manifest.parts),
+            adapter=adapter,
+        )  # fmt: skip
         self.receiver.stage(staged)
+
+    def _receive_parts(self, manifest: ChannelManifest, deadline: float) -> dict[str, Tensor]:
+        """Receive all parts of a version at the same time; signs of life are sent meanwhile. Raises RuntimeError or
+        OSError once no link receives any more."""
+        data = [self.receiver.buffers.take(part.total_bytes) for part in manifest.parts]
+        self._send(ChannelPosted(manifest.channel, manifest.version))
+        receiving = [
+            in_background(link.receive, buckets(own, manifest.bucket_bytes), deadline)
+            for link, own in zip(self.links, data, strict=False)
+        ]
+        self._wait_alive(receiving)
+        tensors: dict[str, Tensor] = {}
+        for part, own, received in zip(manifest.parts, data, receiving, strict=True):
+            received.result()
+            verify(own, part.digest)
+            tensors |= unpack(part.tensors, own)
+        return tensors
+
+    def _send_alive(self) -> None:
+        if self.invite:
+            self._send(ChannelAlive(self.invite.channel, self.receiver._puts_off))
 
     def _with_adapter(self, adapter: Adapter, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The complete weights, merged from an adapter and the base model; signs of life are sent meanwhile. Raises
@@ -429,7 +462,7 @@ class LearnerConnection:
             raise RuntimeError("the adapter belongs to a base model that this worker does not have")
         for name, tensor in base.with_adapter(adapter, trained):
             weights[name] = tensor
-            if self.invite and clock.now() - last_alive_at > ALIVE_INTERVAL_S:
-                self._send(ChannelAlive(self.invite.channel))
+            if clock.now() - last_alive_at > ALIVE_INTERVAL_S:
+                self._send_alive()
                 last_alive_at = clock.now()
         return weights

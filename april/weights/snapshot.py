@@ -5,9 +5,9 @@ import hashlib
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from april.weights.canary import Canary
-from april.weights.channel import Adapter, TensorHead
+from april.weights.channel import Adapter, TensorHead, WeightPart
 from april.wire.message import Version
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class SnapshotError(RuntimeError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The packed weights of one version."""
+    """The packed weights of one version, or of the part of it that one rank of the learner sends."""
 
     version: Version
     heads: list[TensorHead]
@@ -44,6 +44,26 @@ class Snapshot:
     canary: Canary | None = None
     adapter: Adapter | None = None
     """How to merge the tensors, if they are an adapter's; None if they are complete weights."""
+    others: tuple[WeightPart, ...] = ()
+    """The parts of the same version that the learner's other ranks hold; only on rank 0."""
+    server_checksums: Mapping[str, str] = field(default_factory=dict)
+    """Expected checksums of the tensors in an inference server, if all parts have said them."""
+
+    @property
+    def part(self) -> WeightPart:
+        """Description of the tensors in `data`."""
+        return WeightPart(self.heads, self.data.numel(), self.digest)
+
+    @property
+    def parts(self) -> list[WeightPart]:
+        """Descriptions of all parts of the version, beginning with this one."""
+        return [self.part, *self.others]
+
+
+def joint_digest(parts: Iterable[WeightPart]) -> str:
+    """Digest of a whole version: the SHA-256 of its parts' digests; of a single part its own."""
+    first, *others = digests = [part.digest for part in parts]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if others else first
 
 
 def pack(
@@ -147,6 +167,14 @@ def buckets(data: Tensor, bucket_bytes: int) -> list[Tensor]:
     return list(data.split(bucket_bytes))
 
 
+def outgoing(snapshot: Snapshot, bucket_bytes: int, to_server: bool) -> Iterable[Tensor]:
+    """What is sent of a snapshot, uint8 tensors in order: buckets for a worker, whole tensors for an inference
+    server."""
+    if not to_server:
+        return buckets(snapshot.data, bucket_bytes)
+    return (joined(snapshot, heads) for heads in server_buckets(snapshot.heads, bucket_bytes))
+
+
 # --- in an inference server -------------------------------------------------------------------------------------------
 
 
@@ -205,14 +233,19 @@ def checksums_in_server(tensors: Mapping[str, Tensor], dtype: torch.dtype | None
     parts: dict[str, dict[str, Tensor]] = {}
     dtype = dtype or torch.float32
     for name, tensor in tensors.items():
-        owner, _, kind = name.rpartition(".")
-        outer, _, module = owner.rpartition(".")
-        fused = ".".join(filter(None, [outer, FUSED.get(module, module), kind]))
-        parts.setdefault(fused, {})[module] = padded_as_in_server(module, tensor)
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        parts.setdefault(fused_name(name), {})[module] = padded_as_in_server(module, tensor)
     ordered = {name: sorted(own, key=lambda module: [*FUSED, module].index(module)) for name, own in parts.items()}
     return {
         name: server_checksum([parts[name][module] for module in modules], dtype) for name, modules in ordered.items()
     }
+
+
+def fused_name(name: str) -> str:
+    """The server's name of the tensor of which the tensor `name` becomes a part there."""
+    owner, _, kind = name.rpartition(".")
+    outer, _, module = owner.rpartition(".")
+    return ".".join(filter(None, [outer, FUSED.get(module, module), kind]))
 
 
 def padded_as_in_server(module: str, tensor: Tensor) -> Tensor:

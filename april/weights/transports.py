@@ -61,12 +61,16 @@ class Transport:
     takes_servers: ClassVar[bool] = False
     """Whether an inference server can join a channel in its worker's stead (`engine.weights` = 'broadcast')."""
 
+    is_local: ClassVar[bool] = False
+    """Whether a link's two sides have to be on one machine."""
+
     def __init__(self, config: WeightsSection):
         self.config = config
 
     @abstractmethod
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> Link:
-        """Connect to the other side of the channel within `invite.timeout_s`; called in the channel's thread.
+        """Connect to the other side of a link, which has the name `invite.channel`, within `invite.timeout_s`; may be
+        called in any thread.
 
         `server_ranks`: number of ranks of the inference server that joins in the worker's stead; 0: the worker joins
         itself. Raises RuntimeError or OSError.
@@ -146,6 +150,8 @@ class SharedMemoryTransport(Transport):
     kernel frees it with its last holder, however that ends. The socket stays open, says which slots are full or empty,
     and ends at once with the other side.
     """
+
+    is_local = True
 
     def meet(self, invite: ChannelInvite, as_learner: bool, server_ranks: int = 0) -> "SharedMemoryLink":
         if sys.platform != "linux":

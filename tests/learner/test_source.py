@@ -9,8 +9,8 @@ import pytest
 
 from april import wire
 from april.learner.batch import TrainingBatch, decode, encode, group_forks
-from april.learner.prefetch import in_background
 from april.learner.source import BrokerSource, decode_groups, is_complete
+from april.util.lifetime import in_background
 from april.wire.sockets.broker import BrokerUnreachable
 
 

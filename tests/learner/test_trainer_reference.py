@@ -74,6 +74,11 @@ def test_updated_weights_equal_the_reference_after_several_steps(outcome, policy
         assert off.max() < 0.1 * config.learner.lr, name
 
 
+def test_the_parts_that_the_ranks_gather_are_the_weights_that_rank_0_gathers(outcome):
+    result, *_ = outcome["three steps"]
+    assert equal(result["from_parts"], result["weights"])
+
+
 def test_a_batch_without_reward_spread_changes_nothing_and_counts_as_a_step(outcome, policy_folder):
     result, config, _ = outcome["all flat"]
     before = ReferenceLearner(policy_folder, settings(config)).lm.state_dict()

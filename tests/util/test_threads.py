@@ -16,10 +16,10 @@ from april.agents.link import BrokerLink
 from april.broker.telemetry.sinks import BackgroundSink
 from april.config import WeightsSection
 from april.learner.multi_node import BrokerTalk
-from april.learner.prefetch import in_background
 from april.learner.source import BrokerSource
 from april.observe.dashboard.folder import Runs
 from april.util import lifetime, pulse
+from april.util.lifetime import in_background
 from april.util.objects import Call
 from april.util.pool import ProcessPool
 from april.util.pulse import LoopWatch
@@ -41,7 +41,7 @@ NOTICED = {
     "launch.clusters.broker_pod:answering_probes": ENDS_ITS_PART,
     "launch.rehearsal:Rehearsal._ask_filters": WAITED_FOR,
     "learner.multi_node:BrokerTalk": "test_whoever_waits_gets_the_error",
-    "learner.prefetch:in_background": "test_whoever_waits_gets_the_error",
+    "util.lifetime:in_background": "test_whoever_waits_gets_the_error",
     "learner.source:BrokerSource.__init__": "test_whoever_waits_gets_the_error",
     "observe.dashboard.folder:Runs.__init__": "test_a_dashboard_goes_on_reading",
     "trainers.adapters.areal:ArealEngine.callback_addr": "its answers are ignored",
@@ -50,6 +50,9 @@ NOTICED = {
     "util.objects:ObjectStore._try": "test_whoever_waits_gets_the_error",
     "util.pool:ProcessPool.__init__": "test_whoever_waits_gets_the_error",
     "util.pulse:LoopWatch": "test_a_watchdog_that_fails_ends_its_process",
+    "weights.parts:PartCommands.__init__": ENDS_ITS_PART,
+    "weights.parts:PartSender.__init__": ENDS_ITS_PART,
+    "weights.parts:PartSender._obey": ENDS_ITS_PART,
     "weights.publisher:WeightPublisher._start_thread": "test_whatever_a_transport_raises_costs_its_channel_alone",
     "weights.receiver:WeightReceiver.__init__": "test_a_transport_that_raises_anything_ends_its_worker",
     "weights.snapshot:digest": WAITED_FOR,

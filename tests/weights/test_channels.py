@@ -276,7 +276,7 @@ def test_a_worker_killed_in_the_middle_of_a_transfer_costs_only_its_own_channel(
         victim.end()
         yield from others
 
-    monkeypatch.setattr("april.weights.publisher.buckets", ended_after_the_first)
+    monkeypatch.setattr("april.weights.snapshot.buckets", ended_after_the_first)
     began = time.monotonic()
     figures = publisher.publish(Version(0, 1), {"a": torch.full((20_000_000,), 0.5)})
     assert (figures["publish_workers"], figures["publish_lost"], figures["publish_late"]) == (0, 1, 0)

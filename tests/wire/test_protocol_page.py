@@ -294,7 +294,7 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
 
     from april import wire
     from april.weights.canary import Canary
-    from april.weights.channel import Adapter, AnyChannelMessage, TensorHead
+    from april.weights.channel import Adapter, AnyChannelMessage, TensorHead, WeightPart
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
@@ -306,6 +306,7 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
         wire.GroupHead,
         wire.SampleHead,
         wire.SampleSpan,
+        WeightPart,
         TensorHead,
         Canary,
         Adapter,

@@ -137,7 +137,7 @@ def tear_the_second_bucket(engine, monkeypatch):
             raise RuntimeError("the learner's side is gone")
         return joined(snapshot, heads)
 
-    monkeypatch.setattr("april.weights.publisher.joined", torn)
+    monkeypatch.setattr("april.weights.snapshot.joined", torn)
 
 
 @pytest.mark.parametrize("harm", [refuse_the_second_bucket, tear_the_second_bucket])

@@ -104,6 +104,11 @@ class Backend(ABC):
         """
         return gather_state(self.lm, self.tensors(), dtype)
 
+    def divisible_weights(self) -> list[tuple[str, Tensor]] | None:
+        """All weights by Hugging Face name, whole or sharded by rows, of which each rank can gather a part; None if
+        rank 0 has to gather them all."""
+        return None
+
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """Tensors to send to the workers, on rank 0: all weights, or an adapter. Collective."""
         return self.weights(dtype)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.config.training import check_base
-from april.learner import checkpoint, frozen_base, lora, performance
+from april.learner import checkpoint, frozen_base, lora, performance, weight_parts
 from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.losses.ranks import Ranks
@@ -76,6 +76,9 @@ class FSDPBackend(Backend):
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         return lora.merged_weights(self.lm)
+
+    def divisible_weights(self) -> list[tuple[str, Tensor]] | None:
+        return None if self.config.lora.is_set else weight_parts.divisible(self.lm, self.tensors())
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """All weights in `dtype`, or the adapter in fp32, from which workers make weights in `dtype`. Collective."""

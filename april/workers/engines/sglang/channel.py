@@ -8,7 +8,7 @@ does not receive.
 import asyncio
 import contextlib
 
-from april.weights.channel import WORKER, ChannelInvite
+from april.weights.channel import WORKER, ChannelInvite, link_name
 from april.weights.receiver import StagedWeights
 from april.workers.engines.base import EngineError
 from april.workers.engines.sglang.client import ServerGone, ServerRefuses, ServerSilent
@@ -42,18 +42,21 @@ class ServerWeightChannel:
             "master_port": invite.port,
             "rank_offset": WORKER,
             "world_size": 1 + self.ranks,
-            "group_name": invite.channel,
             "backend": invite.backend,
         }
         try:
-            self._call("/init_weights_update_group", body, JOIN_TIMEOUT_FACTOR * invite.timeout_s)
+            for sender in range(invite.senders):
+                named = body | {"group_name": link_name(invite.channel, sender)}
+                self._call("/init_weights_update_group", named, JOIN_TIMEOUT_FACTOR * invite.timeout_s)
         except ServerSilent as error:
             self._engine.suspect(str(error))
             raise
 
-    def leave(self, channel: str) -> None:
-        with contextlib.suppress(ServerRefuses, ServerGone):
-            self._call("/destroy_weights_update_group", {"group_name": channel}, 1.0)
+    def leave(self, invite: ChannelInvite) -> None:
+        for sender in range(invite.senders):
+            with contextlib.suppress(ServerRefuses, ServerGone):
+                name = link_name(invite.channel, sender)
+                self._call("/destroy_weights_update_group", {"group_name": name}, 1.0)
 
     def _call(self, path: str, body: dict, deadline_s: float) -> None:
         async def call() -> None:

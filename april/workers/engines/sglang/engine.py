@@ -222,7 +222,8 @@ class SGLangEngine(ServerRequests):
     ) -> None:
         """As `update_weights`, with weights that the learner broadcasts to the server after `post` is called."""
         self._check_ready()
-        check_heads(self._push.expected, self._push.tied, {head.name: tuple(head.shape) for head in manifest.tensors})
+        shapes = {head.name: tuple(head.shape) for part in manifest.parts for head in part.tensors}
+        check_heads(self._push.expected, self._push.tied, shapes)
         self._holds_base_weights = False
         load = weights.receive_broadcast(self.client, manifest, post, self._change(version))
         await self._update(version, load, manifest.server_checksums if self._checksums_comparable else {}, verify)

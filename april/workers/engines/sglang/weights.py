@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from april.config import stored
-from april.weights.channel import ChannelManifest
+from april.weights.channel import ChannelManifest, link_name
 from april.weights.snapshot import server_buckets
 from april.workers.engines.base import EngineError
 from april.workers.engines.entry import check_tensors, folder_tensors, is_finite
@@ -233,17 +233,22 @@ async def receive_buckets(
     client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
 ) -> None:
     post()
-    parts = server_buckets(manifest.tensors, manifest.bucket_bytes)
-    for heads in parts:
+    broadcasts = [
+        (link_name(manifest.channel, sender), heads)
+        for sender, part in enumerate(manifest.parts)
+        for heads in server_buckets(part.tensors, manifest.bucket_bytes)
+    ]
+    for place, (group, heads) in enumerate(broadcasts, 1):
         body = {
             "names": [head.name for head in heads],
             "dtypes": [head.dtype for head in heads],
             "shapes": [head.shape for head in heads],
-            "group_name": manifest.channel,
+            "group_name": group,
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        await client.call("/update_weights_from_distributed", body | (change if heads is parts[-1] else {}), CALL_S)
+        last = change if place == len(broadcasts) else {}
+        await client.call("/update_weights_from_distributed", body | last, CALL_S)
 
 
 # --- external weights -------------------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""Publication of the trainer's weights: gathered on the ranks, and sent in threads while training goes on."""
+
+import logging
+import time
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch.distributed as dist
+
+from april.config import Config
+from april.learner.prefetch import Weights, WeightSender
+from april.learner.process_group import all_gather_values, is_on_one_machine, long_wait_group
+from april.learner.trainer import Trainer
+from april.learner.weight_parts import gather_part
+from april.util.pulse import MAIN
+from april.weights import TRANSPORTS
+from april.weights.channel import WeightPart
+from april.weights.parts import PartCommands, PartSender
+from april.weights.publisher import WeightPublisher
+from april.weights.snapshot import Snapshot, checksums_in_server, unpack
+from april.wire.message import Version
+
+log = logging.getLogger(__name__)
+
+Description: TypeAlias = tuple[WeightPart, dict[str, str]]
+"""What a rank tells of its part: the part, and the checksums of its tensors in a server."""
+
+
+class DividedSending:
+    """The ranks of a learner that each gather and send a part of the weights."""
+
+    def __init__(self, config: Config, publisher: WeightPublisher | None):
+        """`publisher` is None except on rank 0. Collective."""
+        self.config, self.publisher = config, publisher
+        group = long_wait_group()
+        self.ends: PartCommands | PartSender
+        """This rank's end of the commands from rank 0 to the others."""
+        if publisher:
+            self.ends = PartCommands(group)
+            publisher.share(self.ends, dist.get_world_size())
+        else:
+            self.ends = PartSender(config.weights, group)
+        self.needs_checksums = config.engine.weights == "broadcast"
+        """Whether inference servers may be verified: by the checksums of their tensors, which the ranks compute."""
+
+    @classmethod
+    def start(cls, trainer: Trainer, publisher: WeightPublisher | None) -> "DividedSending | None":
+        """None if rank 0 gathers and sends all weights: with one rank, an adapter, a model whose files have its weights
+        in another form, or workers that not every rank reaches. Collective."""
+        config = trainer.config
+        transport = TRANSPORTS.find(config.weights.transport)
+        reaches = transport.carries_weights and (is_on_one_machine() or not transport.is_local)
+        if dist.get_world_size() == 1 or not reaches or trainer.backend.divisible_weights() is None:
+            if publisher:
+                log.info("rank 0 gathers and sends all weights")
+            return None
+        if publisher:
+            log.info("each of %d ranks gathers and sends a part of the weights", dist.get_world_size())
+        return cls(config, publisher)
+
+    def gather(self, trainer: Trainer, version: Version) -> Snapshot:
+        """Gather this rank's part of the current weights in place of its part of the last version, and keep it to be
+        sent; returns it, on rank 0 with the descriptions of all others. Collective."""
+        if self.publisher:
+            self.publisher.withdraw()
+        elif isinstance(self.ends, PartSender):
+            self.ends.await_withdrawn(self.config.learner.collective_timeout_s)
+        tensors = trainer.backend.divisible_weights()
+        assert tensors is not None
+        part = gather_part(version, tensors, trainer.generation_dtype)
+        if isinstance(self.ends, PartSender):
+            self.ends.keep(part)
+        checks = self.needs_checksums and trainer.device.type == "cpu"
+        checksums = checksums_in_server(unpack(part.heads, part.data)) if checks else {}
+        (_, own), *others = all_gather_values((part.part, checksums), Description)
+        merged = own | {name: each for _, their in others for name, each in their.items()}
+        return replace(part, others=tuple(other for other, _ in others), server_checksums=merged)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.ends.close()
+
+
+class WeightPublication:
+    """Publishes the trainer's weights: gathers them on rank 0, or a part of them on each rank, and sends them in
+    threads while training goes on."""
+
+    def __init__(self, trainer: Trainer, sender: WeightSender, divided: DividedSending | None = None):
+        self.trainer, self.sender, self.divided = trainer, sender, divided
+
+    def publish(self) -> dict[str, float]:
+        """Gather the current weights and start sending them, unless their step is below the frontier (a replayed
+        batch); returns the seconds of each part of the work and, if weights are published in 16 bits,
+        `canary_rounding`: what rounding does to log-probabilities at the sampling temperature, nats. Collective."""
+        step = self.trainer.step_count
+        if not self.sender.is_due(step):
+            return {}
+        began = time.perf_counter()
+        MAIN.at("gathering weights")
+        canary = self.trainer.canary() if self.trainer.config.weights.canary else None
+        scored = time.perf_counter()
+        weights: Weights
+        if self.divided:
+            weights = self.divided.gather(self.trainer, Version(self.sender.incarnation, step))
+        else:
+            weights = self.trainer.weights_to_publish()
+        self.sender.start(step, weights, canary)
+        figures = {"canary_s": scored - began, "gather_s": time.perf_counter() - scored}
+        if canary and canary.dtype != "float32":
+            figures["canary_rounding"] = canary.rounding / (self.trainer.config.sampling.temperature or 1.0)
+        return figures
+
+    def finish(self) -> dict[str, float]:
+        """Wait until the weights are sent; returns metrics of the publication."""
+        MAIN.at("sending weights", takes_long=True)
+        return self.sender.finish()

@@ -1,0 +1,245 @@
+"""Division of the weights over the ranks of the learner: each rank gathers whole tensors, about a share 1 / R of all
+bytes, from the ranks that hold their rows.
+
+Rows go straight into the buffer from which they are sent or written. Beside its part, a rank has at most two buckets in
+transfer.
+
+part = gather_part(version, backend.divisible_weights(), dtype)
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import WeightConverter
+
+from april.learner.loading import names_in_files, persistent_buffers
+from april.learner.model import BUCKET_BYTES, sharded_dim
+from april.weights.channel import TensorHead
+from april.weights.snapshot import ALIGNMENT_BYTES, Snapshot, byte_size, digest, empty_buffer, fused_name, layout
+from april.wire.message import Version
+
+IN_FLIGHT = 2
+"""Most buckets in transfer between ranks at a time."""
+
+
+def divisible(lm: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]] | None:
+    """`tensors`, the weights of `lm`, and its buffers, by their names in Hugging Face files; None if some have another
+    form there, or are sharded by anything but rows."""
+    if any(isinstance(each, WeightConverter) for each in getattr(lm, "_weight_conversions", None) or ()):
+        return None  # to find out by converting would take the memory of all weights
+    named = dict(chain(tensors, persistent_buffers(lm)))
+    names = names_in_files(lm, {name: tensor.shape for name, tensor in named.items()})
+    if names is None or not all(is_divided_by_rows(tensor) for tensor in named.values()):
+        return None
+    return [(names[name], tensor) for name, tensor in named.items()]
+
+
+def is_divided_by_rows(tensor: Tensor) -> bool:
+    """Whether a tensor is whole on every rank, or divided by rows over the last dimension of its mesh alone."""
+    if not isinstance(tensor, DTensor):
+        return True
+    *others, _ = tensor.placements
+    return sharded_dim(tensor) in (None, 0) and all(placement.is_replicate() for placement in others)
+
+
+def divide(heads: Sequence[TensorHead], ranks: int) -> list[int]:
+    """The rank that gathers each tensor: the largest first, each to the rank with the fewest bytes so far. What a
+    server concatenates stays together."""
+    units: dict[str, list[int]] = {}
+    for index, head in enumerate(heads):
+        units.setdefault(fused_name(head.name), []).append(index)
+    sizes = {unit: sum(byte_size(heads[index]) for index in members) for unit, members in units.items()}
+    owners, loads = [0] * len(heads), [0] * ranks
+    for unit in sorted(units, key=lambda unit: -sizes[unit]):
+        owner = loads.index(min(loads))
+        loads[owner] += sizes[unit]
+        for index in units[unit]:
+            owners[index] = owner
+    return owners
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive values of a tensor, and their place in the buffer of the rank that gathers them."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    first: int
+    """Index of the first value in the whole flattened tensor."""
+    end: int
+    offset: int
+    """Position of the first value in the buffer, bytes."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Those values of a piece that one rank holds."""
+
+    piece: Piece
+    first: int
+    """Index of the first value in the whole flattened tensor."""
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Size of the values as they are sent, bytes."""
+        return (self.end - self.first) * self.piece.dtype.itemsize
+
+    def place(self) -> slice:
+        """Where the values lie in the buffer of the rank that gathers them."""
+        start = self.piece.offset + (self.first - self.piece.first) * self.piece.dtype.itemsize
+        return slice(start, start + self.size)
+
+
+def shares(bucket: Iterable[Piece], rank: int, owner: int) -> list[Share]:
+    """The values of a bucket that `rank` gives to `owner`."""
+    found = []
+    for piece in bucket:
+        first, end = held_values(piece.tensor, rank, owner)
+        first, end = max(first, piece.first), min(end, piece.end)
+        if first < end:
+            found.append(Share(piece, first, end))
+    return found
+
+
+def held_values(tensor: Tensor, rank: int, owner: int) -> tuple[int, int]:
+    """First and last index (exclusive) of the values of a flattened tensor that `rank` gives to `owner`. FSDP2's rank r
+    of R has the r-th `ceil(n / R)` of n rows."""
+    if not isinstance(tensor, DTensor) or sharded_dim(tensor) is None:
+        return (0, tensor.numel()) if rank == owner else (0, 0)
+    places = ranks_of_copy(tensor.device_mesh, owner)
+    if rank not in places:
+        return (0, 0)
+    each = -(-tensor.shape[0] // len(places)) * math.prod(tensor.shape[1:])
+    return min(places[rank] * each, tensor.numel()), min((places[rank] + 1) * each, tensor.numel())
+
+
+@cache
+def ranks_of_copy(mesh: DeviceMesh, owner: int) -> dict[int, int]:
+    """Rank -> its place among the ranks that divide a copy of each tensor with `owner`: a row of the mesh."""
+    rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
+    return next({rank: place for place, rank in enumerate(row)} for row in rows if owner in row)
+
+
+def gather_part(version: Version, tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Snapshot:
+    """This rank's part of the weights, on the CPU; sharded tensors in `dtype` (None: not converted). Collective.
+
+    `tensors`: from `divisible`, in the same order on all ranks.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dtypes = [(isinstance(tensor, DTensor) and dtype) or tensor.dtype for _, tensor in tensors]
+    heads = [
+        TensorHead(name, str(own).removeprefix("torch."), list(tensor.shape))
+        for (name, tensor), own in zip(tensors, dtypes, strict=True)
+    ]
+    owners = divide(heads, ranks)
+    gathered: list[list[list[Piece]]] = []
+    for each in range(ranks):
+        members = [i for i, owner in enumerate(owners) if owner == each]
+        offsets, size = layout([heads[i] for i in members])
+        divided = (pieces(tensors[i][1], dtypes[i], offset) for i, offset in zip(members, offsets, strict=True))
+        gathered.append(list(in_buckets(chain.from_iterable(divided))))
+        if each == rank:
+            own_heads, data = [heads[i] for i in members], empty_buffer(size)
+    rotating = ((owner, bucket) for row in zip_longest(*gathered) for owner, bucket in enumerate(row) if bucket)
+    under_way: deque[Transfer] = deque()
+    for owner, bucket in rotating:
+        if len(under_way) == IN_FLIGHT:
+            under_way.popleft().finish()
+        under_way.append(Transfer(bucket, owner, data))
+    while under_way:
+        under_way.popleft().finish()
+    for head, offset in zip(own_heads, layout(own_heads)[0], strict=True):
+        end = offset + byte_size(head)
+        data[end : end + -end % ALIGNMENT_BYTES] = 0
+    return Snapshot(version, own_heads, data, digest(data))
+
+
+def pieces(tensor: Tensor, dtype: torch.dtype, offset: int) -> Iterator[Piece]:
+    """A tensor in pieces of at most `BUCKET_BYTES` in the dtype in which it is sent. `offset`: its place in the buffer
+    of the rank that gathers it, bytes."""
+    most = BUCKET_BYTES // dtype.itemsize
+    for first in range(0, tensor.numel(), most):
+        yield Piece(tensor, dtype, first, min(first + most, tensor.numel()), offset + first * dtype.itemsize)
+
+
+def in_buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Consecutive pieces in buckets of at most `BUCKET_BYTES`."""
+    bucket, size = list[Piece](), 0
+    for piece in pieces:
+        piece_bytes = (piece.end - piece.first) * piece.dtype.itemsize
+        if bucket and size + piece_bytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(piece)
+        size += piece_bytes
+    if bucket:
+        yield bucket
+
+
+class Transfer:
+    """A bucket on its way from the ranks that hold its values to the rank that gathers it."""
+
+    def __init__(self, bucket: list[Piece], owner: int, data: Tensor):
+        """Start to send or to receive this rank's values of the bucket. Collective. `data`: this rank's buffer."""
+        self.data, rank = data, dist.get_rank()
+        self.received: list[tuple[list[Share], Tensor]] = []
+        """What each other rank sends to this one."""
+        operations = []
+        if rank != owner and (own := shares(bucket, rank, owner)):
+            operations.append(dist.P2POp(dist.isend, filled_message(own, rank, owner), owner))
+        elif rank == owner:
+            for other in range(dist.get_world_size()):
+                if other != rank and (its := shares(bucket, other, owner)):
+                    self.received.append((its, empty_message(its)))
+                    operations.append(dist.P2POp(dist.irecv, self.received[-1][1], other))
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+        if rank == owner:
+            for share in shares(bucket, rank, owner):
+                data[share.place()] = as_bytes(values_of(share, rank, owner).to(share.piece.dtype))
+
+    def finish(self) -> None:
+        """Wait until this rank's values are sent, or those of all others are in its buffer."""
+        for work in self.works:
+            work.wait()
+        for its, message in self.received:
+            for share, sent in zip(its, message.split([aligned(share.size) for share in its]), strict=True):
+                self.data[share.place()] = sent[: share.size]
+
+
+def values_of(share: Share, rank: int, owner: int) -> Tensor:
+    """The values of a share that this rank holds, flat, in the dtype of the tensor."""
+    tensor = share.piece.tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    start, _ = held_values(tensor, rank, owner)
+    return local.detach().reshape(-1)[share.first - start : share.end - start]
+
+
+def filled_message(own: list[Share], rank: int, owner: int) -> Tensor:
+    """This rank's values of a bucket, one share after the other, each aligned, uint8 [bytes]."""
+    message = empty_message(own)
+    for share, place in zip(own, message.split([aligned(share.size) for share in own]), strict=True):
+        place[: share.size].view(share.piece.dtype).copy_(values_of(share, rank, owner))
+    return message
+
+
+def empty_message(its: list[Share]) -> Tensor:
+    size = sum(aligned(share.size) for share in its)
+    return torch.empty(size, dtype=torch.uint8, device=its[0].piece.tensor.device)
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)

@@ -1,0 +1,214 @@
+"""Sending of a version in parts: each rank of the learner holds the tensors of one part, and sends them to every worker
+over a link of its own.
+
+Rank 0 keeps the weight channels (`publisher.py`) and tells the other ranks what to do. They answer nothing: what fails
+there ends the link, which the worker notices and reports to rank 0.
+
+commands = PartCommands(group)          # on rank 0
+sender = PartSender(config, group)      # on every other rank
+sender.keep(part)                       # before rank 0 publishes the version
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from april.config import WeightsSection
+from april.util import clock
+from april.util.lifetime import PartThread
+from april.weights import TRANSPORTS
+from april.weights.channel import ChannelInvite, link_name
+from april.weights.snapshot import Snapshot, outgoing
+from april.weights.transports import Transport
+from april.wire.message import Version
+
+log = logging.getLogger(__name__)
+
+END_S = 30.0
+"""Longest wait for the last command to reach all ranks, seconds."""
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+class Command(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What rank 0 tells the other ranks of the learner about the sending of weights."""
+
+
+class OpenLink(Command, frozen=True):
+    """Meet a worker or its inference server, whom `invite` has reached."""
+
+    invite: ChannelInvite
+    server_ranks: int
+
+
+class HoldPart(Command, frozen=True):
+    """Keep the part of a version, which is the newest, until it is sent over a channel or the channel ends."""
+
+    channel: str
+    version: Version
+
+
+class SendPart(Command, frozen=True):
+    """Send the part that is kept for a channel, within `timeout_s`."""
+
+    channel: str
+    timeout_s: float
+
+
+class CloseLink(Command, frozen=True):
+    """The channel has ended."""
+
+    channel: str
+
+
+class WithdrawPart(Command, frozen=True):
+    """No channel begins to send the newest version any more: the next one is to be made in its memory."""
+
+
+class EndSending(Command, frozen=True):
+    """Nothing is published any more."""
+
+
+AnyCommand = OpenLink | HoldPart | SendPart | CloseLink | WithdrawPart | EndSending
+DECODER = msgspec.msgpack.Decoder(AnyCommand)
+
+
+class PartCommands:
+    """Sends commands from rank 0 to all other ranks, in order, in a thread."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        """`group`: gloo group of all ranks that nothing else uses, with a timeout of days."""
+        self.group = group
+        self._outbox: queue.SimpleQueue[AnyCommand] = queue.SimpleQueue()
+        self._thread = PartThread("weights-commands", self._run)
+        self._thread.start()
+
+    def tell(self, command: AnyCommand) -> None:
+        self._outbox.put(command)
+
+    def close(self, timeout_s: float = END_S) -> None:
+        """Tell the other ranks that nothing is published any more."""
+        self.tell(EndSending())
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        command: AnyCommand | None = None
+        try:
+            while not isinstance(command, EndSending):
+                command = self._outbox.get()
+                encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
+                dist.broadcast(torch.tensor([len(encoded)]), 0, self.group)
+                dist.broadcast(encoded, 0, self.group)
+        except RuntimeError as error:  # a rank is gone, and the learner ends with it
+            log.error("the other ranks cannot be told to send weights: %s", error)
+
+
+# --- the sender of a part ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SendingLink:
+    """The state of a rank's link to one worker."""
+
+    invite: ChannelInvite
+    server_ranks: int
+    held: Snapshot | None = None
+    """Part that is announced to the worker, and will be sent once it is ready."""
+    due: queue.SimpleQueue[tuple[Snapshot, float] | None] = field(default_factory=queue.SimpleQueue)
+    """Parts to send, each with its deadline (Unix time, seconds); None: the channel has ended."""
+
+
+class PartSender:
+    """Sends this rank's parts to the workers, in a thread for each, as rank 0 says."""
+
+    def __init__(self, config: WeightsSection, group: dist.ProcessGroup):
+        """`group`: as in `PartCommands`."""
+        self.config, self.group, self.rank = config, group, dist.get_rank()
+        self.bucket_bytes = config.bucket_mb << 20
+        self._transport: Transport = TRANSPORTS.find(config.transport)(config)
+        self._changed = threading.Condition()
+        self._newest: Snapshot | None = None
+        self._links: dict[str, SendingLink] = {}
+        self._thread = PartThread("weights-part", self._run)
+        self._thread.start()
+
+    def keep(self, part: Snapshot) -> None:
+        """Keep this rank's part of the version that is published next."""
+        with self._changed:
+            self._newest = part
+
+    def await_withdrawn(self, timeout_s: float) -> None:
+        """Wait until rank 0 has withdrawn the newest version, whose memory is then free unless a worker still gets it.
+        Raises RuntimeError after `timeout_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._newest is None, timeout_s):
+                raise RuntimeError(f"rank 0 has not withdrawn the last weights within {timeout_s:g} s")
+
+    def close(self, timeout_s: float = END_S) -> None:
+        """Wait for the end of the thread that takes commands; rank 0 ends it."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        command: AnyCommand | None = None
+        try:
+            while not isinstance(command, EndSending):
+                size = torch.zeros(1, dtype=torch.int64)
+                dist.broadcast(size, 0, self.group)
+                encoded = torch.empty(int(size), dtype=torch.uint8)
+                dist.broadcast(encoded, 0, self.group)
+                command = DECODER.decode(encoded.numpy().tobytes())
+                self._obey(command)
+        except RuntimeError as error:  # rank 0 is gone, and the learner ends with it
+            log.error("rank 0 does not say any more which weights to send: %s", error)
+        with self._changed:
+            for link in self._links.values():
+                link.due.put(None)
+
+    def _obey(self, command: AnyCommand) -> None:
+        with self._changed:
+            if isinstance(command, OpenLink):
+                link = SendingLink(command.invite, command.server_ranks)
+                self._links[command.invite.channel] = link
+                PartThread(f"{command.invite.channel} {self.rank}", self._run_link, link).start()
+            elif isinstance(command, WithdrawPart):
+                self._newest = None
+                self._changed.notify_all()
+            elif not isinstance(command, EndSending) and (known := self._links.get(command.channel)):
+                self._direct(known, command)
+
+    def _direct(self, link: SendingLink, command: HoldPart | SendPart | CloseLink) -> None:
+        """Carry out a command about one link."""
+        if isinstance(command, HoldPart) and self._newest and self._newest.version == command.version:
+            link.held = self._newest
+        elif isinstance(command, SendPart) and link.held:
+            link.due.put((link.held, clock.now() + command.timeout_s))
+            link.held = None
+        else:
+            if not isinstance(command, CloseLink):
+                log.error("%s: this rank has no such part for %s", command, link.invite.channel)
+            link.held = None
+            link.due.put(None)
+
+    def _run_link(self, link: SendingLink) -> None:
+        name = link.invite.channel
+        own = msgspec.structs.replace(link.invite, channel=link_name(name, self.rank))
+        try:
+            meeting = self._transport.meet(own, as_learner=True, server_ranks=link.server_ranks)
+            with contextlib.closing(meeting) as connected:
+                while task := link.due.get():
+                    part, deadline = task
+                    connected.send(outgoing(part, self.bucket_bytes, bool(link.server_ranks)), deadline)
+                    del task, part
+        except Exception as error:  # whatever a transport raises costs its channel alone
+            fault = not isinstance(error, RuntimeError | OSError)
+            log.info("rank %d's link of channel %s is lost: %s", self.rank, name, error, exc_info=fault)
+        finally:
+            with self._changed:
+                if self._links.get(name) is link:
+                    del self._links[name]

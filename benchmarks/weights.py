@@ -1,0 +1,73 @@
+"""Publication of weights: what it takes of the ranks' memory, and how evenly they send.
+
+Ranks of a learner hold a sharded model in bfloat16, gather and publish it over gloo to 1 and more workers on this
+machine, each version in parts of which every rank gathers and sends one. `publish_extra_bytes` is the most that any
+rank's memory grows by meanwhile, `publish_extra_limit` the rank's shard and three buckets. The last version of the same
+call is gathered on rank 0 and sent from there: `undivided_extra_bytes`.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import orjson
+from common import Row, parser, process, python_path, report, wait_for
+
+BUCKET_BYTES = 16 << 20
+TENSOR_BYTES = 8 << 20
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", type=int, default=4, help="of the learner [default 4]")
+    arguments.add_argument("--mib", type=int, default=1024, help="of weights; takes eight times as much [default 1024]")
+    given = arguments.parse_args()
+    model_bytes, workers = (64 if given.quick else given.mib) << 20, [1, 2]
+    with tempfile.TemporaryDirectory(prefix="april-weights-") as made:
+        result = measure(Path(made), given.ranks, model_bytes // TENSOR_BYTES, workers)
+    ranks = result["ranks"]
+    extra, sent = max(each["extra_bytes"] for each in ranks), [each["sent_bytes"] for each in ranks]
+    limit = ranks[0]["shard_bytes"] + 3 * BUCKET_BYTES
+    rows = [
+        Row("publish_extra_bytes", [extra], "bytes"),
+        Row("publish_extra_limit", [limit], "bytes"),
+        Row("publish_extra_ratio", [extra / limit], "of the limit"),
+        Row("undivided_extra_bytes", [result["undivided_extra_bytes"]], "bytes"),
+        Row("egress_share_of_busiest_rank", [max(sent) / sum(sent)], "of all bytes sent"),
+        Row("egress_share_limit", [1.3 / given.ranks], "of all bytes sent"),
+        *(Row(name, [value], "s") for name, value in sorted(result["seconds"].items())),
+    ]
+    report(rows, given.json, model_bytes=model_bytes, ranks=given.ranks)
+
+
+def measure(folder: Path, ranks: int, tensors: int, workers: list[int]) -> dict:
+    """What the ranks have found, as `weights_rank.py` writes it."""
+    program = [sys.executable, Path(__file__).with_name("weights_rank.py")]
+    options = {"env": os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}}
+    counts = ",".join(map(str, workers))
+    with contextlib.ExitStack() as running:
+        started: list[subprocess.Popen] = []
+        for rank in range(ranks):
+            command = [*program, "rank", rank, ranks, folder, tensors, counts]
+            started.append(running.enter_context(process(command, folder / f"rank-{rank}.log", **options)))
+        there = 0
+        for count in workers:
+            wait_for((folder / f"wanted_{count}").exists, f"a learner that waits for {count} workers", started[0], 900)
+            for name in range(there, count):
+                command = [*program, "worker", f"w{name}", folder]
+                running.enter_context(process(command, folder / f"worker-{name}.log", **options))
+            there = count
+        deadline = time.monotonic() + 1500
+        while not (folder / "result.json").exists() and time.monotonic() < deadline:
+            if any(each.poll() for each in started):
+                sys.exit("".join(path.read_text()[-2000:] for path in folder.glob("*.log")))
+            time.sleep(0.2)
+        return orjson.loads((folder / "result.json").read_bytes())
+
+
+if __name__ == "__main__":
+    main()
