@@ -76,7 +76,7 @@ def rank(own: int, ranks: int, folder: Path, tensors: int, workers: list[int]) -
     count_sent(sent)
     divided = DividedSending(config, publisher)
     backend = SimpleNamespace(divisible_weights=lambda: sharded)
-    trainer = SimpleNamespace(backend=backend, generation_dtype=None, device=torch.device("cpu"))
+    trainer = SimpleNamespace(backend=backend, generation_dtype=torch.bfloat16, device=torch.device("cpu"))
     if publisher:
         (folder / "address.partial").write_text(publisher.address)
         (folder / "address.partial").rename(folder / "address")

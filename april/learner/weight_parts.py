@@ -131,12 +131,13 @@ def ranks_of_copy(mesh: DeviceMesh, owner: int) -> dict[int, int]:
 
 
 def gather_part(version: Version, tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Snapshot:
-    """This rank's part of the weights, on the CPU; sharded tensors in `dtype` (None: not converted). Collective.
+    """This rank's part of the weights, on the CPU; sharded tensors in `dtype` (None: float32). Collective.
 
     `tensors`: from `divisible`, in the same order on all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dtypes = [(isinstance(tensor, DTensor) and dtype) or tensor.dtype for _, tensor in tensors]
+    sent_in = dtype or torch.float32
+    dtypes = [sent_in if isinstance(tensor, DTensor) else tensor.dtype for _, tensor in tensors]
     heads = [
         TensorHead(name, str(own).removeprefix("torch."), list(tensor.shape))
         for (name, tensor), own in zip(tensors, dtypes, strict=True)

@@ -78,7 +78,7 @@ class FSDPBackend(Backend):
         return lora.merged_weights(self.lm)
 
     def divisible_weights(self) -> list[tuple[str, Tensor]] | None:
-        return None if self.config.lora.is_set else weight_parts.divisible(self.lm, self.tensors())
+        return None if self.config.lora.is_set else weight_parts.divisible(self.lm, self.lm.named_parameters())
 
     def weights_to_publish(self, dtype: torch.dtype | None = None) -> Mapping[str, Tensor] | AdapterWeights:
         """All weights in `dtype`, or the adapter in fp32, from which workers make weights in `dtype`. Collective."""
