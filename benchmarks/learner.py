@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import context_parallel
 import numpy as np
 import peak_memory
 import torch
@@ -61,6 +62,7 @@ PLAN_MEASURES = ("plan_error",)
 MEASURES = (
     *OPTIMIZER_MEASURES,
     *PLAN_MEASURES,
+    *context_parallel.MEASURES,
     *STEP_MEASURES,
     *LORA_MEASURES,
     *PUBLISH_MEASURES,
@@ -432,6 +434,7 @@ def main() -> None:
             rows += optimizer_rows(Path(made) / "optimizers", options.quick)
         if wanted.intersection(PLAN_MEASURES):
             rows.append(plan_row(Path(made) / "plan"))
+        rows += context_parallel.rows(Path(made) / "context", wanted, options.quick)
         if wanted.intersection(PUBLISH_MEASURES):
             rows += publish_rows(Path(made) / "quickstart")
         if "samples_cost" in wanted:

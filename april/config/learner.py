@@ -33,6 +33,12 @@ class LearnerSection(Section):
         "shards each expert's tensors instead. Above 1, tokens travel to their experts' ranks and back once a "
         "layer.",
     )
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        description="Context-parallel size C: ranks that share each packed row, with the fsdp back end. Above 1 each "
+        "holds 1 / C of a sequence's activations, for two exchanges among these ranks in each layer.",
+    )
     optimizer: str = Field(
         "adamw",
         description="Optimizer of the policy and the critic: adamw (8 bytes a trained parameter for its moments), "
@@ -100,8 +106,9 @@ class LearnerSection(Section):
     microbatch_tokens: int = Field(
         8192,
         ge=1,
-        description="Tokens packed into one forward and backward pass of a rank. Activation memory grows with it; "
-        "below twice the longest sequence, ranks wait for each other.",
+        description="Tokens of a forward and backward pass that a rank holds; a packed row has context_parallel times "
+        "as many. Activation memory grows with it; where rows are below twice the longest sequence, ranks wait for "
+        "each other.",
     )
     compute: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
@@ -190,6 +197,11 @@ class LearnerSection(Section):
         description="Time without a sign of progress after which the learner is killed and restarted while it loads, "
         "saves, exports, or does something for the first time (seconds). A high value detects a hang there late.",
     )
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of ranks that share rows, among which a batch is divided."""
+        return self.ranks // self.context_parallel
 
 
 class SamplesSection(Section):

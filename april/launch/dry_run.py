@@ -43,7 +43,7 @@ def describe(config: Config, devices: Sequence[str]) -> str:
         "filters": describe_filters(config),
         "processes": describe_processes(config),
         "devices": indented([describe_devices(config, placed), *describe_placement(placed, numa_nodes(devices))]),
-        "learner": f"{samples} samples a step, {samples // config.learner.ranks} a rank; "
+        "learner": f"{samples} samples a step, {samples // config.learner.data_ranks} a rank; "
         f"{describe_training(config, shape)}",
         "fits": describe_fit(config, devices),
         "engines": f"{config.worker.engine}, {config.worker.slots} slots each; {describe_engine(config, shape)}",

@@ -217,9 +217,9 @@ def head_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def pass_tokens(config: Config) -> int:
-    """Most tokens in a forward and backward pass of the learner."""
+    """Most tokens in a forward and backward pass of a rank of the learner."""
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
-    return max(config.learner.microbatch_tokens, longest)
+    return max(config.learner.microbatch_tokens, math.ceil(longest / config.learner.context_parallel))
 
 
 def divide(config: Config, shape: ModelShape, total_bytes: float) -> MemoryPlan:

@@ -78,7 +78,7 @@ def needs_of(config: Config) -> Needs:
     """Needs of a run. Raises ModelError for a model that the learner does not train."""
     section, tokens, ranks = config.learner, pass_tokens(config), config.learner.ranks
     fp32 = section.compute == "fp32"
-    sizes = sizes_of(config.model.path, config.lora.model_dump_json(), bf16=not fp32)
+    sizes = sizes_of(config)
     critics = sizes.model if needs_values(config.algorithm, imported=False) else 0
     has_reference = not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef)
     trained, others = sizes.trained + critics, critics + (sizes.model if has_reference else 0)
@@ -104,8 +104,12 @@ def needs_of(config: Config) -> Needs:
     return Needs(learner, engine, config.devices.share, config.devices.turns)
 
 
+def sizes_of(config: Config) -> "Footprint":
+    return cached_sizes(config.model.path, config.lora.model_dump_json(), bf16=config.learner.compute != "fp32")
+
+
 @cache
-def sizes_of(folder: Path, adapter: str, bf16: bool) -> "Footprint":
+def cached_sizes(folder: Path, adapter: str, bf16: bool) -> "Footprint":
     """Sizes of a model with the adapter of a section [lora], given as JSON."""
     from april.learner.footprint import footprint
 
@@ -114,7 +118,8 @@ def sizes_of(folder: Path, adapter: str, bf16: bool) -> "Footprint":
 
 def changes(config: Config) -> Iterator[Change]:
     """Changes that would save memory, the cheapest first."""
-    section, offloads = config.learner, BACKENDS.find(config.learner.backend).can_offload
+    section, backend = config.learner, BACKENDS.find(config.learner.backend)
+    offloads, sharers = backend.can_offload, sizes_of(config).sharers if backend.divides_rows else 1
     longest = config.longest_prompt_tokens + config.sampling.max_response_tokens
     if section.optimizer in SMALLER and offloads:
         yield Change({"learner.optimizer": SMALLER[section.optimizer]}, 1, "moments are rounded to 8 bits")
@@ -122,6 +127,10 @@ def changes(config: Config) -> Iterator[Change]:
         yield Change({"lora.base": "bf16"}, 1, "frozen weights are rounded to 16 bits, if they are not yet")
     if section.microbatch_tokens > longest:
         yield Change({"learner.microbatch_tokens": longest}, 2, "ranks wait for each other")
+    for size in (2, 4, 8):
+        if section.context_parallel < size <= sharers:
+            keys = {"learner.context_parallel": size, "learner.microbatch_tokens": -(-longest // size)}
+            yield Change(keys, 2 + size / 8, f"{size} ranks share each sequence")
     if not section.activation_checkpointing and offloads:
         yield Change({"learner.activation_checkpointing": True}, 3, "a third forward pass in each step")
     if config.devices.share and not config.devices.turns:

@@ -83,8 +83,16 @@ def packed_attention(
     `attention_mask` is what `reach_of_mask` returned. `sliding_window`, `softcap`, `s_aux` (sinks) and `position_bias`
     are as transformers passes them, and described in `Variant`. `packing` stands for `seq_lens`, `cu_seq_lens_q` (int32
     [sequences + 1]) and `max_length_q`; the latter two are for accelerators. Which kernel runs is up to
-    `choose_kernel`. Raises PackedAttentionError for inputs that none supports.
+    `choose_kernel`. Where `packing` has an exchange, T are this rank's tokens of the row. Raises PackedAttentionError
+    for inputs that none supports.
     """
+    if packing is not None and (exchange := packing.exchange):
+        check_exchanged(query, position_bias, exchange.ranks)
+        query, key, value = exchange.to_heads(query, key, value)
+        whole, s_aux = packing.alone(), s_aux if s_aux is None else exchange.of_heads(s_aux)
+        options = dict(packing=whole, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, **features)
+        output, _ = packed_attention(module, query, key, value, attention_mask, scaling, dropout, **options)
+        return exchange.to_tokens(output), None
     if packing is not None:
         seq_lens, cu_seq_lens_q = packing.seq_lens, packing.cu_seq_lens
     lengths = check_supported(query, key, attention_mask, dropout, seq_lens, features)
@@ -182,6 +190,14 @@ def check_supported(
     if features.get("is_causal") is False:
         raise PackedAttentionError("the layer's tokens see later ones, which packed attention does not compute")
     return seq_lens
+
+
+def check_exchanged(query: Tensor, position_bias: Tensor | None, ranks: int) -> None:
+    """Raises PackedAttentionError for attention whose heads cannot be exchanged for tokens among so many ranks."""
+    if position_bias is not None:
+        raise PackedAttentionError("the layer's bias is of the places in a row, of which a rank sees only its own")
+    if query.shape[1] % ranks:
+        raise PackedAttentionError(f"the layer has {query.shape[1]} heads of queries, which {ranks} ranks cannot share")
 
 
 def checked_reach(mask: Reach | None, sliding_window: int | None) -> Reach:

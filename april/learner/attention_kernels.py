@@ -4,6 +4,7 @@ each_sequence(q, k, v, seq_lens, scaling, Variant(window=128))     # on any devi
 variable_length(...), flash_attention_4(...), by_flex(...)         # all sequences in one call, on accelerators
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,17 +26,46 @@ FLEX_BLOCK = 128
 """Tokens in a block of flex attention."""
 
 
+class Exchange(ABC):
+    """How the ranks that share a row exchange its tokens, of which each has 1 / C, for heads of all its tokens."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """C, the number of these ranks."""
+
+    @abstractmethod
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Queries [1, H, T / C, D], keys and values of this rank's tokens -> the same of all tokens and this rank's
+        heads, [1, H / C, T, D]. Collective."""
+
+    @abstractmethod
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """[1, T, H / C, E] -> [1, T / C, H, E], the inverse of `to_heads`. Collective."""
+
+    @abstractmethod
+    def of_heads(self, values: Tensor) -> Tensor:
+        """Those of this rank's heads among values [H] of all heads."""
+
+
 class Packing:
     """Where the sequences of a packed row lie. No list and no dataclass, since `torch.compile` looks into those and
     would compile anew for each number of sequences."""
 
-    def __init__(self, seq_lens: list[int], cu_seq_lens: Tensor):
+    def __init__(self, seq_lens: list[int], cu_seq_lens: Tensor, exchange: Exchange | None = None):
         """`seq_lens`: length of each sequence; `cu_seq_lens`, int32 [sequences + 1]: their starts, then the length of
-        the row."""
+        the row; `exchange`: set if this rank has a part of the row's tokens."""
+        self.exchange = exchange
         self.seq_lens, self.cu_seq_lens, self.longest = seq_lens, cu_seq_lens, max(seq_lens)
         self.made: dict[Any, Any] = {}
         """What the layers of one pass share: packings in chunks by the chunk's size, masks of flex attention by
         window."""
+
+    def alone(self) -> "Packing":
+        """The same row for a rank that sees all of its tokens."""
+        if "alone" not in self.made:
+            self.made["alone"] = Packing(self.seq_lens, self.cu_seq_lens)
+        return self.made["alone"]
 
     def in_chunks(self, size: int) -> "Packing":
         """The packing whose sequences are these, cut from their starts on into chunks of `size` tokens."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from april.config import Config
 from april.learner import attention
-from april.learner.backends.backend import clip_gradients
+from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
 from april.learner.frozen_base import in_bf16
 from april.learner.loading import empty_model
@@ -61,14 +61,15 @@ def empty_value_model(folder: Path, recompute: bool = False) -> ValueModel:
 class Critic:
     """The sharded value model and its optimizer. Every method is collective except `advantages` and `update`."""
 
-    def __init__(self, config: Config, device: torch.device, bf16: bool, estimator: Estimator):
-        self.section, self.device, self.estimator = config.critic, device, estimator
+    def __init__(self, config: Config, device: torch.device, bf16: bool, estimator: Estimator, backend: Backend):
+        """`backend` has the policy, whose micro-batches the critic gets."""
+        self.section, self.device, self.estimator, self.ranks = config.critic, device, estimator, backend.ranks
         model = empty_value_model(config.model.path, config.learner.activation_checkpointing)
         if config.learner.freeze_vision:
             freeze_tower(model.lm)
         if config.learner.master_weights == "bf16":
             in_bf16(model.parameters())
-        self.model = load_sharded(model, config.model.path, device, bf16)
+        self.model = backend.divide(load_sharded(model, config.model.path, device, bf16))
         self.part = CheckpointPart.of("critic.", self.model, config.critic.lr, config.learner)
         self._totals = self._blank()
 
@@ -93,12 +94,12 @@ class Critic:
         blank, lengths = torch.zeros(0, device=self.device), [len(each) for each in raw]
         joined, values = torch.cat([blank, *raw]), torch.cat([blank, *(part.scores["values"] for part in known)])
         returns = joined + values
-        advantages = whitened(joined, Ranks()) if self.section.whiten else joined
+        advantages = whitened(joined, self.ranks) if self.section.whiten else joined
         estimates = zip(known, advantages.split(lengths), returns.split(lengths), strict=True)
         found = iter(
             [replace(part, advantages=each, scores={**part.scores, "returns": back}) for part, each, back in estimates]
         )
-        return [None if part is None else next(found) for part in tokens], value_metrics(values, returns)
+        return [None if part is None else next(found) for part in tokens], value_metrics(values, returns, self.ranks)
 
     def advantages(self, tokens: ResponseTokens) -> Tensor:
         """Advantages [K], not whitened. The reward comes with the last token of a response; with `critic.kl_coef` each
@@ -126,7 +127,7 @@ class Critic:
 
     def finish_step(self) -> dict[str, float]:
         """Clip the accumulated gradients to `critic.grad_clip`; returns the metrics of the optimizer step."""
-        tokens, loss, clipped = Ranks().total(self._totals).tolist()
+        tokens, loss, clipped = self.ranks.total(self._totals).tolist()
         self._totals = self._blank()
         norm = clip_gradients(self.model, self.section.grad_clip) if tokens else 0.0
         return {
@@ -140,13 +141,13 @@ class Critic:
         self.part.steps += 1
 
 
-def value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
-    """Mean value and return, and explained variance 1 - Var(R - V) / Var(R), over the tokens of all ranks.
-    Collective."""
+def value_metrics(values: Tensor, returns: Tensor, ranks: Ranks) -> dict[str, float]:
+    """Mean value and return, and explained variance 1 - Var(R - V) / Var(R), over the tokens of all
+    `ranks`. Collective."""
     value, target = values.double(), returns.double()
     error = target - value
     columns = [torch.ones_like(value), value, target, target.square(), error, error.square()]
-    tokens, value, target, square, error, error_square = Ranks().total(torch.stack([c.sum() for c in columns])).tolist()
+    tokens, value, target, square, error, error_square = ranks.total(torch.stack([c.sum() for c in columns])).tolist()
     if not tokens:
         return {}
     variance = square / tokens - (target / tokens) ** 2

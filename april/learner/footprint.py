@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from april.config.training import LoraSection
 from april.learner import lora
 from april.learner.attention import Packing
+from april.learner.context import objection_to_sharing
 from april.learner.loading import ModelError
 from april.learner.model import Policy, choose_experts_implementation, empty_policy
 from april.learner.optimizers.muon import is_matrix
@@ -18,6 +19,7 @@ from april.learner.vision import text_model
 from april.util.errors import ConfigError
 from april.util.text import first_line
 
+SHARERS = (1, 2, 4, 8)
 SEQUENCES = 4
 """Number of sequences in the row that is tried."""
 
@@ -42,6 +44,8 @@ class Footprint:
     """Bytes per token that all layers together keep for the backward pass."""
     largest_bytes: float
     """The most that a single layer keeps, bytes per token."""
+    sharers: int
+    """Most ranks of `SHARERS` that can share a row of the model."""
 
 
 def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024) -> Footprint:
@@ -52,6 +56,7 @@ def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024
     held = sum(parameter.numel() * parameter.itemsize for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.trained)
     matrices = sum(parameter.numel() for name, parameter in policy.trained if is_matrix(name, parameter))
+    sharers = max(size for size in SHARERS if not objection_to_sharing(policy.lm, size))
     vocabulary, hidden = policy.lm.get_output_embeddings().weight.shape
     scale = 1 / tokens
     try:
@@ -62,7 +67,7 @@ def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024
         outside, *kept = kept_by_layer(policy_to_train(folder, adapter), torch.bfloat16, tokens)
         scale *= 2  # experts' grouped products are known in 16 bits alone; fp32 keeps at most twice as much
     total, largest = (outside + sum(kept)) * scale, max(kept) * scale
-    return Footprint(own, held, trained, matrices, hidden, vocabulary, len(kept), total, largest)
+    return Footprint(own, held, trained, matrices, hidden, vocabulary, len(kept), total, largest, sharers)
 
 
 def policy_to_train(folder: Path, adapter: LoraSection) -> Policy:

@@ -297,10 +297,9 @@ def with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 
 def hidden_states(lm: nn.Module, micro: MicroBatch) -> Tensor:
     """Last hidden states of the positions that predict the targets of `micro`, [K, D]."""
-    packing = attention.Packing(micro.seq_lens, micro.cu_seq_lens)
     inputs = {"position_ids": micro.positions} | (micro.images.inputs() if micro.images else {})
     hidden = lm.base_model(
-        input_ids=micro.ids, attention_mask=None, use_cache=False, packing=packing, **inputs
+        input_ids=micro.ids, attention_mask=None, use_cache=False, packing=micro.packing, **inputs
     ).last_hidden_state
     return hidden[0, micro.target_rows]
 

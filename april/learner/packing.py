@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from april.data.support import Support
+from april.learner.attention_kernels import Exchange, Packing
 from april.learner.batch import TrainSample
 from april.learner.vision import ImagePacker, PackedImages
 from april.wire.message import Version
@@ -99,6 +100,11 @@ class PackedSupport:
         ids, _ = self.columns(rows)
         return gradient.new_zeros(len(gradient), vocabulary).scatter_add_(1, ids, gradient)
 
+    def part(self, rows: slice) -> "PackedSupport":
+        """The supports of targets `rows`."""
+        ends = self.ends[rows.start : rows.stop + 1]
+        return PackedSupport(self.ids[ends[0] : ends[-1]], self.counts[rows], ends - ends[0], self.positions[rows])
+
     def columns(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Ids of the targets `rows`, int64 [n, W] padded with 0, and bool [n, W]: which entries are ids."""
         ends = self.ends[rows.start : rows.stop + 1]
@@ -129,6 +135,12 @@ class MicroBatch:
     """Whether this is a dummy for a rank without samples: K = 1, with zero loss and gradient."""
     images: PackedImages | None = None
     """Images of the sequences; None if those of no rank have any."""
+    exchange: Exchange | None = None
+    """Set if these are one rank's tokens and targets of a row that several ranks share; the sequences are the row's."""
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.seq_lens, self.cu_seq_lens, self.exchange)
 
 
 def pack(samples: list[TrainSample], device: torch.device, images: ImagePacker | None = None) -> MicroBatch:

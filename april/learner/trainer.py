@@ -126,7 +126,7 @@ class Trainer:
         if self.reference:
             self.scorers["reference"] = partial(self.backend.scores, self.reference)
         bf16, estimator = uses_bf16(section, device), self.objective.estimator
-        self.critic = Critic(config, device, bf16, estimator) if "critic" in models else None
+        self.critic = Critic(config, device, bf16, estimator, self.backend) if "critic" in models else None
         if self.critic:
             self.scorers["critic"] = self.critic.scores
         self.parts = [self.part] + ([self.critic.part] if self.critic else [])
@@ -285,7 +285,7 @@ class Trainer:
     def build_micros(self, prepared: Prepared, members: list[int], costs: list[float]) -> list[TrainMicroBatch]:
         """This rank's micro-batches of a minibatch with the prepared samples `members`; every rank has equally many."""
         lengths = [input_tokens(prepared.samples[i]) for i in members]
-        budget = self.config.learner.microbatch_tokens
+        budget = self.config.learner.microbatch_tokens * self.config.learner.context_parallel
         planned = plan(lengths, self.ranks.count, budget, [costs[i] for i in members])
         micros = []
         for row in planned:

@@ -53,6 +53,11 @@ class Backend(ABC):
     images: ImagePacker | None = None
     """Packs the images of samples; None if the policy takes none."""
 
+    def divide(self, model: nn.Module) -> nn.Module:
+        """A model that is sharded over the ranks, in place, where ranks with the same index in `ranks` share the tokens
+        of its micro-batches."""
+        return model
+
     @abstractmethod
     def reference(self) -> nn.Module:
         """The reference model: the starting policy, never updated. Collective."""

@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from april.learner.backends.backend import Backend
 
 
+def check_context(config: Config, divides_rows: bool) -> None:
+    """Raises ConfigError if the back end cannot divide rows over as many ranks as `learner.context_parallel` says."""
+    key, size, section = "learner.context_parallel", config.learner.context_parallel, config.learner
+    if size > 1 and not divides_rows:
+        why = f"divides the tokens of a row over ranks, which learner.backend = {section.backend!r} does not"
+        refuse(key, size, why, "leave it out, or use the default back end")
+    if section.ranks % size:
+        refuse(key, size, f"does not divide learner.ranks = {section.ranks}", "use one that does")
+
+
 class BackendEntry:
     """Capabilities and constructor of a back end."""
 
@@ -28,6 +38,9 @@ class BackendEntry:
     splits_layers: ClassVar[bool] = False
     """Whether the back end supports `learner.tensor_parallel`, `learner.expert_parallel` and
     `learner.pipeline_parallel`."""
+
+    divides_rows: ClassVar[bool] = False
+    """Whether the back end supports `learner.context_parallel`."""
 
     native_files: ClassVar[Sequence[str]] = ()
     """File names that identify a native checkpoint of the back end (any one suffices); empty: the back end has no
@@ -63,6 +76,7 @@ class BackendEntry:
                 refuse(f"learner.{key}", each, f"does not divide {whole}", "use one that does")
             if key == "pipeline_parallel" and each > 1:
                 ranks, whole = ranks // each, f"the {ranks // each} ranks of each of learner.pipeline_parallel = {each}"
+        check_context(config, cls.divides_rows)
 
     @classmethod
     def installed_version(cls) -> str:

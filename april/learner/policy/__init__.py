@@ -23,7 +23,7 @@ from april.learner.attention import PackedAttentionError
 from april.learner.batch import TrainSample
 from april.learner.loading import ModelError, auto_class, check_files
 from april.learner.model import Policy, choose_experts_implementation, empty_policy, load
-from april.learner.packing import pack
+from april.learner.packing import MicroBatch, pack
 from april.learner.policy.pictures import images_of, inputs_of, packer_of, place_images
 from april.learner.vision import text_model
 from april.util.errors import NotTried
@@ -267,15 +267,20 @@ def logprobs_by_transformers(model: PreTrainedModel, sequence: Tensor) -> Tensor
 
 def logprobs_of(policy: Policy, sequences: list[Tensor]) -> Tensor:
     """The same by the learner for packed sequences, one after the other, as in training."""
+    return policy(packed_sequences(policy.lm, sequences))[0]
+
+
+def packed_sequences(lm: nn.Module, sequences: list[Tensor]) -> MicroBatch:
+    """A row of sequences whose tokens after the first are targets."""
     samples = [
         TrainSample(
             sequence.numpy().astype(np.int32), 1, np.zeros(len(sequence) - 1, np.float32), 0.0,
-            ((0, len(sequence) - 1, Version(0, 0)),), images=images_of(policy.lm, sequence),
+            ((0, len(sequence) - 1, Version(0, 0)),), images=images_of(lm, sequence),
         )
         for sequence in sequences
     ]  # fmt: skip
-    images = packer_of(policy.lm) if any(sample.images for sample in samples) else None
-    return policy(pack(samples, torch.device("cpu"), images))[0]
+    images = packer_of(lm) if any(sample.images for sample in samples) else None
+    return pack(samples, torch.device("cpu"), images)
 
 
 # --- small models -----------------------------------------------------------------------------------------------------

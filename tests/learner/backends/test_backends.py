@@ -263,6 +263,8 @@ REFUSED = {
     "splits layers": ({"learner": {"tensor_parallel": 2}}, "key 'learner.tensor_parallel' = 2 "),
     "has stages": ({"learner": {"pipeline_parallel": 2}}, "key 'learner.pipeline_parallel' = 2 "),
     "divides experts": ({"learner": {"expert_parallel": 2}}, "key 'learner.expert_parallel' = 2 "),
+    "shares rows": (megatron(context_parallel=2), "key 'learner.context_parallel' = 2 "),
+    "ranks of a row": ({"learner": {"ranks": 3, "context_parallel": 2}}, "key 'learner.context_parallel' = 2 "),
     "ranks": (megatron(ranks=3, tensor_parallel=2), "key 'learner.tensor_parallel' = 2 "),
     "ranks of stages": (megatron(ranks=3, pipeline_parallel=2), "key 'learner.pipeline_parallel' = 2 "),
     "ranks of a stage": (megatron(ranks=6, pipeline_parallel=2, tensor_parallel=2), "'learner.tensor_parallel' = 2 "),

@@ -12,7 +12,7 @@ from april.config.training import check_base
 from april.learner import checkpoint, frozen_base, lora, performance, weight_parts
 from april.learner.backends.backend import Backend, clip_gradients
 from april.learner.checkpoint import CheckpointPart
-from april.learner.losses.ranks import Ranks
+from april.learner.context import check_sharing, context_groups
 from april.learner.model import empty_policy, gather_tensors, load_sharded, uses_bf16
 from april.learner.vision import ImagePacker, freeze_tower
 from april.weights.base import AdapterWeights, BaseWeights
@@ -42,8 +42,10 @@ class FSDPBackend(Backend):
         self.cost = performance.forward_cost(policy.lm)
         self.bf16 = uses_bf16(section, device)
         self.compute_dtype = "bfloat16" if self.bf16 else "float32"
-        self.policy = load_sharded(policy, path, device, self.bf16)
-        self.lm, self.ranks, self.base = policy.lm, Ranks(), BaseWeights(path)
+        check_sharing(policy.lm, section.context_parallel)
+        self.ranks, self.context = context_groups(section)
+        self.policy = self.divide(load_sharded(policy, path, device, self.bf16))
+        self.lm, self.base = policy.lm, BaseWeights(path)
         adapts = config.lora.is_set and config.lora.workers_have_base
         self.files = lora.names_in_folder(self.lm, dict(self.policy.trained)) if adapts else None
         """Name in Hugging Face files of each trained tensor, by its name in the model `lm`; None if workers receive all
@@ -62,7 +64,10 @@ class FSDPBackend(Backend):
         policy = empty_policy(path, self.config.sampling.temperature).requires_grad_(False)
         lora_section, master_weights = self.config.lora, self.config.learner.master_weights
         frozen_base.hold_frozen(policy.lm, lora_section.base if lora_section.is_set else master_weights)
-        return load_sharded(policy, path, self.device, self.bf16, trained=False)
+        return self.divide(load_sharded(policy, path, self.device, self.bf16, trained=False))
+
+    def divide(self, model: nn.Module) -> nn.Module:
+        return self.context.divide(model) if self.context else model
 
     def clip(self, max_norm: float) -> float:
         if self.is_new and (idle := lora.idle_layers(self.lm)):

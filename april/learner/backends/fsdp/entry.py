@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 class FSDPEntry(BackendEntry):
     can_offload = True
+    divides_rows = True
 
     @classmethod
     def check_model(cls, config: Config) -> None:
@@ -22,6 +23,11 @@ class FSDPEntry(BackendEntry):
         section = config.learner
         if said := objection(config.model.path, section.activation_checkpointing, section.compute != "fp32"):
             raise ConfigError(f"key 'model.path' = {str(config.model.path)!r} cannot be trained: {said}")
+        if section.context_parallel > 1:
+            from april.learner.policy.divided import objection_to_division
+
+            if said := objection_to_division(config.model.path, section.context_parallel):
+                raise ConfigError(f"key 'learner.context_parallel' = {section.context_parallel} {said}")
 
     @classmethod
     def check(cls, config: Config) -> None:
