@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 from zlib_ng.zlib_ng import crc32
@@ -11,7 +12,7 @@ from april import wire
 from april.broker.journal.files import Damaged, Reference
 from april.broker.journal.journal import Journal
 from april.broker.ledger.chunk_refs import ChunkRef
-from april.broker.ledger.events import RowsAccepted
+from april.broker.ledger.events import RowsAccepted, TokensScored
 from april.broker.ledger.samples import Sample
 from april.broker.prompts import PromptBook
 from april.data.rows import DatasetRow
@@ -20,7 +21,7 @@ from april.wire.rows import TABLE, padded_sizes
 
 log = logging.getLogger(__name__)
 
-ROWS_CACHED, TABLES_CACHED = 16, 64
+ROWS_CACHED, TABLES_CACHED, SCORES_CACHED = 16, 64, 4
 PROMPTS_CACHED, LONG_PROMPTS_CACHED, LONG_PROMPT_BYTES = 1024, 16, 16 << 10
 """Cache sizes in prompts, and the bytes from which a prompt counts as long. Short prompts are cached until their batch
 is delivered, long ones while leases on their group are granted."""
@@ -41,6 +42,8 @@ class Payloads:
         self._times_of = lru_cache(maxsize=TABLES_CACHED)(self._read_times)
         """Sampling times in a journal record; cached, as a worker reports the chunks of all its samples in one
         record."""
+        self._scores_of = lru_cache(maxsize=SCORES_CACHED)(self._read_scores)
+        """Token scores in a journal record; cached, as the samples of a group may share a record."""
         self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
         self._long_prompt = lru_cache(maxsize=LONG_PROMPTS_CACHED)(self._read_prompt)
 
@@ -77,6 +80,19 @@ class Payloads:
     def response_ids(self, sample: Sample) -> wire.PackedArray:
         """Token ids of the whole response, int32 [T]."""
         return pack("i4", [payload[: 4 * ref.tokens] for ref, payload in self.journal.read_payloads(sample.chunk_refs)])
+
+    def token_scores(self, sample: Sample) -> dict[str, memoryview]:
+        """Values, float32, of each token score of a sample, by name."""
+        if sample.main_sample or not (found := (sample.group.token_scores or {}).get(sample.index)):
+            return {}
+        position, length, number, _ = found
+        return self._scores_of((position, length))[number]
+
+    def _read_scores(self, reference: Reference) -> list[dict[str, memoryview]]:
+        """Token scores of each response in a journal record."""
+        event, [(_, data)] = self.journal.read(reference)
+        assert isinstance(event, TokensScored)
+        return split_columns(event.columns, memoryview(data))
 
     def chunk_times(self, refs: Iterable[ChunkRef]) -> list[tuple[int, float]]:
         """(response tokens up to the chunk's end, Unix seconds by the reporter's clock) of each chunk; the time is 0 if
@@ -121,6 +137,18 @@ class Payloads:
     def is_group_scored(self, evaluation: bool, epoch: int, row: int) -> bool:
         """Whether the verifier of a prompt scores all responses of a group in one call."""
         return self.reward_of(self.row_of(evaluation, epoch, row)).startswith(GROUP_REWARD)
+
+
+def split_columns(columns: list[dict[str, int]], values: memoryview) -> list[dict[str, memoryview]]:
+    """Values of each named column of each response; `columns`: how many values each has, in their order; `values`:
+    float32."""
+    found, start = [], 0
+    for counts in columns:
+        ends = list(accumulate(counts.values(), initial=start))
+        pairs = zip(counts, pairwise(ends), strict=True)
+        found.append({name: values[4 * first : 4 * end] for name, (first, end) in pairs})
+        start = ends[-1]
+    return found
 
 
 def pack(dtype: str, pieces: list[memoryview]) -> wire.PackedArray:

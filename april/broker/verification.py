@@ -40,6 +40,7 @@ class StoredGroup(NamedTuple):
 
     group: int
     prompt: Reference
+    token_scores: set[Reference]
     samples: list[Sample]
     """Copies of the group's samples, made at the start of the verification."""
 
@@ -55,7 +56,12 @@ class JournalVerifier:
     def __init__(self, folder: Path, ledger: Ledger, below: int):
         self.folder, self.below = folder, below
         self._stored = [
-            StoredGroup(group.id, group.prompt, [replace(sample) for sample in group.samples_with_forks])
+            StoredGroup(
+                group.id,
+                group.prompt,
+                token_score_records(group),
+                [replace(sample) for sample in group.samples_with_forks],
+            )
             for group in (ledger.groups.values() if below else ())
         ]
         self._found: deque[int] = deque()
@@ -119,9 +125,9 @@ class JournalVerifier:
     def _checks(self, stored: StoredGroup) -> Iterator[tuple[Callable[[], bool], int]]:
         """Yield (function that checks a record or payload, bytes that it reads) for all data of a group before position
         `below`."""
-        position, length = stored.prompt
-        if position < self.below:
-            yield partial(self._has_record, position, length), length
+        for position, length in (stored.prompt, *stored.token_scores):
+            if position < self.below:
+                yield partial(self._has_record, position, length), length
         for sample in stored.samples:
             for ref in sample.chunk_refs:
                 if ref.record < self.below:
@@ -146,12 +152,17 @@ class JournalVerifier:
         return read_part(path, self._files[start], size, record - start + offset)
 
 
+def token_score_records(group: Group) -> set[Reference]:
+    """References to the journal records with token scores of a group's samples."""
+    return {(position, length) for position, length, *_ in (group.token_scores or {}).values()}
+
+
 def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:
     """The groups of a ledger whose data includes the journal bytes that could not be read."""
     record, offset = damaged.record, damaged.offset
     return [
         group
         for group in ledger.groups.values()
-        if group.prompt[0] == record
+        if record in {position for position, _ in (group.prompt, *token_score_records(group))}
         or any(ref[:2] == (record, offset) for sample in group.samples_with_forks for ref in sample.chunk_refs)
     ]

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from os import SEEK_END
 from pathlib import Path
 from typing import Any

@@ -71,6 +71,8 @@ class TrainSample:
     """Reference answer of the prompt; only if samples are stored."""
     images: tuple[bytes, ...] = ()
     """The images of the tokens as PNG files (`april.data.images`), in the order of their placeholders."""
+    token_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Named columns that a scorer gave beside the reward, float32 [R]; 0 for observations."""
 
     def __post_init__(self):
         if self.prompt_tokens < 1:
@@ -85,6 +87,9 @@ class TrainSample:
                 f"a support of {len(self.support.counts)} counts and {len(self.support.ids)} ids for "
                 f"{self.response_tokens} response tokens; each needs a count, and the counts add up to the ids"
             )
+
+        if any(len(column) != self.response_tokens for column in self.token_scores.values()):
+            raise ValueError(f"a token score has another length than the {self.response_tokens} response tokens")
 
     @property
     def response_tokens(self) -> int:
@@ -166,6 +171,8 @@ class FlatBatch(msgspec.Struct, omit_defaults=True):
     """The different images of the batch, as PNG files."""
     image_numbers: list[list[int]] = []
     """Of each row, the numbers of its images in `images`; empty if no row has any."""
+    token_scores: dict[str, bytes] = {}
+    """Token scores of all response tokens by name, float32; NaN for the tokens of a row without that score."""
 
 
 def encode(batch: TrainingBatch) -> bytes:
@@ -196,6 +203,13 @@ def encode(batch: TrainingBatch) -> bytes:
             origins=batch.origins,
             images=images,
             image_numbers=[[numbers[image] for image in sample.images] for sample in samples] if images else [],
+            token_scores={
+                name: b"".join(
+                    np.asarray(sample.token_scores.get(name, np.full(sample.response_tokens, np.nan)), "<f4").tobytes()
+                    for sample in samples
+                )
+                for name in sorted({name for sample in samples for name in sample.token_scores})
+            },
         )
     )
 
@@ -206,6 +220,7 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
     flat = msgspec.msgpack.decode(data, type=FlatBatch)
     all_tokens, all_logprobs = np.frombuffer(flat.tokens, "<i4"), np.frombuffer(flat.logprobs, "<f4")
     counts, support_ids = np.frombuffer(flat.support_counts, "<i4"), np.frombuffer(flat.support_ids, "<i4")
+    scores = {name: np.frombuffer(data, "<f4") for name, data in flat.token_scores.items()}
     samples, token_at, logprob_at, id_at = [], 0, 0, 0
     names = flat.names or [(-1, -1, 0, "")] * len(flat.rewards)
     columns = zip(flat.prompt_tokens, flat.response_tokens, flat.rewards, flat.segments, names, strict=True)
@@ -235,6 +250,11 @@ def decode(data: bytes | bytearray | memoryview) -> TrainingBatch:
                 delivered_at=times[1],
                 fork=fork,
                 images=tuple(flat.images[image] for image in shown),
+                token_scores={
+                    name: column[logprob_at : logprob_at + response]
+                    for name, column in scores.items()
+                    if response and not np.isnan(column[logprob_at])
+                },
             )
         )
         token_at, logprob_at, id_at = token_at + prompt + response, logprob_at + response, id_at + ids

@@ -34,7 +34,8 @@ Scores = Mapping[int, np.ndarray]
 """Log-probabilities and entropies, float32 [2, K], of the K sampled tokens of rows of a batch, by index of the row."""
 
 
-def schema():
+def schema(token_scores: bool = False):
+    """Columns of a file of samples; `token_scores`: whether any sample has token scores, a column of its own."""
     import pyarrow as arrow
 
     ids, figures = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
@@ -45,6 +46,8 @@ def schema():
     span = [("what", arrow.string()), ("where", arrow.string()), ("began", arrow.float64()), ("ended", arrow.float64())]
     span += [*stretch, ("how", arrow.string())]
     chunk = [("end", arrow.int32()), ("at", arrow.float64())]
+    column = [("name", arrow.string()), ("values", figures)]
+    scores = {"token_scores": arrow.list_(arrow.struct(column))} if token_scores else {}
     return arrow.schema(
         {
             "step": arrow.int32(),
@@ -81,6 +84,7 @@ def schema():
             "chunks": arrow.list_(arrow.struct(chunk)),
             "stays": arrow.list_(arrow.struct(span)),
         }
+        | scores
     )
 
 
@@ -164,7 +168,8 @@ class SampleWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for number, of_step in rows_by_step.items():
             path = self.folder / f"step_{number:06d}.parquet"
-            table = arrow.Table.from_pylist([row | {"step": number} for row in of_step], schema=schema())
+            columns = schema(any("token_scores" in row for row in of_step))
+            table = arrow.Table.from_pylist([row | {"step": number} for row in of_step], schema=columns)
             if number <= step and path.exists():
                 table = arrow.concat_tables([without_held_out(path), table], promote_options="default")
             tokens = sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in of_step)
@@ -220,7 +225,11 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
             column[position] = value
         return column
 
-    return {
+    scores_by_name = [
+        {"name": name, "values": at_sampled(values[sample.sampled_positions])}
+        for name, values in sorted(sample.token_scores.items())
+    ]
+    return ({"token_scores": scores_by_name} if scores_by_name else {}) | {
         "prompt": tokenizer.decode(prompt),
         "response": tokenizer.decode(response),
         "label": sample.label,

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_sample
 
 import numpy as np
 from msgspec.structs import replace
@@ -74,7 +75,11 @@ class BrokerSource:
             return None
         by_first = {part.message.first: part for part in parts}
         ordered = [by_first[first] for first in sorted(by_first)]
-        received = [group for part in ordered for group in decode_groups(part.message.groups, part.arrays)]
+        received = [
+            group
+            for part in ordered
+            for group in decode_groups(part.message.groups, part.arrays, part.message.token_scores)
+        ]
         return TrainingBatch(
             step,
             [group for head, group in received if head.is_trained],
@@ -191,14 +196,22 @@ def is_complete(answers: list[wire.Received]) -> bool:
     return sum(sizes.values()) == last.total
 
 
-def decode_groups(heads: list[wire.GroupHead], arrays: list[np.ndarray]) -> list[ReceivedGroup]:
+def decode_groups(
+    heads: list[wire.GroupHead], arrays: list[np.ndarray], score_names: Sequence[str] = ()
+) -> list[ReceivedGroup]:
     """Groups of a message, from their heads and the flat list of arrays: one prompt per group, then per sample response
-    and log-probabilities, and two support arrays if the distribution was cut."""
+    and log-probabilities, two support arrays if the distribution was cut, and one array for each name of a token
+    score."""
     groups, rest = [], iter(arrays)
-    with_support = len(arrays) == sum(1 + 4 * len(group.samples) for group in heads)
+    with_support = len(arrays) == sum(1 + (4 + len(score_names)) * len(group.samples) for group in heads)
     for group in heads:
         prompt = next(rest)
-        groups.append((group, [decode_sample(group, head, prompt, rest, with_support) for head in group.samples]))
+        samples = []
+        for head in group.samples:
+            sample = decode_sample(group, head, prompt, rest, with_support)
+            scores = {name: values for name in score_names if len(values := next(rest))}
+            samples.append(replace_sample(sample, token_scores=token_columns(sample, scores)) if scores else sample)
+        groups.append((group, samples))
     return groups
 
 
@@ -230,6 +243,20 @@ def decode_sample(
         shared_tokens=head.shared_tokens,
         label=group.label,
     )
+
+
+def token_columns(sample: TrainSample, scores: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Token scores as columns float32 [R]: a number of a turn goes to each token of the turn, and tokens that the
+    policy did not sample get 0."""
+    starts, ends = [start for start, _, _ in sample.segments], [end for _, end, _ in sample.segments]
+    new_turns = np.array([0, *(int(start > end) for start, end in zip(starts[1:], ends, strict=False))])
+    turns = np.repeat(np.cumsum(new_turns), np.array(ends) - np.array(starts))
+    columns = {}
+    for name, values in scores.items():
+        columns[name] = column = np.zeros(sample.response_tokens, np.float32)
+        is_of_tokens = len(values) == sample.response_tokens
+        column[sample.sampled_positions] = values[sample.sampled_positions if is_of_tokens else turns]
+    return columns
 
 
 def shift_spans(spans: list[wire.SampleSpan], first: int) -> list[wire.SampleSpan]:

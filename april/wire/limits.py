@@ -65,6 +65,8 @@ def too_many_details(details: Iterable[str]) -> bool:
 
 MAX_REWARD = 1e9
 """Largest absolute value of a reward and of its details, so that sums of them stay finite."""
+MAX_TOKEN_SCORES = 8
+"""Most named token scores of one response."""
 MAX_ACTIVITY_SPANS = 20_000
 """Most spans of worker activity in one line of metrics.jsonl; further ones are not recorded."""
 MAX_TALLIES = 16_384

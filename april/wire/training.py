@@ -165,7 +165,8 @@ class Batch(Message):
     """One part of the answer to `Fetch`: the groups from `first` on, of `total` groups. Those that are not trained come
     last: discarded and held-out ones.
 
-    Arrays per group: the prompt (int32), then `TOKEN_ARRAYS` of each sample; all samples have supports, or none.
+    Arrays per group: the prompt (int32), then `TOKEN_ARRAYS` of each sample; all samples have supports, or none. After
+    those of a sample comes a float32 array for each name in `token_scores`, empty if the sample has no such score.
     A batch without groups means that the trainer has to submit more prompts first.
     """
 
@@ -173,6 +174,8 @@ class Batch(Message):
     first: int
     total: int
     groups: list[GroupHead]
+    token_scores: list[Name] = []
+    """Names of the token scores that samples of this message have."""
 
 
 class Finished(Message):

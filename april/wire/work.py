@@ -105,6 +105,14 @@ class Scored(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
     """For an agent session: state as MessagePack, for a verifier that scores the whole group."""
 
 
+class TokenScored(Scored, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A score with token scores, in a report without rows. The values of all closings are the report's array."""
+
+    columns: list[dict[Name, Number]] = []
+    """For each response: name of each token score -> how many values it has, in the order of the values. As many as the
+    response has tokens, those of observations included, or as the policy has taken turns in it."""
+
+
 class GiveBack(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Ends a lease without finishing the sample: the holder stops working on it, for the given cause."""
 
@@ -125,13 +133,14 @@ class Closed(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unkn
     """State as MessagePack that the agent leaves for the verifier; may be empty."""
 
 
-Closing = Scored | GiveBack | Closed
+Closing = Scored | TokenScored | GiveBack | Closed
 
 
 class Report(Message):
     """A holder's new tokens, and the leases that end after them.
 
-    Two uint8 arrays, or none without new tokens: rows (`wire.rows`) and their payloads.
+    Two uint8 arrays, or none without new tokens: rows (`wire.rows`) and their payloads. Or one float32 array: the
+    values of the closings' token scores (`TokenScored`).
     """
 
     closings: list[Closing] = []

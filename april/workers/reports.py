@@ -11,8 +11,10 @@ SCORE_WAIT_S for its score, so that both usually travel in one message.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -39,6 +41,8 @@ class PendingReport:
     unsent: int = 0
     """How many rows at the end of `rows` are still to be sent."""
     closing: wire.Closing | None = None
+    values: bytes = b""
+    """Values of the closing's token scores, float32."""
     closing_unsent: bool = False
 
     def take_rows(self) -> list[Entry]:
@@ -46,9 +50,9 @@ class PendingReport:
         taken, self.unsent = self.rows[len(self.rows) - self.unsent :], 0
         return taken
 
-    def take_closing(self) -> wire.Closing | None:
-        """Return the closing message if it is unsent, and mark it as sent."""
-        taken = self.closing if self.closing_unsent else None
+    def take_closing(self) -> tuple[wire.Closing, bytes] | None:
+        """Return the closing message if it is unsent, with the values of its token scores, and mark it as sent."""
+        taken = (self.closing, self.values) if self.closing and self.closing_unsent else None
         self.closing_unsent = False
         return taken
 
@@ -115,10 +119,10 @@ class Reports:
         self.unacknowledged_bytes += len(payload)
         self._schedule(row.lease_id, SCORE_WAIT_S if awaits_score else 0.0)
 
-    def close(self, closing: wire.Closing) -> None:
-        """Report the end of a lease, after its rows."""
+    def close(self, closing: wire.Closing, values: bytes = b"") -> None:
+        """Report the end of a lease, after its rows; `values`: those of its token scores, float32."""
         pending = self._pending.setdefault(closing.lease_id, PendingReport())
-        pending.closing, pending.closing_unsent = closing, True
+        pending.closing, pending.values, pending.closing_unsent = closing, values, True
         self._schedule(closing.lease_id, 0.0)
 
     def is_closing(self, lease_id: int) -> bool:
@@ -171,13 +175,26 @@ class Reports:
         waiting = [self._pending[lease_id] for lease_id in self._unsent]
         self._unsent, self._due_at = {}, math.inf
         parts = list(split(entry for pending in waiting for entry in pending.take_rows()))
-        closings = [closing for pending in waiting if (closing := pending.take_closing())]
+        taken = [closing for pending in waiting if (closing := pending.take_closing())]
+        closings = [closing for closing, values in taken if not values]
         *full, last = parts or [[]]
         for part in full:
             self._report(part, [])
-        self._report(last, closings[:MAX_REPORT_CLOSINGS])
+        if last or closings:
+            self._report(last, closings[:MAX_REPORT_CLOSINGS])
         for first in range(MAX_REPORT_CLOSINGS, len(closings), MAX_REPORT_CLOSINGS):
             self._report([], closings[first : first + MAX_REPORT_CLOSINGS])
+        self._report_token_scores([(closing, values) for closing, values in taken if values])
+
+    def _report_token_scores(self, scored: list[tuple[wire.Closing, bytes]]) -> None:
+        """Send closings with token scores in as many reports as they need."""
+        while scored:
+            ends = list(accumulate(len(values) for _, values in scored[:MAX_REPORT_CLOSINGS]))
+            count = max(1, bisect_right(ends, MAX_REPORT_BYTES))
+            values = b"".join(values for _, values in scored[:count])
+            report = wire.Report([closing for closing, _ in scored[:count]])
+            self.connection.send(report, [np.frombuffer(values, np.float32)])
+            scored = scored[count:]
 
     def _report(self, entries: list[Entry], closings: list[wire.Closing]) -> None:
         arrays = []

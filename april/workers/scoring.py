@@ -15,6 +15,7 @@ from april.data.rows import may_name
 from april.data.tokenizer import Tokenizer
 from april.util.logs import Failures
 from april.util.pulse import MAIN
+from april.wire.limits import MAX_REPORT_BYTES
 from april.wire.sockets.broker import BrokerConnection
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Item, RewardRules, Score
@@ -74,10 +75,11 @@ class Scoring:
         """Submitted leases that are not scored yet."""
         return len(self._refused) + (self.pool.pending if self.pool else 0)
 
-    def submit(self, lease: LeasedTask, finish_reason: str, state: bytes | None = None) -> None:
+    def submit(self, lease: LeasedTask, finish_reason: str, state: bytes | None = None, turns: int = 0) -> None:
         """Queue a response, or all responses of a group, for scoring.
 
-        `state`: final state of the environment (MessagePack); None takes the grant's. The responses of a group take
+        `state`: final state of the environment (MessagePack); None takes the grant's. `turns`: number of turns that the
+        policy has taken; 0 takes the grant's. The responses of a group take
         their finish reasons from the grant. A verifier that this process's own configuration does not permit is not
         imported: its score is an error, so that no other process in the broker's place chooses what code runs here.
         """
@@ -88,17 +90,19 @@ class Scoring:
         pool = self.pool or self._start()
         prompt = self.tokenizer.decode(tokens[0])
 
-        def item_of(key: int, response: np.ndarray, reason: str, state: bytes) -> Item:
+        def item_of(key: int, response: np.ndarray, reason: str, state: bytes, turns: int = 0) -> Item:
             text = response_text(self.config, self.tokenizer, task.reward, response)
             length = len(response)
-            return Item(key, task.reward, text, task.label, reason, prompt, length, state, row_prompt=task.row_prompt)
+            return Item(key, task.reward, text, task.label, reason, prompt, length, state, 0, task.row_prompt, turns)
 
         if grant.group_scored:
             responses = zip(tokens[1:], grant.group_scored, states_of(grant), strict=True)
             items = [item_of(index, *response) for index, response in enumerate(responses)]
             return pool.submit_group(grant.lease_id, task.reward, items)
         state = grant.state if state is None else state
-        pool.put(item_of(grant.lease_id, np.concatenate(tokens[1:]), finish_reason, state))
+        response = np.concatenate(tokens[1:])
+        turns = turns or grant.turns + (grant.turn_start < len(response) or not grant.turns)
+        pool.put(item_of(grant.lease_id, response, finish_reason, state, turns))
 
     def poll(self) -> list[Score | GroupScore]:
         """Scores that have arrived since the last call; a score's key is its lease id."""
@@ -137,12 +141,23 @@ def closing(score: Score | GroupScore, length: int = 0) -> wire.Closing:
 
     `length`: response tokens that this process has generated or received; 0 for a scorer.
     """
-    if isinstance(score, GroupScore):
-        rewards = [item.reward for item in score.scores if item.reward is not None]
-        return wire.Scored(score.key, rewards, [item.details for item in score.scores])
-    if score.reward is None:
+    if isinstance(score, Score) and score.reward is None:
         return wire.GiveBack(score.key, length, "scoring_failed", score.error or "no reward")
-    return wire.Scored(score.key, [score.reward], [score.details])
+    if (size := len(token_values(score))) > MAX_REPORT_BYTES:
+        why = f"its token scores take {size} bytes, more than the {MAX_REPORT_BYTES} of a report"
+        return wire.GiveBack(score.key, length, "scoring_failed", why)
+    scores = score.scores if isinstance(score, GroupScore) else [score]
+    rewards, details = [item.reward for item in scores if item.reward is not None], [item.details for item in scores]
+    if not size:
+        return wire.Scored(score.key, rewards, details)
+    columns = [{name: len(data) // 4 for name, data in item.token_scores.items()} for item in scores]
+    return wire.TokenScored(score.key, rewards, details, columns=columns)
+
+
+def token_values(score: Score | GroupScore) -> bytes:
+    """Values of all token scores, float32, in order of the responses; empty without any."""
+    scores = score.scores if isinstance(score, GroupScore) else [score]
+    return b"".join(data for item in scores for data in item.token_scores.values())
 
 
 def reward_rules(config: Config) -> RewardRules:
@@ -150,7 +165,10 @@ def reward_rules(config: Config) -> RewardRules:
     named = {field: getattr(section, field) for field in RewardRules.__struct_fields__ if hasattr(section, field)}
     verifiers = {section.name, *section.allowed, *filter(None, map(verifier_of, config.sources))}
     return RewardRules(
-        max_response_tokens=config.sampling.max_response_tokens, verifiers=tuple(sorted(verifiers)), **named
+        max_response_tokens=config.sampling.max_response_tokens,
+        verifiers=tuple(sorted(verifiers)),
+        has_sessions=config.agent.is_set,
+        **named,
     )
 
 
@@ -244,7 +262,7 @@ class Scorer:
         if isinstance(ending, wire.GiveBack):
             self.failures.note(ending.cause, ending.error, "a response or group goes back")
         self.scores += 1
-        self.reports.close(ending)
+        self.reports.close(ending, token_values(score) if isinstance(ending, wire.TokenScored) else b"")
 
     def _drop(self, lease_id: int) -> None:
         self.leases.discard(lease_id)

@@ -24,7 +24,7 @@ from april.workers.engines.weight_intake import UpdateHold, WeightLoader, WrongW
 from april.workers.environments.turns import EnvironmentTurns, TokenizedObservation
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Score
-from april.workers.scoring import LeasedTask, Scoring, closing, leases_of
+from april.workers.scoring import LeasedTask, Scoring, closing, leases_of, token_values
 from april.workers.time_sharing import WorkerTimeSharing
 
 log = logging.getLogger(__name__)
@@ -333,14 +333,7 @@ class Worker:
             ended = "" if sample.remaining_tokens else "length"
         awaits_score = self._finish(sample, ended)
         self.reports.add_chunk(
-            chunk.id,
-            start,
-            chunk.tokens,
-            chunk.logprobs,
-            chunk.version,
-            ended,
-            chunk.support,
-            awaits_score=awaits_score,
+            chunk.id, start, chunk.tokens, chunk.logprobs, chunk.version, ended, chunk.support, awaits_score
         )
         if chunk.finish_reason and not ended:
             self._continue(sample)
@@ -372,7 +365,9 @@ class Worker:
         sample.finished = sample.finished or bool(ended)
         if not ended or sample.grant.hand_over:
             return False
-        self.scoring.submit(LeasedTask(sample.grant, sample.task, sample.tokens), ended, sample.environment_state)
+        lease = LeasedTask(sample.grant, sample.task, sample.tokens)
+        turns = sample.answered_turns + (sample.turn_start < sample.length)
+        self.scoring.submit(lease, ended, sample.environment_state, turns)
         return True
 
     def _is_handed_over(self, lease_id: int) -> bool:
@@ -387,7 +382,7 @@ class Worker:
         ending = closing(score, sample.length)
         if isinstance(ending, wire.GiveBack):
             self.failures.note(ending.cause, ending.error, "a sample goes back", **self._ids(score.key))
-        self.reports.close(ending)
+        self.reports.close(ending, token_values(score) if isinstance(ending, wire.TokenScored) else b"")
 
     def _hand_back_aborted(self) -> None:
         """Give back, with its tokens, every training sample that still generates and whose lease id is <= watermark."""

@@ -23,6 +23,9 @@ def assert_equal(ours: TrainingBatch, theirs: TrainingBatch):
         told = "group", "index", "finish_reason", "details", "spans", "opened_at", "delivered_at"
         assert [getattr(one, name) for name in told] == [getattr(other, name) for name in told]
         assert one.images == other.images
+        assert {name: column.tolist() for name, column in one.token_scores.items()} == {
+            name: column.tolist() for name, column in other.token_scores.items()
+        }
         assert (one.support is None) == (other.support is None)
         if one.support:
             assert one.support.counts.tolist() == other.support.counts.tolist()
@@ -45,6 +48,17 @@ def test_a_batch_survives_encoding_with_segments_and_groups_of_any_size():
     batch = TrainingBatch(7, [[make_sample(rng, 2, 3, 1.0), resumed], [], [make_sample(rng, 1, 1, -0.5)]])
     assert_equal(decode(encode(batch)), batch)
     assert b"support" not in encode(batch), "what has no supports has no column for them"
+
+
+def test_token_scores_survive_encoding_where_only_some_samples_have_them_and_cost_nothing_where_none_has():
+    rng = np.random.default_rng(0)
+    plain, scored = make_sample(rng, 2, 3, 1.0), make_sample(rng, 1, 2, 0.0)
+    columns = {"teacher": np.array([-1.5, 0.0], np.float32), "of_turn": np.array([2.0, 2.0], np.float32)}
+    batch = TrainingBatch(0, [[plain, replace(scored, token_scores=columns), make_sample(rng, 2, 0, 1.0)]])
+    assert_equal(decode(encode(batch)), batch)
+    assert b"token_scores" not in encode(TrainingBatch(0, [[plain, scored]]))
+    with pytest.raises(ValueError, match="a token score has another length than the 2 response tokens"):
+        replace(scored, token_scores={"teacher": np.zeros(3, np.float32)})
 
 
 def test_supports_survive_encoding_with_tokens_that_have_none():

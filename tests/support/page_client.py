@@ -130,7 +130,7 @@ class Lease:
     """A grant with all response tokens of its sample, which are counted as docs/protocol.md describes."""
 
     def __init__(self, task, grant, prompt, response):
-        group, self.evaluation, self.label, self.reward, self.temperature, self.top_p, self.top_k, self.min_p, _ = task
+        group, self.evaluation, self.label, self.reward, self.temperature, self.top_p, self.top_k, self.min_p, *_ = task
         self.id, _, index, self.scoring, self.budget, self.seed, self.finish_reason, *rest = grant
         self.hand_over, self.group_scored, *self.turn = rest
         self.sample = (group, index)

@@ -99,7 +99,8 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     completed = make_batch(worker, [0, 0])
     batch = learner.take("Batch")
     assert batch.sequence == pending
-    step, first_group, total, groups = batch.fields
+    step, first_group, total, groups, token_scores = batch.fields
+    assert token_scores == []
     assert (step, first_group, total, len(groups)) == (0, 0, 4, 4)
     arrays = iter(batch.arrays)
     for group, prompt_tokens, samples, opened_at, delivered_at, number, extra, discarded, held_out, _ in groups:
@@ -298,7 +299,8 @@ def test_the_page_names_every_message_with_its_fields_types_and_defaults_in_orde
 
     described = {name: fields for name, fields, _ in rows(PAGE)}
     assert len(described) == len(list(rows(PAGE))), "a message is described once"
-    of_work = [wire.Task, wire.Grant, wire.Scored, wire.GiveBack, wire.Closed, wire.AgentSession, wire.TurnRequest]
+    of_work = [wire.Task, wire.Grant, wire.Scored, wire.TokenScored, wire.GiveBack, wire.Closed]
+    of_work += [wire.AgentSession, wire.TurnRequest]
     parts = [
         *of_work,
         wire.Slots,

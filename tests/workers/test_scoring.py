@@ -1,13 +1,14 @@
 """What a verifier gets of a response; its score becomes the message that ends the lease."""
 
 import numpy as np
+from msgspec.structs import replace
 
 from april import config as configuration
 from april import wire
 from april.data.tokenizer import Tokenizer
 from april.learner.policy.warm_start import build_tokenizer
 from april.workers.rewards.messages import Score
-from april.workers.scoring import LeasedTask, Scoring, closing
+from april.workers.scoring import LeasedTask, Scoring, closing, token_values
 from tests.support.reward_scores import collect
 
 
@@ -74,6 +75,36 @@ def test_whoever_answers_in_the_brokers_place_does_not_choose_what_a_worker_impo
     assert {key for key, score in scores.items() if "not in the configuration" in (score.error or "")} == {1, 2, 3, 4}
     assert scores[5].reward == 1.0 and scores[6].error is None
     assert (tmp_path / own).exists() and not (tmp_path / theirs).exists()
+
+
+GRADES = """
+def columns(response, label, tokens, turns):
+    lengths = {"tokens": tokens, "turns": turns, "other": tokens + 1}
+    value = float("nan") if label == "nan" else 0.5
+    return 1.0, {}, {"grade": [value] * lengths.get(label, tokens)}
+"""
+
+
+def test_token_scores_are_for_each_token_or_turn_and_anything_else_is_an_error(config_file, tmp_path, monkeypatch):
+    (tmp_path / "grades_of_tokens.py").write_text(GRADES)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = configuration.load(config_file, ["--reward.name", "grades_of_tokens:columns", "--reward.processes", "1"])
+    scoring = Scoring(config, Tokenizer(config.model.path), start_now=False)
+    prompt = scoring.tokenizer.encode_prompt("1+1=")
+    labels = ["tokens", "turns", "other", "nan"]
+    for lease_id, label in enumerate(labels):
+        task = replace(task_of("grades_of_tokens:columns"), label=label)
+        grant = replace(grant_of(lease_id), turns=1, turn_start=2)
+        scoring.submit(LeasedTask(grant, task, [prompt, prompt]), "stop")
+    scores = collect(scoring, len(labels))
+    scoring.close()
+    ended = {label: closing(scores[lease_id]) for lease_id, label in enumerate(labels)}
+    assert [column["grade"] for column in ended["tokens"].columns] == [len(prompt)]
+    assert [column["grade"] for column in ended["turns"].columns] == [2]
+    assert np.frombuffer(token_values(scores[1]), np.float32).tolist() == [0.5, 0.5]
+    assert ended["other"].cause == ended["nan"].cause == "scoring_failed"
+    assert ended["other"].error.endswith(f"5 token scores 'grade' for {len(prompt)} tokens or 2 turns")
+    assert ended["nan"].error.endswith("a token score 'grade' that is not finite")
 
 
 def test_a_failed_score_gives_the_sample_back_and_is_never_a_zero():

@@ -178,27 +178,33 @@ class LearnerHandler:
         step, heads, arrays, size = received.message.step, [], [], 0
         groups: list[Group | LoggedGroup] = [*self.ledger.deliveries[step]]
         groups += wanted(received.message, self.context.history.logged_groups.of_step(step))
+        scored = (group.token_scores for group in self.ledger.deliveries[step] if group.token_scores)
+        names = sorted({name for scores in scored for *_, own in scores.values() for name in own})
         first = sent = self.sent_groups
         while sent < len(groups) and size < PART_BYTES:
             group = groups[sent]
             if isinstance(group, LoggedGroup):
-                head, group_arrays = self._logged_payload(group)
+                head, group_arrays = self._logged_payload(group, len(names))
             else:
-                head, group_arrays = self._group_payload(group, sent in self.logged)
+                head, group_arrays = self._group_payload(group, sent in self.logged, names)
             heads.append(head)
             arrays += group_arrays
             size += sum(len(array.data) for array in group_arrays) + len(head.label)
             sent += 1
         self.sent_groups = sent
-        self.peers.send_now(peer, wire.Batch(step, first, len(groups), heads), arrays, received.sequence)
+        batch = wire.Batch(step, first, len(groups), heads, names)
+        self.peers.send_now(peer, batch, arrays, received.sequence)
         if self.sent_groups == len(groups):
             self.pending_fetch = None
 
-    def _group_payload(self, group: Group, is_logged: bool) -> GroupPayload:
+    def _group_payload(self, group: Group, is_logged: bool, score_names: list[str]) -> GroupPayload:
         payloads, samples = self.context.payloads, trained_samples(group)
         arrays = [payloads.prompt(group.prompt)]
         for sample in samples:
             arrays += payloads.response(sample.chunk_refs)
+            if score_names:
+                scores = payloads.token_scores(sample)
+                arrays += [pack("f4", [scores[name]] if name in scores else []) for name in score_names]
         head = group_head(group, self.context)
         if is_logged:
             heads = [
@@ -208,7 +214,7 @@ class LearnerHandler:
             head = replace(head, samples=heads, label=payloads.row_of(False, group.epoch, group.row).label)
         return head, arrays
 
-    def _logged_payload(self, logged: LoggedGroup) -> GroupPayload:
+    def _logged_payload(self, logged: LoggedGroup, token_scores: int = 0) -> GroupPayload:
         """Description and arrays of a discarded or held-out group; without samples if the journal cannot read them
         back."""
         payloads, (is_held_out, epoch, row) = self.context.payloads, logged.drawn
@@ -221,7 +227,7 @@ class LearnerHandler:
             arrays, heads = [payloads.prompt(logged.prompt)], []
             for sample_head, chunks in zip(head.samples, logged.chunks, strict=True):
                 refs = list(chunk_refs_in(chunks))
-                arrays += payloads.response(refs, is_held_out)
+                arrays += payloads.response(refs, is_held_out) + token_scores * [pack("f4", [])]
                 heads.append(replace(sample_head, chunks=payloads.chunk_times(refs)))
         except (Damaged, Unreadable):
             return replace(head, samples=[]), [pack("i4", [])]

@@ -4,14 +4,18 @@ and reports. Scorers send no other messages, so their handler is here too."""
 import hashlib
 import logging
 import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 
 from april import wire
 from april.broker.context import BrokerContext, MessageTable
 from april.broker.ledger.admission import Verdict
-from april.broker.ledger.samples import Group, Lease, Sample
+from april.broker.ledger.samples import AgentSample, Group, Lease, Sample
+from april.broker.ledger.token_scores import score_tokens
 from april.broker.peers import Peer
 from april.data.rows import row_prompt
 from april.wire import limits
@@ -199,13 +203,14 @@ class LeaseHolderHandler:
         """Handle a report: accept its new tokens, then end the leases that it closes."""
         if len(received.message.closings) > limits.MAX_REPORT_CLOSINGS:
             raise wire.WireError(f"a report ends at most {limits.MAX_REPORT_CLOSINGS} leases")
-        if received.packed:
+        values = values_by_lease(received)
+        if received.packed and not values:
             self.take_rows(peer, received.packed, now)
         for closing in received.message.closings:
             if not self._holds(peer.uid, closing.lease_id):
                 self.reject(peer, closing.lease_id, NOT_CURRENT)
             elif isinstance(closing, wire.Scored):
-                self._accept_score(peer, closing, now)
+                self._accept_score(peer, closing, now, values.get(closing.lease_id, b""))
             elif isinstance(closing, wire.Closed):
                 self._close_agent(peer, closing, now)
             else:
@@ -215,11 +220,13 @@ class LeaseHolderHandler:
         """Accept the new tokens of a report; the base class refuses them, as only some roles send tokens."""
         raise wire.WireError(f"a {peer.role} generates nothing")
 
-    def _accept_score(self, peer: Peer, scored: wire.Scored, now: float) -> None:
+    def _accept_score(self, peer: Peer, scored: wire.Scored, now: float, values: bytes) -> None:
         lease = self.ledger.leases[scored.lease_id]
-        fault = score_fault(scored, len(lease.samples))
+        fault = score_fault(scored, len(lease.samples)) or token_score_fault(scored, lease.samples, values)
         if fault:
             return self.reject(peer, lease.id, f"bad score: {fault}")
+        if isinstance(scored, wire.TokenScored):
+            score_tokens(self.ledger, lease.id, scored.columns, values)
         if lease.agent and lease.sample.group.group_scored:
             return self._close_agent(peer, wire.Closed(lease.id, scored.superseded, scored.state), now)
         if lease.for_group:
@@ -289,6 +296,34 @@ def score_fault(scored: wire.Scored, responses: int) -> str:
     ):
         return f"a reward has at most {limits.MAX_REWARD_DETAILS} details, finite numbers up to {limits.MAX_REWARD:g}"
     return ""
+
+
+def values_by_lease(received: wire.Received) -> dict[int, bytes]:
+    """Values of the token scores, float32, by the lease of their closing; empty if the report has none. Raises
+    WireError unless there are as many as the closings say."""
+    scored = [closing for closing in received.message.closings if isinstance(closing, wire.TokenScored)]
+    if not scored:
+        return {}
+    counts = [sum(count for columns in closing.columns for count in columns.values()) for closing in scored]
+    if [array.dtype for array in received.packed] != ["f4"] or 4 * sum(counts) != len(received.packed[0].data):
+        raise wire.WireError("a report with token scores has no rows, and one f4 array with the values of all of them")
+    values = memoryview(received.packed[0].data)
+    ends = list(accumulate(counts, initial=0))
+    pairs = zip(scored, pairwise(ends), strict=True)
+    return {closing.lease_id: bytes(values[4 * first : 4 * end]) for closing, (first, end) in pairs}
+
+
+def token_score_fault(scored: wire.Scored, samples: Sequence[Sample], values: bytes) -> str:
+    """Fault in the token scores that a holder reports for the responses of a lease; empty if they are valid."""
+    if not isinstance(scored, wire.TokenScored):
+        return ""
+    if isinstance(samples[0], AgentSample) or len(scored.columns) != len(samples):
+        return "token scores are for each response of the lease, and for no agent's session"
+    for sample, columns in zip(samples, scored.columns, strict=True):
+        if len(columns) > limits.MAX_TOKEN_SCORES or not {*columns.values()} <= {sample.length, sample.turns}:
+            most = limits.MAX_TOKEN_SCORES
+            return f"a response has at most {most} token scores, each with as many values as it has tokens or turns"
+    return "" if np.isfinite(np.frombuffer(values, "<f4")).all() else "a token score is a finite number"
 
 
 # --- scorers ----------------------------------------------------------------------------------------------------------

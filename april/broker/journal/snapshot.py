@@ -233,6 +233,8 @@ def live_positions(ledger: LedgerState) -> Iterator[int]:
         yield position
     for group in ledger.groups.values():
         yield group.prompt[0]
+        for position, *_ in (group.token_scores or {}).values():
+            yield position
         for sample in group.samples_with_forks:
             for ref in sample.chunk_refs:
                 yield ref.record

@@ -161,6 +161,14 @@ class SampleScored(Event):
     """(fork number, length): tokens of that fork after `length` are known only to an earlier execution of the agent."""
 
 
+class TokensScored(Event):
+    """The responses of a lease have token scores; the score that ends the lease follows. Array: the values, float32."""
+
+    lease_id: int
+    columns: list[dict[str, int]]
+    """For each response of the lease: name of each token score -> how many values it has, in order of the values."""
+
+
 class GroupScored(Event):
     """A group that is scored as a whole has its rewards; the lease ends. One entry for each live sample, in order."""
 

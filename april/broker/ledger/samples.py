@@ -140,6 +140,12 @@ class Sample(NoAgentDefaults):
         ends = [*(start for start, _, _ in segments), self.length]
         return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
+    @property
+    def turns(self) -> int:
+        """Number of turns of the policy: spans that it sampled without an observation in between."""
+        observations = self.observations
+        return len(observations) + (not observations or observations[-1][1] < self.length)
+
     def last_turn_end(self, limit: int) -> int:
         """End of the last complete turn that ends at or before token `limit`; 0 without one."""
         ends = [start for start, _ in self.observations]
@@ -258,6 +264,9 @@ class Group:
     """Step of the batch that contains the group; -1 before delivery."""
     group_scored: bool = False
     """Whether one lease scores all samples of the group together."""
+    token_scores: dict[int, tuple[int, int, int, list[str]]] | None = None
+    """By index of a sample: position and length of the journal record with its token scores, number of the response in
+    that record, and names of the scores. None if no sample has token scores."""
     pending_samples: int = 0
     """Number of samples that are neither done nor dead, while the group is open."""
 

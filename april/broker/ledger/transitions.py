@@ -159,6 +159,15 @@ def end_response(ledger: LedgerState, lease: Lease, row: ReportRow) -> None:
         ledger.queue.push(sample)
 
 
+def on_tokens_scored(ledger: LedgerState, event: events.TokensScored, reference: Any) -> None:
+    samples = ledger.leases[event.lease_id].samples
+    position, length = reference or (0, 0)
+    columns = [sorted(counts) for counts in event.columns]
+    scored = {sample.index: (position, length, number, columns[number]) for number, sample in enumerate(samples)}
+    group = samples[0].group
+    group.token_scores = {**(group.token_scores or {}), **scored}
+
+
 def on_sample_scored(ledger: LedgerState, event: events.SampleScored, reference: Any) -> None:
     lease = ledger.leases.release(event.lease_id)
     sample = lease.sample
@@ -350,6 +359,7 @@ HANDLERS: dict[type[events.Event], Callable[[LedgerState, Any, Any], None]] = {
     events.AgentClosed: on_agent_closed,
     events.RowsAccepted: on_rows_accepted,
     events.SessionLost: on_session_lost,
+    events.TokensScored: on_tokens_scored,
     events.SampleScored: on_sample_scored,
     events.GroupScored: on_group_scored,
     events.LeaseEnded: on_lease_ended,

@@ -30,6 +30,8 @@ class RewardRules(msgspec.Struct, frozen=True):
     code_memory_mb: int = 1024
     over_limit: str = "wrong"
     """Outcome of a response that its verifier cannot decide within its limits: "failed" (no reward) or "wrong"."""
+    has_sessions: bool = False
+    """Whether responses are sessions of agents, which have no token scores."""
     traced: bool = False
     """Whether error texts contain the whole traceback."""
 
@@ -55,6 +57,8 @@ class Item(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """How often the item has exceeded the time limit so far."""
     row_prompt: str = ""
     """The prompt as the row has it, JSON: a text or chat messages. Empty where that is unknown, or nobody asks."""
+    turns: int = 0
+    """Number of turns that the policy has taken in the response; 0 if unknown."""
 
 
 class GroupItem(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -74,6 +78,9 @@ class Score(msgspec.Struct, array_like=True, frozen=True, tag=True):
     error: str | None = None
     details: dict[str, float] = {}
     """Named numbers that a verifier returns beside the reward, such as its parts."""
+    token_scores: dict[str, bytes] = {}
+    """Named columns that a verifier returns beside the reward, float32: a number for each token of the response, or for
+    each turn."""
 
 
 class GroupScore(msgspec.Struct, array_like=True, frozen=True, tag=True):

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from april.util.logs import user_traceback
 from april.util.pool import (
@@ -29,7 +30,7 @@ from april.util.pool import (
     write_frame,
 )
 from april.util.resources import limit_memory
-from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, is_reward, too_many_details
+from april.wire.limits import MAX_REWARD, MAX_REWARD_DETAILS, MAX_TOKEN_SCORES, is_reward, too_many_details
 from april.workers.rewards import VERIFIERS
 from april.workers.rewards.messages import OVER_LIMIT, GroupItem, GroupScore, Item, RewardRules, Score, Undecided
 from april.workers.rewards.verifiers import find_verifier, in_batches, right_response
@@ -214,11 +215,29 @@ def validated(score: Score, item: Item, rules: RewardRules) -> Score:
     error = score.error or next(filter(None, map(objection, (score.reward, *score.details.values()))), "")
     if not error and too_many_details(map(str, score.details)):
         error = f"returned {len(score.details)} details, more than {MAX_REWARD_DETAILS}; return the important ones"
+    error = error or token_score_objection(score, item, rules)
     if error or score.reward is None:
         return Score(item.key, None, f"verifier {item.verifier!r}: {error}"[:ERROR_CHARACTERS])
     counted = {OVER_LIMIT: 0.0} if rules.over_limit == "wrong" else {}
     reward, details = shape(float(score.reward), {**counted, **score.details}, item, rules)
-    return Score(item.key, reward, None, {str(key)[:40]: float(value) for key, value in details.items()})
+    shown = {str(key)[:40]: float(value) for key, value in details.items()}
+    return Score(item.key, reward, None, shown, score.token_scores)
+
+
+def token_score_objection(score: Score, item: Item, rules: RewardRules) -> str:
+    """What is wrong with the token scores of a response; empty if nothing is."""
+    if score.token_scores and rules.has_sessions:
+        return "returned token scores, which sessions of agents do not have"
+    if len(score.token_scores) > MAX_TOKEN_SCORES:
+        return f"returned {len(score.token_scores)} token scores, more than {MAX_TOKEN_SCORES}"
+    for name, data in score.token_scores.items():
+        values = np.frombuffer(data, "<f4")
+        if len(values) not in (item.tokens, item.turns or item.tokens):
+            turns = f" or {item.turns} turns" if item.turns else ""
+            return f"returned {len(values)} token scores {name!r} for {item.tokens} tokens{turns}"
+        if not np.isfinite(values).all():
+            return f"returned a token score {name!r} that is not finite"
+    return ""
 
 
 def objection(value: object) -> str:

@@ -1,7 +1,8 @@
 """Finds verifiers by name, and calls them. A verifier computes the reward of a response.
 
-A verifier is a function with any of the parameters `response`, `label`, `finish_reason`, `prompt`, `tokens` and `state`
-(the final state of its environment). It returns a number, or a number and a dictionary of numbers as details. A custom
+A verifier is a function with any of the parameters `response`, `label`, `finish_reason`, `prompt`, `tokens`, `state`
+(the final state of its environment) and `turns`. It returns a number, or a number and a dictionary of numbers as
+details, and may add a dictionary of token scores: a number for each token of the response, or for each turn. A custom
 one is named `package.module:function`. It may raise; an exception never counts as a reward of zero.
 
 A name with the prefix `group:` is a custom function of `responses`, `label`, `finish_reasons`, `prompt`, `tokens` (a
@@ -16,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from april.util.errors import ConfigError, refuse
@@ -24,10 +26,10 @@ from april.workers.rewards import VERIFIERS
 from april.workers.rewards.interfaces import INTERFACES, adapted
 from april.workers.rewards.messages import BatchVerifier, Item, RewardRules, Score, takes_items
 
-VerifierResult = float | tuple[float, dict[str, float]]
+VerifierResult = float | tuple[float, dict[str, float]] | tuple[float, dict[str, float], dict[str, Sequence[float]]]
 Verifier = Callable[..., VerifierResult]
 
-PARAMETERS = ("response", "label", "finish_reason", "prompt", "tokens", "state")
+PARAMETERS = ("response", "label", "finish_reason", "prompt", "tokens", "state", "turns")
 """Parameters that a verifier may have. A verifier with other names gets the first three by position."""
 GROUP_PARAMETERS = ("responses", "label", "finish_reasons", "prompt", "tokens", "states")
 """Parameters that a group verifier may have."""
@@ -148,6 +150,10 @@ def score_responses_together(
 
 
 def score_of_result(item: Item, result) -> Score:
+    if isinstance(result, tuple) and len(result) == 3:
+        reward, details, columns = result
+        scores = {str(name): np.asarray(values, "<f4").tobytes() for name, values in columns.items()}
+        return Score(item.key, reward, None, details, scores)
     reward, details = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     return Score(item.key, reward, None, details)
 
