@@ -23,6 +23,7 @@ from april.broker.views.metrics import METRICS, Exporter, Histogram, histogram_f
 from april.config import Config, SourceSection, known_keys
 from april.config.data import EvaluationSetSection
 from april.config.loading import FLAGS
+from april.config.workers import TeacherSection
 from april.util.registry import PART_SYNTAX, REGISTRIES, registry_of
 from april.weights.channel import AnyChannelMessage
 
@@ -32,8 +33,9 @@ UNITS = ("seconds", "tokens", "MiB", "GiB", "TFLOP/s", "policy steps")
 UNITS_BY_SUFFIX = {"_tokens": "tokens", "_s": "seconds", "_mb": "MiB"}
 """Units of keys whose description names none."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-SEVERAL = {"data.sources": SourceSection, "evaluation.sets": EvaluationSetSection}
+SEVERAL = {"data.sources": SourceSection, "evaluation.sets": EvaluationSetSection, "teacher": TeacherSection}
 """Tables that a configuration may have several of."""
+HEADINGS = {"data.sources": "[[data.sources]]"} | {key: f"[{key}.NAME]" for key in ("evaluation.sets", "teacher")}
 EMPTY = (None, "", [], {}, ())
 
 
@@ -71,9 +73,7 @@ def configuration_page() -> str:
         sections.setdefault(section, []).append(key_row(key, field))
     lines = []
     for section, rows in sections.items():
-        heading = {"data.sources": "[[data.sources]]", "evaluation.sets": "[evaluation.sets.NAME]"}.get(
-            section, f"[{section}]"
-        )
+        heading = HEADINGS.get(section, f"[{section}]")
         lines += [f"## `{heading}` {{#{section.replace('.', '-')}}}" if section else "## Outside of any section", ""]
         lines += [*section_docstring(section), *table(("key", "default", "unit", "what it is"), rows)]
     lines += ["## Short flags", ""]

@@ -14,6 +14,7 @@ from april.broker.ledger.events import Event, EventArray, PromptSubmitted
 from april.broker.ledger.state import LedgerState
 from april.config import Config, ConfigError
 from april.config.data import EvaluationSet
+from april.config.teachers import teacher_of
 from april.data.dataset import Dataset, load_dataset
 from april.data.images import PreparedImage, prepare
 from april.data.rows import BadRow, DatasetRow, RowImage, checked_label, checked_reward
@@ -115,6 +116,12 @@ class PromptBook:
 
     def held_out_row(self, number: int, position: int) -> DatasetRow:
         return self.held_out[number].rows[position]
+
+    def teacher_of(self, epoch: int, position: int) -> str:
+        """Name of the teacher of a prompt's source; "" without one."""
+        if not self._config.teacher:
+            return ""
+        return teacher_of(self._config, self.rows.source_of(self.row_number(epoch, position)))
 
     def row_number(self, epoch: int, position: int) -> int:
         """Number of the dataset row at a position of an epoch, from 0, bad rows excluded."""
@@ -236,6 +243,9 @@ class SubmittedPrompts(PromptBook):
             return None
         _, [(_, tokens)] = self._read(number)
         return 0, number, bytes(tokens)
+
+    def teacher_of(self, epoch: int, position: int) -> str:
+        return teacher_of(self._config, 0)
 
     def row(self, epoch: int, position: int) -> DatasetRow:
         prompt = self._prompt(position)

@@ -10,6 +10,7 @@ from april.config.data import DataSection, check_evaluation, check_set_paths
 from april.config.schedule import ScheduleSection
 from april.config.sections import Config
 from april.config.sharing import check_memory_division, check_sharing, check_time_sharing
+from april.config.teachers import check_teachers
 from april.config.training import AlgorithmSection, CriticSection, check_lora
 from april.config.workers import EnvironmentSection
 from april.util.errors import refuse, toml_like
@@ -52,6 +53,7 @@ def check(config: Config, inputs: Collection[str] = INPUTS) -> None:
     check_reward(config)
     check_environment(config.environment)
     check_agent(config)
+    check_teachers(config)
     check_revisions(config)
     if "model" in inputs:
         check_model(config)

@@ -144,6 +144,10 @@ class SourceSection(PromptsSection):
         description="Rows drawn in an epoch, as a multiple of the source's rows: round(weight * rows). Above 1, rows "
         "repeat within an epoch.",
     )
+    teacher: str = Field(
+        "",
+        description="Name of the [teacher.NAME] that scores the tokens of this source's samples. Empty: the only one.",
+    )
 
     def with_defaults(self, data: "DataSection") -> "SourceSection":
         """A copy with unset keys taken from `data`; names of row fields are taken only if both have the same

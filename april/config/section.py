@@ -152,7 +152,8 @@ KEY_SECTIONS = {"worker.engine": "engine"}
 """Section of a part's own keys, by the key that names the part, where that is in another section."""
 
 FUNCTION_KEYS = (
-    "algorithm.loss", "algorithm.corrections", "algorithm.advantage", "algorithm.step_scale", "schedule.group_filter",
+    "algorithm.loss", "algorithm.corrections", "algorithm.advantage", "algorithm.step_scale", "algorithm.distillation",
+    "schedule.group_filter",
 )  # fmt: skip
 """Keys that name functions whose keyword-only parameters are keys of the section."""
 

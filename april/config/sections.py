@@ -22,6 +22,7 @@ from april.config.workers import (
     EnvironmentSection,
     RewardSection,
     ScorerSection,
+    TeacherSection,
     WorkerSection,
 )
 from april.util.files import read_whole, retried
@@ -95,6 +96,9 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     reward: RewardSection = RewardSection()
     scorer: ScorerSection = ScorerSection()
+    teacher: dict[str, TeacherSection] = Field(
+        {}, description="Teachers by name, as [teacher.NAME]: models that score each token of the policy."
+    )
     environment: EnvironmentSection = EnvironmentSection()
     agent: AgentSection = AgentSection()
     algorithm: AlgorithmSection = AlgorithmSection()

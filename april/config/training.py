@@ -23,7 +23,7 @@ class AlgorithmSection(Section):
         "grpo",
         description="Advantage estimator: grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline, opob (VCPO's "
         "baseline, with a backward pass for each response), gae (with a critic, a second model of the policy's "
-        "size), or yours as package.module:function.",
+        "size), no_reward (0, for distillation alone), or yours as package.module:function.",
     )
     loss: str = Field(
         "ppo",
@@ -214,6 +214,25 @@ class AlgorithmSection(Section):
         description="Factor on the learning rate of each step: root_ess (square root of the effective sample share "
         "of the sequences, so that stale batches move the policy less), or yours as package.module:function. "
         "Empty: 1.",
+    )
+    distillation: str = Field(
+        "",
+        description="Advantage of each token from the log-probability that the sample's teacher ([teacher.NAME]) gives "
+        "it, added to that of the reward: reverse_kl, or yours as package.module:function. All samples are computed "
+        "then, also those whose reward teaches nothing. Empty: none.",
+    )
+    distillation_coef: float = Field(
+        1.0,
+        gt=0,
+        description="Factor on the advantage of algorithm.distillation. A high value follows the teacher more than the "
+        "reward.",
+    )
+    distillation_discount: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Factor per token with which later tokens count in the advantage of algorithm.distillation. 0: a "
+        "token answers for itself alone, which has least variance.",
     )
 
 

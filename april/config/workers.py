@@ -295,6 +295,41 @@ class ScorerSection(Section):
     )
 
 
+class TeacherSection(Section):
+    """A model that gives the log-probability of each token of the policy, as the token score of its name. Scorers ask
+    it (`reward.where = "scorer"`)."""
+
+    kind: str = Field(
+        "transformers",
+        description="What the teacher is: transformers (a model folder, computed by each scorer in a process of its "
+        "own, which takes the model's memory), or a server: sglang, vllm or openai (completions with echo).",
+    )
+    path: Path = Field(
+        description="Hugging Face folder of the teacher. Of a server: a folder with its tokeniser, which must be that "
+        "of the policy.",
+    )
+    url: str = Field("", description="Address of the server, http://HOST:PORT. Empty for a model folder.")
+    url_key_variable: str = Field(
+        "",
+        pattern=r"^([A-Za-z_]\w*)?$",
+        description="Name of the environment variable of scorers with the server's key, sent as a bearer token. Empty: "
+        "none.",
+    )
+    model: str = Field("", description="Name of the model at a server with several, as vllm and openai want it.")
+    device: str = Field(
+        "cpu", description="Device of a model folder: cpu, or an accelerator as cuda:1, whose memory the model takes."
+    )
+    processes: int = Field(
+        1, ge=1, description="Processes of each scorer that ask the teacher; of a model folder each holds the model."
+    )
+    timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Longest time for one response, loading of the model included (seconds). After it the response is "
+        "scored again. A high value waits long for a server that hangs.",
+    )
+
+
 class EnvironmentSection(Section):
     """A function that answers the policy between turns of a response."""
 

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import tempfile
 from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -114,6 +115,10 @@ class Dataset:
         self._ends = array("Q")
         self._digest = hashlib.sha256(b"shuffled" if shuffle else b"in order")
         self.order = lru_cache(maxsize=2)(self._order)
+
+    def source_of(self, index: int) -> int:
+        """Number of the source that a row is from."""
+        return bisect_right(list(accumulate(self.counts)), index)
 
     def add_source(self, rows: Iterable[DatasetRow], weight: float = 1.0) -> None:
         before = len(self)

@@ -40,7 +40,7 @@ from april.launch import TARGETS
 from april.launch.devices import check_nodes, numa_nodes, place_parts
 from april.launch.memory import adapter_parameters, has_tensors, plan_memory
 from april.learner.backends import BACKENDS
-from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES
+from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LOSSES, STEP_SCALES
 from april.learner.optimizers import OPTIMIZERS, check_installed
 from april.util.errors import NotTried, refuse
 from april.util.files import has_weights, weight_files
@@ -57,6 +57,7 @@ from april.workers.environments import ENVIRONMENTS
 from april.workers.environments.turns import turn_end_ids
 from april.workers.rewards.sandbox import check_isolation
 from april.workers.rewards.verifiers import check_verifier
+from april.workers.teachers.check import check_teacher
 
 LABEL_WIDTH = 11
 PEFT_PREFIX = "base_model.model."
@@ -146,6 +147,8 @@ def check_run(
     run_check(check_alarms, config.operations.alarms)
     for name, key in verifiers_of(config).items():
         run_check(check_verifier, name, key, config.reward.url)
+    for name, teacher in config.teacher.items():
+        run_check(check_teacher, config, name, teacher)
     if config.environment.name:
         run_check(ENVIRONMENTS.find, config.environment.name)
     if config.reward.code_isolation == "strict":
@@ -226,6 +229,7 @@ def check_learner_parts(config: Config) -> bool:
     named = {(LOSSES, algorithm.loss), (ADVANTAGES, algorithm.advantage), (OPTIMIZERS, config.learner.optimizer)}
     named |= {(CORRECTIONS, name) for name in algorithm.corrections}
     named |= {(STEP_SCALES, algorithm.step_scale)} if algorithm.step_scale else set()
+    named |= {(DISTILLATIONS, algorithm.distillation)} if algorithm.distillation else set()
     own = any(name not in registry.shipped for registry, name in named)
     if own:
         check_algorithm(algorithm)
@@ -249,7 +253,8 @@ def try_objective(config: Config, device: str) -> None:
     def sample(length: int, reward: float) -> TrainSample:
         logprobs = np.linspace(-2.0, -0.1, length, dtype=np.float32)
         versions = (0, 1, Version(0, 1)), (1, length, Version(0, 2))
-        return TrainSample(np.arange(length + 2, dtype=np.int32), 2, logprobs, reward, versions)
+        scores = dict.fromkeys(config.teacher, logprobs)
+        return TrainSample(np.arange(length + 2, dtype=np.int32), 2, logprobs, reward, versions, token_scores=scores)
 
     lengths, place = range(3, 3 + max(2, config.schedule.n_samples_per_prompt)), torch.device(device)
     groups = [[sample(length, float((length + group) % 2)) for length in lengths] for group in range(2)]

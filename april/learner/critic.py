@@ -23,9 +23,10 @@ from april.learner.checkpoint import CheckpointPart
 from april.learner.frozen_base import in_bf16
 from april.learner.loading import empty_model
 from april.learner.losses.gae import value_losses, whitened
+from april.learner.losses.kl import k1
 from april.learner.losses.ranks import Ranks
 from april.learner.model import hidden_states, load_sharded
-from april.learner.objective import ResponseTokens, k1
+from april.learner.objective import ResponseTokens
 from april.learner.packing import MicroBatch
 from april.learner.vision import freeze_tower
 from april.util.pulse import MAIN

@@ -11,7 +11,9 @@ AGES = 9
 """Number of age buckets: ages 0 to 7 policy steps have one each, older tokens share the last."""
 BY_AGE = ("k1", "k3", "clip_fraction", "mask_fraction", "truncated_fraction", "ratio_mean", "weight_mean")
 MEANS = ("entropy", *BY_AGE)
-SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", "reference_kl")
+OPTIONAL = ("reference_kl", "teacher_kl")
+"""Means over the tokens that only some runs have."""
+SUMS = ("tokens", *MEANS, "ratio_square", "weight_square", *OPTIONAL)
 EFFECTIVE = {"ess": ("ratio_mean", "ratio_square"), "weight_ess": ("weight_mean", "weight_square")}
 """Effective-sample-size metrics: names of the columns in SUMS that hold the sum and the sum of squares of the
 weights."""
@@ -26,14 +28,15 @@ class StepTotals:
         self.sums = torch.zeros(AGES, len(SUMS), dtype=torch.float64, device=device)
         self.sequences = torch.zeros(3, dtype=torch.float64, device=device)
         """Float64 [3]: number of responses, sum of their ratios, sum of the squared ratios."""
-        self.has_reference = False
+        self.optional = set[str]()
+        """Names of OPTIONAL that were added."""
 
     def add(self, loss: Tensor, ages: Tensor, ratio: Tensor, weight: Tensor, **columns: Tensor) -> None:
         """Add a micro-batch: its `loss`, and columns [K]: `ratio` pi / mu, `weight` by the corrections, and the other
         names of SUMS."""
         columns |= {"tokens": torch.ones_like(ratio), "ratio_mean": ratio, "weight_mean": weight}
         columns |= {"ratio_square": ratio.double().square(), "weight_square": weight.double().square()}
-        self.has_reference |= "reference_kl" in columns
+        self.optional |= columns.keys() & {*OPTIONAL}
         blank = torch.zeros_like(ratio)
         rows = torch.stack([columns.get(name, blank).detach().double() for name in SUMS], dim=1)
         self.sums.index_add_(0, ages.clamp(0, AGES - 1), rows)
@@ -62,7 +65,7 @@ class StepTotals:
             whole.sums += step.sums / epochs
             whole.sequences += step.sequences / epochs
             whole.ratio_max = torch.maximum(whole.ratio_max, step.ratio_max)
-            whole.has_reference |= step.has_reference
+            whole.optional |= step.optional
         return whole
 
     def metrics(self) -> dict[str, float]:
@@ -71,7 +74,7 @@ class StepTotals:
         `ess` and `weight_ess` are the effective sample sizes of the ratios and of the applied weights, as shares of the
         tokens; `sequence_ess` that of the responses' ratios, as a share of the responses; `off_policy_share` the share
         of tokens older than the current weights. Means are absent if no token was trained, `reference_kl` also without
-        a reference model.
+        a reference model, `teacher_kl` without a teacher.
         """
         tokens = self.sums[:, 0].sum().item()
         result = {"loss": self.loss.item(), "trained_tokens": tokens}
@@ -80,8 +83,7 @@ class StepTotals:
         whole = means(self.sums.sum(0))
         result |= {name: whole[name] for name in (*MEANS, *EFFECTIVE)}
         result["sequence_ess"] = effective_share(*self.sequences.tolist())
-        if self.has_reference:
-            result["reference_kl"] = whole["reference_kl"]
+        result |= {name: whole[name] for name in OPTIONAL if name in self.optional}
         result["ratio_max"] = self.ratio_max.item()
         result["off_policy_share"] = 1 - self.sums[0, 0].item() / tokens
         for age, row in enumerate(self.sums):

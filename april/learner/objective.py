@@ -15,7 +15,7 @@ over the whole batch before the first step (`BatchContext`).
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,44 +25,14 @@ from april.config import Config
 from april.config.checks import check_algorithm
 from april.learner.batch import SampleForks, TrainingBatch, TrainSample, group_forks
 from april.learner.diagnostics import StepTotals, is_repetitive
-from april.learner.losses import ADVANTAGES, CORRECTIONS, LOSSES, STEP_SCALES, find_checked
+from april.learner.losses import ADVANTAGES, CORRECTIONS, DISTILLATIONS, LOSSES, STEP_SCALES, find_checked
 from april.learner.losses.advantages import ROUNDING, advantages, has_spread, token_weights
 from april.learner.losses.columns import Spans, bounded, log_ratio
 from april.learner.losses.corrections import StaleTokens, interpolated_proximal
+from april.learner.losses.kl import KL_ESTIMATORS, k1, k2, k3
 from april.learner.losses.policy import Clip
 from april.learner.losses.ranks import Ranks
 from april.learner.packing import MicroBatch, minibatches
-
-# --- KL estimators ----------------------------------------------------------------------------------------------------
-
-K3_CAP = 10.0
-"""Upper bound of one token's k3, which grows as q / p: without it a single token with p << q outweighs a batch."""
-
-
-def k1(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """log p - log q: unbiased, of either sign. As a loss its expected gradient is zero."""
-    return log_ratio(logprobs, other_logprobs)
-
-
-def k2(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, but its expected gradient is that of the divergence."""
-    return log_ratio(logprobs, other_logprobs).square() / 2
-
-
-def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """r - 1 - log r >= 0 with r = q / p, at most K3_CAP, where it has no gradient.
-
-    The KL term of GRPO, arXiv 2402.03300, equation 4: low variance, and unbiased except for the cap, which applies for
-    log r > 2.6 or log r < -11.
-    """
-    inverse = log_ratio(other_logprobs, logprobs)
-    return (inverse.exp() - 1 - inverse).clamp(max=K3_CAP)
-
-
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    function.__name__: function for function in (k1, k2, k3)
-}
-
 
 # --- objective --------------------------------------------------------------------------------------------------------
 
@@ -110,6 +80,9 @@ class ResponseTokens:
     spans: Spans
     rewards: Tensor
     """Reward of each sequence, float32 [S]."""
+    teacher_logprobs: Tensor | None = None
+    """Log-probability of each token under its sample's teacher, NaN without one; float32 [K]. None without
+    distillation."""
     scores: Mapping[str, Tensor] = field(default_factory=dict)
     """Columns float32 [K] that the scoring passes have computed, by name."""
 
@@ -129,6 +102,9 @@ class ResponseTokens:
             column([part.ages for part in parts], torch.int64),
             Spans(column(indices, torch.int64), column([part.spans.lengths for part in parts], torch.float32)),
             column([part.rewards for part in parts], torch.float32),
+            None
+            if any(part.teacher_logprobs is None for part in parts)
+            else column([part.teacher_logprobs for part in parts if part.teacher_logprobs is not None], torch.float32),
         )
 
 
@@ -218,10 +194,13 @@ class Objective:
         scale = self.section.step_scale
         self.step_scale = find_checked(STEP_SCALES, scale, self.section) if scale else lambda metrics: 1.0
         """Function (metrics of an optimizer step) -> factor on its learning rate."""
+        self.teachers, distillation = set(config.teacher), self.section.distillation
+        self.distillation = find_checked(DISTILLATIONS, distillation, self.section) if distillation else None
+        """Function (teacher's log-probabilities, old ones, spans, section) -> advantages [K]; None: no distillation."""
         regularised = self.section.kl_coef > 0 or self.section.entropy_coef > 0
-        self.trains_every_sample = self.needs_values or regularised
-        """Whether samples with advantage 0 have a gradient too (such as from KL or entropy terms); otherwise their
-        passes are skipped."""
+        self.trains_every_sample = self.needs_values or regularised or bool(distillation)
+        """Whether samples whose reward gives the advantage 0 have a gradient too (such as from KL or entropy terms, or
+        from a teacher); otherwise their passes are skipped."""
         self.passes = [scoring for scoring in SCORING_PASSES if scoring.is_needed(self)]
         """The scoring passes of each batch."""
 
@@ -323,7 +302,23 @@ class Objective:
             ages=column(np.concatenate([token_ages(sample, prepared.step) for sample in samples]), np.int64),
             spans=Spans(column(np.repeat(np.arange(len(samples)), lengths), np.int64), column(lengths, np.float32)),
             rewards=column(np.array([sample.reward for sample in samples]), np.float32),
+            teacher_logprobs=column(np.concatenate(list(map(self.teacher_logprobs, samples))), np.float32)
+            if self.distillation
+            else None,
         )
+
+    def teacher_logprobs(self, sample: TrainSample) -> np.ndarray:
+        """Log-probabilities of a sample's K sampled tokens under its teacher, float32 [K]; NaN without a teacher."""
+        found = [values for name, values in sample.token_scores.items() if name in self.teachers]
+        return found[0][sample.sampled_positions] if found else np.full(sample.sampled_tokens, np.nan, np.float32)
+
+    def distilled(self, tokens: ResponseTokens, old_logprobs: Tensor) -> ResponseTokens:
+        """`tokens` with the advantages from their teachers added; `old_logprobs` [K]: those of the proximal policy."""
+        if self.distillation is None or tokens.teacher_logprobs is None:
+            return tokens
+        teacher = torch.where(tokens.teacher_logprobs.isnan(), old_logprobs, tokens.teacher_logprobs)
+        added = self.distillation(teacher, old_logprobs, tokens.spans, self.section)
+        return replace(tokens, advantages=tokens.advantages + self.section.distillation_coef * added)
 
     def batch_contexts(
         self, scored: Sequence[tuple[ResponseTokens, Tensor]], device: torch.device
@@ -333,7 +328,7 @@ class Objective:
         tokens = ResponseTokens.concatenated([part for part, _ in scored], device)
         logprobs = torch.cat([torch.zeros(0, device=device), *(found for _, found in scored)])
         proximal = self.proximal_logprobs(logprobs, tokens)
-        stale = self.stale_tokens(logprobs, proximal, tokens)
+        stale = self.stale_tokens(logprobs, proximal, self.distilled(tokens, proximal))
         clip = self.clip_of_batch(stale, self.clip, self.section) if self.clip_of_batch else self.clip
         lengths = [len(found) for _, found in scored]
         columns = (column.split(lengths) for column in (proximal, *self.correction_weights(stale)))
@@ -354,6 +349,7 @@ class Objective:
         """
         context = context or self.batch_contexts([(tokens, logprobs.detach())], logprobs.device)[0]
         correction, proximal = context.correction_weights, context.proximal_logprobs
+        tokens = self.distilled(tokens, proximal)
         token_losses, clipped = self.policy_loss(logprobs, proximal, tokens.advantages, tokens.spans, context.clip)
         token_losses = correction * token_losses
         if self.section.behaviour_coef:
@@ -364,6 +360,8 @@ class Objective:
             divergence = KL_ESTIMATORS[self.section.kl_estimator](logprobs, tokens.scores["reference_logprobs"])
             token_losses = token_losses + self.section.kl_coef * divergence
             columns["reference_kl"] = divergence
+        if tokens.teacher_logprobs is not None:
+            columns["teacher_kl"] = k1(logprobs.detach(), tokens.teacher_logprobs).nan_to_num()
         if self.section.entropy_coef:
             token_losses = token_losses - self.section.entropy_coef * entropies
         loss = (tokens.weights * token_losses).sum()

@@ -34,6 +34,7 @@ REGISTRIES = {
     "algorithm.corrections": "april.learner.losses:CORRECTIONS",
     "algorithm.advantage": "april.learner.losses:ADVANTAGES",
     "algorithm.step_scale": "april.learner.losses:STEP_SCALES",
+    "algorithm.distillation": "april.learner.losses:DISTILLATIONS",
     "reward.name": "april.workers.rewards:VERIFIERS",
     "environment.name": "april.workers.environments:ENVIRONMENTS",
     "agent.program": "april.agents:PROGRAMS",

@@ -42,6 +42,8 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
     min_p: float
     row_prompt: str = ""
     """The prompt as its row has it, JSON: a text or chat messages. Only for a verifier that gets it; otherwise ""."""
+    teacher: str = ""
+    """Name of the teacher whose log-probabilities are a token score of each response; "" for none."""
 
     @property
     def is_cut(self) -> bool:

@@ -20,6 +20,7 @@ from april.wire.sockets.broker import BrokerConnection
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Item, RewardRules, Score
 from april.workers.rewards.pool import RewardPool
+from april.workers.teachers.pool import Teachers
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Scoring:
         self.tokenizer = tokenizer
         self.rules = reward_rules(config)
         self.pool: RewardPool | None = None
+        self.teachers = Teachers(config)
         self._refused: list[Score] = []
         """Answers to leases whose verifier this process does not call."""
         if start_now:
@@ -73,7 +75,7 @@ class Scoring:
     @property
     def pending(self) -> int:
         """Submitted leases that are not scored yet."""
-        return len(self._refused) + (self.pool.pending if self.pool else 0)
+        return len(self._refused) + self.teachers.pending + (self.pool.pending if self.pool else 0)
 
     def submit(self, lease: LeasedTask, finish_reason: str, state: bytes | None = None, turns: int = 0) -> None:
         """Queue a response, or all responses of a group, for scoring.
@@ -88,6 +90,9 @@ class Scoring:
             why = f"verifier {task.reward!r} is not in the configuration of this process; start it with the run's"
             return self._refused.append(Score(grant.lease_id, None, why))
         pool = self.pool or self._start()
+        whole = tokens[1:] if grant.group_scored else [np.concatenate(tokens[1:])]
+        if task.teacher:
+            self.teachers.submit(grant.lease_id, task.teacher, tokens[0], whole)
         prompt = self.tokenizer.decode(tokens[0])
 
         def item_of(key: int, response: np.ndarray, reason: str, state: bytes, turns: int = 0) -> Item:
@@ -100,16 +105,17 @@ class Scoring:
             items = [item_of(index, *response) for index, response in enumerate(responses)]
             return pool.submit_group(grant.lease_id, task.reward, items)
         state = grant.state if state is None else state
-        response = np.concatenate(tokens[1:])
+        [response] = whole
         turns = turns or grant.turns + (grant.turn_start < len(response) or not grant.turns)
         pool.put(item_of(grant.lease_id, response, finish_reason, state, turns))
 
     def poll(self) -> list[Score | GroupScore]:
         """Scores that have arrived since the last call; a score's key is its lease id."""
         refused, self._refused = self._refused, []
-        return [*refused, *(self.pool.poll() if self.pool else [])]
+        return self.teachers.joined([*refused, *(self.pool.poll() if self.pool else [])])
 
     def close(self) -> None:
+        self.teachers.close()
         if self.pool:
             self.pool.close()
 

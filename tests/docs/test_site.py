@@ -15,6 +15,7 @@ import pytest
 from april.config import Config, SourceSection, known_keys
 from april.config.data import EvaluationSetSection
 from april.config.loading import FLAGS
+from april.config.workers import TeacherSection
 from april.simulate.scenario import Scenario
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ KEYS = {
 }
 SCENARIO_KEYS = set(known_keys(Scenario))
 SECTIONS = [name for name in Config.model_fields if f"{name}.{name}" not in KEYS and name != "seed"]
-FREE_TABLES = ("engine.server", "data.template_options", "evaluation.sets")
+FREE_TABLES = ("engine.server", "data.template_options", "evaluation.sets", "teacher")
 """Tables whose keys are not April's."""
 FILES = (".py", ".json", ".jsonl", ".key", ".md", ".msgpack", ".toml", ".sh")
 
@@ -122,6 +123,9 @@ def test_configurations_that_a_page_shows_have_known_keys(page):
         if not shown.keys() & Config.model_fields.keys():
             continue  # of something else
         for section, keys in shown.items():
+            if section == "teacher":
+                assert all(teacher.keys() <= TeacherSection.model_fields.keys() for teacher in keys.values())
+                continue
             for key in keys:
                 assert f"{section}.{key}" in KEYS, f"{section}.{key}"
 

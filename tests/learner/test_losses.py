@@ -9,8 +9,8 @@ import torch
 from april.config.training import AlgorithmSection
 from april.learner.losses import ADVANTAGES, LOSSES, corrections
 from april.learner.losses.advantages import advantages, grpo, token_weights
+from april.learner.losses.kl import k3
 from april.learner.losses.policy import Clip, gspo, gspo_token, ppo
-from april.learner.objective import k3
 from tests.support.learner.loss_inputs import logs, spans, stale_tokens
 from tests.support.learner.small_learner import BY_GROUPS
 

@@ -15,7 +15,7 @@ import torch
 
 from april.config.training import AlgorithmSection
 from april.learner.losses import ADVANTAGES, CORRECTIONS
-from april.learner.objective import KL_ESTIMATORS
+from april.learner.losses.kl import KL_ESTIMATORS
 from tests.support.learner.loss_inputs import stale
 from tests.support.learner.recorded_losses import LENGTHS, VECTORS, column, our_loss, padded, trl_loss
 from tests.support.learner.small_learner import BY_GROUPS

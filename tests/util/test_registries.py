@@ -141,6 +141,9 @@ ANOTHER_MEANING = {
     ("april/launch/clusters/manifests.py", "april"): "the program",
     ("april/launch/clusters/manifests.py", "environment"): "a value",
     ("april/launch/clusters/launcher.py", "april"): "the program",
+    ("april/workers/teachers/__init__.py", "transformers"): "a kind of teacher",
+    ("april/workers/teachers/__init__.py", "sglang"): "the same",
+    ("april/workers/teachers/__init__.py", "vllm"): "the same",
 }
 """Mentions of a name that mean something else, by file and name."""
 

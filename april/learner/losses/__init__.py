@@ -35,13 +35,18 @@ ADVANTAGES = Registry(
         name: f"april.learner.losses.advantages:{name}"
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
     }
-    | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.advantages:opob"},
+    | {"gae": "april.learner.losses.gae:gae", "opob": "april.learner.losses.advantages:opob"}
+    | {"no_reward": "april.learner.losses.distillation:no_reward"},
 )
 """Advantage estimators. By default they take the rewards, group by group (`advantages`); an estimator with the
 attribute `needs_values` takes a critic's values (`gae`), one with `needs_norms` also the gradient norm of each response
 (`opob`)."""
 STEP_SCALES = Registry("algorithm.step_scale", "step scale", {"root_ess": "april.learner.losses.advantages:root_ess"})
 """Functions (metrics of an optimizer step) -> factor on the learning rate of that step."""
+DISTILLATIONS = Registry(
+    "algorithm.distillation", "distillation", {"reverse_kl": "april.learner.losses.distillation:reverse_kl"}
+)
+"""Advantages of tokens from a teacher's log-probabilities."""
 
 ATTRIBUTES = ("clip_of_batch", "needs_norms", "needs_values", "over_the_batch")
 """Attributes by which a part says what it takes; of a callable object they may be its class's."""
@@ -105,7 +110,7 @@ def scale_fault(result: Any, arguments: Sequence[Any]) -> str:
 
 FAULTS = {
     LOSSES.key: loss_fault, CORRECTIONS.key: correction_fault, ADVANTAGES.key: advantage_fault,
-    STEP_SCALES.key: scale_fault,
+    STEP_SCALES.key: scale_fault, DISTILLATIONS.key: lambda result, arguments: column_fault(result, arguments[0]),
 }  # fmt: skip
 """What is wrong with a part's result, empty if nothing is, by the key that names the part."""
 

@@ -45,6 +45,20 @@ class Spans:
         """For each token the mean of `column` over the token's sequence; [K] -> [K]."""
         return (self.totals(column) / self.lengths)[self.index]
 
+    def discounted(self, column: Tensor, discount: float) -> Tensor:
+        """For each token the sum of `column` over it and the later tokens of its sequence, each times `discount` to the
+        power of its distance; [K] -> [K]. Computed in float64."""
+        if discount == 0 or not len(column):
+            return column
+        rows, width = len(self.lengths), int(self.lengths.max())
+        first = self.lengths.long().cumsum(0) - self.lengths.long()
+        positions = self.index, self.index.new_ones(len(column)).cumsum(0) - 1 - first[self.index]
+        padded = column.new_zeros(rows, width + 1).double()
+        padded.index_put_(positions, column.double())
+        for t in reversed(range(width)):
+            padded[:, t] += discount * padded[:, t + 1]
+        return padded[positions].to(column.dtype)
+
     def totals(self, column: Tensor) -> Tensor:
         """For each sequence the sum of `column` over the sequence; [K] -> [S]."""
         return self.lengths.new_zeros(self.lengths.shape).index_add(0, self.index, column)

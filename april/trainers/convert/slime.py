@@ -88,7 +88,7 @@ TABLE: dict[str, Rule] = {
     "loss-type": MapTo("algorithm.loss", only("policy_loss", "April trains policies")),
     "gamma": Unsupported("it is of a critic, critic.gamma with algorithm.advantage = 'gae'", off=(1, None)),
     "lambd": Unsupported("it is of a critic, critic.lam with algorithm.advantage = 'gae'", off=(1, None)),
-    "use-opd": Unsupported("April does not distil"),
+    "use-opd": Unsupported("name the teacher in [teacher.NAME], and set algorithm.distillation = 'reverse_kl'"),
     "use-opsm": Unsupported("April masks sequences by algorithm.corrections = ['geometric'], another rule"),
     "use-unbiased-kl": Unsupported("April's estimators are k1, k2 and k3"),
     "optimizer": MapTo("learner.lr", only("adam", ADAM)),

@@ -1,0 +1,11 @@
+"""Teachers: models that give the log-probabilities of the policy's tokens, asked by scorers. One file for each kind."""
+
+from april.util.registry import Registry
+
+TEACHERS = Registry(
+    "teacher.NAME.kind",
+    "teacher",
+    {"transformers": "april.workers.teachers.folder:FolderTeacher"}
+    | {name: f"april.workers.teachers.servers:{name.capitalize()}Teacher" for name in ("sglang", "vllm", "openai")},
+)
+"""Functions of `TeacherRules` that return a `Teacher`; those with the attribute `is_server` need an address."""

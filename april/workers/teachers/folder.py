@@ -1,0 +1,35 @@
+"""A teacher that is a model folder, computed by transformers as it is."""
+
+import numpy as np
+
+from april.workers.teachers.messages import TeacherError, TeacherRules
+
+ROWS = 1024
+"""Positions whose log-softmax is computed together, in float32: it takes ROWS * vocabulary * 4 bytes."""
+
+
+class FolderTeacher:
+    """Log-probabilities by a causal language model of transformers, in the folder's dtype, at temperature 1."""
+
+    def __init__(self, rules: TeacherRules):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.device = torch.device(rules.device)
+        model = AutoModelForCausalLM.from_pretrained(rules.path, dtype="auto", local_files_only=True)
+        self.model = model.to(self.device).eval()
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        """Log-probabilities of ids 1 to T - 1 given those before; int32 [T] -> float32 [T - 1]. Raises TeacherError."""
+        import torch
+
+        text = torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        with torch.inference_mode():
+            logits = self.model(text[None], use_cache=False).logits[0, :-1]
+            if len(text) and int(text.max()) >= logits.shape[1]:
+                raise TeacherError(f"has {logits.shape[1]} ids, and the text has id {int(text.max())}")
+            found = [
+                rows.float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+                for rows, targets in zip(logits.split(ROWS), text[1:].split(ROWS), strict=True)
+            ]
+        return torch.cat(found).cpu().numpy()

@@ -1,0 +1,44 @@
+"""Messages between a teacher's pool and its processes."""
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+
+class TeacherRules(msgspec.Struct, frozen=True):
+    """The keys of `[teacher.NAME]` that a process needs."""
+
+    name: str
+    kind: str
+    path: str
+    url: str
+    url_key_variable: str
+    model: str
+    device: str
+    timeout_s: float
+
+
+class TeacherItem(msgspec.Struct, array_like=True, frozen=True):
+    """Responses to one prompt, to be scored by a teacher; token ids as int32 bytes."""
+
+    key: int
+    prompt: bytes
+    responses: list[bytes]
+
+
+class TeacherAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of the tokens of each response, float32 bytes, or the error why there are none."""
+
+    key: int
+    columns: list[bytes] = []
+    error: str = ""
+
+
+class TeacherError(RuntimeError):
+    """The teacher gave no log-probabilities; the text says why."""
+
+
+Teacher = Callable[[np.ndarray], np.ndarray]
+"""Function (ids of a text, int32 [T]) -> log-probabilities of its ids from the second on, float [T - 1]. Raises
+TeacherError, or what a model raises."""

@@ -1,0 +1,96 @@
+"""The teachers of a scorer: asked beside the verifiers, so that a response's score has its reward and its teacher's
+log-probabilities. A teacher's error is the score's, and the response is scored again."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec.structs import replace
+
+from april.config import Config
+from april.config.workers import TeacherSection
+from april.util.pool import PoolProcess, ProcessPool
+from april.workers.rewards.messages import GroupScore, Score
+from april.workers.teachers.messages import TeacherAnswer, TeacherItem, TeacherRules
+
+AnyScore = Score | GroupScore
+
+
+class TeacherPool(ProcessPool[TeacherItem, TeacherAnswer]):
+    """Processes that ask one teacher."""
+
+    def __init__(self, name: str, section: TeacherSection):
+        self.rules = rules_of(name, section)
+        super().__init__(section.processes)
+
+    def start_process(self) -> PoolProcess:
+        return PoolProcess("april.workers.teachers.process", self.rules, self.rules.timeout_s, TeacherAnswer)
+
+    def charge(self, item: TeacherItem, failure: str) -> TeacherAnswer:
+        return TeacherAnswer(item.key, error=f"teacher {self.rules.name!r}: {failure}")
+
+
+def rules_of(name: str, section: TeacherSection) -> TeacherRules:
+    return TeacherRules(
+        name, section.kind, str(section.path), section.url, section.url_key_variable, section.model, section.device,
+        section.timeout_s,
+    )  # fmt: skip
+
+
+class Teachers:
+    """All teachers of a scorer. A pool starts with the first response for its teacher.
+
+    teachers.submit(key, "big", prompt, [response])
+    scores = teachers.joined(verifiers.poll())       # those that have both
+    """
+
+    def __init__(self, config: Config):
+        self.sections = config.teacher
+        self._pools: dict[str, TeacherPool] = {}
+        self._asked: dict[int, str] = {}
+        """Key of each score that lacks something -> name of its teacher."""
+        self._scores: dict[int, AnyScore] = {}
+        self._answers: dict[int, TeacherAnswer] = {}
+
+    @property
+    def pending(self) -> int:
+        """Number of scores that have come from the verifiers and wait for their teacher."""
+        return len(self._scores)
+
+    def submit(self, key: int, name: str, prompt: np.ndarray, responses: Sequence[np.ndarray]) -> None:
+        """Ask a teacher for the log-probabilities of responses, int32 [R] each, to a prompt, int32 [P]."""
+        pool = self._pools.get(name)
+        if pool is None:
+            pool = self._pools[name] = TeacherPool(name, self.sections[name])
+        self._asked[key] = name
+        ids = [np.asarray(response, "<i4").tobytes() for response in responses]
+        pool.put(TeacherItem(key, np.asarray(prompt, "<i4").tobytes(), ids))
+
+    def joined(self, scores: Sequence[AnyScore]) -> list[AnyScore]:
+        """Scores that are complete: new ones without a teacher or with an error, and those whose teacher has answered,
+        with its log-probabilities."""
+        complete = [score for score in scores if score.key not in self._asked]
+        self._scores |= {score.key: score for score in scores if score.key in self._asked}
+        answers = [answer for pool in self._pools.values() for answer in pool.poll()]
+        self._answers |= {answer.key: answer for answer in answers if answer.key in self._asked}
+        for key, score in list(self._scores.items()):
+            answer, failed = self._answers.get(key), isinstance(score, Score) and score.reward is None
+            if answer or failed:
+                name = self._asked.pop(key)
+                del self._scores[key]
+                self._answers.pop(key, None)
+                complete.append(score if failed or answer is None else with_column(score, name, answer))
+        return complete
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+def with_column(score: AnyScore, name: str, answer: TeacherAnswer) -> AnyScore:
+    """A score with the log-probabilities of a teacher as the token score of its name, or with the teacher's error."""
+    if answer.error:
+        return Score(score.key, None, answer.error)
+    if isinstance(score, Score):
+        return replace(score, token_scores={**score.token_scores, name: answer.columns[0]})
+    pairs = zip(score.scores, answer.columns, strict=True)
+    return GroupScore(score.key, [replace(one, token_scores={**one.token_scores, name: data}) for one, data in pairs])

@@ -1,0 +1,45 @@
+"""Keys of teachers that do not fit together are refused with a sentence; a source names its teacher."""
+
+import pytest
+
+from april.config import Config, ConfigError
+from april.config.teachers import check_teachers, teacher_of
+
+
+def made(**sections):
+    tree = {"model": {"path": "."}, "data": {"path": "rows.jsonl"}, "reward": {"where": "scorer"}}
+    return Config.model_validate(tree | {"teacher": {"big": {"path": "."}}} | sections)
+
+
+TWO = {"big": {"path": "."}, "small": {"path": "."}}
+SOURCES = {"sources": [{"path": "a.jsonl", "teacher": "small"}, {"path": "b.jsonl", "teacher": "big"}]}
+REFUSED = {
+    "'reward.where' = 'worker' has nobody to ask": {"reward": {"where": "worker"}},
+    "'teacher' = .* has several for one source": {"teacher": TWO},
+    "'data.sources.0.teacher' = '' leaves the teacher open": {
+        "teacher": TWO, "data": {"sources": [{"path": "a.jsonl"}]},
+    },
+    "'data.sources.0.teacher' = 'large' is no": {"data": {"sources": [{"path": "a.jsonl", "teacher": "large"}]}},
+    "'teacher.big.url' = 'localhost' is no address": {"teacher": {"big": {"path": ".", "url": "localhost"}}},
+    "'algorithm.distillation' = 'reverse_kl' has no teacher": {
+        "teacher": {}, "algorithm": {"distillation": "reverse_kl"},
+    },
+    "'algorithm.distillation' = 'reverse_kl' compares whole": {
+        "algorithm": {"distillation": "reverse_kl"}, "sampling": {"top_k": 8},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_does_not_fit_is_refused(why):
+    with pytest.raises(ConfigError, match=why):
+        check_teachers(made(**REFUSED[why]))
+
+
+def test_a_source_s_samples_have_its_teacher_or_the_only_one():
+    check_teachers(made())
+    assert [teacher_of(made(), source) for source in (0, 1)] == ["big", "big"]
+    several = made(teacher=TWO, data=SOURCES)
+    check_teachers(several)
+    assert [teacher_of(several, source) for source in (0, 1)] == ["small", "big"]
+    assert teacher_of(made(teacher={}), 0) == ""

@@ -1,0 +1,184 @@
+"""Teachers: their log-probabilities become token scores, and whatever else they say is an error, never a number."""
+
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from april import config as configuration
+from april.config import Config, ConfigError
+from april.data.tokenizer import Tokenizer
+from april.learner.policy.warm_start import build_tokenizer
+from april.workers.rewards.messages import Score
+from april.workers.rewards.remote import RemoteError
+from april.workers.scoring import LeasedTask, Scoring, closing, token_values
+from april.workers.teachers.check import check_teacher
+from april.workers.teachers.folder import FolderTeacher
+from april.workers.teachers.messages import TeacherAnswer, TeacherError, TeacherItem, TeacherRules
+from april.workers.teachers.pool import Teachers, with_column
+from april.workers.teachers.process import answer_of
+from april.workers.teachers.servers import OpenaiTeacher, SglangTeacher, VllmTeacher
+from tests.support.reward_scores import collect
+from tests.workers.test_scoring import grant_of, task_of
+
+IDS = [1, 2, 3, 4, 5]
+LOGPROBS = [-0.5, -1.0, -2.0, -4.0]
+"""Of the ids from the second on."""
+
+
+def rules(path="", url="", kind="sglang"):
+    return TeacherRules("big", kind, str(path), url, "", "", "cpu", 5.0)
+
+
+@contextmanager
+def serving(answer):
+    """Address of a server that answers each request with `answer(path, body)`, or with status 400 for None."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
+            found = answer(self.path, body)
+            data = msgspec.json.encode(found)
+            self.send_response(400 if found is None else 200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *words):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def as_sglang(entries):
+    return lambda path, body: {"meta_info": {"input_token_logprobs": entries}}
+
+
+RIGHT = [[logprob, number, None] for logprob, number in zip([None, *LOGPROBS], IDS, strict=True)]
+SERVERS = {
+    "sglang": (SglangTeacher, {"meta_info": {"input_token_logprobs": RIGHT}}),
+    "vllm": (
+        VllmTeacher,
+        {"choices": [{"prompt_logprobs": [None, *({str(n): {"logprob": p}} for p, n, _ in RIGHT[1:])]}]},
+    ),
+    "openai": (
+        OpenaiTeacher,
+        {"choices": [{"logprobs": {"token_logprobs": [None, *LOGPROBS], "tokens": list("abcde")}}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_server_s_log_probabilities_are_those_of_the_ids(kind):
+    teacher, answer = SERVERS[kind]
+    with serving(lambda path, body: answer) as url:
+        assert teacher(rules(url=url))(np.array(IDS, np.int32)).tolist() == LOGPROBS
+
+
+FAULTS = {
+    "too few": (RIGHT[:-1], "scored 4 tokens where 5"),
+    "another sample": ([*RIGHT[:-1], [-4.0, 9, None]], "another text: token 9 where 5"),
+    "not a number": ([*RIGHT[:-1], [None, 5, None]], "not finite"),
+    "above 0": ([*RIGHT[:-1], [0.5, 5, None]], "above 0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_answers_for_another_sample_or_with_no_numbers_gives_an_error(fault):
+    entries, reason = FAULTS[fault]
+    ids = np.array(IDS, "<i4")
+    item = TeacherItem(1, ids[:2].tobytes(), [ids[2:].tobytes()])
+    with serving(as_sglang(entries)) as url, pytest.raises(TeacherError, match=reason):
+        answer_of(SglangTeacher(rules(url=url)), item)
+    with serving(lambda path, body: None) as url, pytest.raises(RemoteError, match="refuses with status 400"):
+        answer_of(SglangTeacher(rules(url=url)), item)
+    with serving(as_sglang(RIGHT)) as url:
+        (column,) = answer_of(SglangTeacher(rules(url=url)), item).columns
+    assert np.frombuffer(column, np.float32).tolist() == LOGPROBS[1:]
+
+
+def with_teacher(config_file, **keys):
+    tree = configuration.load(config_file, ["--reward.where", "scorer", "--reward.processes", "1"]).written()
+    return Config.model_validate(tree | {"teacher": {"big": keys}})
+
+
+def test_a_response_is_scored_by_its_verifier_and_by_a_folder_s_model_together(config_file, policy_folder):
+    config = with_teacher(config_file, path=policy_folder)
+    scoring = Scoring(config, Tokenizer(policy_folder), start_now=False)
+    prompt = scoring.tokenizer.encode_prompt("1+1=")
+    response = scoring.tokenizer.encode_prompt("#2")
+    task = replace(task_of("exact"), teacher="big")
+    scoring.submit(LeasedTask(grant_of(1), task, [prompt, response]), "stop")
+    scoring.submit(LeasedTask(grant_of(2), task_of("exact"), [prompt, response]), "stop")
+    scores = collect(scoring, 2)
+    scoring.close()
+    model = FolderTeacher(rules(policy_folder)).model
+    with torch.no_grad():
+        logits = model(torch.from_numpy(np.concatenate([prompt, response])[None].astype(np.int64))).logits[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.from_numpy(response)[:, None].long())[:, 0]
+    np.testing.assert_allclose(np.frombuffer(token_values(scores[1]), np.float32), expected, atol=1e-5)
+    assert closing(scores[1]).columns == [{"big": len(response)}] and not scores[2].token_scores
+
+
+def test_a_teacher_s_error_is_the_score_s_and_a_failed_verifier_does_not_wait_for_the_teacher(
+    config_file, policy_folder
+):
+    score = Score(1, 1.0, None, {"right": 1.0})
+    failed = with_column(score, "big", TeacherAnswer(1, error="teacher 'big': gone"))
+    assert closing(failed).cause == "scoring_failed" and closing(failed).error == "teacher 'big': gone"
+    teachers = Teachers(with_teacher(config_file, path=policy_folder / "missing"))
+    ids = np.array(IDS, np.int32)
+    teachers.submit(1, "big", ids, [ids])
+    teachers.submit(2, "big", ids, [ids])
+    assert teachers.joined([score]) == [] and teachers.pending == 1
+    assert teachers.joined([Score(2, None, "it fell over")]) == [Score(2, None, "it fell over")]
+    found = []
+    while not found:
+        found = teachers.joined([])
+    teachers.close()
+    assert found[0].reward is None and found[0].error.startswith("teacher 'big': ")
+
+
+def test_a_teacher_with_other_tokens_is_refused_with_the_first_that_differs(config_file, policy_folder, tmp_path):
+    inner = build_tokenizer()
+    inner.add_tokens(["zebra"])
+    inner.save_pretrained(tmp_path / "other")
+    first = len(inner) - 1
+    config = with_teacher(config_file, path=tmp_path / "other")
+    why = rf"'teacher.big.path' = .* has token {first} as 'zebra', and the policy as None; take a teacher"
+    with pytest.raises(ConfigError, match=why):
+        check_teacher(config, "big", config.teacher["big"])
+    config = with_teacher(config_file, path=policy_folder)
+    check_teacher(config, "big", config.teacher["big"])
+
+
+def test_a_server_that_lies_about_its_tokeniser_is_refused(config_file, policy_folder):
+    inner = Tokenizer(policy_folder).inner
+
+    def answer(path, body, shift=0):
+        entries = [[-1.0, number, inner.decode([number + shift])] for number in body["input_ids"]]
+        return {"meta_info": {"input_token_logprobs": entries}}
+
+    def checked(url):
+        config = with_teacher(config_file, kind="sglang", path=policy_folder, url=url)
+        check_teacher(config, "big", config.teacher["big"])
+
+    with serving(answer) as url:
+        checked(url)
+    with serving(lambda path, body: answer(path, body, 1)) as url, pytest.raises(ConfigError, match="and the policy"):
+        checked(url)
+    with serving(lambda path, body: {}) as url, pytest.raises(ConfigError, match="gives no log-probabilities"):
+        checked(url)
