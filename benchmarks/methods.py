@@ -1,0 +1,180 @@
+"""What the methods beside a plain reward give: on-policy distillation, and what token scores cost.
+
+`--runs` trains: the teacher (a finished quickstart), then for each seed the quickstart by GRPO and by distillation
+alone, from the same warm start, evaluated at every step. Without it only the rows that take seconds are measured.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import tomli_w
+import torch
+from common import APRIL, ROOT, Row, execute, parser, quickstart_policy, ratios, report
+
+from april.config import Config
+from april.learner.batch import TrainingBatch, TrainSample, decode, encode
+from april.learner.losses.columns import MAX_LOG_RATIO, Spans
+from april.learner.losses.distillation import reverse_kl
+from april.learner.losses.ranks import SingleRank
+from april.learner.objective import Objective
+from april.learner.trainer import Trainer
+from april.observe.report.run_folder import read_run
+from april.wire.message import Version
+
+WANTED = 0.9
+"""Held-out accuracy that both sides have to reach."""
+SEEDS, STEPS, REPEATS = 5, 64, 9
+GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 32, 8, 12, 64
+DISCOUNTS = (0.0, 0.5, 1.0)
+DISTILLED = {"advantage": "no_reward", "distillation": "reverse_kl", "distillation_discount": 0.0}
+
+
+def main() -> None:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--runs", action="store_true", help="train, which takes minutes a seed")
+    arguments.add_argument("--seeds", type=int, default=SEEDS)
+    options = arguments.parse_args()
+    with tempfile.TemporaryDirectory(prefix="april-methods-") as made:
+        folder = Path(made)
+        policy = quickstart_policy(folder, options.quick)
+        rows = [reference_gap(), token_scores_cost(policy, folder, 3 if options.quick else REPEATS)]
+        if options.runs:
+            rows += distillation(policy, folder, options.seeds, options.quick)
+    report(rows, options.json)
+
+
+# --- rows of seconds --------------------------------------------------------------------------------------------------
+
+
+def reference_gap() -> Row:
+    """Largest difference between a distillation's advantages, float64, and their definition."""
+    rng, gaps = np.random.default_rng(0), []
+    lengths = rng.integers(1, 60, 20)
+    index = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
+    spans = Spans(index, torch.from_numpy(lengths).float())
+    for discount in DISCOUNTS:
+        teacher, old = (-rng.exponential(8.0, lengths.sum()) for _ in range(2))
+        section = configured(Path(), distillation_discount=discount).algorithm
+        found = reverse_kl(torch.from_numpy(teacher), torch.from_numpy(old), spans, section).numpy()
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            gains = np.clip(teacher - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)[end - length : end]
+            powers = np.power(discount, np.subtract.outer(np.arange(length), np.arange(length)).T.clip(0))
+            gaps.append(float(np.abs(found[end - length : end] - np.triu(powers) @ gains).max()))
+    return Row("reference_gap", gaps, "", of=max)
+
+
+def token_scores_cost(policy: Path, folder: Path, repeats: int) -> Row:
+    """Seconds that a batch's token scores take of the learner, over those of its step: to share the batch with the
+    ranks, and to make a teacher's column of it. The same samples with and without them, in turns."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    rng = np.random.default_rng(0)
+    plain = TrainingBatch(0, [[sample(rng, reward) for reward in range(SAMPLES)] for _ in range(GROUPS)])
+    scored = TrainingBatch(
+        0, [[replace(each, token_scores={"big": each.logprobs}) for each in g] for g in plain.groups]
+    )
+    objective = Objective(configured(policy, folder), SingleRank())
+    without = Objective(configured(policy, folder, distillation=""), SingleRank())
+    trainer = Trainer(configured(policy, folder, distillation=""), torch.device("cpu"))
+    taken: dict[str, list[float]] = {"plain": [], "scored": [], "step": []}
+    for _ in range(repeats):
+        taken["plain"].append(seconds(lambda: handle(without, plain)))
+        taken["scored"].append(seconds(lambda: handle(objective, scored)))
+        taken["step"].append(seconds(lambda: trainer.step(plain)))
+    torch.distributed.destroy_process_group()
+    extra = [max(0.0, scored - plain) for scored, plain in zip(taken["scored"], taken["plain"], strict=True)]
+    return Row("token_scores_cost", ratios(extra, taken["step"]), "of a step")
+
+
+def handle(objective: Objective, batch: TrainingBatch) -> None:
+    prepared = objective.prepare(decode(encode(batch)))
+    tokens = objective.tokens(prepared, list(range(len(prepared.samples))), torch.device("cpu"))
+    objective.distilled(tokens, tokens.behaviour_logprobs)
+
+
+def sample(rng: np.random.Generator, reward: float) -> TrainSample:
+    tokens = rng.integers(3, 20, PROMPT_TOKENS + RESPONSE_TOKENS).astype(np.int32)
+    logprobs = -rng.exponential(1.0, RESPONSE_TOKENS).astype(np.float32)
+    return TrainSample(tokens, PROMPT_TOKENS, logprobs, reward, ((0, RESPONSE_TOKENS, Version(0, 0)),))
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def configured(policy: Path, folder: Path = Path(), **algorithm) -> Config:
+    tree = {"model": {"path": policy}, "data": {"path": "unused.jsonl"}, "teacher": {"big": {"path": policy}}}
+    run = {"run": {"dir": folder}, "learner": {"device": "cpu"}}
+    return Config.model_validate(tree | run | {"algorithm": {"entropy_coef": 1e-9} | DISTILLED | algorithm})
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def distillation(policy: Path, folder: Path, seeds: int, quick: bool) -> list[Row]:
+    """Samples to the wanted accuracy on held-out prompts: of distillation, of GRPO, and the share of the first."""
+    train(folder, "teacher", policy, 0, 2 if quick else 32, {}, quick)
+    teacher = folder / "teacher/checkpoints/policy"
+    samples: dict[str, list[float]] = {"grpo": [], "distil": []}
+    for seed in range(1, 1 + (1 if quick else seeds)):
+        for name, found in samples.items():
+            changes = {}
+            if name == "distil":
+                changes = {"algorithm": DISTILLED, "reward": {"where": "scorer"}, "teacher": {"big": {"path": teacher}}}
+            run = train(folder, f"{name}-{seed}", policy, seed, 2 if quick else STEPS, changes, quick)
+            found.append(samples_to(run, 0.0 if quick else WANTED))
+    return [
+        Row("distil_samples_share", ratios(samples["distil"], samples["grpo"]), ""),
+        *(Row(f"samples_to_accuracy_{name}", found, "samples") for name, found in samples.items()),
+    ]
+
+
+def train(folder: Path, name: str, policy: Path, seed: int, steps: int, changes: dict, quick: bool) -> Path:
+    """A run of the quickstart's configuration with other sections; returns its folder."""
+    data = ROOT / "cache/data"
+    tree = tomllib.loads((ROOT / "configs/quickstart.toml").read_text())
+    tree |= {"seed": seed, "run": {"dir": str(folder), "name": name}, "model": {"path": str(policy)}}
+    tree["data"] = {"path": str(data / "train.jsonl"), "eval_path": str(data / "heldout.jsonl")}
+    tree["schedule"] |= {"max_steps": steps}
+    tree["evaluation"] |= {"every": 1} | ({"prompts": 16} if quick else {})
+    if quick:
+        tree["schedule"] |= {"rollout_batch_size": 4, "over_sampling_batch_size": 6}
+        tree["sampling"]["max_response_tokens"] = 64
+    path = folder / f"{name}.toml"
+    for key, section in changes.items():
+        tree[key] = tree.get(key, {}) | section
+    path.write_text(tomli_w.dumps(plain(tree)))
+    shutil.rmtree(folder / name, ignore_errors=True)
+    print(f"{name} begins", file=sys.stderr)
+    execute([*APRIL, "run", path], folder / f"{name}.log", threads=1)
+    return folder / name
+
+
+def plain(tree: dict) -> dict:
+    """A tree of which paths are texts, as TOML has no paths."""
+    return {key: plain(value) if isinstance(value, dict) else value if not isinstance(value, Path) else str(value)
+            for key, value in tree.items()}  # fmt: skip
+
+
+def samples_to(run_folder: Path, wanted: float) -> float:
+    """Samples trained until the weights have the wanted accuracy on held-out prompts; infinite if they never have."""
+    run = read_run(run_folder)
+    reached = [point["step"] for point in run.evaluation if point["accuracy"] >= wanted and point["step"]]
+    per_step = [step["samples"] for step in run.steps]
+    return float(sum(per_step[: reached[0]])) if reached else float("inf")
+
+
+if __name__ == "__main__":
+    main()
