@@ -133,6 +133,7 @@ ANOTHER_MEANING = {
     ("april/trainers/rollouts/run.py", "local"): "broker and workers as children of the trainer",
     ("april/broker/telemetry/recorder.py", "environment"): "a key of metrics.jsonl",
     ("april/data/arithmetic.py", "final_answer"): "a field of its rows, as anybody's data name them",
+    ("april/data/shapes.py", "final_answer"): "the same",
     ("april/cli/__init__.py", "april"): "the program",
     ("april/workers/rewards/sandbox_runner.py", "math"): "a module of Python",
     ("april/observe/report/live.py", "april"): "the program",

@@ -1,0 +1,195 @@
+"""The policy of the task in pictures (`april/data/shapes.py`): a tiny Qwen3-VL, made once per recipe and seed by a warm
+start on demonstrations, some of which guess instead of counting. RL removes the guesses."""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import orjson
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from april.data.arithmetic import Noise
+from april.data.pixels import PixelReader, png_of
+from april.data.shapes import LARGEST_COUNT, SIDE, CountingTask, draw_tasks
+from april.learner.policy.warm_start import EOS, PAD, RECORD, Muon, Recipe, holds, lr_share, one_thread, refuse_foreign
+
+START, IMAGE, VIDEO, END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
+VOCABULARY = {token: i for i, token in enumerate((PAD, EOS, START, IMAGE, VIDEO, END, *"0123456789#?RGB"))}
+PATCH, MERGE, MEAN = 4, 2, (0.5, 0.5, 0.5)
+TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+"""Chat template that concatenates contents, with the placeholder of each image."""
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 1,
+    "size": {"shortest_edge": 64, "longest_edge": 4096}, "image_mean": MEAN, "image_std": MEAN,
+}  # fmt: skip
+RECIPE = Recipe(
+    hidden_size=96,
+    layers=3,
+    easy_steps=0,
+    clean_steps=200,
+    noisy_steps=80,
+    noise=Noise(p_short=0.5),
+    average_decay=0.95,
+    batch_tokens=1536,
+)
+"""Demonstrations that guess make the reward from which RL starts: about 0.5 at temperature 1."""
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Token ids and targets, int64 [B, T] each, `PAD` where there is none, and rows of pixels of B pictures."""
+
+
+def make_counting_policy(
+    out_dir: str | Path, seed: int = 0, recipe: Recipe = RECIPE, log: Callable[[str], None] = print
+) -> Path:
+    """Return the folder of the policy; creates it if it does not exist, in about a minute on one core. `out_dir`
+    appears only once it is complete. Raises ConfigError if `out_dir` holds something else."""
+    out_dir, made_from = Path(out_dir), {"recipe": asdict(recipe), "seed": seed}
+    if holds(out_dir, made_from):
+        return out_dir
+    refuse_foreign(out_dir)
+    started = time.monotonic()
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
+    try:
+        with one_thread():
+            model = build_model(recipe, seed)
+            warm_start(model, recipe, seed, log)
+        transformers.utils.logging.disable_progress_bar()
+        model.save_pretrained(draft)
+        build_tokenizer().save_pretrained(draft)
+        (draft / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+        record = {**made_from, "parameters": model.num_parameters(), "seconds": round(time.monotonic() - started, 1)}
+        (draft / RECORD).write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2))
+        draft.chmod(0o755)
+        if out_dir.exists():
+            shutil.rmtree(out_dir)
+        draft.rename(out_dir)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    log(f"policy: {record['parameters']} parameters in {out_dir}, {record['seconds']:.0f} s")
+    return out_dir
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    characters = Tokenizer(models.WordLevel(VOCABULARY, unk_token=PAD))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token=PAD,
+        eos_token=EOS,
+        additional_special_tokens=[START, IMAGE, VIDEO, END],
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(recipe: Recipe, seed: int) -> Qwen3VLForConditionalGeneration:
+    """A Qwen3-VL with random fp32 weights drawn from the seed; each cell of a picture is one token."""
+    heads = recipe.hidden_size // 32
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = {
+        "vocab_size": len(VOCABULARY), "hidden_size": recipe.hidden_size, "num_hidden_layers": recipe.layers,
+        "intermediate_size": recipe.hidden_size * 5 // 2, "num_attention_heads": heads, "num_key_value_heads": 1,
+        "head_dim": 32, "max_position_embeddings": 512, "rope_parameters": rope, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": VOCABULARY[EOS], "pad_token_id": VOCABULARY[PAD],
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": recipe.hidden_size,
+        "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 1, "deepstack_visual_indexes": [0],
+        "num_position_embeddings": (SIDE * MERGE) ** 2,
+    }  # fmt: skip
+    config = Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, dtype="float32",
+        image_token_id=VOCABULARY[IMAGE], video_token_id=VOCABULARY[VIDEO], vision_start_token_id=VOCABULARY[START],
+        vision_end_token_id=VOCABULARY[END],
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3VLForConditionalGeneration(config)
+
+
+def warm_start(model: Qwen3VLForConditionalGeneration, recipe: Recipe, seed: int, log: Callable[[str], None]) -> None:
+    """Train the model in place for `recipe.steps` steps. Reproducible on one CPU thread."""
+    started, size = time.monotonic(), recipe.batch_tokens // len(prompt_ids("R"))
+    inner = [each for each in model.model.parameters() if each.ndim == 2 and min(each.shape) >= 32]
+    inner_ids = {id(each) for each in inner}
+    outer = [each for each in model.parameters() if id(each) not in inner_ids]
+    optimizers = [Muon(inner, lr=recipe.muon_lr), torch.optim.AdamW(outer, lr=recipe.adamw_lr, weight_decay=0.0)]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(recipe, step)) for optimizer in optimizers
+    ]
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.average_decay))
+    for step, batch in enumerate(islice(batches(recipe, seed, size), recipe.steps), start=1):
+        loss = token_loss(model, *batch)
+        loss.backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        if step > recipe.steps - recipe.noisy_steps:
+            average.update_parameters(model)
+        if step % 50 == 0 or step == recipe.steps:
+            log(f"warm start: step {step}/{recipe.steps}, loss {loss.item():.3f}, {time.monotonic() - started:.0f} s")
+    model.load_state_dict(average.module.state_dict())
+
+
+def token_loss(model: Qwen3VLForConditionalGeneration, tokens: Tensor, targets: Tensor, pixels: Tensor) -> Tensor:
+    """Mean cross-entropy of the targets (nats)."""
+    grids = torch.tensor([[1, SIDE * MERGE, SIDE * MERGE]] * len(tokens))
+    kinds = (tokens == VOCABULARY[IMAGE]).int()
+    logits = model(
+        input_ids=tokens, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=kinds, use_cache=False
+    ).logits
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=VOCABULARY[PAD])
+
+
+def batches(recipe: Recipe, seed: int, size: int) -> Iterator[Batch]:
+    """Endless batches; after `recipe.clean_steps` some demonstrations guess, as `recipe.noise` says."""
+    random, step = Random(seed), 0
+    tasks = draw_tasks("train", random)
+    while True:
+        chance = recipe.noise.p_short if step >= recipe.clean_steps else 0.0
+        yield batch_of([(task, guess_of(task, random, chance)) for task in islice(tasks, size)])
+        step += 1
+
+
+def guess_of(task: CountingTask, random: Random, chance: float) -> int | None:
+    """A wrong count, in place of the demonstration that counts; None for that one."""
+    if random.random() >= chance:
+        return None
+    return random.choice([count for count in range(LARGEST_COUNT + 1) if count != int(task.answer)])
+
+
+def prompt_ids(colour: str) -> list[int]:
+    placeholders = [VOCABULARY[START], *[VOCABULARY[IMAGE]] * SIDE**2, VOCABULARY[END]]
+    return [*placeholders, VOCABULARY[colour], VOCABULARY["?"]]
+
+
+def batch_of(examples: list[tuple[CountingTask, int | None]]) -> Batch:
+    reader = PixelReader(PATCH, MERGE, 1, MEAN, MEAN)
+    width, pad = len(prompt_ids("R")) + SIDE + 2, VOCABULARY[PAD]
+    tokens, targets = (torch.full((len(examples), width), pad) for _ in range(2))
+    for row, (task, guess) in enumerate(examples):
+        prompt, response = prompt_ids(task.colour), [VOCABULARY[each] for each in task.demonstration(guess)]
+        ids = torch.tensor([*prompt, *response, VOCABULARY[EOS]])
+        tokens[row, : len(ids) - 1] = ids[:-1]
+        targets[row, len(prompt) - 1 : len(ids) - 1] = ids[len(prompt) :]
+    rows = [reader.read(png_of(task.pixels()))[0] for task, _ in examples]
+    return tokens, targets, torch.from_numpy(np.concatenate(rows))
