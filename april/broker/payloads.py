@@ -9,12 +9,15 @@ import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from april import wire
+from april.broker.images import ImageStore
 from april.broker.journal.files import Damaged, Reference
 from april.broker.journal.journal import Journal
 from april.broker.ledger.chunk_refs import ChunkRef
 from april.broker.ledger.events import RowsAccepted, TokensScored
+from april.broker.ledger.ledger import Ledger
 from april.broker.ledger.samples import Sample
 from april.broker.prompts import PromptBook
+from april.config import Config
 from april.data.rows import DatasetRow
 from april.util.text import GROUP_REWARD
 from april.wire.rows import TABLE, padded_sizes
@@ -30,13 +33,14 @@ is delivered, long ones while leases on their group are granted."""
 class Payloads:
     """Reader of prompts, tokens and rows, with small caches."""
 
-    def __init__(self, journal: Journal, prompts: PromptBook, default_reward: str, is_cut: bool):
-        """`default_reward`: name of the verifier for rows that name none. `is_cut`: whether the run truncates the
-        sampling distribution, so that training tokens have supports."""
+    def __init__(self, config: Config, journal: Journal, prompts: PromptBook):
         self.journal = journal
         self.prompts = prompts
-        self.default_reward = default_reward
-        self.is_cut = is_cut
+        self.images = ImageStore(config.run_dir)
+        self.default_reward = config.reward.name
+        """Name of the verifier for rows that name none."""
+        self.is_cut = config.sampling.is_cut
+        """Whether the run truncates the sampling distribution, so that training tokens have supports."""
         self.row_of = lru_cache(maxsize=ROWS_CACHED)(self._row_of)
         """Dataset row of a prompt; cached, as the samples of a group are mostly leased one after the other."""
         self._times_of = lru_cache(maxsize=TABLES_CACHED)(self._read_times)
@@ -46,6 +50,11 @@ class Payloads:
         """Token scores in a journal record; cached, as the samples of a group may share a record."""
         self._short_prompt = lru_cache(maxsize=PROMPTS_CACHED)(self._read_prompt)
         self._long_prompt = lru_cache(maxsize=LONG_PROMPTS_CACHED)(self._read_prompt)
+
+    def bind(self, ledger: Ledger) -> None:
+        """Give prompts and ledger access to each other's data: submitted prompts, and images of groups to be opened."""
+        self.prompts.bind(ledger, self.journal.read)
+        ledger.keep_images = self.keep_images
 
     def prompt(self, reference: Reference) -> wire.PackedArray:
         """Token ids of a prompt, int32, read by the reference of its journal record."""
@@ -133,6 +142,19 @@ class Payloads:
     def reward_of(self, row: DatasetRow) -> str:
         """Name of the verifier of a dataset row."""
         return row.reward or self.default_reward
+
+    def keep_images(self, evaluation: bool, epoch: int, row: int) -> list[str]:
+        """Put the images of a drawn prompt on disk; returns their names. Raises OSError."""
+        images = self.prompts.images(evaluation, epoch, row)
+        for name, png in images:
+            if name not in self.images:
+                self.images.keep(name, png())
+        return [name for name, _ in images]
+
+    def release_files(self, starts: list[int]) -> None:
+        """Close journal files that are about to be deleted, and reclaim the space of images after them."""
+        self.journal.release_files(starts)
+        self.images.reclaim_is_due = True
 
     def is_group_scored(self, evaluation: bool, epoch: int, row: int) -> bool:
         """Whether the verifier of a prompt scores all responses of a group in one call."""

@@ -4,7 +4,7 @@ trainer submits during the run."""
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,11 +60,18 @@ class PromptBook:
         """Why the last of them was."""
         self._config = config
         self._tokens_of_row = lru_cache(maxsize=ROWS_CACHED)(self._encode_row)
+        self._image_names: dict[str, tuple[str, int]] = {}
+        """Name and number of tokens of each prepared image, by the sha256 of its source."""
         self._prepared = lru_cache(maxsize=IMAGES_CACHED)(self._prepare)
         self._drawn = lru_cache(maxsize=16)(self._draw)
         """Cached form of `_draw`, as a schedule may look at a prompt several times before it opens the group."""
         self.held_out = {settings.number: self._held_out(settings, allowed) for settings in config.evaluation_sets}
         """Evaluation sets by number, in order."""
+        if config.agent.is_set and self.with_images:
+            raise ConfigError(
+                "rows have images, and an agent's program writes the prompts of its session, without them; leave them "
+                "out with data.images_key = ''"
+            )
         self.draw((0, 0))
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
@@ -181,7 +188,7 @@ class PromptBook:
 
     def encode(self, rows: Dataset, row: DatasetRow) -> np.ndarray:
         """Token ids of the prompt in a row of `rows`, int32 [P], whatever its length. Raises BadRow."""
-        lengths = [self._prepared(rows, image).tokens for image in row.images]
+        lengths = [self._known_image(rows, image)[1] for image in row.images]
         return self.tokenizer.encode_row(row.prompt, lengths, **self._config.data.prompt_options)
 
     @property
@@ -189,13 +196,33 @@ class PromptBook:
         """Number of rows with images, held-out ones included."""
         return sum(rows.with_images for rows in (self.rows, *(held.rows for held in self.held_out.values())))
 
-    def images(self, evaluation: bool, epoch: int, row: int) -> list[PreparedImage]:
-        """The prepared images of a drawn prompt, in order; for evaluation, `epoch` is the number of the set."""
+    def images(self, evaluation: bool, epoch: int, row: int) -> list[tuple[str, Callable[[], bytes]]]:
+        """(name, function that makes the PNG file) of each image of a drawn prompt, in order.
+
+        `epoch`: for evaluation, the number of the set. The function raises OSError for an image whose source has
+        changed; a training row with it is not drawn again.
+        """
         rows = self.held_out[epoch].rows if evaluation else self.rows
         if not rows.with_images:
             return []
         drawn = self.held_out_row(epoch, row) if evaluation else self.row(epoch, row)
-        return [self._prepared(rows, image) for image in drawn.images]
+        return [(self._known_image(rows, image)[0], partial(self._png, rows, image)) for image in drawn.images]
+
+    def _known_image(self, rows: Dataset, image: RowImage) -> tuple[str, int]:
+        """Name and number of tokens of an image. Raises BadRow."""
+        if image.source not in self._image_names:
+            prepared = self._prepared(rows, image)
+            self._image_names[image.source] = prepared.name, prepared.tokens
+        return self._image_names[image.source]
+
+    def _png(self, rows: Dataset, image: RowImage) -> bytes:
+        try:
+            return self._prepared(rows, image).png
+        except BadRow as error:
+            self._image_names.clear()
+            self._tokens_of_row.cache_clear()
+            self._drawn.cache_clear()
+            raise OSError(str(error)) from None
 
     def _prepare(self, rows: Dataset, image: RowImage) -> PreparedImage:
         rule = self.tokenizer.image_rule

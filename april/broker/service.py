@@ -90,11 +90,11 @@ class Service:
         self.prompts = prompts
         self.journal = journal
         self.peers = Peers()
-        self.payloads = Payloads(journal, prompts, config.reward.name, config.sampling.is_cut)
+        self.payloads = Payloads(config, journal, prompts)
         self.ledger = Ledger(ledger_rules(config), write=journal.append, group_scored=self.payloads.is_group_scored)
         self.history = SampleHistory(self.ledger)
         self.ledger.clock = now
-        self.prompts.bind(self.ledger, journal.read)
+        self.payloads.bind(self.ledger)
         self.schedule = make_schedule(config.schedule, prompts)
         self.filters = GroupFilters(config.schedule)
         self.snapshots, self.note = Snapshots(journal.folder, self.ledger.rules), SyncNote(journal.folder)
@@ -121,9 +121,8 @@ class Service:
         self.holder_handlers: dict[str, LeaseHolderHandler] = {
             "worker": self.workers, "scorer": self.scorers, "agents": self.agents,
         }  # fmt: skip
-        self.nodes = NodeHandler(self.peers)
         self.handlers: dict[str, Any] = {
-            **self.holder_handlers, "learner": self.learner, "node": self.nodes, "monitor": self.monitors,
+            **self.holder_handlers, "learner": self.learner, "monitor": self.monitors, "node": NodeHandler(self.peers),
         }  # fmt: skip
         self.begin(now)
 
@@ -268,8 +267,8 @@ class Service:
         self.peers.send(peer, welcome, sequence=received.sequence)
         if hello.role in HOLDERS:
             self.holder_handlers[hello.role].after_welcome(peer)
-        if self.run.over and hello.role in HOLDERS:
-            self.peers.send_control(peer, wire.Stop(self.run.over))
+            if self.run.over:
+                self.peers.send_control(peer, wire.Stop(self.run.over))
 
     def _check_identity(self, hello: wire.Hello, key_owner: KeyOwner) -> None:
         """Raises KeyRefused unless the key belongs to this role, and no peer with another key has this process uid or
@@ -369,7 +368,8 @@ class Service:
         self.monitors.log_deaths()
         self.recorder.update_peak(self.ledger)
         self.queue_scanner.advance(now)
-        self.snapshots.follow(self.journal.file_start, self.journal.release_files, now)
+        self.snapshots.follow(self.journal.file_start, self.payloads.release_files, now)
+        self.payloads.images.reclaim(self.history.live_images, self.journal.end, self.journal.synced)
 
     @property
     def has_more(self) -> bool:
@@ -450,7 +450,7 @@ class Service:
             return self._warn_once(f"the journal's file grows on, as no other can be opened ({error})")
         self._last_warning = ""
         if self.snapshots.processes_failed:
-            self.snapshots.make_in_broker(position, self.ledger, self.history, self.journal.release_files)
+            self.snapshots.make_in_broker(position, self.ledger, self.history, self.payloads.release_files)
 
     # --- the end --------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from zlib_ng.zlib_ng import crc32
 
+from april.broker.images import DamagedImage
 from april.broker.journal import records
 from april.broker.journal.files import Damaged, Reference, Unreadable, file_path, file_starts, read_part
 from april.broker.ledger.chunk_refs import ChunkRef
@@ -159,6 +160,8 @@ def token_score_records(group: Group) -> set[Reference]:
 
 def groups_with_damage(ledger: Ledger, damaged: Damaged) -> list[Group]:
     """The groups of a ledger whose data includes the journal bytes that could not be read."""
+    if isinstance(damaged, DamagedImage):
+        return [group for group in ledger.groups.values() if damaged.name in group.images]
     record, offset = damaged.record, damaged.offset
     return [
         group

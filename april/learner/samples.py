@@ -8,7 +8,7 @@ columns.
 import importlib.util
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ import numpy as np
 
 from april.config import Config
 from april.data.groups import chosen_groups
+from april.data.images import name_of
 from april.data.tokenizer import Tokenizer
 from april.learner.batch import ReceivedGroup, TrainingBatch, TrainSample
+from april.util.files import replace_file
 from april.util.lifetime import in_background
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 ROW_GROUP_TOKENS = 1 << 16
 """Approximate tokens per Parquet row group: small groups make reading one sample fast, few groups make listing all
 samples fast."""
+PICTURES = "images"
+"""Folder in `samples/` with the images that the column of this name names."""
 SPAN_COLUMNS = ("what", "where", "began", "ended", "start", "end", "how")
 """Field names in the Parquet column `stays`, whose entries are time spans of a sample; one name for each field of
 `wire.SampleSpan`, in order."""
@@ -61,6 +65,7 @@ def schema(token_scores: bool = False):
             "label": arrow.string(),
             "prompt_ids": ids,
             "response_ids": ids,
+            "images": arrow.list_(arrow.string()),
             "segments": arrow.list_(arrow.struct(segment)),
             "turns": arrow.list_(arrow.struct(turn)),
             "behaviour_logprobs": figures,
@@ -167,6 +172,8 @@ class SampleWriter:
             rows_by_step.setdefault(row["segments"][-1]["step"] if row["held_out"] else step + 1, []).append(row)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number, of_step in rows_by_step.items():
+            for row in of_step:
+                row["images"] = [keep_picture(self.folder / PICTURES, png) for png in row["images"]]
             path = self.folder / f"step_{number:06d}.parquet"
             columns = schema(any("token_scores" in row for row in of_step))
             table = arrow.Table.from_pylist([row | {"step": number} for row in of_step], schema=columns)
@@ -178,6 +185,16 @@ class SampleWriter:
             parquet.write_table(table, temporary, row_group_size=size, compression="zstd")
             temporary.replace(path)
         thin_out(self.folder, self.section.max_mb << 20)
+
+
+def keep_picture(folder: Path, png: bytes) -> str:
+    """Keep an image in `folder` unless it is there; returns its name, the file's without `.png`."""
+    name = name_of(png)
+    path = folder / f"{name}.png"
+    if not path.exists():
+        folder.mkdir(exist_ok=True)
+        replace_file(path, png)
+    return name
 
 
 def without_held_out(path: Path) -> Any:
@@ -215,8 +232,9 @@ def describe_untrained(groups: list[ReceivedGroup], tokenizer: Tokenizer) -> Ite
 
 
 def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Parquet columns of one sample. Per-token columns are null at tokens that the policy did not sample; `scores`,
-    float32 [2, K] (log-probabilities, entropies under the learner), is None for a sample without a gradient."""
+    """Parquet columns of one sample, with the files of images in place of their names. Per-token columns are null at
+    tokens that the policy did not sample; `scores`, float32 [2, K] (log-probabilities, entropies under the learner), is
+    None for a sample without a gradient."""
     prompt, response = sample.tokens[: sample.prompt_tokens], sample.tokens[sample.prompt_tokens :]
 
     def at_sampled(values: np.ndarray) -> list[float | None]:
@@ -235,6 +253,7 @@ def describe(sample: TrainSample, scores: np.ndarray | None, tokenizer: Tokenize
         "label": sample.label,
         "prompt_ids": prompt.tolist(),
         "response_ids": response.tolist(),
+        "images": sample.images,
         "segments": [
             {"start": start, "end": end, "branch": version.incarnation, "step": version.step}
             for start, end, version in sample.segments
@@ -290,13 +309,27 @@ def times(sample: TrainSample) -> dict[str, Any]:
 
 
 def thin_out(folder: Path, limit_bytes: int) -> None:
-    """Delete sample files in `folder` until the rest fits in `limit_bytes`. Each time the step with the smallest gap
-    between its neighbours goes, so that the remaining steps are spread evenly; the first and the newest step stay."""
+    """Delete sample files in `folder` until the rest, with its images, fits in `limit_bytes`. Each time the step with
+    the smallest gap between its neighbours goes, so that the remaining steps are spread evenly; the first and the
+    newest step stay."""
     sizes = {path: path.stat().st_size for path in sorted(folder.glob("step_*.parquet"))}
-    while sum(sizes.values()) > limit_bytes and len(sizes) > 2:
+    pictures = {path: path.stat().st_size for path in (folder / PICTURES).glob("*.png")}
+    while sum(sizes.values()) + sum(pictures.values()) > limit_bytes and len(sizes) > 2:
         paths = list(sizes)
         steps = [int(path.stem.removeprefix("step_")) for path in paths]
         gaps = [steps[i + 1] - steps[i - 1] for i in range(1, len(steps) - 1)]
         dropped = paths[1 + gaps.index(min(gaps))]
         dropped.unlink()
         del sizes[dropped]
+        named = names_of_pictures(sizes) if pictures else set()
+        for path in [path for path in pictures if path.stem not in named]:
+            path.unlink()
+            del pictures[path]
+
+
+def names_of_pictures(files: Iterable[Path]) -> set[str]:
+    """Names of the images of all samples in these files."""
+    import pyarrow.parquet as parquet
+
+    columns = (parquet.read_table(file, columns=["images"])["images"].to_pylist() for file in files)
+    return {name for column in columns for names in column for name in names or ()}

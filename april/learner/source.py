@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_sample
@@ -70,15 +70,17 @@ class BrokerSource:
     def fetch(self, step: int) -> TrainingBatch | None:
         keeps = self.keeps_samples
         parts = self._ask(wire.Fetch(step, keeps is not None and keeps(step), keeps is not None), is_complete)
+        heads = [head for part in parts for head in part.message.groups]
+        images = self._images(list(dict.fromkeys(name for head in heads for name in head.images)))
         if isinstance(parts[0].message, wire.Finished):
-            self.leftover = decode_groups(parts[0].message.groups, parts[0].arrays)
+            self.leftover = decode_groups(parts[0].message.groups, parts[0].arrays, images=images)
             return None
         by_first = {part.message.first: part for part in parts}
         ordered = [by_first[first] for first in sorted(by_first)]
         received = [
             group
             for part in ordered
-            for group in decode_groups(part.message.groups, part.arrays, part.message.token_scores)
+            for group in decode_groups(part.message.groups, part.arrays, part.message.token_scores, images)
         ]
         return TrainingBatch(
             step,
@@ -86,6 +88,18 @@ class BrokerSource:
             [(head.prompt_number, head.extra) for head, _ in received if head.prompt_number >= 0],
             [(head, group) for head, group in received if not head.is_trained],
         )
+
+    def _images(self, names: list[str]) -> dict[str, bytes]:
+        """Fetch images by name. Raises BrokerRefused if the broker cannot read one."""
+        found: dict[str, bytes] = {}
+        while missing := [name for name in names if name not in found]:
+            [answer] = self._ask(wire.FetchImages(missing[: wire.MAX_IMAGES_ASKED]))
+            if isinstance(answer.message, wire.Finished):
+                raise BrokerUnreachable(f"the broker has ended the run: {answer.message.reason}")
+            found |= {name: bytes(array.data) for name, array in zip(answer.message.names, answer.packed, strict=True)}
+            if lost := [name for name in answer.message.names if not found[name]]:
+                raise BrokerRefused(f"the broker cannot read image {lost[0]} of a group; restore it from a copy")
+        return found
 
     def submit(self, first: int, prompts: list[wire.Submission], ids: np.ndarray) -> int:
         """Submit prompts numbered from `first`, their int32 ids concatenated; returns the number submitted so far."""
@@ -197,7 +211,10 @@ def is_complete(answers: list[wire.Received]) -> bool:
 
 
 def decode_groups(
-    heads: list[wire.GroupHead], arrays: list[np.ndarray], score_names: Sequence[str] = ()
+    heads: list[wire.GroupHead],
+    arrays: list[np.ndarray],
+    score_names: Sequence[str] = (),
+    images: Mapping[str, bytes] | None = None,
 ) -> list[ReceivedGroup]:
     """Groups of a message, from their heads and the flat list of arrays: one prompt per group, then per sample response
     and log-probabilities, two support arrays if the distribution was cut, and one array for each name of a token
@@ -205,10 +222,10 @@ def decode_groups(
     groups, rest = [], iter(arrays)
     with_support = len(arrays) == sum(1 + (4 + len(score_names)) * len(group.samples) for group in heads)
     for group in heads:
-        prompt = next(rest)
+        prompt, shown = next(rest), tuple((images or {})[name] for name in group.images)
         samples = []
         for head in group.samples:
-            sample = decode_sample(group, head, prompt, rest, with_support)
+            sample = decode_sample(group, head, prompt, rest, with_support, shown)
             scores = {name: values for name in score_names if len(values := next(rest))}
             samples.append(replace_sample(sample, token_scores=token_columns(sample, scores)) if scores else sample)
         groups.append((group, samples))
@@ -216,7 +233,12 @@ def decode_groups(
 
 
 def decode_sample(
-    group: wire.GroupHead, head: wire.SampleHead, prompt: np.ndarray, rest: Iterator[np.ndarray], with_support: bool
+    group: wire.GroupHead,
+    head: wire.SampleHead,
+    prompt: np.ndarray,
+    rest: Iterator[np.ndarray],
+    with_support: bool,
+    images: tuple[bytes, ...] = (),
 ) -> TrainSample:
     """One sample of a group. If the group has no prompt, the tokens before the first sampled one become the sample's
     prompt: the agent's messages, and the prefix that a fork shares with its parent."""
@@ -242,6 +264,7 @@ def decode_sample(
         parent=head.parent,
         shared_tokens=head.shared_tokens,
         label=group.label,
+        images=images,
     )
 
 

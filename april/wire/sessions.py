@@ -100,6 +100,26 @@ class Stop(Message):
     reason: str
 
 
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+MAX_IMAGES_ASKED = 64
+"""Most names in one `FetchImages`."""
+
+
+class FetchImages(Message):
+    """A worker's or the learner's request for images of prompts. `names`: the sha256 of each file in hex."""
+
+    names: list[Name]
+
+
+class Images(Message):
+    """Answer to `FetchImages`: the first images asked for, at least one; the peer asks again for the others. One uint8
+    array for each, its PNG file; an empty one for an image that cannot be read."""
+
+    names: list[str]
+
+
 # --- monitors ---------------------------------------------------------------------------------------------------------
 
 

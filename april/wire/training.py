@@ -155,6 +155,8 @@ class GroupHead(msgspec.Struct, array_like=True, frozen=True):
     """Name of the evaluation set of a held-out prompt, whose samples are not part of the batch; "" for others."""
     label: str = ""
     """The prompt's reference answer, for a group in the sample logs."""
+    images: list[str] = []
+    """Names of the prompt's images, in order; `FetchImages` gets them."""
 
     @property
     def is_trained(self) -> bool:

@@ -44,6 +44,8 @@ class Task(msgspec.Struct, array_like=True, frozen=True):
     """The prompt as its row has it, JSON: a text or chat messages. Only for a verifier that gets it; otherwise ""."""
     teacher: str = ""
     """Name of the teacher whose log-probabilities are a token score of each response; "" for none."""
+    images: list[str] = []
+    """Names of the prompt's images, in order; `FetchImages` gets them."""
 
     @property
     def is_cut(self) -> bool:

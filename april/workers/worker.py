@@ -6,7 +6,6 @@ another, and verifiers run in separate processes.
 """
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,9 +18,12 @@ from april.util.pulse import MAIN
 from april.wire.limits import clip
 from april.wire.message import Version
 from april.wire.sockets.broker import BrokerConnection
+from april.workers.active_sample import ActiveSample
+from april.workers.engines import ENGINES
 from april.workers.engines.base import Chunk, Engine, EngineError, Request
 from april.workers.engines.weight_intake import UpdateHold, WeightLoader, WrongWeights, changes_version
 from april.workers.environments.turns import EnvironmentTurns, TokenizedObservation
+from april.workers.images import SampleImages
 from april.workers.reports import Reports
 from april.workers.rewards.messages import GroupScore, Score
 from april.workers.scoring import LeasedTask, Scoring, closing, leases_of, token_values
@@ -35,47 +37,6 @@ CAPACITY_CHANGE_PARTS = 8
 """A capacity change above 1 / CAPACITY_CHANGE_PARTS of the last reported capacity is reported to the broker."""
 TIMELINE_SPAN_S = 5.0
 """Longest span of generation in the timeline; a longer one is reported in parts of this length."""
-
-
-@dataclass(slots=True)
-class ActiveSample:
-    """A leased sample that this worker generates or scores."""
-
-    grant: wire.Grant
-    task: wire.Task
-    tokens: list[np.ndarray]
-    """int32 arrays: the prompt, then the response's pieces in order."""
-    length: int
-    """Response tokens so far, observations included."""
-    budget: int
-    """Most response tokens the sample may have."""
-    finished: bool
-    """Whether the response is complete. Only its score is missing then; if `grant.hand_over`, a scorer computes it."""
-    answered_turns: int
-    """Turns that the environment has answered."""
-    turn_start: int
-    """Response tokens before the current turn."""
-    environment_state: bytes
-    """State of the environment after its last observation, MessagePack; empty before the first."""
-
-    @property
-    def remaining_tokens(self) -> int:
-        """Response tokens left in the budget."""
-        return self.budget - self.length
-
-    @property
-    def turn_tokens(self) -> np.ndarray:
-        """int32 [T]: tokens that the policy has sampled in the current turn."""
-        return np.concatenate(self.tokens)[len(self.tokens[0]) + self.turn_start :]
-
-    def append(self, tokens: np.ndarray) -> None:
-        self.tokens.append(tokens)
-        self.length += len(tokens)
-
-    def observe(self, tokens: np.ndarray, state: bytes) -> None:
-        """Append the environment's observation of the current turn, and begin the next turn."""
-        self.append(tokens)
-        self.answered_turns, self.turn_start, self.environment_state = self.answered_turns + 1, self.length, state
 
 
 class Worker:
@@ -98,6 +59,7 @@ class Worker:
         self.environment_turns = EnvironmentTurns(config, self.tokenizer)
         self.scoring = Scoring(config, self.tokenizer, start_now=config.reward.where == "worker")
         self.reports = Reports(connection)
+        self.images = SampleImages(connection)
         self.failures = Failures(log)
         self.hold = UpdateHold(config)
         self.active: dict[int, ActiveSample] = {}
@@ -200,6 +162,7 @@ class Worker:
         if self.engine.version is not None:
             self._report_capacity(0.0)
         self._hand_back_aborted()
+        self.images.ask_again()
         for lease_id in self.active:
             self.reports.send_again(lease_id)
 
@@ -234,6 +197,8 @@ class Worker:
                     self._accept(lease)
             case wire.Answers():
                 self._take_answers(message)
+            case wire.Images():
+                self._take_images(received)
             case wire.Abort():
                 self.watermark = max(self.watermark, message.watermark)
                 self._hand_back_aborted()
@@ -274,6 +239,14 @@ class Worker:
             if reason.startswith(wire.BAD_ROW):  # its lease goes on, and nothing else would come of it
                 self.reports.close(wire.GiveBack(lease_id, 0, "generation_failed", clip(reason)))
 
+    def _take_images(self, received: wire.Received) -> None:
+        ready, failed = self.images.take(received)
+        for lease_id in ready:
+            if lease_id in self.active and not self.reports.is_closing(lease_id):
+                self._continue(self.active[lease_id])
+        for lease_id in failed:
+            self._give_back(lease_id, "generation_failed", "the broker cannot read an image of the prompt")
+
     def _accept(self, lease: LeasedTask) -> None:
         grant, task, pieces = lease
         length = sum(map(len, pieces[1:]))
@@ -297,12 +270,18 @@ class Worker:
             self._continue(sample)  # else it is given back once the new version is loaded
 
     def _continue(self, sample: ActiveSample) -> None:
-        """Submit the current turn to the engine, or, if the turn is over, to the environment."""
+        """Submit the current turn to the engine, or, if the turn is over, to the environment; with images, once these
+        are here."""
         grant, task, turn = sample.grant, sample.task, sample.turn_tokens
         if self.environment_turns.is_over(turn):
             return self.environment_turns.submit(
                 grant.lease_id, turn, sample.answered_turns, sample.environment_state, sample.tokens[0], task.label
             )
+        if task.images and not ENGINES.find(self.config.worker.engine).takes_images:
+            error = f"key 'worker.engine' = {self.config.worker.engine!r} takes no images, and the prompt has some"
+            return self._give_back(grant.lease_id, "generation_failed", error)
+        if (images := self.images.of(grant.lease_id, task.images)) is None:
+            return
         request = Request(
             id=grant.lease_id,
             tokens=np.concatenate(sample.tokens),
@@ -314,6 +293,7 @@ class Worker:
             min_p=task.min_p,
             with_support=task.is_cut and not task.evaluation,
             stop_token_ids=self.environment_turns.stop_token_ids | frozenset(grant.stop_token_ids),
+            images=images,
         )
         try:
             self.engine.submit(request)

@@ -14,13 +14,14 @@ from msgspec.structs import astuple
 from april import cli, runs, wire
 from april.config import ConfigError
 from april.data.groups import chosen_groups
+from april.data.images import name_of
 from april.learner import loop, samples
 from april.learner.batch import TrainingBatch
 from april.learner.trainer import Trainer
 from april.observe.report.samples import read_step
 from april.util.versions import RUN_FOLDER
 from april.wire.message import Version
-from tests.support.learner.small_learner import Diary, batch_in_turns, make_config
+from tests.support.learner.small_learner import Diary, batch_in_turns, make_config, make_sample
 
 COLUMNS = samples.schema().names
 
@@ -142,6 +143,27 @@ def test_discarded_samples_are_stored_with_their_reason_and_without_an_invented_
         assert (row["delivered_at"], row["discarded_at"]) == (None, 19.0)
     assert cli.main(["samples", str(lived.config.run_dir), "--step", "3", "--group", "1000"]) == 0
     assert "reward –  advantage – (no gradient)" in capsys.readouterr().out
+
+
+def test_images_are_kept_beside_the_samples_until_no_step_names_them(policy_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "Tokenizer", Letters)
+    writer, sample = (
+        samples.SampleWriter(make_config(policy_folder, tmp_path)),
+        make_sample(np.random.default_rng(0), 2, 3, 1.0),
+    )
+    for step in range(4):
+        own, common = b"only of step %d" % step * 1000, b"of all steps"
+        batch = TrainingBatch(step, [[replace(sample, images=(common, own)), replace(sample, images=(common,))]])
+        writer.keep(batch, np.zeros(2), None)
+        writer.finish()
+        rows = read_step(writer.folder.parent, step + 1)
+        assert [row["images"] for row in rows] == [[name_of(common), name_of(own)], [name_of(common)]]
+    kept = {path.stem: path.read_bytes() for path in (writer.folder / "images").iterdir()}
+    assert all(name_of(content) == name for name, content in kept.items()) and len(kept) == 5
+    samples.thin_out(writer.folder, sum(path.stat().st_size for path in writer.folder.rglob("*.*")) - 1)
+    assert len(list(writer.folder.glob("step_*"))) == 3
+    left = {path.stem for path in (writer.folder / "images").iterdir()}
+    assert left < kept.keys() and name_of(b"of all steps") in left and len(left) == 4
 
 
 def test_turns_are_split_between_the_policy_and_others(policy_folder):

@@ -103,7 +103,7 @@ def test_a_client_written_from_the_page_carries_a_batch_from_prompt_to_consumed(
     assert token_scores == []
     assert (step, first_group, total, len(groups)) == (0, 0, 4, 4)
     arrays = iter(batch.arrays)
-    for group, prompt_tokens, samples, opened_at, delivered_at, number, extra, discarded, held_out, _ in groups:
+    for group, prompt_tokens, samples, opened_at, delivered_at, number, extra, discarded, held_out, *_ in groups:
         assert (number, extra, discarded, held_out) == (-1, b"", "", ""), "the prompt comes from a file"
         prompt = next(arrays)
         assert prompt_tokens == len(prompt)
@@ -249,7 +249,7 @@ def test_a_client_written_from_the_page_submits_prompts_and_gets_them_back(broke
         assert lease.label == "1" and lease.prompt in ([5, 6], [7, 8])
         worker.complete(lease, 2, [0, 0])
     batch = learner.ask("Batch", "Fetch", 0)
-    assert [(number, extra) for *_, number, extra, _, _, _ in batch.fields[3]] == [
+    assert [(number, extra) for *_, number, extra, _, _, _, _ in batch.fields[3]] == [
         (number, b"mine") for number in range(4)
     ]
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from april import wire
 from april.broker.context import BrokerContext, MessageTable
 from april.broker.handlers.evaluations import Evaluations
+from april.broker.handlers.images import send_images
 from april.broker.journal.files import Damaged, Unreadable
 from april.broker.ledger.admission import Verdict
 from april.broker.ledger.chunk_refs import chunk_refs_in
@@ -284,6 +285,7 @@ class LearnerHandler:
         wire.Consumed: on_consumed,
         wire.Durable: on_durable,
         wire.BestRequest: on_best_request,
+        wire.FetchImages: send_images,
     }
 
 
@@ -304,8 +306,9 @@ def group_head(group: Group, context: BrokerContext) -> wire.GroupHead:
     history = context.history.of_group(group)
     number, extra = context.prompts.submission(group.row)
     return wire.GroupHead(
-        group.id, group.prompt_tokens, samples, history.opened_at, history.delivered_at, number, extra
-    )
+        group.id, group.prompt_tokens, samples, history.opened_at, history.delivered_at, number, extra,
+        images=list(group.images),
+    )  # fmt: skip
 
 
 def sample_head(sample: Sample, history: SampleHistory) -> wire.SampleHead:

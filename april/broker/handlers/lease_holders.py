@@ -93,6 +93,7 @@ def task_of(context: BrokerContext, group: Group) -> wire.Task:
         min_p=0.0 if group.evaluation else sampling.min_p,
         row_prompt=row_prompt(row, reward),
         teacher="" if group.evaluation else context.prompts.teacher_of(group.epoch, group.row),
+        images=list(group.images),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from april import wire
 from april.broker.context import BrokerContext
 from april.broker.handlers.evaluations import Evaluations
+from april.broker.handlers.images import send_images
 from april.broker.handlers.lease_holders import NOT_CURRENT, LeaseHolderHandler
 from april.broker.handlers.reports import RowValidator
 from april.broker.ledger.admission import Verdict
@@ -358,4 +359,5 @@ class WorkerHandler(LeaseHolderHandler):
     MESSAGES = LeaseHolderHandler.MESSAGES | {
         wire.WorkerCapacity: on_worker_capacity,
         wire.ActivitySpan: on_activity_span,
+        wire.FetchImages: send_images,
     }

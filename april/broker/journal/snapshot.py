@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,7 @@ def _group(frozen: memoryview, agents: bool) -> Group:
     values, samples = msgspec.msgpack.decode(frozen)
     group = Group(**dict(zip(GROUP_FIELDS, values, strict=True)))
     group.state, group.prompt = GroupState(group.state), group.prompt and tuple(group.prompt)
+    group.images = tuple(group.images)
     thawed = _session if agents else _sample
     group.samples = [thawed(group, index, *values) for index, values in enumerate(samples)]
     return group
@@ -238,6 +240,12 @@ def live_positions(ledger: LedgerState) -> Iterator[int]:
         for sample in group.samples_with_forks:
             for ref in sample.chunk_refs:
                 yield ref.record
+
+
+def live_images(ledger: LedgerState) -> Iterator[str]:
+    """Names of the images that the groups of the ledger have."""
+    for group in (*ledger.groups.values(), *chain.from_iterable(ledger.evaluations.values())):
+        yield from group.images
 
 
 class SnapshotStore:

@@ -73,6 +73,8 @@ class GroupOpened(Event):
     prompt."""
     group_scored: bool = False
     """Whether one lease scores all samples of the group, once all are generated."""
+    images: list[str] = []
+    """Names of the prompt's images, in order; their files are on disk."""
 
 
 class PromptSubmitted(Event):

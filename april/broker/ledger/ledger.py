@@ -68,6 +68,7 @@ class Ledger(LedgerState):
         self.clock = 0.0
         """Time of the commands that follow, Unix seconds; the broker sets it."""
         self.group_scored = group_scored
+        self.keep_images: Callable[[bool, int, int], list[str]] = lambda evaluation, epoch, row: []
         self._expiries: dict[int, array[int]] = {}
         """Lease ids by second of expiry; a renewed lease keeps its old entry, and is checked again when that is due."""
 
@@ -86,7 +87,7 @@ class Ledger(LedgerState):
     def open_group(
         self, epoch: int, row: int, floor: int, evaluation: bool = False, size: int | None = None, prompt: bytes = b""
     ) -> Group:
-        """Open a group for a drawn prompt, given as int32 token ids.
+        """Open a group for a drawn prompt, given as int32 token ids, once `keep_images` has put its images on disk.
 
         `floor`: least policy step of a worker that starts it; for evaluation, the policy step that is evaluated.
         Evaluation groups are exempt from staleness bound and batches. Raises LedgerError if the bound would break.
@@ -95,8 +96,8 @@ class Ledger(LedgerState):
             raise LedgerError(f"opening a group at step {floor} would break the staleness bound")
         group, size = self.serials.next_group, size or self.rules.group_size
         replaces = None if evaluation else self.dead_letters.requeued_group_at(epoch, row)
-        scored = self.group_scored(evaluation, epoch, row)
-        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, scored)
+        facts = self.group_scored(evaluation, epoch, row), self.keep_images(evaluation, epoch, row)
+        opened = events.GroupOpened(group, evaluation, epoch, row, size, floor, len(prompt) // 4, replaces, *facts)
         self.commit(opened, [(crc32(prompt), prompt)])
         return self.groups[group]
 
@@ -360,10 +361,9 @@ class Ledger(LedgerState):
 
     def deliver(self, groups: list[Group]) -> int:
         """Make groups the next batch, irrevocably; returns its number. Raises LedgerError with `batch_fault`."""
-        step = self.steps.next
         if fault := self.batch_fault(groups):
-            raise LedgerError(f"batch {step} {fault}")
-        self.commit(events.BatchDelivered(step, [group.id for group in groups]))
+            raise LedgerError(f"batch {self.steps.next} {fault}")
+        self.commit(events.BatchDelivered(step := self.steps.next, [group.id for group in groups]))
         return step
 
     def consume(self, step: int, discarded: str = "") -> Verdict:

@@ -267,6 +267,8 @@ class Group:
     token_scores: dict[int, tuple[int, int, int, list[str]]] | None = None
     """By index of a sample: position and length of the journal record with its token scores, number of the response in
     that record, and names of the scores. None if no sample has token scores."""
+    images: Sequence[str] = ()
+    """Names of the prompt's images, in order."""
     pending_samples: int = 0
     """Number of samples that are neither done nor dead, while the group is open."""
 

@@ -62,7 +62,7 @@ def on_group_opened(ledger: LedgerState, event: events.GroupOpened, reference: A
         ledger.bound.add(event.floor)
     group = Group(
         event.group, ordinal, event.evaluation, event.epoch, event.row, event.floor, reference, event.prompt_tokens,
-        group_scored=event.group_scored,
+        group_scored=event.group_scored, images=tuple(event.images),
     )  # fmt: skip
     kind, state = (AgentSample, SampleState.ACTING) if ledger.rules.agents else (Sample, SampleState.WAITING)
     group.samples = [kind(group, index, state) for index in range(event.size)]

@@ -94,6 +94,11 @@ class LoggedGroups:
         for packed in (*self._waiting, *chain.from_iterable(self._by_step.values())):
             yield from _decoder.decode(packed).positions()
 
+    def images(self) -> Iterator[str]:
+        """Names of the images that the kept groups have."""
+        for packed in (*self._waiting, *chain.from_iterable(self._by_step.values())):
+            yield from _decoder.decode(packed).head.images
+
     def freeze(self) -> tuple[dict[int, list[bytes]], list[bytes]]:
         """The kept groups, by step and waiting, for a snapshot of the ledger."""
         return self._by_step, self._waiting

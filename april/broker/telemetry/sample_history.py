@@ -8,6 +8,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from april import wire
+from april.broker.journal.snapshot import live_images
 from april.broker.ledger import events
 from april.broker.ledger.dead_letters import ERROR_CHARS
 from april.broker.ledger.ledger import Ledger
@@ -243,10 +245,15 @@ class SampleHistory:
     def _log_group(self, group: Group, samples: Sequence[Sample], now: float, reason: str = "", kept: int = 0) -> None:
         heads = [self._untrained_head(sample, kept) for sample in samples]
         head = wire.GroupHead(
-            group.id, group.prompt_tokens, heads, self.of_group(group).opened_at, now, discarded=reason
-        )
+            group.id, group.prompt_tokens, heads, self.of_group(group).opened_at, now, discarded=reason,
+            images=list(group.images),
+        )  # fmt: skip
         drawn = group.evaluation, group.epoch, group.row
         self.logged_groups.add(LoggedGroup(head, group.prompt, [sample.chunks for sample in samples], drawn))
+
+    def live_images(self) -> Iterator[str]:
+        """Names of the images that the broker may still be asked for."""
+        return chain(live_images(self.ledger), self.logged_groups.images())
 
     def record_discard(self, samples: Sequence[Sample], reason: str, kept: int) -> None:
         """Keep discarded samples, or their tokens from offset `kept` on, for the sample logs if the run wants them;

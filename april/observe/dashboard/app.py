@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -129,6 +129,7 @@ def make_app(runs: Runs, token: str = "") -> Starlette:
         Route("/api/runs/{run}/excerpts", json_endpoint(api.excerpts)),
         Route("/api/runs/{run}/groups/{step}/{group}", json_endpoint(api.group)),
         Route("/api/runs/{run}/samples/{step}/{group}/{index}", json_endpoint(api.sample)),
+        Route("/api/runs/{run}/images/{name}", api.image),
         Route("/events/{run}", api.events),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
@@ -263,6 +264,15 @@ class RunApi:
         discarded = request.query_params.get("discarded", "")
         positions = sample_reader.positions_of(path, step, group, index, branch, discarded)
         return sample_reader.read_sample(path, step, positions[0], run.model, self.token_texts)
+
+    async def image(self, request: Request) -> Response:
+        """An image of samples, by its name."""
+        try:
+            _, path = await run_in_threadpool(self._folder, request)
+        except (LookupError, ConfigError) as error:
+            return to_json({"error": str(error.args[0])}, 404)
+        file = sample_reader.image_file(path, request.path_params["name"])
+        return FileResponse(file, media_type="image/png") if file else to_json({"error": "no such image"}, 404)
 
     def compare(self, request: Request) -> dict[str, Any]:
         params = request.query_params

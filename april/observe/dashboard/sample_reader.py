@@ -1,5 +1,6 @@
 """Read single samples with all their columns, by position in a step's Parquet file, and the texts of their tokens."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def load_tokenizer(folder: Path):
 
 # --- samples ----------------------------------------------------------------------------------------------------------
 
+IMAGE_NAME = re.compile("[0-9a-f]{64}")
 EXCERPT_CHARACTERS = 160
 """Most characters of a text in a table of samples."""
 TOKEN_COLUMNS = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_logprobs", "entropies", "chunks")
@@ -60,6 +62,12 @@ TOKEN_COLUMNS = ("prompt_ids", "response_ids", "behaviour_logprobs", "learner_lo
 
 def step_file(run_dir: Path, step: int) -> Path:
     return run_dir / "samples" / f"step_{step:06d}.parquet"
+
+
+def image_file(run_dir: Path, name: str) -> Path | None:
+    """The file of an image that a sample names; None if there is none."""
+    file = run_dir / "samples" / "images" / f"{name}.png"
+    return file if IMAGE_NAME.fullmatch(name) and file.is_file() else None
 
 
 def open_file(run_dir: Path, step: int):

@@ -9,6 +9,7 @@ import numpy as np
 
 from april import wire
 from april.config import Config
+from april.data.rows import has_other_parts
 from april.data.tokenizer import Tokenizer
 from april.wire.limits import FROM_PEER
 
@@ -54,6 +55,8 @@ def encoder(config: Config) -> Callable[[Prompt], EncodedPrompt]:
         if isinstance(prompt.prompt, str) or (len(prompt.prompt) and isinstance(prompt.prompt[0], dict)):
             if not tokenizer:
                 tokenizer.append(Tokenizer(config.model.path))
+            if not isinstance(prompt.prompt, str) and any(map(has_other_parts, prompt.prompt)):  # type: ignore[arg-type]
+                raise ValueError("a submitted prompt has text only; bring images as rows of a dataset (data.path)")
             ids = tokenizer[0].encode_row(prompt.prompt, **config.data.prompt_options)  # type: ignore[arg-type]
         else:
             ids = np.asarray(prompt.prompt, np.int32)

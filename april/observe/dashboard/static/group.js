@@ -1,6 +1,6 @@
 // Group view: all samples of a group side by side.
 
-import { addressOf, apiOf, ask, fill, h, heldOut, number, reference, sampleAddress, sampleName, samplesOf, why } from "./lib.js";
+import { addressOf, apiOf, ask, fill, h, heldOut, number, reference, sampleAddress, sampleName, samplesOf, shownImages, why } from "./lib.js";
 
 export async function groupView(place, { run, address, signal }) {
   const [step, group] = address.rest;
@@ -9,7 +9,7 @@ export async function groupView(place, { run, address, signal }) {
     h("p", { class: "path" }, h("a", { href: addressOf(run.name, "samples") }, "Samples"), " › ", h("a", { href: addressOf(run.name, "samples", [], { "step.min": step, "step.max": step }) }, `step ${step}`)),
     h("h1", {}, `Group ${group}`),
     h("p", { class: "note" }, `${samplesOf(samples.length)} of one prompt, rewards ${rewards(samples)}.`, heldOut(samples[0]) && ` ${heldOut(samples[0])}.`),
-    h("section", { class: "speech prompt" }, h("h2", {}, "Prompt"), h("pre", { dir: "auto", tabindex: 0 }, samples[0].prompt)),
+    h("section", { class: "speech prompt" }, h("h2", {}, "Prompt"), shownImages(run.name, samples[0]), h("pre", { dir: "auto", tabindex: 0 }, samples[0].prompt)),
     h("div", { class: "beside" }, samples.map((sample) => card(run, sample))));
 }
 

@@ -72,6 +72,8 @@ export const heldOut = ({ held_out: set, step }) => set && `held out${set === "h
 export const LABEL = 60;
 /** The reference answer, cut if it is long; its whole text is shown when pointed at. */
 export const reference = (label) => h("span", { class: "reference", title: label?.length > LABEL ? label.slice(0, 2000) : null }, label ? (label.length > LABEL ? `${label.slice(0, LABEL)}…` : label) : "–");
+/** The pictures in a sample's prompt, in order. */
+export const shownImages = (run, { images }) => images?.length > 0 && h("p", { class: "shown-images" }, images.map((name, n) => h("img", { src: `${apiOf(run)}/images/${name}`, alt: `Image ${n + 1} of the prompt`, title: name })));
 export const groupAddress = (run, row) => addressOf(run, "samples", [row.step, row.group]);
 
 /** Format a number with four significant digits and separated thousands; a dash if it is unknown. */

@@ -1,6 +1,6 @@
 // Sample view: turns of one sample with tokens coloured by a chosen figure, its history, and all its columns.
 
-import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, heldOut, LABEL, note, number, reference, sampleAddress, sampleName, sampleOf, why } from "./lib.js";
+import { addressOf, apiOf, ask, choices, duration, fill, groupAddress, h, heldOut, LABEL, note, number, reference, sampleAddress, sampleName, sampleOf, shownImages, why } from "./lib.js";
 
 const COLOURS = {
   version: ["Version", "The policy's version that has sampled the token"],
@@ -14,7 +14,7 @@ const PART = 1000;
 const HUES = 8;
 const GAP_NATS = 1;
 const ENTROPY_NATS = 3;
-const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "label", "held_out", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens"]);
+const SHOWN = new Set(["prompt", "response", "prompt_ids", "response_ids", "segments", "behaviour_logprobs", "learner_logprobs", "entropies", "pieces", "turns", "stays", "label", "held_out", "reward_details", "opened_at", "delivered_at", "generated_at", "scored_at", "step", "group", "index", "branch", "parent", "shared", "reward", "advantage", "trained", "finish_reason", "discarded", "discarded_from", "discarded_at", "attempts", "error", "chunks", "tokens", "images"]);
 
 export async function sampleView(place, { run, address, signal }) {
   const [step, group, index] = address.rest;
@@ -46,7 +46,7 @@ export async function sampleView(place, { run, address, signal }) {
       h("a", { class: "button", href: groupAddress(run.name, row) }, "The whole group"),
       h("a", { class: "button", href: addressOf(run.name, "samples", [], { prompt: await promptOf() }) }, "This prompt in other steps")),
     said,
-    h("section", { class: "speech prompt" }, h("h2", {}, "Prompt", h("span", { class: "note" }, ` ${number(sample.prompt_ids?.length ?? 0)} tokens`)), h("pre", { dir: "auto", tabindex: 0 }, sample.prompt)),
+    h("section", { class: "speech prompt" }, h("h2", {}, "Prompt", h("span", { class: "note" }, ` ${number(sample.prompt_ids?.length ?? 0)} tokens`)), shownImages(run.name, sample), h("pre", { dir: "auto", tabindex: 0 }, sample.prompt)),
     speech, sample.label?.length > LABEL && h("section", { class: "speech prompt" }, h("h2", {}, "Reference answer"), h("pre", { dir: "auto", tabindex: 0 }, sample.label)), life(run, address, sample), await session(run, sample, signal), further(sample));
   drawKey();
   const tokens = new Tokens(sample, versions, said);

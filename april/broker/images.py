@@ -1,0 +1,90 @@
+"""The images of a run's prompts: a file each in the run folder, named by the sha256 of its content.
+
+A file is on disk before the journal record that names it; records hold names, never pixels. Files that nothing names
+are removed after the journal has reclaimed space, and after a start.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from april.broker.journal.files import Damaged
+from april.data.images import name_of
+from april.util.files import sync
+
+FOLDER, SUFFIX, TEMPORARY = "images", ".png", ".tmp"
+
+
+class DamagedImage(Damaged):
+    """Raised for an image that was once on disk and is not there as it was."""
+
+    def __init__(self, path: Path):
+        super().__init__(f"image {path} is damaged or missing; restore it from a copy")
+        self.name = path.stem
+
+
+class ImageStore:
+    """The files of images below a run folder.
+
+    store.keep(name, png)               # returns once it is on disk
+    store.read(name)
+    store.reclaim_is_due = True
+    store.reclaim(named, position, synced)      # now and then
+    """
+
+    def __init__(self, run_dir: Path):
+        self.folder = run_dir / FOLDER
+        self.reclaim_is_due = True
+        self._unnamed: tuple[set[str], int] = set(), 0
+        """Names that no state of the ledger needed at the journal position that goes with them."""
+        self._kept = {path.stem for path in self.folder.glob(f"*{SUFFIX}")}
+        for leftover in self.folder.glob(f"*{TEMPORARY}"):
+            leftover.unlink()
+        if self._kept:
+            sync(self.folder)  # a broker that died may have left entries that are not on disk
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._kept
+
+    def keep(self, name: str, png: bytes) -> None:
+        """Write an image unless it is there; it is on disk afterwards. Raises OSError."""
+        if name in self._kept:
+            return
+        if not self.folder.is_dir():
+            self.folder.mkdir()
+            sync(self.folder.parent)
+        temporary = self.folder / f"{name}{TEMPORARY}"
+        with temporary.open("wb") as file:
+            file.write(png)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self._path(name))
+        sync(self.folder)
+        self._kept.add(name)
+
+    def read(self, name: str) -> bytes:
+        """The file of an image. Raises DamagedImage, and OSError if the system refuses to read it."""
+        try:
+            png = self._path(name).read_bytes()
+        except FileNotFoundError:
+            raise DamagedImage(self._path(name)) from None
+        if name_of(png) != name:
+            raise DamagedImage(self._path(name))
+        return png
+
+    def reclaim(self, named: Callable[[], Iterable[str]], position: int, synced: int) -> None:
+        """Remove the files that nothing names, if that is due, in two calls: what the state at the journal's end
+        `position` does not name is removed once the journal is on disk up to there (`synced`). `named`: the names that
+        the broker may still be asked for."""
+        unnamed, until = self._unnamed
+        if unnamed and synced >= until:
+            for name in unnamed.difference(named()):
+                self._path(name).unlink(missing_ok=True)
+                self._kept.discard(name)
+            self._unnamed = set(), 0
+        if self.reclaim_is_due:
+            self.reclaim_is_due = False
+            self._unnamed = (self._kept.difference(named()) if self._kept else set()), position
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{SUFFIX}"
