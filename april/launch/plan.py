@@ -105,15 +105,17 @@ def needs_of(config: Config) -> Needs:
 
 
 def sizes_of(config: Config) -> "Footprint":
-    return cached_sizes(config.model.path, config.lora.model_dump_json(), bf16=config.learner.compute != "fp32")
+    section = config.learner
+    adapter = config.lora.model_dump_json()
+    return cached_sizes(config.model.path, adapter, section.compute != "fp32", section.freeze_vision)
 
 
 @cache
-def cached_sizes(folder: Path, adapter: str, bf16: bool) -> "Footprint":
+def cached_sizes(folder: Path, adapter: str, bf16: bool, freeze_vision: bool) -> "Footprint":
     """Sizes of a model with the adapter of a section [lora], given as JSON."""
     from april.learner.footprint import footprint
 
-    return footprint(folder, LoraSection.model_validate_json(adapter), bf16)
+    return footprint(folder, LoraSection.model_validate_json(adapter), bf16, freeze_vision=freeze_vision)
 
 
 def changes(config: Config) -> Iterator[Change]:

@@ -4,8 +4,9 @@ pass runs over tensors that have shapes and no values, and what autograd would k
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from april.config.training import LoraSection
@@ -15,7 +16,7 @@ from april.learner.context import objection_to_sharing
 from april.learner.loading import ModelError
 from april.learner.model import Policy, choose_experts_implementation, empty_policy
 from april.learner.optimizers.muon import is_matrix
-from april.learner.vision import text_model
+from april.learner.vision import freeze_tower, text_model, tower_blocks
 from april.util.errors import ConfigError
 from april.util.text import first_line
 
@@ -48,25 +49,31 @@ class Footprint:
     """Most ranks of `SHARERS` that can share a row of the model."""
 
 
-def footprint(folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024) -> Footprint:
+def footprint(
+    folder: Path, adapter: LoraSection, bf16: bool, tokens: int = 1024, freeze_vision: bool = True
+) -> Footprint:
     """Sizes of the model of a folder's config.json, trained whole or by an adapter, with passes in bfloat16 or in fp32.
-    Raises ModelError for a model that the learner does not train, or whose forward pass depends on its values."""
+    A vision tower that is trained keeps bytes as if every token were of an image. Raises ModelError for a model that
+    the learner does not train, or whose forward pass depends on its values."""
     policy = policy_to_train(folder, adapter)
+    if freeze_vision:
+        freeze_tower(policy.lm)
     own = sum(parameter.numel() for parameter in policy_to_train(folder, LoraSection()).parameters())
     held = sum(parameter.numel() * parameter.itemsize for parameter in policy.parameters())
     trained = sum(parameter.numel() for _, parameter in policy.trained)
     matrices = sum(parameter.numel() for name, parameter in policy.trained if is_matrix(name, parameter))
     sharers = max(size for size in SHARERS if not objection_to_sharing(policy.lm, size))
     vocabulary, hidden = policy.lm.get_output_embeddings().weight.shape
-    scale = 1 / tokens
+    scale, dtype = 1 / tokens, torch.bfloat16 if bf16 else torch.float32
+    in_tower = 0.0 if freeze_vision else kept_by_tower(policy_to_train(folder, adapter).lm, dtype)
     try:
-        outside, *kept = kept_by_layer(policy, torch.bfloat16 if bf16 else torch.float32, tokens)
+        outside, *kept = kept_by_layer(policy, dtype, tokens)
     except ModelError:
         if bf16:
             raise
         outside, *kept = kept_by_layer(policy_to_train(folder, adapter), torch.bfloat16, tokens)
         scale *= 2  # experts' grouped products are known in 16 bits alone; fp32 keeps at most twice as much
-    total, largest = (outside + sum(kept)) * scale, max(kept) * scale
+    total, largest = (outside + sum(kept)) * scale + in_tower, max(kept) * scale
     return Footprint(own, held, trained, matrices, hidden, vocabulary, len(kept), total, largest, sharers)
 
 
@@ -126,3 +133,28 @@ def kept_by_layer(policy: Policy, dtype: torch.dtype, tokens: int) -> list[int]:
             raise ModelError(why) from error
     inside = [after - before for before, after in zip(marks[::2], marks[1::2], strict=True)]
     return [sum(kept.values()) - sum(inside), *inside]
+
+
+def kept_by_tower(lm: nn.Module, dtype: torch.dtype, tokens: int = 64) -> float:
+    """Bytes that the layers of a vision tower that is trained keep for each token of an image; 0 if none is trained."""
+    blocks, kept = tower_blocks(lm), dict[int, tuple[int, Tensor]]()
+    if not any(parameter.requires_grad for block in blocks for parameter in block.parameters()):
+        return 0.0
+    block, patches = blocks[0], tokens * lm.config.vision_config.spatial_merge_size**2
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        block.to_empty(device="cpu")
+        for parameter in block.parameters():
+            parameter.data = parameter.data.to(dtype)
+        own = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+
+        def keep(tensor: Tensor) -> Tensor:
+            memory = tensor.untyped_storage()
+            if memory._cdata not in own:
+                kept[memory._cdata] = memory.nbytes(), tensor
+            return tensor
+
+        hidden = torch.zeros(patches, block.attn.qkv.in_features, dtype=dtype)
+        angles = torch.zeros(patches, block.attn.head_dim)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            block(hidden, cu_seqlens=np.array([0, patches]), position_embeddings=(angles, angles))
+    return len(blocks) * sum(size for size, _ in kept.values()) / tokens

@@ -9,6 +9,7 @@ from april.learner import attention, lora
 from april.learner.footprint import footprint
 from april.learner.loading import load_weights
 from april.learner.model import empty_policy
+from tests.support.learner.pictures import MERGE, vision_model
 
 SIZES = {
     "vocab_size": 23, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -69,3 +70,23 @@ def test_a_footprint_needs_no_memory(tmp_path):
     """A model of 30 billion parameters, 120 GB in fp32, of which there is a config.json alone."""
     Qwen3Config(hidden_size=8192, intermediate_size=49152, num_hidden_layers=24).save_pretrained(tmp_path)
     assert footprint(tmp_path, LoraSection(), bf16=True).model > 30e9
+
+
+def test_a_vision_tower_counts_as_weights_and_where_it_is_trained_in_all(tmp_path):
+    lm = vision_model("qwen3_vl", tmp_path)
+    frozen, trained = (footprint(tmp_path, LoraSection(), bf16=False, freeze_vision=each) for each in (True, False))
+    tower = sum(parameter.numel() for parameter in lm.model.visual.parameters())
+    assert frozen.model == trained.model == trained.trained == frozen.trained + tower
+    lm.model.visual.set_attn_implementation("sdpa")  # as the learner does
+    patches, block, kept = 64, lm.model.visual.blocks[0], {}
+    angles = torch.zeros(patches, block.attn.head_dim)
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(torch.zeros(patches, 16), cu_seqlens=torch.tensor([0, patches]), position_embeddings=(angles, angles))
+    own = {parameter.data_ptr() for parameter in block.parameters()}
+    measured = sum(size for pointer, (size, _) in kept.items() if pointer not in own) / (patches / MERGE**2)
+    assert trained.kept_bytes - frozen.kept_bytes == pytest.approx(2 * measured, rel=0.2)

@@ -40,6 +40,7 @@ NOTICED = {
     "broker.views.metrics:Exporter.__init__": ENDS_ITS_PART,
     "launch.clusters.broker_pod:answering_probes": ENDS_ITS_PART,
     "launch.rehearsal:Rehearsal._ask_filters": WAITED_FOR,
+    "learner.policy.divided:by_threads": WAITED_FOR,
     "learner.multi_node:BrokerTalk": "test_whoever_waits_gets_the_error",
     "util.lifetime:in_background": "test_whoever_waits_gets_the_error",
     "learner.source:BrokerSource.__init__": "test_whoever_waits_gets_the_error",
