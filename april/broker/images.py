@@ -4,6 +4,7 @@ A file is on disk before the journal record that names it; records hold names, n
 are removed after the journal has reclaimed space, and after a start.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +18,8 @@ FOLDER, SUFFIX, TEMPORARY = "images", ".png", ".tmp"
 
 class DamagedImage(Damaged):
     """Raised for an image that was once on disk and is not there as it was."""
+
+    is_of_journal = False
 
     def __init__(self, path: Path):
         super().__init__(f"image {path} is damaged or missing; restore it from a copy")
@@ -63,14 +66,14 @@ class ImageStore:
         self._kept.add(name)
 
     def read(self, name: str) -> bytes:
-        """The file of an image. Raises DamagedImage, and OSError if the system refuses to read it."""
-        try:
+        """The file of an image. Raises DamagedImage for one that is not there as it was, which `keep` then writes anew,
+        and OSError if the system refuses to read it."""
+        with contextlib.suppress(FileNotFoundError):
             png = self._path(name).read_bytes()
-        except FileNotFoundError:
-            raise DamagedImage(self._path(name)) from None
-        if name_of(png) != name:
-            raise DamagedImage(self._path(name))
-        return png
+            if name_of(png) == name:
+                return png
+        self._kept.discard(name)
+        raise DamagedImage(self._path(name))
 
     def reclaim(self, named: Callable[[], Iterable[str]], position: int, synced: int) -> None:
         """Remove the files that nothing names, if that is due, in two calls: what the state at the journal's end

@@ -72,6 +72,11 @@ class PromptBook:
                 "rows have images, and an agent's program writes the prompts of its session, without them; leave them "
                 "out with data.images_key = ''"
             )
+        if config.teacher and self.with_images:
+            raise ConfigError(
+                "rows have images, which a teacher is not shown; leave the teachers out, or the images with "
+                "data.images_key = ''"
+            )
         self.draw((0, 0))
 
     def draw(self, cursor: tuple[int, int]) -> tuple[int, int, bytes] | None:
@@ -199,14 +204,17 @@ class PromptBook:
     def images(self, evaluation: bool, epoch: int, row: int) -> list[tuple[str, Callable[[], bytes]]]:
         """(name, function that makes the PNG file) of each image of a drawn prompt, in order.
 
-        `epoch`: for evaluation, the number of the set. The function raises OSError for an image whose source has
-        changed; a training row with it is not drawn again.
+        `epoch`: for evaluation, the number of the set. This call and the function raise OSError for an image whose
+        source has changed; a training row with it is not drawn again.
         """
         rows = self.held_out[epoch].rows if evaluation else self.rows
         if not rows.with_images:
             return []
         drawn = self.held_out_row(epoch, row) if evaluation else self.row(epoch, row)
-        return [(self._known_image(rows, image)[0], partial(self._png, rows, image)) for image in drawn.images]
+        try:
+            return [(self._known_image(rows, image)[0], partial(self._png, rows, image)) for image in drawn.images]
+        except BadRow as error:
+            raise OSError(str(error)) from None
 
     def _known_image(self, rows: Dataset, image: RowImage) -> tuple[str, int]:
         """Name and number of tokens of an image. Raises BadRow."""

@@ -332,9 +332,9 @@ class Service:
     def _discard_unreadable(self, groups: list[Group], error: Damaged | None) -> None:
         """Discard groups that the journal cannot read back.
 
-        Raises `error` if the damaged bytes belong to no group.
+        Raises `error` if the damaged bytes are the journal's and belong to no group.
         """
-        if error and not groups:
+        if error and error.is_of_journal and not groups:
             raise error
         for group in groups:
             if group.state is GroupState.TRAINED:

@@ -138,6 +138,12 @@ class WeightsSection(Section):
         description="Longest transfer of one version to a worker (seconds). A slower worker loses its weight channel "
         "and joins again.",
     )
+    senders: Literal["rank_0", "all"] = Field(
+        "rank_0",
+        description="Learner ranks that send weights: rank_0, which gathers the whole model in its memory, or all, "
+        "each a part of it. With all, workers have to reach every machine of the learner. It has run over gloo and "
+        "shared memory with workers that compute themselves, on one machine.",
+    )
     bucket_mb: int = Field(
         16,
         ge=1,

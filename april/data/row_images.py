@@ -30,12 +30,13 @@ DATA_URL = "data:"
 
 
 def find_images(record: Any, mapping: Mapping) -> list[Any]:
-    """The images in the column of a record, as they stand there; none without a column."""
+    """The images in the column of a record, as they stand there, without empty cells; none without a column."""
     if not isinstance(record, dict):
         return []
     for key in mapping.images:
         if (value := value_at(record, key)) is not MISSING and value is not None:
-            return list(value) if isinstance(value, list | tuple) else [value]
+            found = list(value) if isinstance(value, list | tuple) else [value]
+            return [image for image in found if image not in (None, "", b"")]
     return []
 
 

@@ -191,7 +191,7 @@ def states_bytes(config: Config, shape: ModelShape) -> float:
         resident += trained - whole_parameters(config)
     saved = saved_by_base(config, shape.parameters) if config.lora.is_set else 0.0
     if not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef):
-        resident += shape.parameters
+        resident, saved = resident + shape.parameters, 2 * saved
     if needs_values(config.algorithm, imported=False):
         resident, trained = resident + shape.parameters, trained + shape.parameters
     each = VALUE_BYTES[config.learner.master_weights]

@@ -81,14 +81,14 @@ def needs_of(config: Config) -> Needs:
     sizes = sizes_of(config)
     critics = sizes.model if needs_values(config.algorithm, imported=False) else 0
     has_reference = not config.lora.base_is_frozen and (config.algorithm.kl_coef or config.critic.kl_coef)
-    trained, others = sizes.trained + critics, critics + (sizes.model if has_reference else 0)
+    trained, each = sizes.trained + critics, VALUE_BYTES[section.master_weights]
+    policy = float(sizes.held_bytes if config.lora.is_set else sizes.model * each)
     logits = min(BLOCK_LOGITS, tokens * sizes.vocabulary)
     kept, head = sizes.kept_bytes, float(sizes.vocabulary * sizes.hidden * HEAD_BYTES + logits * LOGIT_BYTES)
     if section.activation_checkpointing:  # the head is done with before the first layer is computed again
         kept, head = sizes.layers * sizes.hidden * (4 if fp32 else 2), max(head, tokens * sizes.largest_bytes)
-    each = VALUE_BYTES[section.master_weights]
     learner = {
-        "weights": ((sizes.held_bytes if config.lora.is_set else sizes.model * each) + others * each) / ranks,
+        "weights": (policy * (2 if has_reference else 1) + critics * each) / ranks,
         "gradients": trained * each / ranks,
         "optimizer": trained * state_bytes(section, sizes.matrices / max(1, sizes.trained)) / ranks,
         "activations": tokens * kept,

@@ -45,12 +45,14 @@ class DividedSending:
 
     @classmethod
     def start(cls, trainer: Trainer, publisher: WeightPublisher | None) -> "DividedSending | None":
-        """None if rank 0 gathers and sends all weights: with one rank, an adapter, a model whose files have its weights
-        in another form, or workers that not every rank reaches. Collective."""
+        """None if rank 0 gathers and sends all weights: unless `weights.senders` is "all", with one rank, an adapter, a
+        model whose files have its weights in another form, or workers that not every rank reaches. Collective."""
         config = trainer.config
         transport = TRANSPORTS.find(config.weights.transport)
+        if config.weights.senders == "rank_0" or dist.get_world_size() == 1:
+            return None
         reaches = transport.carries_weights and (is_on_one_machine() or not transport.is_local)
-        if dist.get_world_size() == 1 or not reaches or trainer.backend.divisible_weights() is None:
+        if not reaches or trainer.backend.divisible_weights() is None:
             if publisher:
                 log.info("rank 0 gathers and sends all weights")
             return None

@@ -135,6 +135,8 @@ class PartSender:
         self._changed = threading.Condition()
         self._newest: Snapshot | None = None
         self._links: dict[str, SendingLink] = {}
+        self._gathers = self._withdrawals = 0
+        """Versions that this rank has begun to gather, and those before which rank 0 has withdrawn the one before."""
         self._thread = PartThread("weights-part", self._run)
         self._thread.start()
 
@@ -144,10 +146,11 @@ class PartSender:
             self._newest = part
 
     def await_withdrawn(self, timeout_s: float) -> None:
-        """Wait until rank 0 has withdrawn the newest version, whose memory is then free unless a worker still gets it.
-        Raises RuntimeError after `timeout_s`."""
+        """Wait until rank 0 has withdrawn the newest version, before the next is gathered; its memory is then free
+        unless a worker still gets it. Raises RuntimeError after `timeout_s`."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._newest is None, timeout_s):
+            self._gathers += 1
+            if not self._changed.wait_for(lambda: self._withdrawals >= self._gathers, timeout_s):
                 raise RuntimeError(f"rank 0 has not withdrawn the last weights within {timeout_s:g} s")
 
     def close(self, timeout_s: float = END_S) -> None:
@@ -178,6 +181,7 @@ class PartSender:
                 PartThread(f"{command.invite.channel} {self.rank}", self._run_link, link).start()
             elif isinstance(command, WithdrawPart):
                 self._newest = None
+                self._withdrawals += 1
                 self._changed.notify_all()
             elif not isinstance(command, EndSending) and (known := self._links.get(command.channel)):
                 self._direct(known, command)

@@ -54,6 +54,10 @@ class SampleImages:
         self._ask()
         return ready, failed
 
+    def forget(self, lease_id: int) -> None:
+        """Take note that a lease has ended."""
+        self._waiting.pop(lease_id, None)
+
     def ask_again(self) -> None:
         """Ask for all that is missing, in a new session with the broker."""
         self._asked.clear()

@@ -377,6 +377,7 @@ class Worker:
         """Stop generating a sample and return its lease; on an abort or recall, a sample being scored is kept."""
         for chunk in self.engine.cancel(lease_id):
             self._report_chunk(chunk)
+        self.images.forget(lease_id)
         sample = self.active.get(lease_id)
         if sample is None or self.reports.is_closing(lease_id) or self._is_handed_over(lease_id):
             return
@@ -395,6 +396,7 @@ class Worker:
     def _drop(self, lease_id: int) -> None:
         """Forget a lease that has ended, with its unsent rows, and cancel its generation."""
         self.reports.forget(lease_id)
+        self.images.forget(lease_id)
         if self.active.pop(lease_id, None):
             self.engine.cancel(lease_id)
 

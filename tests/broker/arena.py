@@ -194,6 +194,7 @@ class Learner(Remembered, FakeLearner):
         self.say(wire.Heartbeat([], 0, self.received_bytes), connection=b"control")
         if ledger.rules.submitted and brought - ledger.prompts.next[1] < 16:
             self.say(wire.Submit(brought, [wire.Submission(1, "0", "", b"extra")] * 16), [np.full(16, 5, np.int32)])
+        self.say(wire.FetchImages(["0" * 64]))
         self.say(wire.Fetch(step))
         for batch in self.take(wire.Batch):
             self.received_bytes += batch.array_bytes

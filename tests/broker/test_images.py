@@ -169,3 +169,24 @@ def test_a_policy_without_an_image_processor_refuses_rows_with_images(config):
     (config.model.path / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"'model.path' = .* takes no images, and rows have some"):
         Conversation(config)
+
+
+def test_a_request_for_an_image_that_nobody_needs_is_answered_with_nothing(talk):
+    joined(FakeLearner(talk))
+    worker = joined(FakeWorker(talk))
+    grants = worker.grants()
+    for name in ("0" * 64, "0" * 64):
+        assert fetched(worker, [name]) == {name: b""}
+    assert grants and not talk.ledger.account.discarded and talk.service.run.read_only == ""
+
+
+def test_a_picture_whose_file_is_gone_is_the_system_s_fault_at_every_try(talk, tmp_path):
+    """A held-out prompt is opened again and again, and its tokens are known."""
+    prompts = talk.service.prompts
+    for path in tmp_path.glob("*.png"):
+        path.unlink()
+    prompts._image_names.clear()
+    prompts._prepared.cache_clear()
+    for _ in range(2):
+        with pytest.raises(OSError, match="image"):
+            prompts.images(True, 0, 0)

@@ -25,6 +25,7 @@ KEYS = {
     *known_keys(),
     *(f"data.sources.{name}" for name in SourceSection.model_fields),
     *(f"evaluation.sets.{name}" for name in EvaluationSetSection.model_fields),
+    *(f"teacher.{name}" for name in TeacherSection.model_fields),
 }
 SCENARIO_KEYS = set(known_keys(Scenario))
 SECTIONS = [name for name in Config.model_fields if f"{name}.{name}" not in KEYS and name != "seed"]

@@ -335,7 +335,7 @@ def test_a_model_whose_layers_have_another_form_in_files_is_published_whole(trai
         return state | {f"{own}.qk_proj.weight": both}
 
     assert len(names_in_folder(trainer.policy.lm, names)) == len(names) // 2
-    monkeypatch.setattr("april.learner.lora.revert_weight_conversion", fused)
+    monkeypatch.setattr("april.learner.loading.revert_weight_conversion", fused)
     assert names_in_folder(trainer.policy.lm, names) is None
     trainer.backend.files = None
     assert equal(trainer.weights_to_publish(), trainer.weights())

@@ -40,7 +40,9 @@ def main(rank: int, ranks: int, store: str, transport: str, publish_s: float, tr
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     mesh = init_device_mesh("cpu", (ranks,))
-    section = WeightsSection(transport=transport, publish_deadline_s=publish_s, transfer_deadline_s=transfer_s)
+    section = WeightsSection(
+        senders="all", transport=transport, publish_deadline_s=publish_s, transfer_deadline_s=transfer_s
+    )
     config = SimpleNamespace(weights=section, learner=LearnerSection(), engine=SimpleNamespace(weights="broadcast"))
     publisher = WeightPublisher(section, "test", "cpu") if rank == 0 else None
     waiting, divided = long_wait_group(), DividedSending(config, publisher)

@@ -15,11 +15,11 @@ PART_BYTES = 4 << 20
 
 
 def send_images(handler: Any, peer: Peer, received: wire.Received, now: float) -> None:
-    """Answer a `FetchImages`. `handler`: that of the peer's role. Raises DamagedImage for an image that a group of the
-    ledger needs and that cannot be read, once the answer is queued."""
+    """Answer a `FetchImages`. `handler`: that of the peer's role. Raises DamagedImage for an image that cannot be read,
+    once the answer is queued: the groups that need it are discarded."""
     asked = received.message.names
-    if len(asked) > wire.MAX_IMAGES_ASKED or not all(map(IMAGE_NAME.fullmatch, asked)):
-        raise wire.WireError("more images than one request may ask for, or names that are none")
+    if not len({*asked}) == len(asked) <= wire.MAX_IMAGES_ASKED or not all(map(IMAGE_NAME.fullmatch, asked)):
+        raise wire.WireError("more images than one request may ask for, one of them twice, or names that are none")
     context, names, arrays, damage = handler.context, list[str](), list[wire.PackedArray](), None
     for name in asked:
         try:

@@ -306,6 +306,8 @@ def values_by_lease(received: wire.Received) -> dict[int, bytes]:
     scored = [closing for closing in received.message.closings if isinstance(closing, wire.TokenScored)]
     if not scored:
         return {}
+    if len({closing.lease_id for closing in scored}) < len(scored):
+        raise wire.WireError("a report closes a lease once")
     counts = [sum(count for columns in closing.columns for count in columns.values()) for closing in scored]
     if [array.dtype for array in received.packed] != ["f4"] or 4 * sum(counts) != len(received.packed[0].data):
         raise wire.WireError("a report with token scores has no rows, and one f4 array with the values of all of them")

@@ -45,6 +45,9 @@ class Damaged(JournalError):
     """Raised for bytes that were once on disk and cannot be read back: at `offset` in the journal record at position
     `record`."""
 
+    is_of_journal = True
+    """Whether the bytes are the journal's, so that nothing is written until someone has seen to it."""
+
     def __init__(self, text: str, record: int = -1, offset: int = 0):
         super().__init__(text)
         self.record, self.offset = record, offset

@@ -89,9 +89,9 @@ class ShardOptimizer(PartOptimizer):
             group["lr"] = lr
         self.steps += 1
         for number, (parameter, shard) in enumerate(self.shards.items()):
-            if parameter.grad is None:
-                continue
-            shard.data, shard.grad = self._placed(parameter), self._placed(parameter.grad)
+            shard.data = self._placed(parameter)
+            # without a gradient it is 0, as the steps of all parameters are counted once
+            shard.grad = torch.zeros_like(shard) if parameter.grad is None else self._placed(parameter.grad)
             if self.copies:
                 self.inner.step()
                 held = local(parameter)

@@ -61,6 +61,8 @@ def overlong(tokens: int, rules: RewardRules) -> float:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 ERROR_CHARACTERS = 500
+NAME_CHARACTERS = 128
+"""Most characters in the name of a token score, as on the wire."""
 BATCH_ITEMS = 32
 WARM_UP_LABEL = "1"
 """Label of the made-up item on which slow verifiers are warmed up."""
@@ -231,6 +233,8 @@ def token_score_objection(score: Score, item: Item, rules: RewardRules) -> str:
     if len(score.token_scores) > MAX_TOKEN_SCORES:
         return f"returned {len(score.token_scores)} token scores, more than {MAX_TOKEN_SCORES}"
     for name, data in score.token_scores.items():
+        if len(name) > NAME_CHARACTERS or not name.isprintable():
+            return f"returned a token score named {name[:80]!r}; use up to {NAME_CHARACTERS} printable characters"
         values = np.frombuffer(data, "<f4")
         if len(values) not in (item.tokens, item.turns or item.tokens):
             turns = f" or {item.turns} turns" if item.turns else ""

@@ -81,7 +81,7 @@ def read_local_parts(
     ranks, rank = mesh[SHARES].size(), mesh.get_local_rank(SHARES)
     for name, found in files.slices(wholes).items():
         shape = wholes[name].shape
-        check_shape(files, name, found.get_shape(), wholes[name])
+        check_shape(files, name, found.get_shape(), wholes[name].shape)
         if dim is None:
             yield found[...]
         else:
