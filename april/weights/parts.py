@@ -36,42 +36,42 @@ END_S = 30.0
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-class Command(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class SendingCommand(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """What rank 0 tells the other ranks of the learner about the sending of weights."""
 
 
-class OpenLink(Command, frozen=True):
+class OpenLink(SendingCommand, frozen=True):
     """Meet a worker or its inference server, whom `invite` has reached."""
 
     invite: ChannelInvite
     server_ranks: int
 
 
-class HoldPart(Command, frozen=True):
+class HoldPart(SendingCommand, frozen=True):
     """Keep the part of a version, which is the newest, until it is sent over a channel or the channel ends."""
 
     channel: str
     version: Version
 
 
-class SendPart(Command, frozen=True):
+class SendPart(SendingCommand, frozen=True):
     """Send the part that is kept for a channel, within `timeout_s`."""
 
     channel: str
     timeout_s: float
 
 
-class CloseLink(Command, frozen=True):
+class CloseLink(SendingCommand, frozen=True):
     """The channel has ended."""
 
     channel: str
 
 
-class WithdrawPart(Command, frozen=True):
+class WithdrawPart(SendingCommand, frozen=True):
     """No channel begins to send the newest version any more: the next one is to be made in its memory."""
 
 
-class EndSending(Command, frozen=True):
+class EndSending(SendingCommand, frozen=True):
     """Nothing is published any more."""
 
 
