@@ -2,8 +2,6 @@
 start on demonstrations, some of which guess instead of counting. RL removes the guesses."""
 
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -12,9 +10,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-import orjson
 import torch
-import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -24,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForCondi
 from april.data.arithmetic import Noise
 from april.data.pixels import PixelReader, png_of
 from april.data.shapes import LARGEST_COUNT, SIDE, CountingTask, draw_tasks
-from april.learner.policy.warm_start import EOS, PAD, RECORD, Muon, Recipe, holds, lr_share, one_thread, refuse_foreign
+from april.learner.policy.warm_start import EOS, PAD, Muon, Recipe, lr_share, make_once
 
 START, IMAGE, VIDEO, END = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
 VOCABULARY = {token: i for i, token in enumerate((PAD, EOS, START, IMAGE, VIDEO, END, *"0123456789#?RGB"))}
@@ -60,30 +56,19 @@ def make_counting_policy(
     """Return the folder of the policy; creates it if it does not exist, in about a minute on one core. `out_dir`
     appears only once it is complete. Raises ConfigError if `out_dir` holds something else."""
     out_dir, made_from = Path(out_dir), {"recipe": asdict(recipe), "seed": seed}
-    if holds(out_dir, made_from):
-        return out_dir
-    refuse_foreign(out_dir)
-    started = time.monotonic()
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
-    try:
-        with one_thread():
-            model = build_model(recipe, seed)
-            warm_start(model, recipe, seed, log)
-        transformers.utils.logging.disable_progress_bar()
-        model.save_pretrained(draft)
-        build_tokenizer().save_pretrained(draft)
-        (draft / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-        record = {**made_from, "parameters": model.num_parameters(), "seconds": round(time.monotonic() - started, 1)}
-        (draft / RECORD).write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2))
-        draft.chmod(0o755)
-        if out_dir.exists():
-            shutil.rmtree(out_dir)
-        draft.rename(out_dir)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    log(f"policy: {record['parameters']} parameters in {out_dir}, {record['seconds']:.0f} s")
-    return out_dir
+
+    def train() -> Qwen3VLForConditionalGeneration:
+        model = build_model(recipe, seed)
+        warm_start(model, recipe, seed, log)
+        return model
+
+    return make_once(out_dir, made_from, train, save_policy, log)
+
+
+def save_policy(model: Qwen3VLForConditionalGeneration, out_dir: Path) -> None:
+    model.save_pretrained(out_dir)
+    build_tokenizer().save_pretrained(out_dir)
+    (out_dir / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any, TypeVar
 
 import orjson
 import torch
@@ -20,7 +21,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from april.config import ConfigError
 from april.data.arithmetic import ALPHABET, CLEAN, Noise, demonstration, draw_task, draw_times
@@ -265,6 +266,7 @@ def padded(examples: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]
 
 # --- policy folder ----------------------------------------------------------------------------------------------------
 
+Model = TypeVar("Model", bound=PreTrainedModel)
 RECORD = "warm_start.json"
 """Name of the JSON file in a finished policy folder with the recipe, the seed and the training time in seconds."""
 
@@ -279,6 +281,24 @@ def make_policy(
     """
     out_dir, recipe = Path(out_dir), recipe or Recipe()
     made_from = {"recipe": asdict(recipe), "seed": seed}
+
+    def train() -> Qwen3ForCausalLM:
+        model = build_model(recipe.hidden_size, recipe.layers, seed)
+        warm_start(model, recipe, seed, log)
+        return model
+
+    return make_once(out_dir, made_from, train, save_policy, log)
+
+
+def make_once(
+    out_dir: Path,
+    made_from: dict[str, Any],
+    train: Callable[[], Model],
+    save: Callable[[Model, Path], None],
+    log: Callable[[str], None],
+) -> Path:
+    """Return the folder of a policy; if it does not exist, creates it by `train` and `save`, with a record of what it
+    was made from. `out_dir` appears only once it is complete. Raises ConfigError if `out_dir` holds something else."""
     if holds(out_dir, made_from):
         return out_dir
     refuse_foreign(out_dir)
@@ -287,10 +307,9 @@ def make_policy(
     draft = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:
         with one_thread():
-            model = build_model(recipe.hidden_size, recipe.layers, seed)
-            warm_start(model, recipe, seed, log)
+            model = train()
         transformers.utils.logging.disable_progress_bar()
-        save_policy(model, draft)
+        save(model, draft)
         record = {**made_from, "parameters": model.num_parameters(), "seconds": round(time.monotonic() - started, 1)}
         (draft / RECORD).write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2))
         draft.chmod(0o755)
