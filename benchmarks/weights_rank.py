@@ -74,7 +74,7 @@ def rank(own: int, ranks: int, folder: Path, tensors: int, workers: list[int]) -
     config = SimpleNamespace(weights=SECTION, learner=LearnerSection(), engine=SimpleNamespace(weights="auto"))
     sent, found = list[int](), {"shard_bytes": sum(t.to_local().nbytes for _, t in sharded)}
     count_sent(sent)
-    divided = DividedSending(config, publisher)
+    divided = DividedSending(config, publisher, torch.device("cpu"))
     backend = SimpleNamespace(divisible_weights=lambda: sharded)
     trainer = SimpleNamespace(backend=backend, generation_dtype=torch.bfloat16, device=torch.device("cpu"))
     if publisher:

@@ -65,7 +65,8 @@ def run(
     saved_step = trainer.restore()
     incarnation, frontier = broadcast_integers(source.start(saved_step) if source else (0, 0), prefetch_group)
     retain_best(trainer, source)
-    prefetcher = BatchPrefetcher(source, prefetch_group, trainer.prepare)
+    check = divided.check if divided else lambda: None
+    prefetcher = BatchPrefetcher(source, prefetch_group, trainer.prepare, check)
     publication = WeightPublication(trainer, WeightSender(publisher, incarnation, frontier), divided)
     nonfinite_in_a_row = 0
     prefetcher.request(trainer.step_count)

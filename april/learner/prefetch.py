@@ -85,10 +85,15 @@ class BatchPrefetcher(Generic[Ready]):
     """Fetches the next batch on rank 0, broadcasts and prepares it, in a thread while the current batch trains."""
 
     def __init__(
-        self, source: BatchSource | None, group: dist.ProcessGroup | None, prepare: Callable[[TrainingBatch], Ready]
+        self,
+        source: BatchSource | None,
+        group: dist.ProcessGroup | None,
+        prepare: Callable[[TrainingBatch], Ready],
+        check: Callable[[], None] = lambda: None,
     ):
-        """`source` is None except on rank 0; `group` spans all ranks, None for a single rank."""
-        self.source, self.group, self.prepare = source, group, prepare
+        """`source` is None except on rank 0; `group` spans all ranks, None for a single rank. `check` is called every
+        `ALIVE_S` seconds while a batch is waited for, and raises what ends the learner."""
+        self.source, self.group, self.prepare, self.check = source, group, prepare, check
         self._fetching = False
         """Whether a `fetch` of the source is in progress."""
         self._next: Future[tuple[TrainingBatch, Ready] | None]
@@ -115,6 +120,7 @@ class BatchPrefetcher(Generic[Ready]):
         while not self._next.done():
             if self.source and self._fetching:
                 self.source.alive()
+            self.check()
             wait([self._next], ALIVE_S)
         result = self._next.result()
         return result and (result, time.perf_counter() - began)

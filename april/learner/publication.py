@@ -5,20 +5,23 @@ import time
 from dataclasses import replace
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 
-from april.config import Config
+from april.config import Config, is_loopback
 from april.learner.prefetch import Weights, WeightSender
 from april.learner.process_group import all_gather_values, is_on_one_machine, long_wait_group
 from april.learner.trainer import Trainer
 from april.learner.weight_parts import gather_part
+from april.util.errors import refuse
 from april.util.pulse import MAIN
 from april.weights import TRANSPORTS
-from april.weights.channel import WeightPart
+from april.weights.channel import WeightPart, connect_to_store
 from april.weights.parts import PartCommands, PartSender
 from april.weights.publisher import WeightPublisher
 from april.weights.snapshot import Snapshot, checksums_in_server, unpack
 from april.wire.message import Version
+from april.wire.sockets.base import own_address
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +32,11 @@ Description: TypeAlias = tuple[WeightPart, dict[str, str]]
 class DividedSending:
     """The ranks of a learner that each gather and send a part of the weights."""
 
-    def __init__(self, config: Config, publisher: WeightPublisher | None):
-        """`publisher` is None except on rank 0. Collective."""
+    def __init__(self, config: Config, publisher: WeightPublisher | None, device: torch.device):
+        """`publisher` is None except on rank 0; `device` is this rank's. Raises ConfigError if workers cannot reach
+        every rank. Collective."""
         self.config, self.publisher = config, publisher
+        self._check_addresses()
         group = long_wait_group()
         self.ends: PartCommands | PartSender
         """This rank's end of the commands from rank 0 to the others."""
@@ -39,7 +44,7 @@ class DividedSending:
             self.ends = PartCommands(group)
             publisher.share(self.ends, dist.get_world_size())
         else:
-            self.ends = PartSender(config.weights, group)
+            self.ends = PartSender(config.weights, group, device)
         self.needs_checksums = config.engine.weights == "broadcast"
         """Whether inference servers may be verified: by the checksums of their tensors, which the ranks compute."""
 
@@ -58,7 +63,29 @@ class DividedSending:
             return None
         if publisher:
             log.info("each of %d ranks gathers and sends a part of the weights", dist.get_world_size())
-        return cls(config, publisher)
+        return cls(config, publisher, trainer.device)
+
+    def _check_addresses(self) -> None:
+        """Refuse several machines of which one would listen where no other machine reaches it, or does not reach rank
+        0, where workers learn of it. Collective."""
+        if is_on_one_machine():
+            return
+        place = self.publisher.store if self.publisher else ("", 0)
+        host, port = all_gather_values(place, tuple[str, int])[0]
+        problem = problem_on_route(host, port, self.config.weights.join_deadline_s)
+        for rank, its in enumerate(all_gather_values(problem, str)):
+            if its:
+                refuse(
+                    "weights.senders",
+                    "all",
+                    f"wants every rank of the learner to be reached by workers, and rank {rank} {its}",
+                    "set weights.host to an address of rank 0 that other machines reach, or weights.senders = 'rank_0'",
+                )
+
+    def check(self) -> None:
+        """Raises ConfigError if no worker that has come reaches all ranks."""
+        if isinstance(self.ends, PartCommands):
+            self.ends.check_reach()
 
     def gather(self, trainer: Trainer, version: Version) -> Snapshot:
         """Gather this rank's part of the current weights in place of its part of the last version, and keep it to be
@@ -79,8 +106,23 @@ class DividedSending:
         return replace(part, others=tuple(other for other, _ in others), server_checksums=merged)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, once the workers have the last version."""
+        if self.publisher:
+            self.publisher.drain()
         self.ends.close()
+
+
+def problem_on_route(host: str, port: int, timeout_s: float) -> str:
+    """The reason why a rank on this machine cannot send weights to other machines, "" if there is none. `host`, `port`:
+    rank 0's rendezvous store."""
+    own = own_address(host, port)
+    if is_loopback(own):
+        return f"would listen at {own}, which only its own machine reaches"
+    try:
+        connect_to_store(host, port, timeout_s)
+    except (RuntimeError, OSError) as error:
+        return f"does not reach rank 0 at {host}:{port} ({str(error).splitlines()[0]})"
+    return ""
 
 
 class WeightPublication:

@@ -7,6 +7,7 @@ base = BaseWeights(folder)
 weights = dict(base.with_adapter(adapter, tensors))         # the complete weights of a version
 """
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from zlib_ng.zlib_ng import crc32
 
 from april.util.files import weight_files
 from april.weights.channel import Adapter
-from april.weights.snapshot import DTYPES
+from april.weights.snapshot import DTYPES, Snapshot, pack, unpack
 
 DOWN, UP = "lora_A", "lora_B"
 """Last components of the names of an adapter's two tensors (A and B); the adapted layer's own tensor ends in
@@ -75,6 +76,28 @@ class BaseWeights:
                 yield name, merge(base, down, up, adapter.scaling).to(dtype)
             elif name not in omitted:
                 yield name, base.to(dtype)
+
+
+class MergedSnapshots:
+    """The complete weights of the latest version that trains an adapter, merged once for all that need them."""
+
+    base: BaseWeights | None = None
+    """Base model of the adapter."""
+
+    def __init__(self) -> None:
+        self._making = threading.Lock()
+        self._latest: Snapshot | None = None
+
+    def of(self, snapshot: Snapshot) -> Snapshot:
+        """The complete weights of a snapshot; itself if it has no adapter."""
+        if snapshot.adapter is None or self.base is None:
+            return snapshot
+        with self._making:
+            if self._latest is None or self._latest.version != snapshot.version:
+                trained = unpack(snapshot.heads, snapshot.data)
+                merged = dict(self.base.with_adapter(snapshot.adapter, trained))
+                self._latest = pack(snapshot.version, merged, snapshot.canary)
+            return self._latest
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:

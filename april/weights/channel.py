@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from april.util import clock
+from april.util.errors import refuse
 from april.weights.canary import Canary
 from april.wire.codec import Body
 from april.wire.message import Message, Name, Number, Version
 from april.wire.sockets.base import own_address
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -135,7 +137,8 @@ class ChannelManifest(Message):
 
 
 class ChannelPosted(Message):
-    """The worker is ready to receive the weights that the manifest has announced."""
+    """The worker is ready to receive the weights that the manifest has announced. Where an inference server has joined,
+    they are the next part of them: it receives one part after the other, and says so before each."""
 
     channel: str
     version: Version
@@ -208,11 +211,20 @@ class WeightChannel:
 
 
 def serve_store(host: str) -> "dist.TCPStore":
-    """A rendezvous store (`TCPStore`) at `host` and a free port. Raises OSError.
+    """A rendezvous store (`TCPStore`) at `host`, which is `weights.host`, and a free port. Raises ConfigError.
 
     Other stores that this process opens for the same port share this one.
     """
-    return serve_store_at(socket.create_server((host, 0)))
+    try:
+        listener = socket.create_server((host, 0))
+    except OSError as error:
+        refuse(
+            "weights.host",
+            host,
+            f"is no address of this machine ({error.strerror})",
+            "give the one under which workers reach learner rank 0",
+        )
+    return serve_store_at(listener)
 
 
 def serve_store_at(listener: socket.socket) -> "dist.TCPStore":
@@ -279,14 +291,26 @@ def join(
     return dist.ProcessGroupGloo(scoped, rank, size, options)
 
 
-def transfer(group: "dist.Backend", buckets: "Iterable[Tensor]", backend: str, deadline: float) -> None:
+def transfer(
+    group: "dist.Backend", buckets: "Iterable[Tensor]", stream: "torch.cuda.Stream | None", deadline: float
+) -> None:
     """Broadcast uint8 buckets from the learner to the worker, which receives them in place, by `deadline` (Unix time,
-    s).
+    s). Raises RuntimeError or TimeoutError.
 
-    Raises RuntimeError or TimeoutError. Several broadcasts overlap: gloo does a round trip for each, which takes longer
-    than a bucket on a slow route.
+    `stream`: of the accelerator whose memory the buckets pass through; nothing else uses it, so that transfers wait for
+    nothing that trains or generates there, nor for another channel. None: they stay on the CPU. Several broadcasts
+    overlap: gloo does a round trip for each, which takes longer than a bucket on a slow route.
     """
     import torch
+
+    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+        broadcast(group, buckets, stream, deadline)
+
+
+def broadcast(
+    group: "dist.Backend", buckets: "Iterable[Tensor]", stream: "torch.cuda.Stream | None", deadline: float
+) -> None:
+    """As `transfer`, where `stream` is the current one."""
     import torch.distributed as dist
 
     options = dist.BroadcastOptions()
@@ -297,13 +321,12 @@ def transfer(group: "dist.Backend", buckets: "Iterable[Tensor]", backend: str, d
         work, on_device, bucket = pending.popleft()
         work.wait(remaining_time(deadline))
         if on_device is not bucket:
-            torch.cuda.synchronize()
             bucket.copy_(on_device)
 
     for bucket in buckets:
         if len(pending) == IN_FLIGHT:
             finish_oldest()
-        on_device = bucket.cuda() if backend == "nccl" else bucket
+        on_device = bucket.to(stream.device) if stream else bucket
         options.timeout = remaining_time(deadline)
         pending.append((group.broadcast([on_device], options), on_device, bucket))
     while pending:

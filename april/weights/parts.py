@@ -5,7 +5,7 @@ Rank 0 keeps the weight channels (`publisher.py`) and tells the other ranks what
 there ends the link, which the worker notices and reports to rank 0.
 
 commands = PartCommands(group)          # on rank 0
-sender = PartSender(config, group)      # on every other rank
+sender = PartSender(config, group, device)      # on every other rank
 sender.keep(part)                       # before rank 0 publishes the version
 """
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from april.config import WeightsSection
 from april.util import clock
+from april.util.errors import refuse
 from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
 from april.weights.channel import ChannelInvite, link_name
@@ -30,6 +31,11 @@ from april.wire.message import Version
 
 log = logging.getLogger(__name__)
 
+ALL = 0
+"""In place of a rank: all ranks but rank 0."""
+MAX_UNREACHED = 3
+"""Number of channels that workers join over rank 0's link alone, before any has joined over all links, after which the
+learner ends."""
 END_S = 30.0
 """Longest wait for the last command to reach all ranks, seconds."""
 
@@ -59,6 +65,8 @@ class SendPart(SendingCommand, frozen=True):
 
     channel: str
     timeout_s: float
+    sender: int = ALL
+    """Rank that sends; `ALL`: each of the other ranks does."""
 
 
 class CloseLink(SendingCommand, frozen=True):
@@ -85,9 +93,24 @@ class PartCommands:
     def __init__(self, group: dist.ProcessGroup):
         """`group`: gloo group of all ranks that nothing else uses, with a timeout of days."""
         self.group = group
+        self.is_reached = False
+        """Whether a worker has joined a channel over the links of all ranks."""
+        self.unreached = 0
+        """Number of channels that a worker has joined over rank 0's link, and not over those of the other ranks."""
         self._outbox: queue.SimpleQueue[AnyCommand] = queue.SimpleQueue()
         self._thread = PartThread("weights-commands", self._run)
         self._thread.start()
+
+    def check_reach(self) -> None:
+        """Raises ConfigError if workers have come, and none of them reaches the other ranks: the run would stand
+        still."""
+        if self.unreached >= MAX_UNREACHED and not self.is_reached:
+            refuse(
+                "weights.senders",
+                "all",
+                f"has not worked: {self.unreached} times a worker reached rank 0 of the learner, and not all others",
+                "have every machine of the learner listen where workers reach it (weights.host), or set 'rank_0'",
+            )
 
     def tell(self, command: AnyCommand) -> None:
         self._outbox.put(command)
@@ -127,9 +150,9 @@ class SendingLink:
 class PartSender:
     """Sends this rank's parts to the workers, in a thread for each, as rank 0 says."""
 
-    def __init__(self, config: WeightsSection, group: dist.ProcessGroup):
-        """`group`: as in `PartCommands`."""
-        self.config, self.group, self.rank = config, group, dist.get_rank()
+    def __init__(self, config: WeightsSection, group: dist.ProcessGroup, device: torch.device):
+        """`group`: as in `PartCommands`. `device`: the rank's, through whose memory nccl sends."""
+        self.config, self.group, self.rank, self.device = config, group, dist.get_rank(), device
         self.bucket_bytes = config.bucket_mb << 20
         self._transport: Transport = TRANSPORTS.find(config.transport)(config)
         self._changed = threading.Condition()
@@ -153,9 +176,9 @@ class PartSender:
             if not self._changed.wait_for(lambda: self._withdrawals >= self._gathers, timeout_s):
                 raise RuntimeError(f"rank 0 has not withdrawn the last weights within {timeout_s:g} s")
 
-    def close(self, timeout_s: float = END_S) -> None:
-        """Wait for the end of the thread that takes commands; rank 0 ends it."""
-        self._thread.join(timeout_s)
+    def close(self) -> None:
+        """Wait until rank 0 ends the thread that takes commands, once the workers have the last version."""
+        self._thread.join(self.config.transfer_deadline_s + END_S)
 
     def _run(self) -> None:
         command: AnyCommand | None = None
@@ -190,6 +213,8 @@ class PartSender:
         """Carry out a command about one link."""
         if isinstance(command, HoldPart) and self._newest and self._newest.version == command.version:
             link.held = self._newest
+        elif isinstance(command, SendPart) and command.sender not in (ALL, self.rank):
+            pass  # another rank's turn
         elif isinstance(command, SendPart) and link.held:
             link.due.put((link.held, clock.now() + command.timeout_s))
             link.held = None
@@ -202,6 +227,8 @@ class PartSender:
     def _run_link(self, link: SendingLink) -> None:
         name = link.invite.channel
         own = msgspec.structs.replace(link.invite, channel=link_name(name, self.rank))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with the first accelerator
         try:
             meeting = self._transport.meet(own, as_learner=True, server_ranks=link.server_ranks)
             with contextlib.closing(meeting) as connected:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import zmq
 from torch import Tensor
 
@@ -24,10 +23,9 @@ from april import wire
 from april.config import WeightsSection
 from april.config.section import AUTO
 from april.util import clock
-from april.util.errors import refuse
 from april.util.lifetime import PartThread
 from april.weights import TRANSPORTS
-from april.weights.base import AdapterWeights, BaseWeights
+from april.weights.base import AdapterWeights, MergedSnapshots
 from april.weights.canary import Canary
 from april.weights.channel import (
     CHANNEL_BODIES,
@@ -92,11 +90,7 @@ class WeightPublisher:
         self._ranks: PartCommands | None = None
         """Commands to the ranks that hold the other parts of each version; None while rank 0 holds all."""
         self._senders = 1
-        self._base: BaseWeights | None = None
-        """Base model of the adapter that is published; None while complete weights are published."""
-        self._whole: Snapshot | None = None
-        """Complete weights of the latest version, merged from its adapter, for workers that do not accept adapters."""
-        self._making = threading.Lock()
+        self._merged = MergedSnapshots()
         self._changed = threading.Condition()
         self._channels: dict[str, WeightChannel] = {}
         self._count = 0
@@ -106,7 +100,7 @@ class WeightPublisher:
         """Number of channels lost since the last publish because the engine did not hold the weights that it was
         sent."""
         self._closed = False
-        self._store = self._serve_store()
+        self._store = serve_store(self.config.host)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -124,18 +118,6 @@ class WeightPublisher:
         self._threads: list[threading.Thread] = []
         self._start_thread("weights-control", self._serve)
 
-    def _serve_store(self) -> dist.TCPStore:
-        """Start the rendezvous store through which the two sides of a channel find each other."""
-        try:
-            return serve_store(self.config.host)
-        except OSError as error:
-            refuse(
-                "weights.host",
-                self.config.host,
-                f"is no address of this machine ({error.strerror})",
-                "give the one under which workers reach learner rank 0",
-            )
-
     def _start_thread(self, name: str, target: Callable, *arguments: Any) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = PartThread(name, target, *arguments)
@@ -150,6 +132,13 @@ class WeightPublisher:
             for channel in list(self._channels.values()):
                 self._lose(channel, "the learner's other ranks send, too")
             self._lost = 0
+
+    def drain(self) -> None:
+        """Wait until the workers have the last version, put it off or are lost, and at most for
+        `weights.transfer_deadline_s`."""
+        with self._changed:
+            if self._snapshot:
+                self._wait_for(self._awaited, self._snapshot, clock.now() + self.config.transfer_deadline_s)
 
     def withdraw(self) -> None:
         """Begin no transfer of the last version any more, so that its memory can be used for the next one."""
@@ -172,7 +161,7 @@ class WeightPublisher:
             return self._offer(replace(weights, canary=canary))
         if not isinstance(weights, AdapterWeights):
             return self._offer(pack(version, weights, canary))
-        self._base = weights.base
+        self._merged.base = weights.base
         return self._offer(pack(version, weights.tensors, canary, weights.adapter))
 
     def announce(self, version: Version, canary: Canary | None = None) -> None:
@@ -378,8 +367,7 @@ class WeightPublisher:
     def _run_channel(self, channel: WeightChannel) -> None:
         try:
             with contextlib.closing(self._meet(channel)) as link:
-                self._await(channel, ChannelReady, None, clock.now() + self.config.join_deadline_s)
-                self._set_state(channel, "ready")
+                self._await_ready(channel)
                 while (snapshot := self._next_snapshot(channel)) is not None:
                     self._set_state(channel, "sending")
                     self._transfer(channel, link, self._snapshot_for(channel, snapshot))
@@ -394,14 +382,33 @@ class WeightPublisher:
                 self._ranks.tell(CloseLink(channel.name))
             forget_keys(self._store, f"{channel.name}/")
 
+    @property
+    def store(self) -> tuple[str, int]:
+        """Host and port of the rendezvous store."""
+        return self.config.host, self._store.port
+
+    def _join_s(self, channel: WeightChannel) -> float:
+        """Longest time to build a channel, seconds. A server builds its groups one after the other."""
+        return self.config.join_deadline_s * (self._senders if channel.server_ranks else 1)
+
     def _meet(self, channel: WeightChannel) -> Link:
-        port = self._store.port
-        timeout_s = self.config.join_deadline_s
-        invite = ChannelInvite(channel.name, channel.backend, self.config.host, port, timeout_s, self._senders)
+        invite = ChannelInvite(channel.name, channel.backend, *self.store, self._join_s(channel), self._senders)
         if self._ranks:
             self._ranks.tell(OpenLink(invite, channel.server_ranks))
         self._send(channel, invite)
         return self._transport.meet(invite, as_learner=True, server_ranks=channel.server_ranks)
+
+    def _await_ready(self, channel: WeightChannel) -> None:
+        """Wait until the worker of a channel has met all ranks that send; one that lives and has not is counted."""
+        try:
+            self._await(channel, ChannelReady, None, clock.now() + self._join_s(channel))
+        except ChannelLost:
+            if self._ranks and clock.now() - channel.last_seen < SILENCE_S:
+                self._ranks.unreached += 1
+            raise
+        if self._ranks:
+            self._ranks.is_reached = True
+        self._set_state(channel, "ready")
 
     def _next_snapshot(self, channel: WeightChannel) -> Snapshot | None:
         """Wait for a snapshot that the channel's worker does not have; None once the channel or the publisher has
@@ -417,16 +424,11 @@ class WeightPublisher:
 
     def _snapshot_for(self, channel: WeightChannel, snapshot: Snapshot) -> Snapshot:
         """The snapshot in the form that the channel's worker accepts: an adapter or complete weights."""
-        adapter, base = snapshot.adapter, self._base
-        if adapter is None or base is None or channel.base == adapter.base:
+        if snapshot.adapter is None or channel.base == snapshot.adapter.base:
             return snapshot
         if not channel.transfers:
             log.info("%s does not take adapters of this model, and is sent all weights", channel.worker)
-        with self._making:
-            if self._whole is None or self._whole.version != snapshot.version:
-                trained = unpack(snapshot.heads, snapshot.data)
-                self._whole = pack(snapshot.version, dict(base.with_adapter(adapter, trained)), snapshot.canary)
-            return self._whole
+        return self._merged.of(snapshot)
 
     def _transfer(self, channel: WeightChannel, link: Link, snapshot: Snapshot) -> None:
         bucket_bytes = self.bucket_bytes
@@ -440,9 +442,13 @@ class WeightPublisher:
         deadline = clock.now() + self.config.transfer_deadline_s
         channel.posted = snapshot.version
         self._set_state(channel, "sending")
-        if self._ranks:
+        if self._ranks and not channel.server_ranks:
             self._ranks.tell(SendPart(channel.name, self.config.transfer_deadline_s))
         link.send(outgoing(snapshot, bucket_bytes, bool(channel.server_ranks)), deadline)
+        if self._ranks and channel.server_ranks:  # which takes one part after the other
+            for sender in range(1, len(snapshot.parts)):
+                self._await(channel, ChannelPosted, snapshot.version, deadline)
+                self._ranks.tell(SendPart(channel.name, deadline - clock.now(), sender))
         self._await(channel, ChannelLoaded, snapshot.version, deadline)
 
     def _server_checksums(self, channel: WeightChannel, snapshot: Snapshot) -> dict[str, str]:

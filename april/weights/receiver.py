@@ -74,7 +74,8 @@ class StagedWeights:
     """Time at which the manifest arrived, Unix time in seconds."""
     manifest: ChannelManifest | None = None
     post: Callable[[], None] | None = None
-    """Function that tells the learner that the engine has stopped and is ready for these weights."""
+    """Function that tells the learner that the engine has stopped and is ready for these weights, or for the next part
+    of them."""
     canary: Canary | None = None
     """Canary tokens with the learner's log-probabilities under these weights; None if the learner publishes none."""
     digest: str = ""
@@ -87,7 +88,8 @@ class StagedWeights:
 
 
 class InferenceServer(Protocol):
-    """An inference server that joins a channel in its worker's stead. The weights thread calls the methods."""
+    """An inference server that joins a channel in its worker's stead. The weights thread calls `leave`, and waits for
+    `join`, which runs in another thread."""
 
     ranks: int
     """Number of the server's ranks in the channel; they follow the learner's rank."""
@@ -95,7 +97,7 @@ class InferenceServer(Protocol):
     """Device of the server's tensors: cpu | cuda."""
 
     def join(self, invite: ChannelInvite) -> None:
-        """Join the process groups of a channel. Raises RuntimeError."""
+        """Join the process groups of a channel, whose timeout is for all of them. Raises RuntimeError."""
 
     def leave(self, invite: ChannelInvite) -> None:
         """Leave the process groups of a channel, if that is possible."""
@@ -399,7 +401,9 @@ class LearnerConnection:
     def _join(self, invite: ChannelInvite) -> None:
         self.invite, self.links = invite, []
         if self.receiver.server:
-            self.receiver.server.join(invite)
+            joining = in_background(self.receiver.server.join, invite)
+            self._wait_alive([joining])
+            joining.result()
         else:
             names = (link_name(invite.channel, sender) for sender in range(min(invite.senders, MAX_SENDERS)))
             invites = [msgspec.structs.replace(invite, channel=name) for name in names]

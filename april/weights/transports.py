@@ -118,10 +118,15 @@ class GroupLink(Link):
     """One side of a weight channel whose process group carries the weights."""
 
     def __init__(self, group: "dist.Backend", backend: str):
-        self._group, self._backend = group, backend
+        """Tensors pass through the memory of the accelerator that is the calling thread's current one, if `backend` is
+        nccl."""
+        import torch
+
+        self._group = group
+        self._stream = torch.cuda.Stream() if backend == "nccl" else None
 
     def send(self, buckets: "Iterable[Tensor]", deadline: float) -> None:
-        channel.transfer(self._group, buckets, self._backend, deadline)
+        channel.transfer(self._group, buckets, self._stream, deadline)
 
     receive = send
     """Receive buckets: the same call as `send`, as a broadcast is the same on both sides."""

@@ -45,11 +45,12 @@ def main(rank: int, ranks: int, store: str, transport: str, publish_s: float, tr
     )
     config = SimpleNamespace(weights=section, learner=LearnerSection(), engine=SimpleNamespace(weights="broadcast"))
     publisher = WeightPublisher(section, "test", "cpu") if rank == 0 else None
-    waiting, divided = long_wait_group(), DividedSending(config, publisher)
+    waiting, divided = long_wait_group(), DividedSending(config, publisher, torch.device("cpu"))
     if publisher:
         print(publisher.address, flush=True)
     for step in count():
         while publisher and not Path(store).with_name(f"publish_{step}").exists():
+            divided.check()
             time.sleep(0.005)
         dist.barrier(waiting)
         sharded = [

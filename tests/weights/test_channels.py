@@ -233,13 +233,13 @@ class SlowPeer:
 def test_the_deadline_of_a_transfer_is_that_of_all_its_buckets_together(monkeypatch):
     peer = SlowPeer(monkeypatch)
     with pytest.raises(TimeoutError, match=r"weights\.transfer_deadline_s"):
-        channel.transfer(peer, [torch.zeros(1)] * 5, "gloo", clock.now() + 30.0)
+        channel.transfer(peer, [torch.zeros(1)] * 5, None, clock.now() + 30.0)
     assert peer.waits_s == [30.0, 20.0, 10.0]
 
 
 def test_a_bucket_is_on_its_way_before_the_last_has_arrived(monkeypatch):
     peer = SlowPeer(monkeypatch)
-    channel.transfer(peer, [torch.zeros(1)] * 3, "gloo", clock.now() + 30.0)
+    channel.transfer(peer, [torch.zeros(1)] * 3, None, clock.now() + 30.0)
     assert peer.under_way == [1, 2, 2] and len(peer.waits_s) == 3
 
 
@@ -320,6 +320,23 @@ def test_a_worker_that_leaves_tells_the_learner(publisher, caplog):
     receiver.close()
     wait_until(lambda: not publisher._channels)
     assert "is lost: its worker has left" in caplog.text
+
+
+@pytest.mark.parametrize("patience", [WeightsSection(publish_deadline_s=0.1)], ids=["hasty"])
+def test_a_late_worker_gets_the_last_version_before_the_learner_ends(publisher):
+    publisher.publish(Version(0, 0), weights(0))
+    receiver = WeightReceiver(publisher.config, "uid", "w0", "cpu")
+    receiver.connect(publisher.address)
+    late = take(receiver)
+    draining = threading.Thread(target=publisher.drain)
+    draining.start()
+    draining.join(0.5)
+    assert draining.is_alive()
+    receiver.loaded(late.version)
+    draining.join(PATIENCE_S)
+    assert not draining.is_alive()
+    assert [channel.acknowledged for channel in publisher._channels.values()] == [late.version]
+    receiver.close()
 
 
 @pytest.mark.parametrize("patience", [WeightsSection(publish_deadline_s=5.0, transfer_deadline_s=1.0)], ids=["hasty"])

@@ -4,13 +4,21 @@ workers, real kills."""
 import json
 import signal
 import sys
+import time
 from subprocess import PIPE
 
 import pytest
+import torch
 
+from april.config import WeightsSection
 from april.learner.weight_parts import divide
-from april.weights.channel import TensorHead
-from april.weights.snapshot import byte_size
+from april.util import clock
+from april.weights.channel import WORKER, TensorHead, connect_to_store, join, link_name
+from april.weights.publisher import SILENCE_S
+from april.weights.receiver import WeightReceiver
+from april.weights.snapshot import byte_size, server_buckets
+from april.weights.transports import GroupLink
+from tests.support.run_processes import wait_until
 from tests.support.warm_imports import Popen
 from tests.weights.part_ranks import weights
 from tests.weights.test_channels import PATIENCE_S, ChannelWorker
@@ -25,7 +33,8 @@ class Learner:
         self.folder, self.transport, self.workers = folder, transport, []
         arguments = [str(RANKS), str(folder / "ranks"), transport, str(publish_s), str(transfer_s)]
         program = [sys.executable, "-m", "tests.weights.part_ranks"]
-        self.ranks = [Popen([*program, str(rank), *arguments], stdout=PIPE, text=True) for rank in range(RANKS)]
+        pipes = {"stdout": PIPE, "stderr": PIPE, "text": True}
+        self.ranks = [Popen([*program, str(rank), *arguments], **pipes) for rank in range(RANKS)]
         self.address = self.ranks[0].stdout.readline().strip()
 
     def start_workers(self, *names):
@@ -100,6 +109,93 @@ def test_a_killed_or_hung_worker_costs_its_own_channel_on_every_rank(learner, tr
     (again,) = ranks.start_workers("w0")
     ranks.publish(2)
     assert [each.await_version("0.2") for each in (again, hung, other)] == [total(2)] * 3
+
+
+class Server:
+    """An inference server of one rank that joins a channel's groups one after the other, `joins` of them, and each
+    `late_s` seconds late. `links`: of the groups, by the rank that sends."""
+
+    ranks, device = 1, "cpu"
+
+    def __init__(self, joins=RANKS, late_s=0.0):
+        self.joins, self.late_s, self.links = joins, late_s, []
+
+    def join(self, invite):
+        self.links = []
+        for sender in range(self.joins):
+            time.sleep(self.late_s)
+            store = connect_to_store(invite.host, invite.port, invite.timeout_s)
+            group = join(link_name(invite.channel, sender), store, WORKER, "gloo", invite.timeout_s, self.ranks)
+            self.links.append(GroupLink(group, "gloo"))
+        if self.joins < invite.senders:
+            raise RuntimeError("the next rank is not reached")
+
+    def leave(self, invite):
+        pass
+
+    def receive(self, part, sender, timeout_s=PATIENCE_S):
+        """The sum over the tensors of one part."""
+        sizes = [sum(map(byte_size, heads)) for heads in server_buckets(part.tensors, 16 << 20)]
+        data = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self.links[sender].receive(data, clock.now() + timeout_s)
+        return sum(float(each.view(torch.float32).double().sum()) for each in data)
+
+
+@pytest.fixture
+def serve():
+    """serve(learner, server): the receiver of a worker in whose stead `server` joins."""
+    receivers = []
+
+    def begin(ranks, server):
+        receivers.append(WeightReceiver(WeightsSection(), "uid", "w0", "cpu", server=server))
+        receivers[-1].connect(ranks.address)
+        return receivers[-1]
+
+    yield begin
+    for each in receivers:
+        each.close()
+
+
+def test_a_server_has_time_to_join_all_ranks_and_each_sends_in_its_turn(learner, serve):
+    """Joining takes longer than a single link may, and longer than a worker may be silent."""
+    ranks, server = learner("collective", 60.0, 60.0), Server(late_s=2.0)
+    assert RANKS * server.late_s > max(WeightsSection().join_deadline_s, SILENCE_S)
+    receiver = serve(ranks, server)
+    ranks.begin(0)
+    wait_until(lambda: receiver.has_staged)
+    staged, found = receiver.take(), 0.0
+    for sender, part in enumerate(staged.manifest.parts):
+        staged.post()
+        found += server.receive(part, sender)
+    receiver.loaded(staged.version)
+    assert found == total(0) and ranks.figures()["publish_workers"] == 1
+    ranks.begin(1)
+    wait_until(lambda: receiver.has_staged)
+    staged = receiver.take()
+    staged.post()
+    server.receive(staged.manifest.parts[0], 0)
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        server.receive(staged.manifest.parts[1], 1, timeout_s=0.5)
+
+
+def refusal(ranks):
+    """The errors that rank 0 has written, once it has ended."""
+    return ranks.ranks[0].communicate(timeout=PATIENCE_S)[1]
+
+
+def test_a_learner_whose_other_ranks_no_worker_reaches_ends_with_a_sentence(learner, serve):
+    ranks = learner("collective")
+    serve(ranks, Server(joins=1))
+    said = refusal(ranks)
+    assert "key 'weights.senders' = 'all' has not worked: 3 times a worker reached rank 0" in said
+
+
+def test_several_machines_that_listen_on_loopback_alone_are_refused(learner, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+    said = refusal(learner("collective"))
+    assert "rank 0 would listen at 127.0.0.1, which only its own machine reaches" in said
+    assert "set weights.host" in said
 
 
 def test_tensors_are_divided_evenly_and_what_a_server_concatenates_stays_together():

@@ -8,6 +8,7 @@ does not receive.
 import asyncio
 import contextlib
 
+from april.util import clock
 from april.weights.channel import WORKER, ChannelInvite, link_name
 from april.weights.receiver import StagedWeights
 from april.workers.engines.base import EngineError
@@ -16,7 +17,10 @@ from april.workers.engines.sglang.engine import SGLangEngine, VerifyWeights
 from april.workers.engines.weight_intake import WeightLoader, scored_text
 
 JOIN_TIMEOUT_FACTOR = 5
-"""Longest time for a gloo group to form or fail, as a multiple of its timeout."""
+"""Longest time for a gloo group to form or fail, as a multiple of its timeout. A server builds the groups of a channel
+one after the other; all of them together have this time, since an invitation's timeout counts its groups."""
+LEAVE_S = 1.0
+"""Longest time to leave all groups of a channel, seconds. It is short because the worker sends no sign of life then."""
 
 
 class ServerWeightChannel:
@@ -44,25 +48,30 @@ class ServerWeightChannel:
             "world_size": 1 + self.ranks,
             "backend": invite.backend,
         }
+        deadline = clock.now() + JOIN_TIMEOUT_FACTOR * invite.timeout_s
         try:
             for sender in range(invite.senders):
                 named = body | {"group_name": link_name(invite.channel, sender)}
-                self._call("/init_weights_update_group", named, JOIN_TIMEOUT_FACTOR * invite.timeout_s)
+                self._call("/init_weights_update_group", named, deadline)
         except ServerSilent as error:
             self._engine.suspect(str(error))
             raise
 
     def leave(self, invite: ChannelInvite) -> None:
-        for sender in range(invite.senders):
-            with contextlib.suppress(ServerRefuses, ServerGone):
-                name = link_name(invite.channel, sender)
-                self._call("/destroy_weights_update_group", {"group_name": name}, 1.0)
+        deadline = clock.now() + LEAVE_S
+        with contextlib.suppress(ServerGone):
+            for sender in range(invite.senders):
+                with contextlib.suppress(ServerRefuses):
+                    name = link_name(invite.channel, sender)
+                    self._call("/destroy_weights_update_group", {"group_name": name}, deadline)
 
-    def _call(self, path: str, body: dict, deadline_s: float) -> None:
+    def _call(self, path: str, body: dict, deadline: float) -> None:
+        """Call the server; it has to answer by `deadline` (Unix time, seconds)."""
+
         async def call() -> None:
             client = self._engine.make_client()
             try:
-                await client.call(path, body, deadline_s)
+                await client.call(path, body, max(0.0, deadline - clock.now()))
             finally:
                 await client.close()
 

@@ -222,7 +222,8 @@ def write_adapter(folder: Path, model: Path, adapter: "Adapter", tensors: "Mappi
 async def receive_broadcast(
     client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
 ) -> None:
-    """Have the paused server receive the broadcasts of a manifest; `post` tells the learner to begin.
+    """Have the paused server receive the broadcasts of a manifest; `post` tells the learner to begin with the next
+    part.
 
     `change`, and the errors raised: as for `WeightPush.load`.
     """
@@ -232,23 +233,23 @@ async def receive_broadcast(
 async def receive_buckets(
     client: SGLangClient, manifest: ChannelManifest, post: Callable[[], None], change: dict
 ) -> None:
-    post()
-    broadcasts = [
-        (link_name(manifest.channel, sender), heads)
-        for sender, part in enumerate(manifest.parts)
-        for heads in server_buckets(part.tensors, manifest.bucket_bytes)
-    ]
-    for place, (group, heads) in enumerate(broadcasts, 1):
-        body = {
-            "names": [head.name for head in heads],
-            "dtypes": [head.dtype for head in heads],
-            "shapes": [head.shape for head in heads],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        last = change if place == len(broadcasts) else {}
-        await client.call("/update_weights_from_distributed", body | last, CALL_S)
+    """Receive one part after the other. `post` is called before each, so that no rank of the learner broadcasts before
+    its turn: a broadcast that waits on an accelerator could hold up the rank's training, and the ranks before it."""
+    parts = [server_buckets(part.tensors, manifest.bucket_bytes) for part in manifest.parts]
+    left = sum(map(len, parts))
+    for sender, part in enumerate(parts):
+        post()
+        for heads in part:
+            body = {
+                "names": [head.name for head in heads],
+                "dtypes": [head.dtype for head in heads],
+                "shapes": [head.shape for head in heads],
+                "group_name": link_name(manifest.channel, sender),
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
+            left -= 1
+            await client.call("/update_weights_from_distributed", body | ({} if left else change), CALL_S)
 
 
 # --- external weights -------------------------------------------------------------------------------------------------

@@ -1,0 +1,28 @@
+"""Every way of the weights from the learner to the workers, in a whole run: tokens are of the versions they name."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from april.observe.report.run_folder import read_records
+from tests.support.journal_checks import versions_with_true_logprobs
+from tests.support.run_processes import assert_closed, both_workers_are_there, wait_until
+
+
+def assert_tokens_are_of_their_versions(run_dir, policy_folder):
+    models = {0: AutoModelForCausalLM.from_pretrained(policy_folder, dtype=torch.float32)}
+    assert {0, 1, 2} <= versions_with_true_logprobs(run_dir, policy_folder, models)
+
+
+@pytest.mark.full
+def test_two_ranks_send_a_part_each_to_both_workers(start_run, run_dir, policy_folder, gate):
+    job = start_run("--weights.senders", "all", "--learner.ranks", "2", "--learner.lr", "1e-2", *gate.hold(0))
+    wait_until(lambda: both_workers_are_there(job), job)
+    gate.open()
+    assert job.wait() == 0, job.output
+    assert assert_closed(run_dir)["steps"] == 3
+    logs = "".join(log.read_text() for log in run_dir.glob("logs/learner*.log"))
+    assert "each of 2 ranks gathers and sends a part of the weights" in logs
+    sent = [step["learner"]["publish_workers"] for step in read_records(run_dir / "metrics.jsonl")[1:]]
+    assert sent == [2, 2]
+    assert_tokens_are_of_their_versions(run_dir, policy_folder)
